@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""This rank's place among the others: device, rank, world, and the collectives that the engine needs."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from podium.errors import LaunchError
+from podium.recipe import PlacementSection
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mesh:
+    """One rank among `world`. A world of one has no process group and pays for none."""
+
+    rank: int
+    world: int
+    device: torch.device
+    devices: DeviceMesh | None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Element-wise sum over all ranks."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list[Any]:
+        """One small Python value from every rank, in rank order, on every rank."""
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def barrier(self) -> None:
+        if self.world > 1:
+            dist.barrier()
+
+
+def device_kind(placement: PlacementSection) -> DeviceKind:
+    """`auto` is CUDA where there is a device."""
+    if placement.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return placement.device
+
+
+def check_devices(placement: PlacementSection, ranks: int) -> None:
+    """More ranks than devices is refused before anything starts."""
+    kind = device_kind(placement)
+    if kind == "cuda":
+        found = torch.cuda.device_count()
+        if found == 0:
+            raise LaunchError("placement.device: cuda is asked for and this machine has no CUDA device. Use cpu or auto.")
+    else:
+        found = os.cpu_count() or 1
+    if ranks > found:
+        what = "CUDA devices" if kind == "cuda" else "CPU cores"
+        raise LaunchError(
+            f"placement.devices: {ranks} ranks are asked for and this machine has {found} {what}. "
+            f"Each rank needs one of its own; use --devices {found} or fewer."
+        )
+
+
+def join(placement: PlacementSection, *, rank: int, world: int, local_rank: int) -> Mesh:
+    """Takes this rank's place: picks the device and, among several ranks, meets the others."""
+    kind = device_kind(placement)
+    device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if world == 1:
+        return Mesh(rank=0, world=1, device=device, devices=None)
+    timeout = timedelta(seconds=placement.timeout_s)
+    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+        probe = torch.ones(1, device=device)
+        dist.all_reduce(probe)
+    except (RuntimeError, ValueError, dist.DistError) as error:
+        raise LaunchError(
+            f"rank {rank} of {world} could not meet the others within {placement.timeout_s:.0f} s ({error}). "
+            "Check that all ranks were started and that their hosts reach each other."
+        ) from error
+    return Mesh(rank=rank, world=world, device=device, devices=init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
+
+
+def leave(mesh: Mesh) -> None:
+    """Ends the process group, if there is one."""
+    if mesh.world > 1 and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Placing a model on the mesh: compiled, checkpointed and sharded layer by layer, weights read straight into shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from podium.engine.mesh import Mesh
+from podium.engine.parameters import TrainedParameter
+from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters, restore_buffers
+from podium.models.weights import Box, CheckpointWeights, Destination, MemoryWeights, WeightSource, fill
+from podium.recipe import ModelSection
+
+
+def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on CUDA, float32 on CPU."""
+    if section.dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return torch.bfloat16 if section.dtype == "bfloat16" else torch.float32
+
+
+def place(
+    section: ModelSection, folder: Path, mesh: Mesh, *, seed: int, weights: bool = True
+) -> tuple[PackedCausalLM, list[TrainedParameter]]:
+    """The model on this rank's device, sharded over the mesh, with float32 masters of what it trains.
+
+    `weights=False` leaves the values undefined, for a checkpoint to fill.
+    """
+    config = load_config(folder, trust_remote_code=section.trust_remote_code)
+    dtype = compute_dtype(section, mesh.device)
+    # Sharded parameters are float32 and cast as they are gathered; a single device keeps the cast copy itself, so that
+    # forward, backward and generation read compute-dtype weights without casting them again.
+    held = dtype if mesh.world == 1 else torch.float32
+    model = build(section, config, device=torch.device("meta"), dtype=held)
+    _prepare_layers(model, section, mesh.device)
+    if mesh.devices is not None:
+        _shard(model, mesh, dtype)
+    model.to_empty(device=mesh.device)
+    model.hf.tie_weights()
+    restore_buffers(model.hf)
+    trained = [_trained(name, parameter) for name, parameter in model.hf.named_parameters()]
+    if weights:
+        if section.init == "random":
+            drawn, source = _drawn(section, config, mesh, seed)
+        else:
+            source = CheckpointWeights(folder, model.hf)
+            drawn = None
+        fill(_destinations(trained), source, padded_rows={} if drawn is not None else padded_parameters(model))
+        if drawn is not None:
+            _zero_padding(trained, padded_parameters(model))
+        del drawn
+        for each in trained:
+            each.publish()
+    return model, trained
+
+
+def local_box(parameter: Tensor) -> Box:
+    """Which part of the whole tensor this rank holds (FSDP shards rows as torch.chunk does)."""
+    if not isinstance(parameter, DTensor):
+        return Box.whole(parameter.shape)
+    mesh = parameter.device_mesh
+    rows, each = parameter.shape[0], -(-parameter.shape[0] // mesh.size())
+    start = min(mesh.get_local_rank() * each, rows)
+    stop = min(start + each, rows)
+    rest = tuple(parameter.shape[1:])
+    return Box((start, *(0 for _ in rest)), (stop, *rest))
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part, sharing storage with the parameter."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _trained(name: str, parameter: nn.Parameter) -> TrainedParameter:
+    local = local_tensor(parameter)
+    master = local if local.dtype == torch.float32 else torch.empty_like(local, dtype=torch.float32)
+    return TrainedParameter(
+        name=name, parameter=parameter, master=master, box=local_box(parameter), shape=tuple(parameter.shape)
+    )
+
+
+def _destinations(trained: list[TrainedParameter]) -> Iterator[Destination]:
+    for each in trained:
+        yield Destination(name=each.name, local=each.master, box=each.box, shape=each.shape)
+
+
+def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> tuple[PackedCausalLM, WeightSource]:
+    """Random weights from the seed alone: every rank draws the same whole model and keeps its part."""
+    with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        device = mesh.device if mesh.world == 1 else torch.device("cpu")
+        model = build(section, config, device=device, dtype=torch.float32)
+    return model, MemoryWeights(dict(model.hf.named_parameters()))
+
+
+def _zero_padding(trained: list[TrainedParameter], padded: dict[str, int]) -> None:
+    for each in trained:
+        if each.name in padded:
+            real = Box.whole((padded[each.name], *each.shape[1:])).overlap(each.box)
+            each.master[max(0, real.stops[0] - each.box.starts[0]) :] = 0
+
+
+def _prepare_layers(model: PackedCausalLM, section: ModelSection, device: torch.device) -> None:
+    if section.activation_checkpointing == "layers":
+        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if section.compile == "on" or (section.compile == "auto" and device.type == "cuda"):
+        model.head_spec = replace(model.head_spec, compiled=True)
+        for layer in model.layers:
+            layer.compile()
+
+
+def _shard(model: PackedCausalLM, mesh: Mesh, dtype: torch.dtype) -> None:
+    policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh.devices, mp_policy=policy)
+    fully_shard(model, mesh=mesh.devices, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            # The step's global token count does the dividing: ranks hold unequal shares, a mean over ranks would
+            # weigh them wrongly. Gloo has no pre-multiplied sum, hence the plain one.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One optimizer step over micro-batches of unequal size, with a gradient that does not depend on how they were cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from podium.data.documents import PackedBatch
+from podium.engine.mesh import Mesh
+from podium.engine.optimizer import AdamW
+from podium.engine.parameters import TrainedParameter
+from podium.engine.sharding import local_tensor
+from podium.models.causal_lm import PackedCausalLM
+from podium.models.head import TokenLoss
+from podium.models.packing import to_device
+
+# Matrix kernels on CUDA want round token counts.
+_CUDA_MULTIPLE = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimizer step did."""
+
+    loss: float  # global mean over the normalizer
+    grad_norm: float  # before clipping
+    skipped: bool  # non-finite loss or gradient: nothing was changed
+    stop_requested: bool  # some rank was asked to stop
+
+
+class PendingReport:
+    """A step's report that may still be on its way from the device: asking for it is what waits."""
+
+    def __init__(self, values: Tensor) -> None:
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            self._values.copy_(values, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        else:
+            self._values = values
+
+    def resolve(self) -> StepReport:
+        if self._event is not None:
+            self._event.synchronize()
+        loss, grad_norm, skipped, stops = self._values.tolist()
+        return StepReport(loss=loss, grad_norm=grad_norm, skipped=skipped > 0, stop_requested=stops > 0)
+
+
+class TrainEngine:
+    """Model, optimizer and mesh of one rank. Knows losses, not methods, and nothing of where it runs."""
+
+    def __init__(
+        self, model: PackedCausalLM, trained: Sequence[TrainedParameter], optimizer: AdamW, mesh: Mesh, clip_norm: float | None
+    ) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.mesh = mesh
+        self._trained = [each for each in trained if each.parameter.requires_grad]
+        self._clip_norm = clip_norm
+        self._multiple = _CUDA_MULTIPLE if mesh.device.type == "cuda" else 1
+
+    def train_step(
+        self,
+        micro_batches: Sequence[PackedBatch],
+        loss: TokenLoss,
+        *,
+        normalizer: float,
+        lr: float,
+        stop_requested: bool = False,
+    ) -> PendingReport:
+        """Forward and backward over this rank's micro-batches (equal in number on all ranks), then one update."""
+        self.model.train()
+        total, gradients = self.gradients(micro_batches, loss, normalizer=normalizer)
+        held = [gradients[id(each)] for each in self._trained if each.master.numel()]
+        squares = torch.stack(torch._foreach_norm(held)).square().sum() if held else total.new_zeros(())
+        sums = self.mesh.sum(torch.stack([total, squares, total.new_tensor(float(stop_requested))]))
+        norm = sums[1].sqrt()
+        skip = (~torch.isfinite(sums[:2]).all()).float()
+        limit = norm.new_tensor(self._clip_norm or float("inf"))
+        clip = torch.where(norm > limit, limit / (norm + 1e-6), torch.ones_like(norm))
+        self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
+        return PendingReport(torch.stack([sums[0] / normalizer, norm, skip, sums[2]]))
+
+    def gradients(
+        self, micro_batches: Sequence[PackedBatch], loss: TokenLoss, *, normalizer: float
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """(sum of the loss on this rank, float32 gradient of this rank's part of each parameter, by id of the trained
+        parameter). Everything is divided by the step's global count, never by a local one."""
+        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+        sums: dict[int, Tensor] = {}
+        for batch in micro_batches:
+            value = self.model(to_device(batch, self.mesh.device, multiple=self._multiple), loss)
+            (value / normalizer).backward()
+            total += value.detach()
+            # A single device computes in the model's dtype: its gradients are summed over micro-batches in float32.
+            self._drain(sums)
+        return total, {id(each): self._gradient(each, sums) for each in self._trained}
+
+    def _drain(self, sums: dict[int, Tensor]) -> None:
+        apart = [each for each in self._trained if each.has_own_master and each.parameter.grad is not None]
+        fresh = [each for each in apart if id(each) not in sums]
+        seen = [each for each in apart if id(each) in sums]
+        if seen:
+            torch._foreach_add_([sums[id(each)] for each in seen], [each.parameter.grad.float() for each in seen])  # type: ignore[union-attr]
+        for each in fresh:
+            assert each.parameter.grad is not None
+            sums[id(each)] = each.parameter.grad.float()
+        for each in apart:
+            each.parameter.grad = None
+
+    def _gradient(self, each: TrainedParameter, sums: dict[int, Tensor]) -> Tensor:
+        if id(each) in sums:
+            return sums[id(each)]
+        gradient, each.parameter.grad = each.parameter.grad, None
+        # No token of the step reached it (an expert without work).
+        return torch.zeros_like(each.master) if gradient is None else local_tensor(gradient)
+
+    @torch.no_grad()
+    def loss_sum(self, micro_batches: Sequence[PackedBatch], loss: TokenLoss) -> Tensor:
+        """The loss summed over this rank's trained tokens; for evaluation."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+        for batch in micro_batches:
+            total += self.model(to_device(batch, self.mesh.device, multiple=self._multiple), loss)
+        self.model.train()
+        return total

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one exception tree. Every error that a user can cause says what happened, why it matters and what to do."""
+
+
+class PodiumError(Exception):
+    """Root of all errors that Podium raises on purpose; the command line prints them without a traceback."""
+
+
+class RecipeError(PodiumError):
+    """The recipe is wrong: carries the path of keys in its text."""
+
+
+class DataError(PodiumError):
+    """A data source is missing, empty, malformed, or cannot be tokenized: names file and row."""
+
+
+class ModelError(PodiumError):
+    """A model folder is incomplete or its weights do not fit its config."""
+
+
+class UnsupportedModelError(ModelError):
+    """Podium's packed forward does not reproduce this model: it is refused, never trained silently wrong."""
+
+
+class CheckpointError(PodiumError):
+    """A checkpoint is missing, incomplete or corrupt: names the file and the newest usable one."""
+
+
+class RunFolderError(PodiumError):
+    """A run folder already exists, is finished, or is not a run folder."""
+
+
+class LaunchError(PodiumError):
+    """The ranks could not be started, or one of them died: carries the first failure."""
+
+
+class TrainingDivergedError(PodiumError):
+    """Too many steps in a row had a non-finite loss or gradient."""
+
+
+class MissingExtraError(PodiumError):
+    """An optional dependency is asked for and not installed: says what to install."""

@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Packed attention, hooked into any transformers model through its own attention interface.
+
+Documents never attend to each other. The document boundaries arrive with every call as the keyword argument
+`packing`; there is no global state.
+"""
+
+# T packed tokens · H query heads · K key-value heads · E head width · L document length · D documents
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from podium.errors import UnsupportedModelError
+from podium.models.packing import Packing, Run
+
+PACKED_ATTENTION = "podium_packed"
+
+
+def register_packed_attention() -> None:
+    """Makes `set_attn_implementation("podium_packed")` known to transformers."""
+    AttentionInterface.register(PACKED_ATTENTION, packed_attention)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,  # [1, H, T, E]
+    key: Tensor,  # [1, K, T, E]
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | None = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention signature -> [1, T, H, E]."""
+    if packing is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} did not pass Podium's `packing` argument on to its attention, so documents in one "
+            "pack would see each other. This architecture is not supported."
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{type(module).__name__} attends in both directions; Podium trains causal models.")
+    unusual = softcap is not None or s_aux is not None
+    if not unusual and not packing.runs:
+        if dropout > 0:
+            raise UnsupportedModelError("attention dropout has no variable-length kernel; set attention_dropout to 0.")
+        return _variable_length(query, key, value, packing, scaling, sliding_window), None
+    return _by_document(query, key, value, packing, scaling, dropout, sliding_window, softcap, s_aux), None
+
+
+def _variable_length(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    out = varlen_attn(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        packing.boundaries,
+        packing.boundaries,
+        packing.longest,
+        packing.longest,
+        scale=scaling,
+        # transformers counts the query itself as part of its window, the kernel counts what lies to the left of it.
+        window_size=(-1 if window is None else window - 1, 0),
+        **_gqa_switch(),
+    )
+    return out.unsqueeze(0)
+
+
+def _gqa_switch() -> dict[str, bool]:
+    """torch 2.11 always allows grouped heads in varlen_attn; later releases want to be told."""
+    return _GQA
+
+
+def _needs_gqa_argument() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+_GQA: dict[str, bool] = {"enable_gqa": True} if _needs_gqa_argument() else {}
+
+
+@torch.compiler.disable
+def _by_document(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One call for each run of equally long documents: the fastest way on CPU, and right on any device."""
+    runs = packing.runs
+    if not runs:  # an unusual model on CUDA: the boundaries are on the device only
+        from podium.models.packing import runs_of
+
+        runs = runs_of(packing.boundaries.cpu().numpy())
+    outs = []
+    for run in runs:
+        q, k, v = (_documents(tensor, run) for tensor in (query, key, value))
+        if softcap is None and sinks is None:
+            mask = _window_mask(run.length, window, q.device)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=dropout, scale=scaling,
+                enable_gqa=q.shape[1] != k.shape[1],
+            )  # fmt: skip
+        else:
+            out = _plain_attention(q, k, v, scaling, dropout, window, softcap, sinks)
+        outs.append(out.transpose(1, 2).reshape(run.num_documents * run.length, *out.shape[1:2], out.shape[-1]))
+    return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
+
+
+def _documents(tensor: Tensor, run: Run) -> Tensor:
+    """[1, H, T, E] -> [D, H, L, E] of one run, as a view."""
+    part = tensor[0, :, run.start : run.start + run.num_documents * run.length]
+    return part.unflatten(1, (run.num_documents, run.length)).transpose(0, 1)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """[L, L] of what may be seen, or None where plain causality says it all."""
+    if window is None or length <= window:
+        return None
+    row = torch.arange(length, device=device)
+    distance = row[:, None] - row[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+def _plain_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention written out, for what no fused kernel offers: soft-capped scores and attention sinks."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q @ k.transpose(-1, -2)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    row = torch.arange(length, device=q.device)
+    distance = row[:, None] - row[None, :]
+    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+    scores = scores.masked_fill(~seen, float("-inf")).float()
+    if sinks is not None:
+        sink = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, length, 1).float()
+        probabilities = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
+    else:
+        probabilities = torch.softmax(scores, dim=-1)
+    return F.dropout(probabilities.to(v.dtype), p=dropout) @ v

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face causal language model in Podium's packed form: packed tokens in, summed loss out."""
+
+# T packed tokens · S trained tokens · E hidden width
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from podium.errors import ModelError, UnsupportedModelError
+from podium.models.attention import PACKED_ATTENTION, register_packed_attention
+from podium.models.head import HeadSpec, TokenLoss, fused_token_loss, next_token_scores, target_logprobs
+from podium.models.packing import TokenBatch
+from podium.recipe import ModelSection
+
+
+class PackedCausalLM(nn.Module):
+    """Wraps the Hugging Face model so that body and head run inside one forward, which is what FSDP shards around."""
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+        super().__init__()
+        register_packed_attention()
+        self.hf = model
+        self.vocab_size = vocab_size  # without padding rows
+        self.head_spec = _head_spec(model, vocab_size)
+        # Found once: sharding renames the classes later.
+        self.layers = _decoder_layers(model)
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+    def forward(self, batch: TokenBatch, loss: TokenLoss | None, kind: str = "loss") -> Tensor:
+        """`loss`: the weighted sum of the loss over trained tokens; `logprobs`: of the targets [S]; `scores`: float32
+        logits at the trained positions."""
+        hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
+        weight_VE = self.head_weight
+        match kind:
+            case "loss":
+                assert loss is not None
+                return fused_token_loss(hidden_SE, weight_VE, batch.targets_S, batch.weights_S, loss, self.head_spec)
+            case "logprobs":
+                return target_logprobs(hidden_SE, weight_VE, batch.targets_S, self.head_spec)
+            case "scores":
+                return next_token_scores(hidden_SE, weight_VE, self.head_spec)
+        raise AssertionError(kind)
+
+    def hidden(self, batch: TokenBatch) -> Tensor:
+        """Last hidden states [T, E]."""
+        out = self.hf.get_decoder()(
+            input_ids=batch.tokens_T.unsqueeze(0),
+            position_ids=batch.positions_T.unsqueeze(0),
+            use_cache=False,
+            packing=batch.packing,
+        )
+        return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.hf.get_output_embeddings().weight  # type: ignore[no-any-return]
+
+
+def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
+    """The model's config, checked to be a causal language model that Podium can build."""
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (ValueError, OSError, KeyError) as error:
+        raise ModelError(f"{folder}: transformers cannot read this config ({str(error).splitlines()[0]}).") from error
+
+
+def padded_vocabulary(vocab_size: int, multiple: int) -> int:
+    return -(-vocab_size // multiple) * multiple
+
+
+def build(section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype) -> PackedCausalLM:
+    """The module tree with a padded vocabulary; on the meta device nothing is allocated, elsewhere the weights are
+    drawn from the current torch seed."""
+    config = AutoConfig.for_model(**_with_model_type(config)) if not section.trust_remote_code else config
+    text = config.get_text_config()
+    vocab_size = text.vocab_size
+    text.vocab_size = padded_vocabulary(vocab_size, section.pad_vocab_to)
+    try:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
+    except ValueError as error:
+        raise UnsupportedModelError(f"{section.path}: not a causal language model ({str(error).splitlines()[0]}).") from error
+    model.tie_weights()
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings, so it is not a language model.")
+    if getattr(model.get_output_embeddings(), "bias", None) is not None:
+        raise UnsupportedModelError(f"{type(model).__name__} has a bias in its head, which the fused loss does not know.")
+    model.train()
+    return PackedCausalLM(model, vocab_size)
+
+
+def restore_buffers(model: PreTrainedModel) -> None:
+    """Fills buffers that no checkpoint holds (rotary frequencies and the like), after `to_empty` left them undefined."""
+    for parameter in model.parameters():
+        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then leaves it alone
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            model._init_weights(module)
+
+
+def padded_parameters(model: PackedCausalLM) -> dict[str, int]:
+    """Names (inside the Hugging Face model) of the tensors with padding rows -> number of real rows."""
+    names = {}
+    for role in (model.hf.get_input_embeddings(), model.hf.get_output_embeddings()):
+        for name, parameter in model.hf.named_parameters():
+            if parameter is role.weight:
+                names[name] = model.vocab_size
+    return names
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """The decoder layers: what is sharded, compiled and checkpointed one by one."""
+    names = set(model._no_split_modules or ())
+    found = [module for module in model.modules() if type(module).__name__ in names]
+    if not found:
+        raise UnsupportedModelError(f"{type(model).__name__} does not say what its layers are (_no_split_modules).")
+    return found
+
+
+def _with_model_type(config: Any) -> dict[str, Any]:
+    return {**config.to_dict(), "model_type": config.model_type}
+
+
+def _head_spec(model: PreTrainedModel, vocab_size: int) -> HeadSpec:
+    config = model.config.get_text_config()
+    scale = 1.0
+    if getattr(config, "logits_scaling", None):
+        scale = 1.0 / config.logits_scaling  # Granite divides
+    elif getattr(config, "logit_scale", None):
+        scale = config.logit_scale  # Cohere multiplies
+    return HeadSpec(
+        vocab_size=vocab_size, softcap=getattr(config, "final_logit_softcapping", None) or None, scale=float(scale)
+    )

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floating-point operations of a model, from its own shape: attention, windows, experts and frozen parts included."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCost:
+    """Matrix parameters that every token passes through, and the width of attention in each layer."""
+
+    trained_matrix: int  # parameters of matrix products that are trained, without the head
+    frozen_matrix: int
+    head_matrix: int
+    head_trained: bool
+    attention_width: int  # query heads × head width
+    windows: tuple[int | None, ...]  # one per layer; None: sees all that came before
+
+    def training_flops(self, lengths: Sequence[int], head_tokens: int) -> float:
+        """Forward and backward of packed documents of which `head_tokens` positions reach the head. A trained matrix
+        costs 6 operations per token and parameter (2 forward, 2 for its input's gradient, 2 for its own), a frozen one
+        4; activation checkpointing's second forward is not counted: it is no progress."""
+        body = float(np.sum(lengths)) * (6.0 * self.trained_matrix + 4.0 * self.frozen_matrix)
+        head = float(head_tokens) * (6.0 if self.head_trained else 4.0) * self.head_matrix
+        return body + head + 3.0 * self._attention(lengths)
+
+    def _attention(self, lengths: Sequence[int]) -> float:
+        """Scores and values: 2 products of 2 operations for every (query, visible key) pair."""
+        sizes = np.asarray(lengths, np.float64)
+        pairs = 0.0
+        for window in self.windows:
+            reach = sizes if window is None else np.minimum(sizes, window)
+            # Sum over queries of how many keys each sees: a triangle up to the window, then a band.
+            pairs += float((reach * (reach + 1) / 2 + (sizes - reach) * reach).sum())
+        return 4.0 * self.attention_width * pairs
+
+
+def model_cost(model: PreTrainedModel) -> ModelCost:
+    """Counts the matrices of a Hugging Face causal LM; the input embedding is a look-up and costs nothing, the head does
+    (tied or not); of a mixture's experts only the active share counts."""
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    share = _active_share(config)
+    trained = frozen = 0
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2 or parameter is embedding or parameter is head:
+            continue
+        active = int(parameter.numel() * (share if ".experts" in name else 1.0))
+        if parameter.requires_grad:
+            trained += active
+        else:
+            frozen += active
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return ModelCost(
+        trained_matrix=trained,
+        frozen_matrix=frozen,
+        head_matrix=head.numel(),
+        head_trained=head.requires_grad,
+        attention_width=config.num_attention_heads * head_dim,
+        windows=_windows(config),
+    )
+
+
+def _active_share(config: object) -> float:
+    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
+    active = getattr(config, "num_experts_per_tok", None)
+    return active / experts if experts and active else 1.0
+
+
+def _windows(config: object) -> tuple[int | None, ...]:
+    layers: int = config.num_hidden_layers  # type: ignore[attr-defined]
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        return (window,) * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The language-model head fused with the loss: log-probs, loss and gradients chunk by chunk, never all logits at once.
+
+A loss that is a weighted sum over tokens of a function of each token's log-prob needs the logits only while its chunk
+is at hand, so the gradients for hidden states and head are made in the forward pass: three matrix products a chunk
+where recomputation would take four.
+"""
+
+# S trained tokens · C tokens of one chunk · V vocabulary rows (padded) · E hidden width
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+TokenLoss = Callable[[Tensor], Tensor]
+"""Log-probs of the targets [C] -> loss of each [C]; differentiable, one token at a time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSpec:
+    """What turns a hidden state into log-probs, apart from the weights."""
+
+    vocab_size: int  # real rows; the padded ones behind them have probability zero
+    softcap: float | None = None  # logits = softcap · tanh(logits / softcap)
+    scale: float = 1.0  # logits are multiplied by this
+    chunk_tokens: int = 4096
+    compiled: bool = False
+
+
+def fused_token_loss(
+    hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, weights_S: Tensor, loss: TokenLoss, spec: HeadSpec
+) -> Tensor:
+    """Σ over tokens of weight · loss(log-prob of the target), differentiable in hidden states and head."""
+    if not torch.is_grad_enabled():
+        return (loss(target_logprobs(hidden_SE, weight_VE, targets_S, spec)) * weights_S).sum()
+    result: Tensor = _FusedHead.apply(hidden_SE, weight_VE, targets_S, weights_S, loss, spec)  # type: ignore[no-untyped-call]
+    return result
+
+
+def target_logprobs(hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, spec: HeadSpec) -> Tensor:
+    """log softmax of the target tokens in float32; not differentiable."""
+    parts = []
+    with torch.no_grad():
+        for start in range(0, len(targets_S), spec.chunk_tokens):
+            chunk = slice(start, start + spec.chunk_tokens)
+            logits = _logits(hidden_SE[chunk], weight_VE)
+            parts.append(_kernels(spec).statistics(logits, targets_S[chunk], spec)[0])
+    return torch.cat(parts) if parts else hidden_SE.new_zeros(0, dtype=torch.float32)
+
+
+def next_token_scores(hidden_SE: Tensor, weight_VE: Tensor, spec: HeadSpec) -> Tensor:
+    """Float32 logits over the real vocabulary [S, vocab_size]."""
+    with torch.no_grad():
+        return _shaped(_logits(hidden_SE, weight_VE), spec)[:, : spec.vocab_size]
+
+
+class _FusedHead(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        hidden_SE: Tensor,
+        weight_VE: Tensor,
+        targets_S: Tensor,
+        weights_S: Tensor,
+        loss: TokenLoss,
+        spec: HeadSpec,
+    ) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        kernels = _kernels(spec)
+        total = torch.zeros((), dtype=torch.float32, device=hidden_SE.device)
+        grad_hidden = torch.empty_like(hidden_SE) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
+        for start in range(0, len(targets_S), spec.chunk_tokens):
+            chunk = slice(start, start + spec.chunk_tokens)
+            hidden_CE, targets_C = hidden_SE[chunk], targets_S[chunk]
+            logits_CV = _logits(hidden_CE, weight_VE)
+            logprobs_C, log_sum_C = kernels.statistics(logits_CV, targets_C, spec)
+            loss_value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], loss)
+            total += loss_value
+            grad_logits_CV = kernels.gradient(logits_CV, log_sum_C, targets_C, grad_logprobs_C, spec, hidden_SE.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits_CV, weight_VE, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _accumulate_product(grad_weight, grad_logits_CV, hidden_CE)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight_VE.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+        return (
+            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
+            None if grad_weight is None else grad_weight.mul_(grad).to(ctx.weight_dtype),  # type: ignore[attr-defined]
+            None, None, None, None,
+        )  # fmt: skip
+
+
+def _loss_and_gradient(logprobs_C: Tensor, weights_C: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        leaf = logprobs_C.detach().requires_grad_()
+        value = (loss(leaf) * weights_C).sum()
+    (gradient,) = torch.autograd.grad(value, leaf)
+    return value.detach(), gradient
+
+
+def _logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Float32 logits: on CUDA the product of bfloat16 operands is kept in the float32 it was accumulated in."""
+    if hidden_CE.dtype == torch.float32 or not hidden_CE.is_cuda:
+        return hidden_CE @ weight_VE.T
+    return torch.mm(hidden_CE, weight_VE.T, out_dtype=torch.float32)
+
+
+def _accumulate_product(total_VE: Tensor, left_CV: Tensor, right_CE: Tensor) -> None:
+    """total += leftᵀ · right, in float32 whatever the operands are."""
+    if left_CV.dtype == torch.float32:
+        total_VE.addmm_(left_CV.T, right_CE)
+    elif left_CV.is_cuda:
+        torch.addmm(total_VE, left_CV.T, right_CE, out_dtype=torch.float32, out=total_VE)
+    else:
+        total_VE.add_(left_CV.T @ right_CE)
+
+
+def _shaped(logits_CV: Tensor, spec: HeadSpec) -> Tensor:
+    logits = logits_CV.float()
+    if spec.scale != 1.0:
+        logits = logits * spec.scale
+    if spec.softcap is not None:
+        logits = spec.softcap * torch.tanh(logits / spec.softcap)
+    return logits
+
+
+def _masked(logits_CV: Tensor, spec: HeadSpec) -> Tensor:
+    if logits_CV.shape[1] == spec.vocab_size:
+        return logits_CV
+    padded = torch.arange(logits_CV.shape[1], device=logits_CV.device) >= spec.vocab_size
+    return logits_CV.masked_fill(padded, float("-inf"))
+
+
+def _statistics(logits_CV: Tensor, targets_C: Tensor, spec: HeadSpec) -> tuple[Tensor, Tensor]:
+    """(log-prob of the target, log of the sum of exponentials) of each row."""
+    shaped = _masked(_shaped(logits_CV, spec), spec)
+    log_sum_C = torch.logsumexp(shaped, dim=-1)
+    return shaped.gather(1, targets_C[:, None]).squeeze(1) - log_sum_C, log_sum_C
+
+
+def _gradient(
+    logits_CV: Tensor, log_sum_C: Tensor, targets_C: Tensor, grad_C: Tensor, spec: HeadSpec, dtype: torch.dtype
+) -> Tensor:
+    """d loss / d logits = grad · (onehot − softmax), through soft cap and scale."""
+    shaped = _shaped(logits_CV, spec)
+    softmax = (_masked(shaped, spec) - log_sum_C[:, None]).exp()
+    columns = torch.arange(logits_CV.shape[1], device=logits_CV.device)
+    onehot = (columns[None, :] == targets_C[:, None]).to(softmax.dtype)
+    grad = grad_C[:, None] * (onehot - softmax)
+    if spec.softcap is not None:
+        grad = grad * (1 - (shaped / spec.softcap) ** 2)
+    return (grad * spec.scale).to(dtype)
+
+
+def _gradient_in_place(
+    logits_CV: Tensor, log_sum_C: Tensor, targets_C: Tensor, grad_C: Tensor, spec: HeadSpec, dtype: torch.dtype
+) -> Tensor:
+    """The same without a second array of logits: for eager mode, where every pass over them is paid for."""
+    if spec.softcap is not None or spec.scale != 1.0 or logits_CV.dtype != torch.float32 or dtype != torch.float32:
+        return _gradient(logits_CV, log_sum_C, targets_C, grad_C, spec, dtype)
+    grad = logits_CV.sub_(log_sum_C[:, None]).exp_()
+    grad[:, spec.vocab_size :] = 0
+    grad.mul_(-grad_C[:, None])
+    grad.scatter_add_(1, targets_C[:, None], grad_C[:, None])
+    return grad
+
+
+@dataclass(frozen=True, slots=True)
+class _Kernels:
+    statistics: Callable[[Tensor, Tensor, HeadSpec], tuple[Tensor, Tensor]]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, HeadSpec, torch.dtype], Tensor]
+
+
+_EAGER = _Kernels(_statistics, _gradient_in_place)
+_COMPILED = _Kernels(torch.compile(_statistics), torch.compile(_gradient))
+
+
+def _kernels(spec: HeadSpec) -> _Kernels:
+    return _COMPILED if spec.compiled else _EAGER

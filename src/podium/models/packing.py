@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A micro-batch as tensors on a device: packed tokens and the boundaries of the documents in it."""
+
+# T packed tokens · D documents
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from podium.data.documents import PackedBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """Neighbouring documents of one length: attended to in one call, without padding."""
+
+    start: int
+    num_documents: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Packing:
+    """Where documents begin and end; travels to the attention of every layer as a keyword argument."""
+
+    boundaries: Tensor  # int32 [D + 1] on the device
+    longest: int
+    runs: tuple[Run, ...]  # for kernels that go document by document; empty where a variable-length kernel is used
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenBatch:
+    """One micro-batch on the device. Only trained positions reach the head."""
+
+    tokens_T: Tensor
+    positions_T: Tensor
+    trained_S: Tensor  # indices into T of the positions whose target is trained
+    targets_S: Tensor
+    weights_S: Tensor
+    packing: Packing
+
+
+def runs_of(offsets: np.ndarray) -> tuple[Run, ...]:
+    """Neighbours of equal length in one run each; documents sorted by length thus need the fewest calls."""
+    lengths = np.diff(offsets)
+    starts = np.flatnonzero(np.concatenate([[True], lengths[1:] != lengths[:-1]]))
+    ends = np.concatenate([starts[1:], [len(lengths)]])
+    return tuple(
+        Run(start=int(offsets[first]), num_documents=int(end - first), length=int(lengths[first]))
+        for first, end in zip(starts, ends, strict=True)
+    )
+
+
+def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) -> TokenBatch:
+    """Copies a packed batch to the device, padded to a multiple of `multiple` tokens with a document of its own
+    that trains nothing (matrix kernels want round shapes; on CPU there is no padding)."""
+    tokens, positions, offsets = batch.tokens_T, batch.positions_T, batch.offsets
+    padding = -len(tokens) % multiple
+    if padding:
+        tokens = np.concatenate([tokens, np.zeros(padding, np.int32)])
+        positions = np.concatenate([positions, np.arange(padding, dtype=np.int32)])
+        offsets = np.concatenate([offsets, np.array([len(tokens)], np.int32)])
+    trained = np.flatnonzero(batch.weights_T)
+    on_cuda = device.type == "cuda"
+    return TokenBatch(
+        tokens_T=_moved(tokens.astype(np.int64), device),
+        positions_T=_moved(positions.astype(np.int64), device),
+        trained_S=_moved(trained, device),
+        targets_S=_moved(batch.targets_T[trained].astype(np.int64), device),
+        weights_S=_moved(batch.weights_T[trained], device),
+        packing=Packing(
+            boundaries=_moved(offsets, device),
+            longest=int(np.diff(offsets).max()),
+            runs=() if on_cuda else runs_of(offsets),
+        ),
+    )
+
+
+def _moved(array: np.ndarray, device: torch.device) -> Tensor:
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading weights part by part: each rank takes from the files only the rows that it holds."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from podium.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: start and stop in every dimension."""
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def is_empty(self) -> bool:
+        return any(size <= 0 for size in self.shape)
+
+    def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+        base = origin or (0,) * len(self.starts)
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.starts, self.stops, base, strict=True))
+
+    def overlap(self, other: Box) -> Box:
+        return Box(
+            tuple(map(max, self.starts, other.starts)),
+            tuple(map(min, self.stops, other.stops)),
+        )
+
+
+class WeightSource(Protocol):
+    """Named tensors of which parts can be read."""
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+
+    def read(self, name: str, box: Box) -> Tensor: ...
+
+
+class MemoryWeights:
+    """Weights that are already tensors: a random initialisation."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def read(self, name: str, box: Box) -> Tensor:
+        return self._tensors[name][box.slices()]
+
+
+class CheckpointWeights:
+    """The safetensors files of a Hugging Face folder under the parameter names of a model.
+
+    Names that transformers changes on loading (fused experts, for instance) go through its own conversion, one
+    target tensor at a time; all others are sliced straight out of the file.
+    """
+
+    def __init__(self, folder: Path, model: PreTrainedModel) -> None:
+        self._model = model
+        self._files = _tensor_files(folder)
+        self._folder = folder
+        self._shapes = {key: self._shape(key) for key in self._files}
+        self._plain: dict[str, str] = {}
+        self._converted: dict[str, _Conversion] = {}
+        self._cache: tuple[str, dict[str, Tensor]] | None = None
+        self._map_names()
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = {name: self._shapes[source] for name, source in self._plain.items()}
+        known = dict(self._model.state_dict())
+        shapes.update({name: tuple(known[name].shape) for name in self._converted})
+        return shapes
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if name in self._plain:
+            source = self._plain[name]
+            with safe_open(self._files[source], framework="pt") as file:
+                return file.get_slice(source)[box.slices()]  # type: ignore[no-any-return]
+        return self._convert(name)[box.slices()]
+
+    def _shape(self, key: str) -> tuple[int, ...]:
+        with safe_open(self._files[key], framework="pt") as file:
+            return tuple(file.get_slice(key).get_shape())
+
+    def _map_names(self) -> None:
+        transforms = get_model_conversion_mapping(self._model)
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        state, prefix = self._model.state_dict(), self._model.base_model_prefix
+        for source in sorted(self._files, key=dot_natural_key):
+            target, pattern = rename_source_key(source, renamings, converters, prefix, state)
+            if target not in state and source in state:
+                target, pattern = source, None
+            if pattern is None:
+                self._plain[target] = source
+            else:
+                conversion = self._converted.setdefault(target, _Conversion(by_pattern[pattern], []))
+                conversion.sources.append((source, pattern))
+        # One converter may yield several targets; each of them finds the same conversion.
+        for first, conversion in list(self._converted.items()):
+            patterns = conversion.converter.target_patterns
+            for pattern in patterns[1:]:
+                self._converted.setdefault(first.replace(patterns[0], pattern), conversion)
+
+    def _convert(self, name: str) -> Tensor:
+        if self._cache is None or name not in self._cache[1]:
+            conversion = self._converted[name]
+            converter = copy.deepcopy(conversion.converter)
+            for source, pattern in conversion.sources:
+                with safe_open(self._files[source], framework="pt") as file:
+                    converter.add_tensor(name, source, pattern, file.get_tensor(source))
+            made = converter.convert(name, model=self._model, config=self._model.config)
+            self._cache = (name, {key: v[0] if isinstance(v, list) else v for key, v in made.items()})
+        return self._cache[1][name]
+
+
+@dataclass(frozen=True, slots=True)
+class _Conversion:
+    converter: WeightConverter
+    sources: list[tuple[str, str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Destination:
+    """The part of one parameter that this rank holds, to be filled in place."""
+
+    name: str
+    local: Tensor
+    box: Box
+    shape: tuple[int, ...]
+
+
+def fill(destinations: Iterator[Destination], source: WeightSource, *, padded_rows: Mapping[str, int]) -> None:
+    """Copies every destination's part; `padded_rows` tells for some names how many leading rows are real, the rows
+    behind them become zero."""
+    shapes = source.shapes()
+    for place in destinations:
+        if place.name not in shapes:
+            raise ModelError(
+                f"the checkpoint has no tensor for {place.name}. Its config and weights do not belong together, or the "
+                "folder is incomplete."
+            )
+        real = Box.whole(shapes[place.name])
+        expected = place.shape
+        if place.name in padded_rows:
+            expected = (padded_rows[place.name], *place.shape[1:])
+        if real.shape != tuple(expected):
+            raise ModelError(f"{place.name} has shape {list(real.shape)} in the checkpoint and {list(expected)} in the config.")
+        with torch.no_grad():
+            part = place.box.overlap(real)
+            if part.shape != place.box.shape:
+                place.local.zero_()
+            if not part.is_empty:
+                place.local[part.slices(place.box.starts)].copy_(source.read(place.name, part))
+
+
+def _tensor_files(folder: Path) -> dict[str, str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        missing = sorted({file for file in names.values() if not (folder / file).is_file()})
+        if missing:
+            raise ModelError(f"{folder}: {index.name} names {', '.join(missing[:3])}, which is not there. Download it again.")
+        return {key: str(folder / file) for key, file in names.items()}
+    files: dict[str, str] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(path), framework="pt") as file:
+                files.update(dict.fromkeys(file.keys(), str(path)))
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{path} cannot be read as safetensors ({error}). It is cut off or damaged: copy it again.") from error
+    if not files:
+        raise ModelError(f"{folder} has no *.safetensors weights.")
+    return files

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What changed between two recipes, and which changes would make a resumed run differ from the unbroken one; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from podium.recipe.schema import Recipe
+
+# Keys that change speed, place or what is recorded, never the weights that come out.
+_HARMLESS = (
+    "placement",
+    "checkpoint",
+    "evaluation",
+    "micro_batch_tokens",
+    "run.loggers",
+    "run.log_every",
+    "run.folder",
+    "run.name",
+    "data.workers",
+    "data.prefetch",
+    "data.heldout",
+    "model.activation_checkpointing",
+    "model.self_check",
+    "model.trust_remote_code",
+    "optimizer.max_skipped_in_a_row",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One key with its old and new value; `breaks` says why exactness would be lost, or is None."""
+
+    key: str
+    old: Any
+    new: Any
+    breaks: str | None
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.old!r} -> {self.new!r}"
+
+
+def changes(old: Recipe, new: Recipe) -> list[Change]:
+    """All keys whose values differ."""
+    before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
+    return [
+        Change(key=key, old=before.get(key), new=after.get(key), breaks=_reason(key, new))
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _reason(key: str, recipe: Recipe) -> str | None:
+    if any(key == harmless or key.startswith(harmless + ".") for harmless in _HARMLESS):
+        return None
+    if key == "steps":
+        if recipe.optimizer.schedule == "constant":
+            return None
+        return f"the {recipe.optimizer.schedule} schedule ends at `steps`, so the steps already taken used other rates"
+    return "the steps already taken used the old value"
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, Any]:
+    if isinstance(value, Mapping) and value:
+        return {k: v for key, item in value.items() for k, v in _flat(item, f"{prefix}{key}.").items()}
+    if isinstance(value, list) and value:
+        return {k: v for index, item in enumerate(value) for k, v in _flat(item, f"{prefix}{index}.").items()}
+    return {prefix.rstrip("."): value}

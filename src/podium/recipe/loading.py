@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML -> Recipe, `--set` overrides, and errors that name the key, the value and the fix."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Hashable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Union, get_args, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from podium.errors import RecipeError
+from podium.recipe.schema import Recipe
+
+# Names that other trainers use, so that a newcomer's guess is answered and not only refused.
+_ELSEWHERE = {
+    "learning_rate": "optimizer.lr",
+    "epochs": "steps (count the steps you want; the data repeats)",
+    "num_train_epochs": "steps (count the steps you want; the data repeats)",
+    "max_steps": "steps",
+    "batch_size": "tokens_per_step",
+    "per_device_train_batch_size": "micro_batch_tokens",
+    "gradient_accumulation_steps": "micro_batch_tokens (accumulation follows from it)",
+    "max_seq_length": "data.max_length",
+    "max_grad_norm": "optimizer.clip_norm",
+    "gradient_checkpointing": "model.activation_checkpointing",
+    "lr_scheduler_type": "optimizer.schedule",
+    "seed": "run.seed",
+    "output_dir": "run.folder and run.name",
+    "eval_steps": "evaluation.every",
+    "save_steps": "checkpoint.every",
+    "num_gpus": "placement.devices",
+    "bf16": "model.dtype",
+    "valid": "heldout",
+    "validation": "heldout",
+    "test": "heldout",
+}
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """SafeLoader that refuses a key written twice and reads 2e-5 as the number that it is."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise RecipeError(
+                    f"line {key_node.start_mark.line + 1}: the key {key!r} is written twice. Keep one of the two."
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads, overrides and checks a recipe file. The run is named after the file unless the recipe names it."""
+    path = Path(file)
+    if not path.is_file():
+        raise RecipeError(f"there is no recipe {path}. Give the path of a YAML file; `podium schema` prints the keys.")
+    try:
+        values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {_yaml_problem(error)}") from error
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+    except RecipeError as error:
+        raise RecipeError(f"{path}, {error}") from error
+    if values is not None and not isinstance(values, dict):
+        raise RecipeError(f"{path} holds a {type(values).__name__}, not keys and values. Begin with `program: sft`.")
+    values = apply_overrides(values or {}, overrides)
+    run = values.setdefault("run", {})
+    if isinstance(run, dict) and run.get("name") is None:
+        run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"
+    return parse_recipe(values, origin=str(path))
+
+
+def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe") -> Recipe:
+    """Checks plain values; every problem is listed at once."""
+    try:
+        return Recipe.model_validate(values)
+    except ValidationError as error:
+        lines = _problems(error)
+        count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
+        raise RecipeError(f"{origin} is not a valid recipe ({count}):\n" + "\n".join(f"  {line}" for line in lines)) from None
+
+
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`a.b=c` sets one key; the value is read as YAML, a number in the path is a position in a list."""
+    result = _copied(values)
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        if not equals or not path.strip():
+            raise RecipeError(f"--set {override}: write it as key.path=value, for example --set optimizer.lr=2e-5.")
+        try:
+            value = yaml.load(text, Loader=_StrictLoader)
+        except (yaml.YAMLError, RecipeError) as error:
+            raise RecipeError(f"--set {override}: the value is not valid YAML ({error}).") from error
+        _assign(result, path.strip().split("."), value, override)
+    return result
+
+
+def dump_recipe(recipe: Recipe) -> str:
+    """The fully resolved recipe as YAML; reading it back gives an equal recipe."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copied(item) for item in value]
+    return value
+
+
+def _assign(root: dict[str, Any], keys: list[str], value: Any, override: str) -> None:
+    here: Any = root
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(here, list):
+            if not key.isdigit() or int(key) >= len(here):
+                raise RecipeError(
+                    f"--set {override}: {'.'.join(keys[:depth])} is a list of {len(here)}; "
+                    f"{key!r} is not a position in it (0 to {len(here) - 1})."
+                )
+            position: Any = int(key)
+        else:
+            position = key
+            if here.get(key) is None and not last:
+                here[key] = {}
+        if last:
+            here[position] = value
+        elif not isinstance(here[position], dict | list):
+            raise RecipeError(f"--set {override}: {'.'.join(keys[: depth + 1])} is a plain value and has no keys below it.")
+        else:
+            here = here[position]
+
+
+def _yaml_problem(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    problem = getattr(error, "problem", None) or str(error)
+    return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
+
+
+def _problems(error: ValidationError) -> list[str]:
+    lines: list[str] = []
+    for detail in error.errors():
+        for line in _explained(detail):
+            if line not in lines:
+                lines.append(line)
+    return lines
+
+
+def _explained(detail: ErrorDetails) -> list[str]:
+    location = [str(part) for part in detail["loc"] if not _is_union_tag(str(part))]
+    key = ".".join(location)
+    match detail["type"]:
+        case "extra_forbidden":
+            return [f"{key}: unknown key.{_suggestion(location)}"]
+        case "missing":
+            return [f"{key}: required, and missing.{_description(location)}"]
+        case "value_error" if not location:
+            return str(detail["msg"]).removeprefix("Value error, ").split("\n")
+        case "value_error":
+            return [f"{key}: {str(detail['msg']).removeprefix('Value error, ')}"]
+        case "model_type":
+            return [f"{key or 'the recipe'}: expected keys and values, found {detail['input']!r}."]
+    message = str(detail["msg"])
+    message = message[0].lower() + message[1:]
+    return [f"{key}: {message}, found {_shown(detail['input'])}.{_description(location)}"]
+
+
+def _is_union_tag(part: str) -> bool:
+    return part.startswith(("literal[", "function-", "constrained-", "str", "nullable"))
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _section_at(location: Sequence[str]) -> type[BaseModel] | None:
+    """The model class that holds the key at the end of `location`."""
+    here: type[BaseModel] | None = Recipe
+    for part in location[:-1]:
+        if part.isdigit():
+            continue
+        field = here.model_fields.get(part) if here else None
+        here = _model_in(field.annotation) if field else None
+    return here
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    if get_origin(annotation) in (Union, types.UnionType, tuple):
+        for part in get_args(annotation):
+            found = _model_in(part)
+            if found:
+                return found
+    return None
+
+
+def _suggestion(location: Sequence[str]) -> str:
+    section, name = _section_at(location), location[-1]
+    if section is None:
+        return ""
+    near = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.6)
+    if near:
+        return f" Did you mean {'.'.join([*location[:-1], near[0]])}?"
+    if name in _ELSEWHERE:
+        return f" Podium's name for it is {_ELSEWHERE[name]}."
+    elsewhere = [path for path in _all_keys(Recipe) if path.rpartition(".")[2] == name]
+    if elsewhere:
+        return f" It belongs at {elsewhere[0]}."
+    return f" Known here: {', '.join(section.model_fields)}."
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name, field in section.model_fields.items():
+        keys.append(prefix + name)
+        inner = _model_in(field.annotation)
+        if inner:
+            keys += _all_keys(inner, f"{prefix}{name}.")
+    return keys
+
+
+def _description(location: Sequence[str]) -> str:
+    section = _section_at(location)
+    field = section.model_fields.get(location[-1]) if section and location else None
+    return f" ({field.description})" if field and field.description else ""

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Custom pieces by import path: `package.module:function` or `folder/file.py:function`.
+
+`locate` finds a missing function or a syntax error by parsing, without running the file; `load` imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.machinery
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+
+from podium.errors import RecipeError
+
+
+def _has_plugin_shape(text: str) -> str:
+    module, _, name = text.rpartition(":")
+    if not module or not name.isidentifier():
+        raise ValueError(f"{text!r} is not an import path; write file.py:function or package.module:function")
+    return text
+
+
+PluginPath = Annotated[str, AfterValidator(_has_plugin_shape)]
+
+
+def split_plugin(path: str) -> tuple[str, str]:
+    """('file.py' or 'package.module', 'function')."""
+    module, _, name = path.rpartition(":")
+    return module, name
+
+
+def locate(path: str, key: str) -> None:
+    """Raises a RecipeError that names `key` when the plug-in cannot be found by parsing."""
+    module, name = split_plugin(path)
+    file = _source_file(module, key)
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+    except SyntaxError as error:
+        raise RecipeError(
+            f"{key}: {file}, line {error.lineno}: {error.msg}. The plug-in cannot be imported until this is mended."
+        ) from error
+    names = _top_level_names(tree)
+    if name not in names:
+        listed = ", ".join(sorted(names)) or "nothing"
+        raise RecipeError(f"{key}: {file} has no function {name!r}. It defines: {listed}.")
+
+
+def load(path: str, key: str) -> Callable[..., Any]:
+    """The plug-in itself; its file is run now."""
+    locate(path, key)
+    module_name, name = split_plugin(path)
+    if module_name.endswith(".py"):
+        file = Path(module_name).resolve()
+        spec = importlib.util.spec_from_file_location(f"podium_plugin_{file.stem}", file)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(module_name)
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise RecipeError(f"{key}: {path} is not callable. A plug-in is a function or a class.")
+    return found  # type: ignore[no-any-return]
+
+
+def _source_file(module: str, key: str) -> Path:
+    if module.endswith(".py"):
+        file = Path(module)
+        if not file.is_file():
+            raise RecipeError(f"{key}: there is no file {module}. Paths are relative to the folder you start podium in.")
+        return file
+    # Walk the packages by hand: importlib.util.find_spec("a.b") would import and so run package a.
+    search: list[str] | None = None
+    spec = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
+        spec = importlib.machinery.PathFinder.find_spec(name, search)
+        if spec is None:
+            raise RecipeError(f"{key}: there is no module {name!r}. Install it, or give the file: folder/file.py:function.")
+        search = list(spec.submodule_search_locations or [])
+    assert spec is not None
+    if spec.origin is None or not spec.origin.endswith(".py"):
+        raise RecipeError(f"{key}: module {module!r} has no Python source to look into. Name a .py module.")
+    return Path(spec.origin)
+
+
+def _top_level_names(tree: ast.Module) -> set[str]:
+    names: set[str] = set()
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+            case ast.Assign(targets=targets):
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
+                names |= {(alias.asname or alias.name).split(".")[0] for alias in aliases}
+    return names

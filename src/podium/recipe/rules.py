@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Cross-field rules of a recipe: each returns a sentence with key path, value and fix, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from podium.recipe.schema import Recipe
+
+
+def broken_rules(recipe: Recipe) -> list[str]:
+    """All rules that span several keys and do not hold."""
+    return [*_lengths(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
+
+
+def _lengths(recipe: Recipe) -> Iterator[str]:
+    longest, budget, step = recipe.data.max_length, recipe.micro_batch_tokens, recipe.tokens_per_step
+    if longest is not None and budget is not None and longest > budget:
+        yield (
+            f"data.max_length: {longest} does not fit micro_batch_tokens {budget}; a document is never cut over two "
+            f"micro-batches. Lower data.max_length to {budget} or raise micro_batch_tokens to {longest}."
+        )
+    if longest is not None and longest > step:
+        yield (
+            f"data.max_length: {longest} is longer than tokens_per_step {step}. "
+            f"Raise tokens_per_step to at least {longest}."
+        )
+    if longest is not None and longest < 2:
+        yield f"data.max_length: {longest} leaves no token to predict. Use at least 2."
+
+
+def _schedule(recipe: Recipe) -> Iterator[str]:
+    optimizer = recipe.optimizer
+    if optimizer.warmup_steps >= recipe.steps and optimizer.warmup_steps > 0:
+        yield (
+            f"optimizer.warmup_steps: {optimizer.warmup_steps} is not below steps {recipe.steps}, so the full "
+            f"learning rate would never be reached. Lower it to {recipe.steps // 10} or raise steps."
+        )
+    if optimizer.schedule == "constant" and optimizer.final_lr_ratio != 0.0:
+        yield (
+            f"optimizer.final_lr_ratio: {optimizer.final_lr_ratio} has no meaning with schedule constant. "
+            "Remove it, or set optimizer.schedule to linear or cosine."
+        )
+
+
+def _evaluation(recipe: Recipe) -> Iterator[str]:
+    evaluation, heldout = recipe.evaluation, recipe.data.heldout
+    asked = evaluation.every is not None or evaluation.at_start or evaluation.generation is not None
+    if asked and not heldout:
+        yield (
+            "evaluation: there is nothing to evaluate on, data.heldout is empty. Add a source to data.heldout or "
+            "remove the evaluation section."
+        )
+    if recipe.checkpoint.keep_best:
+        if not heldout:
+            yield "checkpoint.keep_best: needs held-out data to say which is best. Add a source to data.heldout."
+        every, saved = evaluation.every, recipe.checkpoint.every
+        if every is None or saved is None:
+            yield (
+                "checkpoint.keep_best: needs checkpoint.every and evaluation.every, so that a saved step is also "
+                "an evaluated one. Set both."
+            )
+        elif saved % every:
+            yield (
+                f"checkpoint.keep_best: checkpoint.every {saved} is not a multiple of evaluation.every {every}, so "
+                f"some saved steps would have no held-out loss. Set evaluation.every to a divisor of {saved}."
+            )
+
+
+def _names(recipe: Recipe) -> Iterator[str]:
+    known = {"messages", "prompt", "completion", "text"}
+    for part in ("train", "heldout"):
+        for index, source in enumerate(getattr(recipe.data, part)):
+            for name in source.columns:
+                if name not in known:
+                    yield (
+                        f"data.{part}.{index}.columns.{name}: not a column that Podium reads. "
+                        f"The left side is one of {', '.join(sorted(known))}; the right side is your column's name."
+                    )

@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen description of one run. Torch-free: a mistake in a recipe is found before anything heavy is imported."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, model_validator
+
+from podium.recipe.plugins import PluginPath
+
+Count = Annotated[int, Strict(), Field(ge=1)]
+NonNegative = Annotated[int, Strict(), Field(ge=0)]
+Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+
+ProgramName = Literal["sft"]
+
+
+class Section(BaseModel):
+    """Base of every part of a recipe: frozen, unknown keys forbidden, defaults checked too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+
+
+class ModelSection(Section):
+    """Which model is trained, and how it computes."""
+
+    path: Text = Field(description="Folder of a Hugging Face checkpoint, or a hub id.")
+    init: Literal["pretrained", "random"] = Field(
+        "pretrained", description="`random` takes only the config from `path` and draws the weights from the seed."
+    )
+    tokenizer: Text | None = Field(None, description="Where the tokenizer is, when it is not in `path`.")
+    chat_template: Text | None = Field(None, description="A Jinja file that replaces the tokenizer's chat template.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto", description="Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. Masters are float32 always."
+    )
+    compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile per layer; auto: on CUDA only.")
+    activation_checkpointing: Literal["none", "layers"] = Field(
+        "none", description="`layers` recomputes each decoder layer in the backward pass: less memory, about 1/3 slower."
+    )
+    pad_vocab_to: Count = Field(64, description="Vocabulary rows are padded to a multiple of this inside the run.")
+    trust_remote_code: bool = Field(False, description="Run Python code that the checkpoint ships. Off unless asked.")
+    self_check: bool = Field(
+        True, description="Before step 1, compare Podium's packed forward with plain transformers on random tokens."
+    )
+
+
+class SourceSection(Section):
+    """One data source."""
+
+    path: Text = Field(description="File, glob, folder, fsspec URL, or Hugging Face datasets id.")
+    format: Literal["auto", "jsonl", "parquet", "csv", "datasets"] = "auto"
+    split: Text = Field("train", description="Split of a Hugging Face dataset.")
+    weight: float = Field(1.0, gt=0, description="Share of the documents drawn, relative to the other sources.")
+    columns: dict[str, str] = Field(
+        default_factory=dict, description="Renames columns: {prompt: question} reads `question` as the prompt."
+    )
+    map: PluginPath | None = Field(None, description="`file.py:function`, row -> row or None (None drops the row).")
+
+
+class DataSection(Section):
+    """What is trained on and which tokens of it count."""
+
+    train: tuple[SourceSection, ...] = Field(min_length=1)
+    heldout: tuple[SourceSection, ...] = ()
+    trained: Literal["assistant", "last_turn", "everything"] = Field(
+        "assistant", description="Which tokens of a chat are trained. Raw `text` rows are trained on everything."
+    )
+    max_length: Count | None = Field(
+        None, description="Longest document in tokens; default: what fits the micro-batch and the model."
+    )
+    overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="What happens to longer documents.")
+    shuffle: bool = True
+    shuffle_rows: Count = Field(65_536, description="Rows that are shuffled together; larger files stream by this.")
+    packing_window: Count = Field(512, description="Documents waiting to be packed; a wider window fills steps better.")
+    workers: NonNegative = Field(
+        0, description="Tokenizer processes per rank. 0: a background thread, enough for most single-node runs."
+    )
+    prefetch: Count = Field(4, description="Steps that are prepared ahead.")
+
+
+class OptimizerSection(Section):
+    """AdamW and its schedule."""
+
+    lr: float = Field(gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: NonNegative = 0
+    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases, norms and other vectors.")
+    clip_norm: float | None = Field(1.0, gt=0, description="Global gradient norm; null switches clipping off.")
+    max_skipped_in_a_row: Count = Field(
+        5, description="A step with a non-finite loss or gradient is skipped; after this many in a row the run stops."
+    )
+
+
+class PlacementSection(Section):
+    """Which devices the run takes."""
+
+    devices: Count = Field(1, description="Ranks on this machine. Under torchrun its world size is used instead.")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
+    timeout_s: float = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
+    threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
+    onednn: bool | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
+
+
+class CheckpointSection(Section):
+    """When the run is saved and how many saves are kept."""
+
+    every: Count | None = Field(None, description="Steps between checkpoints; default: only at the end and on Ctrl-C.")
+    keep: Count = Field(2, description="How many of the newest checkpoints stay.")
+    keep_best: bool = Field(False, description="Also keep the one with the lowest held-out loss.")
+    background: bool = Field(True, description="Write while training goes on.")
+    timeout_s: float = Field(1800.0, gt=0, description="Longest wait for all ranks to have written their part.")
+
+
+class GenerationSection(Section):
+    """Answers generated from held-out prompts during evaluation (greedy)."""
+
+    prompts: Count = Field(4, description="How many held-out prompts are answered.")
+    max_new_tokens: Count = 64
+    show: NonNegative = Field(3, description="How many answers are printed.")
+    score: Literal["exact_match"] | PluginPath | None = Field(
+        None, description="`exact_match`, or `file.py:function` taking (answer, reference, row) -> float."
+    )
+
+
+class EvaluationSection(Section):
+    """Held-out loss and generated answers, during the run and at its end."""
+
+    every: Count | None = Field(None, description="Steps between evaluations; default: only at the end.")
+    at_start: bool = False
+    max_documents: Count | None = None
+    generation: GenerationSection | None = None
+
+
+class RunSection(Section):
+    """Where the run is recorded."""
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
+        None, description="Name of the run folder; default: the recipe file's name."
+    )
+    folder: Text = "runs"
+    seed: NonNegative = 0
+    loggers: tuple[Literal["tensorboard"] | PluginPath, ...] = ()
+    log_every: Count = 1
+
+
+class Recipe(Section):
+    """The whole of one run. `program`, `model`, `data`, `optimizer`, `placement`, `checkpoint`, `run` keep their
+    meaning in every program."""
+
+    program: ProgramName
+    model: ModelSection
+    data: DataSection
+    optimizer: OptimizerSection
+    steps: Count
+    tokens_per_step: Count = Field(16_384, description="Tokens of one optimizer step, over all ranks.")
+    micro_batch_tokens: Count | None = Field(
+        None,
+        description="Most tokens of one forward on one rank. Changes speed and memory, never the result. "
+        "Default: the rank's share of the step, cut into parts of at most 16384 (CUDA) or 4096 (CPU).",
+    )
+    placement: PlacementSection = PlacementSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    run: RunSection = RunSection()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_a_mapping(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("the recipe is empty")
+        return value
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        from podium.recipe.rules import broken_rules
+
+        problems = broken_rules(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
