@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded checkpoints: each rank writes its part while training goes on, and a checkpoint exists only once complete.
+
+Layout of `checkpoints/step-00000050/`: `rank-00000.safetensors` (tensors of one rank), `rank-00000.json` (which part of
+which tensor they are, with checksums), and `checkpoint.json` (everything else, written last). All of it is written in a
+folder named `.partial-...` that is renamed when every rank is done, so a crash at any moment leaves whole checkpoints
+only. Nothing in it is executable: safetensors and JSON.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file as save_tensors
+from torch import Tensor
+
+from podium.engine.mesh import Mesh
+from podium.errors import CheckpointError
+from podium.models.weights import Box
+
+_FORMAT = 1
+_PARTIAL = ".partial-"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """This rank's part of one named tensor. Saving reads `local`; loading writes it in place."""
+
+    name: str
+    local: Tensor
+    box: Box
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Extras:
+    """What is saved once and is the same on every rank: JSON values and arrays (the data position, for instance)."""
+
+    values: Mapping[str, Any]
+    arrays: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedStep:
+    """A complete checkpoint on disk."""
+
+    step: int
+    folder: Path
+    heldout_loss: float | None
+
+
+class CheckpointWriter:
+    """Saves steps into one folder, at most one in flight. `wait` is what blocks, with a deadline."""
+
+    def __init__(self, folder: Path, mesh: Mesh, *, keep: int, keep_best: bool, background: bool, timeout_s: float) -> None:
+        self._folder, self._mesh = folder, mesh
+        self._keep, self._keep_best = keep, keep_best
+        self._background, self._timeout_s = background, timeout_s
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._attempt = 0
+
+    def save(self, step: int, pieces: Sequence[Piece], extras: Extras, *, heldout_loss: float | None) -> None:
+        """Copies the pieces off the device, then writes them in a background thread while training goes on."""
+        self.wait()
+        self._attempt += 1
+        staged = {piece.name: _staged(piece.local) for piece in pieces}
+        if self._mesh.device.type == "cuda":
+            torch.cuda.synchronize(self._mesh.device)
+        partial = self._folder / f"{_PARTIAL}{step:08d}"
+        if self._mesh.is_main:
+            # Leftovers of a save that was killed would pass for parts of this one.
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+        self._mesh.barrier()
+        job = threading.Thread(
+            target=self._write, args=(partial, step, list(pieces), staged, extras, heldout_loss),
+            name=f"checkpoint-{step}", daemon=True,
+        )  # fmt: skip
+        self._thread = job
+        job.start()
+        if not self._background:
+            self.wait()
+
+    def wait(self) -> None:
+        """Until the save in flight is complete; raises what went wrong in it."""
+        if self._thread is not None:
+            self._thread.join(self._timeout_s)
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"a checkpoint is still being written after {self._timeout_s:.0f} s. Is the disk of {self._folder} "
+                    "answering? Raise checkpoint.timeout_s if it is only slow."
+                )
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise CheckpointError(f"saving into {self._folder} failed: {failure}") from failure
+
+    def _write(
+        self,
+        partial: Path,
+        step: int,
+        pieces: list[Piece],
+        staged: dict[str, Tensor],
+        extras: Extras,
+        heldout_loss: float | None,
+    ) -> None:
+        """Writes this rank's files; rank 0 then waits (with a deadline) for everyone's index and makes it final."""
+        try:
+            name = f"rank-{self._mesh.rank:05d}"
+            tensors = partial / f"{name}.safetensors"
+            save_tensors(staged, tensors)
+            _flush(tensors)
+            index = {
+                "pieces": {
+                    piece.name: {"shape": piece.shape, "starts": piece.box.starts, "stops": piece.box.stops}
+                    for piece in pieces
+                },
+                "files": {tensors.name: _fingerprint(tensors)},
+            }
+            _write_json(partial / f"{name}.json", index)
+            if self._mesh.is_main:
+                self._finish(partial, step, extras, heldout_loss)
+        except BaseException as error:
+            self._failure = error
+
+    def _finish(self, partial: Path, step: int, extras: Extras, heldout_loss: float | None) -> None:
+        expected = [partial / f"rank-{rank:05d}.json" for rank in range(self._mesh.world)]
+        deadline = time.monotonic() + self._timeout_s
+        while missing := [path.name for path in expected if not path.exists()]:
+            if time.monotonic() > deadline:
+                raise CheckpointError(f"{', '.join(missing)} did not appear in {partial} within {self._timeout_s:.0f} s")
+            time.sleep(0.02)
+        arrays = partial / "extras.safetensors"
+        save_file(dict(extras.arrays), arrays)
+        _flush(arrays)
+        record = {
+            "format": _FORMAT,
+            "step": step,
+            "ranks": self._mesh.world,
+            "heldout_loss": heldout_loss,
+            "extras": extras.values,
+            "files": {arrays.name: _fingerprint(arrays)},
+        }
+        _write_json(partial / "checkpoint.json", record)
+        final = self._folder / f"step-{step:08d}"
+        if final.exists():  # the same step saved again after a resume
+            shutil.rmtree(final)
+        os.replace(partial, final)
+        _flush_folder(self._folder)
+        for old in to_remove(saved_steps(self._folder), keep=self._keep, keep_best=self._keep_best):
+            shutil.rmtree(old.folder, ignore_errors=True)
+
+
+def saved_steps(folder: Path) -> list[SavedStep]:
+    """Complete checkpoints, oldest first. Partial ones are not listed: they never became checkpoints."""
+    found = []
+    for path in sorted(folder.glob("step-*")):
+        loss = None
+        with contextlib.suppress(CheckpointError):  # a damaged one is listed, and found out when it is opened
+            loss = _read_json(path / "checkpoint.json")["heldout_loss"]
+        found.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
+    return found
+
+
+def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:
+    """The one with the lowest held-out loss, the newer of two equals."""
+    scored = [each for each in saved if each.heldout_loss is not None]
+    return min(scored, key=lambda each: (each.heldout_loss, -each.step)) if scored else None
+
+
+def to_remove(saved: Sequence[SavedStep], *, keep: int, keep_best: bool) -> list[SavedStep]:
+    """All but the newest `keep` and, if asked, the best; pure."""
+    kept = {each.step for each in list(saved)[-keep:]}
+    best = best_step(saved) if keep_best else None
+    if best is not None:
+        kept.add(best.step)
+    return [each for each in saved if each.step not in kept]
+
+
+class CheckpointReader:
+    """One complete checkpoint, verified file by file, from which any rank reads any part."""
+
+    def __init__(self, folder: Path, *, verify: bool = True) -> None:
+        self.folder = folder
+        self.record = _read_json(folder / "checkpoint.json")
+        if self.record.get("format") != _FORMAT:
+            raise CheckpointError(f"{folder} has format {self.record.get('format')}; this Podium reads format {_FORMAT}.")
+        self._indexes = [_read_json(folder / f"rank-{rank:05d}.json") for rank in range(self.record["ranks"])]
+        if verify:
+            self._verify()
+
+    @property
+    def step(self) -> int:
+        return int(self.record["step"])
+
+    def extras(self) -> Extras:
+        return Extras(values=self.record["extras"], arrays=load_file(self.folder / "extras.safetensors"))
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(part["shape"]) for index in self._indexes for name, part in index["pieces"].items()}
+
+    def load(self, pieces: Sequence[Piece]) -> None:
+        """Fills every piece from whichever ranks wrote it: the number of ranks then and now may differ."""
+        shapes = self.shapes()
+        for piece in pieces:
+            if shapes.get(piece.name) != tuple(piece.shape):
+                raise CheckpointError(
+                    f"{self.folder}: {piece.name} has shape {shapes.get(piece.name)} there and {piece.shape} in this run. "
+                    "The checkpoint belongs to another model."
+                )
+        for rank, index in enumerate(self._indexes):
+            with safe_open(str(self.folder / f"rank-{rank:05d}.safetensors"), framework="pt") as file:
+                for piece in pieces:
+                    part = index["pieces"][piece.name]
+                    stored = Box(tuple(part["starts"]), tuple(part["stops"]))
+                    shared = stored.overlap(piece.box)
+                    if shared.is_empty:
+                        continue
+                    values = file.get_slice(piece.name)[shared.slices(stored.starts)] if shared.starts else file.get_tensor(piece.name)
+                    with torch.no_grad():
+                        piece.local[shared.slices(piece.box.starts)].copy_(values)
+
+    def _verify(self) -> None:
+        expected = {**self.record["files"]}
+        for index in self._indexes:
+            expected.update(index["files"])
+        with ThreadPoolExecutor(8) as pool:
+            found = dict(zip(expected, pool.map(lambda name: _fingerprint(self.folder / name), expected), strict=True))
+        for name, wanted in expected.items():
+            if found[name] != wanted:
+                raise CheckpointError(
+                    f"{self.folder / name} is damaged: {found[name]['bytes']} bytes with checksum {found[name]['crc32']}, "
+                    f"written were {wanted['bytes']} bytes with checksum {wanted['crc32']}."
+                )
+
+
+def newest_usable(folder: Path, step: int | None = None) -> CheckpointReader:
+    """The asked or newest checkpoint; a damaged one is named together with the one to use instead."""
+    saved = saved_steps(folder)
+    if not saved:
+        partial = [path.name for path in folder.glob(f"{_PARTIAL}*")]
+        hint = f" ({partial[0]} was never completed)" if partial else ""
+        raise CheckpointError(f"{folder} has no complete checkpoint{hint}. Start the run again with `podium train`.")
+    if step is not None and step not in {each.step for each in saved}:
+        listed = ", ".join(str(each.step) for each in saved)
+        raise CheckpointError(f"{folder} has no checkpoint of step {step}. There are: {listed}.")
+    chosen = next(each for each in reversed(saved) if step is None or each.step == step)
+    try:
+        return CheckpointReader(chosen.folder)
+    except CheckpointError as error:
+        others = [each for each in saved if each.step != chosen.step and _is_usable(each.folder)]
+        offer = f"Step {others[-1].step} is whole: add --step {others[-1].step}." if others else "No other checkpoint is whole."
+        raise CheckpointError(f"{error} {offer}") from error
+
+
+def _is_usable(folder: Path) -> bool:
+    try:
+        CheckpointReader(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def _staged(tensor: Tensor) -> Tensor:
+    """A copy in host memory that training cannot touch any more."""
+    if tensor.is_cuda:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
+        return host
+    return tensor.detach().clone()
+
+
+def _fingerprint(path: Path) -> dict[str, int]:
+    try:
+        checksum = size = 0
+        with path.open("rb") as file:
+            while chunk := file.read(1 << 22):
+                checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing.") from error
+    return {"bytes": size, "crc32": checksum}
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(values), encoding="utf-8")
+    _flush(temporary)
+    os.replace(temporary, path)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing, so the checkpoint is incomplete.") from error
+    except json.JSONDecodeError as error:
+        raise CheckpointError(f"{path} is damaged ({error}).") from error
+    return values
+
+
+def _flush(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _flush_folder(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
