@@ -97,7 +97,9 @@ def measure(shape: str, args: argparse.Namespace, peak: float) -> dict[str, floa
     sync()
     seconds = time.perf_counter() - began
     tokens = sum(each.num_inputs for docs in timed for each in docs)
-    flops = sum(cost.training_flops([each.num_inputs for each in docs], sum(d.num_trained for d in docs)) for docs in timed)
+    flops = sum(
+        cost.training_flops([each.num_inputs for each in docs], sum(d.num_trained for d in docs)) for docs in timed
+    )
     if args.profile:
         profile(run, timed[0], sync)
     memory = torch.cuda.max_memory_allocated() / 2**30 if mesh.device.type == "cuda" else 0.0
@@ -131,7 +133,9 @@ def main() -> None:
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     peak = matrix_peak(device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    print(f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}: measured peak {peak / 1e12:.1f} TFLOP/s")
+    print(
+        f"{torch.cuda.get_device_name() if device.type == 'cuda' else 'cpu'}: measured peak {peak / 1e12:.1f} TFLOP/s"
+    )
     for shape in args.shapes:
         row = measure(shape, args, peak)
         print(json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}), flush=True)

@@ -67,7 +67,9 @@ class SavedStep:
 class CheckpointWriter:
     """Saves steps into one folder, at most one in flight. `wait` is what blocks, with a deadline."""
 
-    def __init__(self, folder: Path, mesh: Mesh, *, keep: int, keep_best: bool, background: bool, timeout_s: float) -> None:
+    def __init__(
+        self, folder: Path, mesh: Mesh, *, keep: int, keep_best: bool, background: bool, timeout_s: float
+    ) -> None:
         self._folder, self._mesh = folder, mesh
         self._keep, self._keep_best = keep, keep_best
         self._background, self._timeout_s = background, timeout_s
@@ -144,7 +146,9 @@ class CheckpointWriter:
         deadline = time.monotonic() + self._timeout_s
         while missing := [path.name for path in expected if not path.exists()]:
             if time.monotonic() > deadline:
-                raise CheckpointError(f"{', '.join(missing)} did not appear in {partial} within {self._timeout_s:.0f} s")
+                raise CheckpointError(
+                    f"{', '.join(missing)} did not appear in {partial} within {self._timeout_s:.0f} s"
+                )
             time.sleep(0.02)
         arrays = partial / "extras.safetensors"
         save_file(dict(extras.arrays), arrays)
@@ -200,7 +204,9 @@ class CheckpointReader:
         self.folder = folder
         self.record = _read_json(folder / "checkpoint.json")
         if self.record.get("format") != _FORMAT:
-            raise CheckpointError(f"{folder} has format {self.record.get('format')}; this Podium reads format {_FORMAT}.")
+            raise CheckpointError(
+                f"{folder} has format {self.record.get('format')}; this Podium reads format {_FORMAT}."
+            )
         self._indexes = [_read_json(folder / f"rank-{rank:05d}.json") for rank in range(self.record["ranks"])]
         if verify:
             self._verify()
@@ -232,7 +238,11 @@ class CheckpointReader:
                     shared = stored.overlap(piece.box)
                     if shared.is_empty:
                         continue
-                    values = file.get_slice(piece.name)[shared.slices(stored.starts)] if shared.starts else file.get_tensor(piece.name)
+                    values = (
+                        file.get_slice(piece.name)[shared.slices(stored.starts)]
+                        if shared.starts
+                        else file.get_tensor(piece.name)
+                    )
                     with torch.no_grad():
                         piece.local[shared.slices(piece.box.starts)].copy_(values)
 
@@ -265,7 +275,11 @@ def newest_usable(folder: Path, step: int | None = None) -> CheckpointReader:
         return CheckpointReader(chosen.folder)
     except CheckpointError as error:
         others = [each for each in saved if each.step != chosen.step and _is_usable(each.folder)]
-        offer = f"Step {others[-1].step} is whole: add --step {others[-1].step}." if others else "No other checkpoint is whole."
+        offer = (
+            f"Step {others[-1].step} is whole: add --step {others[-1].step}."
+            if others
+            else "No other checkpoint is whole."
+        )
         raise CheckpointError(f"{error} {offer}") from error
 
 

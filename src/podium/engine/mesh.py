@@ -64,7 +64,9 @@ def check_devices(placement: PlacementSection, ranks: int) -> None:
     if kind == "cuda":
         found = torch.cuda.device_count()
         if found == 0:
-            raise LaunchError("placement.device: cuda is asked for and this machine has no CUDA device. Use cpu or auto.")
+            raise LaunchError(
+                "placement.device: cuda is asked for and this machine has no CUDA device. Use cpu or auto."
+            )
     else:
         found = os.cpu_count() or 1
     if ranks > found:
@@ -94,7 +96,9 @@ def join(placement: PlacementSection, *, rank: int, world: int, local_rank: int)
             f"rank {rank} of {world} could not meet the others within {placement.timeout_s:.0f} s ({error}). "
             "Check that all ranks were started and that their hosts reach each other."
         ) from error
-    return Mesh(rank=rank, world=world, device=device, devices=init_device_mesh(kind, (world,), mesh_dim_names=("shard",)))
+    return Mesh(
+        rank=rank, world=world, device=device, devices=init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+    )
 
 
 def leave(mesh: Mesh) -> None:

@@ -45,7 +45,9 @@ class AdamW:
             id(each): pair
             for each, pair in zip(self.trained, zip(self.first_moments, self.second_moments, strict=True), strict=True)
         }
-        self._counts = {id(each): torch.zeros((), dtype=torch.float32, device=each.master.device) for each in self._held}
+        self._counts = {
+            id(each): torch.zeros((), dtype=torch.float32, device=each.master.device) for each in self._held
+        }
         # Vectors (norms, biases) are not decayed.
         self._groups = [
             ([each for each in self._held if len(each.shape) >= 2], section.weight_decay),

@@ -56,7 +56,12 @@ class TrainEngine:
     """Model, optimizer and mesh of one rank. Knows losses, not methods, and nothing of where it runs."""
 
     def __init__(
-        self, model: PackedCausalLM, trained: Sequence[TrainedParameter], optimizer: AdamW, mesh: Mesh, clip_norm: float | None
+        self,
+        model: PackedCausalLM,
+        trained: Sequence[TrainedParameter],
+        optimizer: AdamW,
+        mesh: Mesh,
+        clip_norm: float | None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from podium.errors import UnsupportedModelError
-from podium.models.packing import Packing, Run
+from podium.models.packing import Packing, Run, runs_of
 
 PACKED_ATTENTION = "podium_packed"
 
@@ -51,8 +51,8 @@ def packed_attention(
         )
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{type(module).__name__} attends in both directions; Podium trains causal models.")
-    unusual = softcap is not None or s_aux is not None
-    if not unusual and not packing.runs:
+    has_kernel = query.is_cuda and query.dtype != torch.float32 and softcap is None and s_aux is None
+    if has_kernel:
         if dropout > 0:
             raise UnsupportedModelError("attention dropout has no variable-length kernel; set attention_dropout to 0.")
         return _variable_length(query, key, value, packing, scaling, sliding_window), None
@@ -108,9 +108,7 @@ def _by_document(
 ) -> Tensor:
     """One call for each run of equally long documents: the fastest way on CPU, and right on any device."""
     runs = packing.runs
-    if not runs:  # an unusual model on CUDA: the boundaries are on the device only
-        from podium.models.packing import runs_of
-
+    if not runs:  # on CUDA, without a kernel for this case: the boundaries are on the device only
         runs = runs_of(packing.boundaries.cpu().numpy())
     outs = []
     for run in runs:

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, assert_never
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from podium.models.attention import PACKED_ATTENTION, register_packed_attention
 from podium.models.head import HeadSpec, TokenLoss, fused_token_loss, next_token_scores, target_logprobs
 from podium.models.packing import TokenBatch
 from podium.recipe import ModelSection
+
+ForwardKind = Literal["loss", "logprobs", "scores", "plain"]
 
 
 class PackedCausalLM(nn.Module):
@@ -32,9 +35,12 @@ class PackedCausalLM(nn.Module):
         self.layers = _decoder_layers(model)
         model.set_attn_implementation(PACKED_ATTENTION)
 
-    def forward(self, batch: TokenBatch, loss: TokenLoss | None, kind: str = "loss") -> Tensor:
+    def forward(self, batch: TokenBatch, loss: TokenLoss | None, kind: ForwardKind = "loss") -> Tensor:
         """`loss`: the weighted sum of the loss over trained tokens; `logprobs`: of the targets [S]; `scores`: float32
-        logits at the trained positions."""
+        logits at the trained positions; `plain`: the same logits through transformers' own attention and head, one
+        document at a time, to compare with."""
+        if kind == "plain":
+            return self._plain_scores(batch)
         hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
         weight_VE = self.head_weight
         match kind:
@@ -45,7 +51,8 @@ class PackedCausalLM(nn.Module):
                 return target_logprobs(hidden_SE, weight_VE, batch.targets_S, self.head_spec)
             case "scores":
                 return next_token_scores(hidden_SE, weight_VE, self.head_spec)
-        raise AssertionError(kind)
+            case other:
+                assert_never(other)
 
     def hidden(self, batch: TokenBatch) -> Tensor:
         """Last hidden states [T, E]."""
@@ -56,6 +63,19 @@ class PackedCausalLM(nn.Module):
             packing=batch.packing,
         )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def _plain_scores(self, batch: TokenBatch) -> Tensor:
+        self.hf.set_attn_implementation("eager")
+        try:
+            bounds = batch.packing.boundaries.tolist()
+            parts = [
+                self.hf(input_ids=batch.tokens_T[None, start:stop], use_cache=False).logits[0].float()
+                for start, stop in pairwise(bounds)
+            ]
+        finally:
+            self.hf.set_attn_implementation(PACKED_ATTENTION)
+        return torch.cat(parts)[batch.trained_S][:, : self.vocab_size]
 
     @property
     def head_weight(self) -> Tensor:
@@ -85,12 +105,16 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
     except ValueError as error:
-        raise UnsupportedModelError(f"{section.path}: not a causal language model ({str(error).splitlines()[0]}).") from error
+        raise UnsupportedModelError(
+            f"{section.path}: not a causal language model ({str(error).splitlines()[0]})."
+        ) from error
     model.tie_weights()
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings, so it is not a language model.")
     if getattr(model.get_output_embeddings(), "bias", None) is not None:
-        raise UnsupportedModelError(f"{type(model).__name__} has a bias in its head, which the fused loss does not know.")
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has a bias in its head, which the fused loss does not know."
+        )
     model.train()
     return PackedCausalLM(model, vocab_size)
 

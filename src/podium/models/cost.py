@@ -67,7 +67,11 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
 
 
 def _active_share(config: object) -> float:
-    experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or getattr(config, "n_routed_experts", None)
+    experts = (
+        getattr(config, "num_experts", None)
+        or getattr(config, "num_local_experts", None)
+        or getattr(config, "n_routed_experts", None)
+    )
     active = getattr(config, "num_experts_per_tok", None)
     return active / experts if experts and active else 1.0
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -29,66 +29,54 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / best
 
 
+# More threads must pay clearly: the loader and other ranks want the cores too, and busy cores make hand-offs dear.
+_THREADS_MUST_PAY = 1.3
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSettings:
     """Torch threads of one rank, and whether oneDNN is on; `measured` says how they were found."""
 
     threads: int
     onednn: bool
-    measured: str
+    measured: str = ""
 
     def apply(self) -> None:
         torch.set_num_threads(self.threads)
-        torch.backends.mkldnn.enabled = self.onednn
+        torch.backends.mkldnn.set_flags(self.onednn)
+
+    def __str__(self) -> str:
+        return f"{self.threads} thread{'s' if self.threads > 1 else ''} with oneDNN {'on' if self.onednn else 'off'}"
 
 
 def choose_cpu_settings(
-    *, ranks: int, hidden: int, intermediate: int, tokens: int, threads: int | None = None, onednn: bool | None = None
+    work: Callable[[], object], *, ranks: int, threads: int | None = None, onednn: bool | None = None
 ) -> CpuSettings:
-    """Times one linear layer's forward and backward in the model's own shape under each candidate; what the recipe
-    fixes is not varied. Small models lose more to thread hand-offs and oneDNN's call overhead than they gain."""
-    cores = os.cpu_count() or 1
-    per_rank = max(1, cores // ranks)
+    """Times `work` (a few forwards and backwards of the model itself) under each candidate; what the recipe fixes is not
+    varied. Small models lose more to thread hand-offs and to oneDNN's cost per call than they gain. Every rank runs
+    `work` equally often, so it may hold collectives."""
+    per_rank = max(1, (os.cpu_count() or 1) // ranks)
     thread_choices = [threads] if threads is not None else sorted({1, per_rank})
     onednn_choices = [onednn] if onednn is not None else [False, True]
-    before = torch.get_num_threads(), torch.backends.mkldnn.enabled
-    times: dict[tuple[int, bool], float] = {}
-    work = _linear_work(hidden, intermediate, min(tokens, 4096))
-    try:
-        for count in thread_choices:
-            for on in onednn_choices:
-                torch.set_num_threads(count)
-                torch.backends.mkldnn.enabled = on
-                times[count, on] = _best_time(work)
-    finally:
-        torch.set_num_threads(before[0])
-        torch.backends.mkldnn.enabled = before[1]
-    # More threads must pay clearly: the other ranks and the loader want the cores too.
-    chosen = min(times, key=lambda each: times[each] * (1.0 if each[0] == 1 else 1.15))
-    shown = ", ".join(f"{c} thread{'s' if c > 1 else ''}{'' if on else ' without oneDNN'} {1e3 * t:.2f} ms" for (c, on), t in times.items())
-    return CpuSettings(threads=chosen[0], onednn=chosen[1], measured=shown)
+    times: dict[CpuSettings, float] = {}
+    for count in thread_choices:
+        for on in onednn_choices:
+            candidate = CpuSettings(threads=count, onednn=on)
+            candidate.apply()
+            times[candidate] = _best_of(work, repeats=3)
+    chosen = min(times, key=lambda each: times[each] * (1.0 if each.threads == 1 else _THREADS_MUST_PAY))
+    shown = ", ".join(f"{each} {1e3 * time_s:.1f} ms" for each, time_s in times.items())
+    return dataclasses.replace(chosen, measured=shown if len(times) > 1 else "as the recipe says")
 
 
-def _linear_work(hidden: int, intermediate: int, tokens: int) -> Callable[[], None]:
-    x = torch.randn(tokens, hidden, requires_grad=True)
-    weight = torch.randn(intermediate, hidden, requires_grad=True)
-
-    def work() -> None:
-        F.linear(x, weight).sum().backward()
-
-    return work
-
-
-def _best_time(work: Callable[[], None], budget_s: float = 0.15) -> float:
-    work()
-    best, until = float("inf"), time.perf_counter() + budget_s
-    while True:
+def _best_of(work: Callable[[], object], repeats: int) -> float:
+    work()  # warms up caches and thread pools
+    times = []
+    for _ in range(repeats):
         began = time.perf_counter()
         work()
-        now = time.perf_counter()
-        best = min(best, now - began)
-        if now > until:
-            return best
+        times.append(time.perf_counter() - began)
+    return min(times)
 
 
 def _wait(device: torch.device) -> None:

@@ -19,13 +19,19 @@ def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -
     if not folder.exists():
         if _looks_like_a_hub_id(path):
             return
-        raise ModelError(f"{key}: there is no folder {path}. Give a Hugging Face checkpoint folder or a hub id (owner/name).")
+        raise ModelError(
+            f"{key}: there is no folder {path}. Give a Hugging Face checkpoint folder or a hub id (owner/name)."
+        )
     if not folder.is_dir():
         raise ModelError(f"{key}: {path} is a file. Give the folder that holds config.json.")
     read_config(folder, key)
     if weights and not list(folder.glob("*.safetensors")):
         found = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
-        hint = f" It has {found}: convert those to safetensors first." if found else " Use model.init: random to start from the config alone."
+        hint = (
+            f" It has {found}: convert those to safetensors first."
+            if found
+            else " Use model.init: random to start from the config alone."
+        )
         raise ModelError(f"{key}: {path} has no *.safetensors weights.{hint}")
     if tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         raise ModelError(
@@ -42,7 +48,9 @@ def read_config(folder: Path, key: str) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ModelError(f"{key}: {file} is not valid JSON ({error}). Restore it from where the model came from.") from error
+        raise ModelError(
+            f"{key}: {file} is not valid JSON ({error}). Restore it from where the model came from."
+        ) from error
     if not isinstance(values, dict):
         raise ModelError(f"{key}: {file} does not hold an object.")
     return values

@@ -169,7 +169,9 @@ def fill(destinations: Iterator[Destination], source: WeightSource, *, padded_ro
         if place.name in padded_rows:
             expected = (padded_rows[place.name], *place.shape[1:])
         if real.shape != tuple(expected):
-            raise ModelError(f"{place.name} has shape {list(real.shape)} in the checkpoint and {list(expected)} in the config.")
+            raise ModelError(
+                f"{place.name} has shape {list(real.shape)} in the checkpoint and {list(expected)} in the config."
+            )
         with torch.no_grad():
             part = place.box.overlap(real)
             if part.shape != place.box.shape:
@@ -184,7 +186,9 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         names: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         missing = sorted({file for file in names.values() if not (folder / file).is_file()})
         if missing:
-            raise ModelError(f"{folder}: {index.name} names {', '.join(missing[:3])}, which is not there. Download it again.")
+            raise ModelError(
+                f"{folder}: {index.name} names {', '.join(missing[:3])}, which is not there. Download it again."
+            )
         return {key: str(folder / file) for key, file in names.items()}
     files: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
@@ -192,7 +196,9 @@ def _tensor_files(folder: Path) -> dict[str, str]:
             with safe_open(str(path), framework="pt") as file:
                 files.update(dict.fromkeys(file.keys(), str(path)))
         except (SafetensorError, OSError) as error:
-            raise ModelError(f"{path} cannot be read as safetensors ({error}). It is cut off or damaged: copy it again.") from error
+            raise ModelError(
+                f"{path} cannot be read as safetensors ({error}). It is cut off or damaged: copy it again."
+            ) from error
     if not files:
         raise ModelError(f"{folder} has no *.safetensors weights.")
     return files

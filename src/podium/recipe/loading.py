@@ -91,7 +91,9 @@ def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe") -> Re
     except ValidationError as error:
         lines = _problems(error)
         count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
-        raise RecipeError(f"{origin} is not a valid recipe ({count}):\n" + "\n".join(f"  {line}" for line in lines)) from None
+        raise RecipeError(
+            f"{origin} is not a valid recipe ({count}):\n" + "\n".join(f"  {line}" for line in lines)
+        ) from None
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -140,7 +142,9 @@ def _assign(root: dict[str, Any], keys: list[str], value: Any, override: str) ->
         if last:
             here[position] = value
         elif not isinstance(here[position], dict | list):
-            raise RecipeError(f"--set {override}: {'.'.join(keys[: depth + 1])} is a plain value and has no keys below it.")
+            raise RecipeError(
+                f"--set {override}: {'.'.join(keys[: depth + 1])} is a plain value and has no keys below it."
+            )
         else:
             here = here[position]
 

@@ -75,7 +75,9 @@ def _source_file(module: str, key: str) -> Path:
     if module.endswith(".py"):
         file = Path(module)
         if not file.is_file():
-            raise RecipeError(f"{key}: there is no file {module}. Paths are relative to the folder you start podium in.")
+            raise RecipeError(
+                f"{key}: there is no file {module}. Paths are relative to the folder you start podium in."
+            )
         return file
     # Walk the packages by hand: importlib.util.find_spec("a.b") would import and so run package a.
     search: list[str] | None = None
@@ -85,7 +87,9 @@ def _source_file(module: str, key: str) -> Path:
         name = ".".join(parts[: depth + 1])
         spec = importlib.machinery.PathFinder.find_spec(name, search)
         if spec is None:
-            raise RecipeError(f"{key}: there is no module {name!r}. Install it, or give the file: folder/file.py:function.")
+            raise RecipeError(
+                f"{key}: there is no module {name!r}. Install it, or give the file: folder/file.py:function."
+            )
         search = list(spec.submodule_search_locations or [])
     assert spec is not None
     if spec.origin is None or not spec.origin.endswith(".py"):

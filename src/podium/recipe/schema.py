@@ -36,7 +36,8 @@ class ModelSection(Section):
     )
     compile: Literal["auto", "on", "off"] = Field("auto", description="torch.compile per layer; auto: on CUDA only.")
     activation_checkpointing: Literal["none", "layers"] = Field(
-        "none", description="`layers` recomputes each decoder layer in the backward pass: less memory, about 1/3 slower."
+        "none",
+        description="`layers` recomputes each decoder layer in the backward pass: less memory, about 1/3 slower.",
     )
     pad_vocab_to: Count = Field(64, description="Vocabulary rows are padded to a multiple of this inside the run.")
     trust_remote_code: bool = Field(False, description="Run Python code that the checkpoint ships. Off unless asked.")

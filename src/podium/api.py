@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of the command line for Python: train, resume, export, check, verify."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from podium.checks import check_recipe, deep_report
+from podium.errors import RecipeError, RunFolderError
+from podium.recipe import Recipe, apply_overrides, load_recipe, parse_recipe
+from podium.recipe.changes import changes
+from podium.recipe.programs import SIGNALS
+from podium.recipe.resolving import resolved
+from podium.spmd.folder import RunFolder
+
+if TYPE_CHECKING:
+    from podium.models.verify import Comparison
+    from podium.spmd.export import ExportDtype, Which
+    from podium.spmd.run import RunResult
+
+
+def check(recipe: Recipe | str | Path, *, overrides: Sequence[str] = (), deep: bool = False) -> list[str]:
+    """Raises what is wrong with a recipe; returns lines about what was seen."""
+    made = _recipe(recipe, overrides)
+    check_recipe(made)
+    lines = [f"program {made.program}: {SIGNALS[made.program].execution} execution, {made.steps} steps"]
+    return lines + (deep_report(made) if deep else [])
+
+
+def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
+    """Runs a recipe from its beginning, on one device in this process or on several as processes of their own."""
+    from podium.models.folder import local_folder, read_config
+    from podium.spmd.launch import place_under_torchrun
+
+    made = _recipe(recipe, overrides)
+    check_recipe(made)
+    model = local_folder(made.model.path, "model.path")
+    made = resolved(made, read_config(model, "model.path"))
+    under = place_under_torchrun()
+    if under is None or (under.rank == 0 and under.attempt == 0):
+        _check_ranks(made, under.world if under else made.placement.devices)
+        folder = RunFolder.create(made)
+        folder.update(inputs=_fingerprints(made, model))
+    else:
+        assert made.run.name is not None
+        folder = RunFolder(path=Path(made.run.folder) / made.run.name)
+    return _launch(made, folder, resume_step=None)
+
+
+def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
+    """Continues a run exactly where its newest (or the given) checkpoint stopped."""
+    from podium.engine.checkpoint import newest_usable
+    from podium.models.folder import local_folder
+
+    opened = RunFolder.open(folder)
+    reader = newest_usable(opened.checkpoints, step)
+    before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
+    now = parse_recipe(
+        apply_overrides(opened.recipe().model_dump(mode="json"), overrides), origin=str(opened.recipe_file)
+    )
+    if reader.step >= now.steps:
+        further = f"--set steps={2 * now.steps}"
+        hint = (
+            ""
+            if now.optimizer.schedule == "constant"
+            else f" (a {now.optimizer.schedule} schedule cannot be extended exactly)"
+        )
+        raise RunFolderError(
+            f"{folder} is finished: its checkpoint is of step {reader.step} of {now.steps}. Export it with `podium export "
+            f"{folder} OUT`, or train further with {further}{hint}."
+        )
+    _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
+    opened.write_recipe(now)
+    opened.update(status="running")
+    return _launch(now, opened, resume_step=reader.step)
+
+
+def export(folder: str | Path, out: str | Path, *, which: Which = "last", dtype: ExportDtype | None = None) -> int:
+    """Writes a run's checkpoint as a plain Hugging Face folder; returns its step."""
+    from podium.spmd.export import export_checkpoint
+
+    return export_checkpoint(RunFolder.open(folder), Path(out), which=which, dtype=dtype)
+
+
+def verify(
+    model: str | Path, *, devices: int = 1, device: str = "auto", dtype: str = "auto", compile: bool = False,
+    trust_remote_code: bool = False,
+) -> Comparison:  # fmt: skip
+    """Compares Podium's forward with plain transformers'; the result says whether they agree."""
+    from podium.models.folder import check_model_folder
+    from podium.recipe import ModelSection, PlacementSection
+    from podium.spmd.launch import launch
+    from podium.spmd.verify import VerifyTask, verify_rank
+
+    check_model_folder(str(model), "MODEL", weights=False, tokenizer=False)
+    task = VerifyTask(
+        model=ModelSection.model_validate(
+            dict(path=str(model), dtype=dtype, compile="on" if compile else "off", trust_remote_code=trust_remote_code)
+        ),
+        placement=PlacementSection.model_validate(dict(devices=devices, device=device)),
+    )
+    return launch(verify_rank, (task,), ranks=devices, restarts=0, stop_file=Path(".podium-verify-stop"))
+
+
+def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        return load_recipe(recipe, overrides)
+    if overrides:
+        recipe = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), overrides))
+    if recipe.run.name is None:
+        raise RecipeError("run.name: a recipe that was not read from a file needs a name for its run folder.")
+    return recipe
+
+
+def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+    from podium.programs.registry import PROGRAMS
+    from podium.spmd.launch import launch, place_under_torchrun
+    from podium.spmd.rank import RankTask, run_rank
+
+    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
+    program = PROGRAMS[recipe.program]
+    under = place_under_torchrun()
+    try:
+        if under is not None:
+            return run_rank(under, task, program)
+        placement = recipe.placement
+        return launch(
+            run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=folder.stop_file
+        )
+    except BaseException:
+        if under is None or under.rank == 0:
+            folder.discard_if_never_begun()
+        raise
+
+
+def _check_ranks(recipe: Recipe, ranks: int) -> None:
+    from podium.engine.mesh import check_devices
+    from podium.spmd.launch import place_under_torchrun
+
+    if place_under_torchrun() is None:
+        check_devices(recipe.placement, ranks)
+
+
+def _fingerprints(recipe: Recipe, model: Path) -> dict[str, str]:
+    """Of what a run reads: so that a resumed run notices when it changed."""
+    from podium.data.sources import open_source
+
+    found = {
+        section.path: open_source(section, f"data.train.{index}").fingerprint()
+        for index, section in enumerate(recipe.data.train)
+    }
+    for name in ("config.json", "tokenizer.json"):
+        if (model / name).is_file():
+            found[str(model / name)] = f"{zlib.crc32((model / name).read_bytes()):08x}"
+    return found
+
+
+def _refuse_what_breaks_exactness(before: Recipe, now: Recipe, folder: RunFolder, model: Path) -> None:
+    changed = changes(before, now)
+    breaking = [f"  {change} ({change.breaks})" for change in changed if change.breaks is not None]
+    if not breaking:
+        known: Mapping[str, Any] = folder.state().get("inputs", {})
+        found = _fingerprints(now, model)
+        breaking = [
+            f"  {name}: its content is not what the run began with"
+            for name in found
+            if known.get(name, found[name]) != found[name]
+        ]
+    if breaking:
+        raise RecipeError(
+            f"{folder.path} cannot be resumed exactly; this changed since its checkpoint:\n"
+            + "\n".join(breaking)
+            + "\n"
+            "Undo the change, or start a new run with it (model.path may be an export of this one)."
+        )

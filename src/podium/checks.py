@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known of a recipe before a run: files, model folder, plug-ins; with `deep` also tokenizer and data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from podium.data.checking import check_source
+from podium.errors import PodiumError, RecipeError
+from podium.models.folder import check_model_folder
+from podium.recipe import Recipe, SourceSection, plugins
+
+_DEEP_ROWS = 2000
+
+
+def check_recipe(recipe: Recipe) -> None:
+    """Torch-free and quick. All problems are raised together."""
+    problems: list[PodiumError] = []
+    for look in _looks(recipe):
+        try:
+            look()
+        except PodiumError as error:
+            problems.append(error)
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise RecipeError(f"{len(problems)} problems:\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
+    model = recipe.model
+    yield lambda: check_model_folder(
+        model.path, "model.path", weights=model.init == "pretrained", tokenizer=model.tokenizer is None
+    )
+    if model.tokenizer is not None:
+        tokenizer = model.tokenizer
+        yield lambda: _check_exists(tokenizer, "model.tokenizer", hub=True)
+    if model.chat_template is not None:
+        template = model.chat_template
+        yield lambda: _check_exists(template, "model.chat_template", hub=False)
+    for key, source in _sources(recipe):
+        yield lambda key=key, source=source: check_source(source, key)  # type: ignore[misc]
+        if source.map is not None:
+            yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
+    generation = recipe.evaluation.generation
+    if generation is not None and generation.score is not None and ":" in generation.score:
+        score = generation.score
+        yield lambda: plugins.locate(score, "evaluation.generation.score")
+    for index, logger in enumerate(recipe.run.loggers):
+        if ":" in logger:
+            yield lambda path=logger, index=index: plugins.locate(path, f"run.loggers.{index}")  # type: ignore[misc]
+
+
+def deep_report(recipe: Recipe) -> list[str]:
+    """Loads tokenizer and model config and tokenizes the first rows of every source; one line for each."""
+    from podium.data.chat import Made, MakerSpec
+    from podium.data.sources import open_source
+    from podium.data.tokenizer import load_tokenizer
+    from podium.models.causal_lm import load_config
+    from podium.models.folder import local_folder, read_config
+    from podium.recipe.resolving import resolved
+
+    folder = local_folder(recipe.model.path, "model.path")
+    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    recipe = resolved(recipe, read_config(folder, "model.path"))
+    tokenizer = load_tokenizer(recipe.model)
+    assert recipe.data.max_length is not None
+    lines = [
+        f"model: {config.model_type}, vocabulary {config.get_text_config().vocab_size}, tokenizer {type(tokenizer).__name__} "
+        f"of {len(tokenizer)} tokens, documents of up to {recipe.data.max_length} tokens"
+    ]
+    if len(tokenizer) > config.get_text_config().vocab_size:
+        raise RecipeError(
+            f"model.path: the tokenizer has {len(tokenizer)} tokens and the model {config.get_text_config().vocab_size} "
+            "embedding rows, so some tokens have no embedding. They do not belong together."
+        )
+    for key, section in _sources(recipe):
+        spec = MakerSpec(
+            model=recipe.model, sections=(section,), key=key.rpartition(".")[0], trained=recipe.data.trained,
+            max_length=recipe.data.max_length, overlong=recipe.data.overlong,
+        )  # fmt: skip
+        maker, source = spec.build(), open_source(section, key)
+        rows = (row for block in range(source.num_blocks) for row in source.read_block(block))
+        read = made = tokens = trained = truncated = 0
+        for row in rows:
+            read += 1
+            result = maker.make(0, row)
+            if isinstance(result, Made):
+                made, tokens = made + 1, tokens + len(result.document.tokens)
+                trained, truncated = trained + result.document.num_trained, truncated + result.truncated
+            if read == _DEEP_ROWS:
+                break
+        if not made:
+            raise RecipeError(f"{key}: none of the first {read} rows of {section.path} has a trained token.")
+        lines.append(
+            f"{key}: {read} rows read, {made} documents, {tokens / made:.0f} tokens on average, "
+            f"{trained / tokens:.0%} of them trained, {truncated} truncated, {read - made} dropped"
+        )
+    return lines
+
+
+def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceSection]]:
+    for part, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
+        for index, source in enumerate(sources):
+            yield f"data.{part}.{index}", source
+
+
+def _check_exists(path: str, key: str, *, hub: bool) -> None:
+    if not os.path.exists(Path(path).expanduser()) and not (hub and path.count("/") == 1):
+        raise RecipeError(f"{key}: there is no {path}.")

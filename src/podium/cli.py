@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line. Torch is imported only by the verbs that compute."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from podium import api
+from podium.errors import PodiumError
+from podium.recipe import Recipe
+
+app = typer.Typer(
+    name="podium",
+    help="Post-train language models from a recipe.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", metavar="RECIPE")]
+RunPath = Annotated[Path, typer.Argument(help="Folder of a run, for example runs/NAME.", metavar="RUN")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", metavar="KEY=VALUE")
+]
+Devices = Annotated[int | None, typer.Option(help="Ranks on this machine; short for --set placement.devices=N.", min=1)]
+
+
+@app.command()
+def train(recipe: RecipeFile, overrides: Overrides = None, devices: Devices = None) -> None:
+    """Run a recipe from its beginning."""
+    _report(api.train(recipe, overrides=_with_devices(overrides, devices)))
+
+
+@app.command()
+def resume(
+    run: RunPath,
+    overrides: Overrides = None,
+    devices: Devices = None,
+    step: Annotated[int | None, typer.Option(help="Checkpoint to go on from; default: the newest.")] = None,
+) -> None:
+    """Continue a run exactly where it stopped."""
+    _report(api.resume(run, overrides=_with_devices(overrides, devices), step=step))
+
+
+@app.command()
+def check(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Also load tokenizer and model config, and read data.")] = False,
+) -> None:
+    """Check schema, files and plug-ins without running anything."""
+    for line in api.check(recipe, overrides=overrides or (), deep=deep):
+        typer.echo(line)
+    typer.echo(f"{recipe}: ok")
+
+
+@app.command()
+def export(
+    run: RunPath,
+    out: Annotated[Path, typer.Argument(help="New folder for the Hugging Face checkpoint.")],
+    step: Annotated[int | None, typer.Option(help="Checkpoint to export; default: the newest.")] = None,
+    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16; default: as the base model's config.")] = None,
+) -> None:
+    """Write a run's weights as a plain Hugging Face checkpoint."""
+    if best and step is not None:
+        raise typer.BadParameter("give --best or --step, not both")
+    if dtype not in (None, "float32", "bfloat16"):
+        raise typer.BadParameter(f"{dtype} is not float32 or bfloat16", param_hint="--dtype")
+    done = api.export(run, out, which="best" if best else "last" if step is None else step, dtype=dtype)  # type: ignore[arg-type]
+    typer.echo(f"step {done} of {run} is in {out}")
+
+
+@app.command()
+def verify(
+    model: Annotated[
+        str, typer.Argument(help="Folder of a Hugging Face checkpoint (a config alone is enough), or a hub id.")
+    ],
+    devices: Annotated[int, typer.Option(help="Ranks to shard over.", min=1)] = 1,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the layers, as training on CUDA does.")] = False,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
+) -> None:
+    """Compare Podium's packed, sharded, compiled forward with plain transformers."""
+    found = api.verify(
+        model, devices=devices, device=device, dtype=dtype, compile=compile, trust_remote_code=trust_remote_code
+    )
+    typer.echo(str(found))
+    if not found.agrees:
+        typer.echo("unsupported: Podium would train this architecture wrongly, so it refuses to.", err=True)
+        raise typer.Exit(1)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, for editors."""
+    typer.echo(json.dumps(Recipe.model_json_schema(), indent=1))
+
+
+def main() -> None:
+    """Entry point: Podium's own errors are printed as they are, everything else keeps its traceback."""
+    try:
+        app()
+    except PodiumError as error:
+        sys.stdout.flush()
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def _with_devices(overrides: list[str] | None, devices: int | None) -> list[str]:
+    return [*(overrides or []), *([f"placement.devices={devices}"] if devices is not None else [])]
+
+
+def _report(result: object) -> None:
+    from podium.spmd.launch import place_under_torchrun
+    from podium.spmd.run import RunResult
+
+    assert isinstance(result, RunResult)
+    under = place_under_torchrun()
+    if under is not None and under.rank != 0:
+        return
+    for line in result.time.lines():
+        typer.echo(f"  {line}")
+    if result.status == "finished":
+        typer.echo(f"finished at step {result.step}: {result.folder}")
+        typer.echo(f"  export it with: podium export {result.folder} OUT")
+    else:
+        typer.echo(f"stopped at step {result.step}; go on with: podium resume {result.folder}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows become documents: tokenized, with the tokens that are trained marked, cut to the longest allowed length."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from podium.data.documents import Document, Mask, Tokens
+from podium.data.kinds import (
+    MapFunction,
+    Message,
+    kind_of,
+    named_values,
+    parse_messages,
+    parse_prompt_completion,
+    parse_text,
+    parse_tools,
+)
+from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools
+from podium.data.rows import LinePlace, Row
+from podium.data.tokenizer import load_tokenizer
+from podium.errors import DataError
+from podium.recipe import plugins
+from podium.recipe.schema import ModelSection, SourceSection
+
+Trained = Literal["assistant", "last_turn", "everything"]
+Overlong = Literal["truncate", "drop", "error"]
+
+_NO_COLUMNS: Mapping[str, str] = {}
+# Documents that a SourcesMaker remembers: about 80 MB at 5 bytes a token, each counted with what holds it.
+_MOST_REMEMBERED_TOKENS = 16_000_000
+_TOKENS_PER_ENTRY = 150
+
+
+class Dropped(enum.Enum):
+    """Why a row gave no document."""
+
+    OVERLONG = "longer than data.max_length"
+    UNTRAINED = "no trained token"
+    BY_MAP = "dropped by the source's map"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Made:
+    """The document of a row, and whether its end was cut off."""
+
+    document: Document
+    truncated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Prompt:
+    """What generation starts from, the answer that the data holds, and the row (after `columns` and `map`)."""
+
+    tokens: Tokens
+    reference: str
+    values: Mapping[str, Any]
+
+
+class DocumentMaker:
+    """Turns rows into documents and prompts with one tokenizer. Not shared between threads: tokenizers are not safe."""
+
+    def __init__(self, tokenizer: Any, trained: Trained, max_length: int, overlong: Overlong) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = ChatRenderer(tokenizer)
+        self._trained = trained
+        self._max_length = max_length
+        self._overlong = overlong
+
+    def make(
+        self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
+    ) -> Made | Dropped:
+        """The row's document, or why there is none; a row that is wrong raises a DataError that names it."""
+        values = named_values(row, columns, map)
+        if values is None:
+            return Dropped.BY_MAP
+        try:
+            marked = self._marked(values, columns, row)
+        except ChatTemplateError as error:
+            raise DataError(f"{row.where}: {error}") from error
+        return self._finished(marked, row)
+
+    def prompt_of(
+        self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
+    ) -> Prompt | None:
+        """What comes before the row's last answer; None for raw text, a chat without answer, or a dropped row."""
+        values = named_values(row, columns, map)
+        if values is None:
+            return None
+        try:
+            found = self._prompt(values, columns, row)
+        except ChatTemplateError as error:
+            raise DataError(f"{row.where}: {error}") from error
+        if found is None:
+            return None
+        tokens, reference = found
+        return Prompt(tokens=np.array(tokens, np.int32), reference=reference, values=values)
+
+    def _marked(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> MarkedChat:
+        match kind_of(values, columns, row):
+            case "messages":
+                messages = parse_messages(values["messages"], "messages", row)
+                return self._marked_chat(messages, parse_tools(values, row), 0)
+            case "prompt_completion":
+                prompt, completion = parse_prompt_completion(values, row)
+                if isinstance(prompt, str):
+                    assert isinstance(completion, str)
+                    return self._marked_completion(prompt, completion)
+                return self._marked_chat([*prompt, *_messages(completion)], parse_tools(values, row), len(prompt))
+            case "text":
+                tokens = self._with_end(self._encode(parse_text(values, "text", row)))
+                return MarkedChat(tokens, [True] * len(tokens))
+
+    def _marked_chat(self, messages: list[Message], tools: Tools, first: int) -> MarkedChat:
+        """`first`: messages before it are a prompt, whose assistant turns are not trained."""
+        if self._trained == "everything":
+            tokens = self._renderer.tokens(messages, tools, generation_prompt=False)
+            return MarkedChat(tokens, [True] * len(tokens))
+        turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
+        if not turns:
+            return MarkedChat([], [])
+        return self._renderer.mark(messages, tools, turns[-1:] if self._trained == "last_turn" else turns)
+
+    def _marked_completion(self, prompt: str, completion: str) -> MarkedChat:
+        """The prompt's tokens are exactly those that generation starts from: the joint text is used when its tokens
+        begin with them, else (a token would span the border) the two parts are tokenized apart."""
+        before = self._prompt_tokens(prompt)
+        joint = self._without_end(self._encode(prompt + completion))
+        if joint[: len(before)] != before:
+            joint = before + self._encode(completion, special=False)
+        tokens = self._with_end(joint)
+        in_prompt = 0 if self._trained == "everything" else len(before)
+        return MarkedChat(tokens, [index >= in_prompt for index in range(len(tokens))])
+
+    def _prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> tuple[list[int], str] | None:
+        match kind_of(values, columns, row):
+            case "messages":
+                messages = parse_messages(values["messages"], "messages", row)
+            case "prompt_completion":
+                prompt, completion = parse_prompt_completion(values, row)
+                if isinstance(prompt, str):
+                    return self._prompt_tokens(prompt), str(completion)
+                messages = [*prompt, *_messages(completion)]
+            case "text":
+                return None
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns or turns[-1] == 0:
+            return None
+        before = self._renderer.tokens(messages[: turns[-1]], parse_tools(values, row), generation_prompt=True)
+        return before, str(messages[turns[-1]].get("content", ""))
+
+    def _finished(self, marked: MarkedChat, row: Row) -> Made | Dropped:
+        tokens, trained = np.array(marked.tokens, np.int32), np.array(marked.trained, np.bool_)
+        trained[:1] = False
+        length = _end_of_trained(trained)
+        if length == 0:
+            return Dropped.UNTRAINED
+        longest = self._max_length + 1  # the last token is only ever a target: it is not an input
+        truncated = length > longest
+        if truncated:
+            match self._overlong:
+                case "drop":
+                    return Dropped.OVERLONG
+                case "error":
+                    raise DataError(
+                        f"{row.where}: {length - 1} tokens, more than the longest allowed {self._max_length}. Raise "
+                        "data.max_length, or set data.overlong to truncate or drop."
+                    )
+                case "truncate":
+                    length = _end_of_trained(trained[:longest])
+                    if length == 0:
+                        return Dropped.UNTRAINED
+        tokens, trained = tokens[:length].copy(), trained[:length].copy()  # not views: the cut-off part must not stay
+        tokens.flags.writeable = trained.flags.writeable = False
+        return Made(document=Document(tokens=tokens, trained=trained), truncated=truncated)
+
+    def _encode(self, text: str, *, special: bool = True) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+
+    def _prompt_tokens(self, prompt: str) -> list[int]:
+        return self._without_end(self._encode(prompt))
+
+    def _without_end(self, tokens: list[int]) -> list[int]:
+        end = self._tokenizer.eos_token_id
+        return tokens[:-1] if tokens and end is not None and tokens[-1] == end else tokens
+
+    def _with_end(self, tokens: list[int]) -> list[int]:
+        end = self._tokenizer.eos_token_id
+        return tokens if end is None or (tokens and tokens[-1] == end) else [*tokens, end]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakerSpec:
+    """All that another thread or process needs to make documents of several sources; small, and pickles."""
+
+    model: ModelSection
+    sections: tuple[SourceSection, ...]
+    key: str  # where the sections stand in the recipe: `data.train`
+    trained: Trained
+    max_length: int
+    overlong: Overlong
+
+    def build(self) -> SourcesMaker:
+        """Loads a tokenizer of its own and the plug-ins: slow, and once per thread or process."""
+        maker = DocumentMaker(load_tokenizer(self.model), self.trained, self.max_length, self.overlong)
+        return SourcesMaker(maker, self.sections, self.key)
+
+
+class SourcesMaker:
+    """A DocumentMaker that knows each source's `columns` and `map`, and remembers what it made.
+
+    Small data is tokenized once and not again in every epoch. Memory is bounded: what comes after it is full is made
+    anew each time. Rows of a source with a `map` are not remembered; the plug-in sees every draw.
+    """
+
+    def __init__(self, maker: DocumentMaker, sections: Sequence[SourceSection], key: str) -> None:
+        self._maker = maker
+        self._columns = [section.columns for section in sections]
+        self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
+        self._remembered: dict[tuple[int, str | LinePlace], Made | Dropped] = {}
+        self._remembered_tokens = 0
+
+    def make(self, source: int, row: Row) -> Made | Dropped:
+        if self._maps[source] is not None:
+            return self._maker.make(row, self._columns[source], self._maps[source])
+        found = self._remembered.get((source, row.place))
+        if found is not None:
+            return found
+        made = self._maker.make(row, self._columns[source])
+        if self._remembered_tokens < _MOST_REMEMBERED_TOKENS:
+            self._remembered[source, row.place] = made
+            self._remembered_tokens += _TOKENS_PER_ENTRY + (len(made.document.tokens) if isinstance(made, Made) else 0)
+        return made
+
+    def prompt_of(self, source: int, row: Row) -> Prompt | None:
+        return self._maker.prompt_of(row, self._columns[source], self._maps[source])
+
+
+def load_map(section: SourceSection, key: str) -> MapFunction | None:
+    return plugins.load(section.map, f"{key}.map") if section.map is not None else None
+
+
+def _end_of_trained(trained: Mask) -> int:
+    positions = np.flatnonzero(trained)
+    return int(positions[-1]) + 1 if len(positions) else 0
+
+
+def _messages(value: str | list[Message]) -> list[Message]:
+    assert not isinstance(value, str)
+    return value

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""JSONL, CSV and Parquet files, each cut into blocks that can be read alone, so that any size of file streams."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from itertools import islice
+from typing import Any, BinaryIO, Literal, Protocol, cast
+
+from podium.data.rows import LinePlace, Row
+from podium.data.storage import open_binary, size_bytes
+from podium.errors import DataError
+
+FileFormat = Literal["jsonl", "csv", "parquet"]
+
+BLOCK_BYTES = 4 << 20
+_SUFFIXES: dict[str, FileFormat] = {
+    ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv",
+    ".parquet": "parquet", ".pq": "parquet",
+}  # fmt: skip
+# The csv module refuses fields above 128 KiB unless told, process-wide; long documents are ordinary here.
+_LONGEST_CSV_FIELD = 1 << 30
+
+
+class DataFile(Protocol):
+    """One file of a source. Blocks are read alone and in any order; some may be empty."""
+
+    name: str
+
+    @property
+    def num_blocks(self) -> int: ...
+
+    def read_block(self, index: int) -> list[Row]: ...
+
+    def first_row(self) -> Row | None:
+        """The first row, read without touching the rest of the file."""
+
+
+def format_of(name: str) -> FileFormat | None:
+    """The format that a file's suffix stands for (a `.gz` after it is looked through), or None."""
+    return _SUFFIXES.get(os.path.splitext(name.removesuffix(".gz"))[1].lower())
+
+
+def known_suffixes() -> str:
+    return ", ".join(_SUFFIXES)
+
+
+def open_file(name: str, file_format: FileFormat, key: str, block_bytes: int = BLOCK_BYTES) -> DataFile:
+    match file_format:
+        case "jsonl":
+            return JsonlFile(name, key, block_bytes)
+        case "csv":
+            return CsvFile(name, key, block_bytes)
+        case "parquet":
+            return ParquetFile(name, key)
+
+
+class JsonlFile:
+    """One JSON object per line. A block is the lines that begin in its range of bytes; a .gz file is one block."""
+
+    def __init__(self, name: str, key: str, block_bytes: int) -> None:
+        self.name = name
+        self._key = key
+        self._block_bytes = block_bytes
+        self._gzipped = name.endswith(".gz")
+
+    @cached_property
+    def num_blocks(self) -> int:
+        return 1 if self._gzipped else max(1, -(-size_bytes(self.name) // self._block_bytes))
+
+    def read_block(self, index: int) -> list[Row]:
+        if self._gzipped:
+            return self._rows(_unzipped(self.name, self._key), None)
+        begin, end = index * self._block_bytes, (index + 1) * self._block_bytes
+        with open_binary(self.name) as stream:
+            if begin:
+                # From one byte before: a line that begins exactly at `begin` belongs to this block.
+                stream.seek(begin - 1)
+                begin += len(stream.readline()) - 1
+            if begin >= end:
+                return []
+            data = stream.read(end - begin)
+            if not data.endswith(b"\n"):
+                data += stream.readline()
+        return self._rows(data, begin)
+
+    def first_row(self) -> Row | None:
+        with _text_start(self.name, self._key) as stream:
+            byte = 0
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    place = f"{self.name}, line {number}" if self._gzipped else LinePlace(self.name, byte)
+                    return self._row(line, place)
+                byte += len(line)
+        return None
+
+    def _rows(self, data: bytes, begin: int | None) -> list[Row]:
+        rows: list[Row] = []
+        byte = 0
+        for number, line in enumerate(data.split(b"\n"), start=1):
+            if line.strip():
+                place = f"{self.name}, line {number}" if begin is None else LinePlace(self.name, begin + byte)
+                rows.append(self._row(line, place))
+            byte += len(line) + 1
+        return rows
+
+    def _row(self, line: bytes, place: str | LinePlace) -> Row:
+        try:
+            values = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+            raise DataError(
+                f"{self._key}: {place}: not valid JSON ({reason}). Every line must be one JSON object; mend or remove "
+                "this line."
+            ) from error
+        if not isinstance(values, dict):
+            raise DataError(
+                f"{self._key}: {place}: a JSON {type(values).__name__}, not an object. Every line must be one object "
+                'such as {"messages": [...]}; a file that is one JSON array has to be written as JSON Lines.'
+            )
+        return Row(values, place)
+
+
+class CsvFile:
+    """Comma (or, for .tsv, tab) separated values under a header. Blocks are cut between records, so quoted newlines
+    stay whole: finding the cuts takes one pass over the file, holding nothing of it."""
+
+    def __init__(self, name: str, key: str, block_bytes: int) -> None:
+        self.name = name
+        self._key = key
+        self._block_bytes = block_bytes
+        self._delimiter = "\t" if name.removesuffix(".gz").lower().endswith(".tsv") else ","
+        csv.field_size_limit(_LONGEST_CSV_FIELD)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._cuts) - 1
+
+    def read_block(self, index: int) -> list[Row]:
+        if self.name.endswith(".gz"):
+            with _text_start(self.name, self._key) as stream:
+                return list(self._rows(stream, header=None, first_line=1))
+        (begin, first_line), (end, _) = self._cuts[index], self._cuts[index + 1]
+        with open_binary(self.name) as stream:
+            stream.seek(begin)
+            data = stream.read(end - begin)
+        return list(self._rows(io.BytesIO(data), header=self._header, first_line=first_line))
+
+    def first_row(self) -> Row | None:
+        with _text_start(self.name, self._key) as stream:
+            return next(self._rows(stream, header=None, first_line=1), None)
+
+    @cached_property
+    def _header(self) -> list[str]:
+        with _text_start(self.name, self._key) as stream:
+            return next(self._records(stream, first_line=1))[1]
+
+    @cached_property
+    def _cuts(self) -> list[tuple[int, int]]:
+        """(byte, line number) where each block begins, and the end of the file."""
+        size = size_bytes(self.name)
+        if self.name.endswith(".gz"):
+            return [(0, 1), (size, 0)]
+        cuts: list[tuple[int, int]] = []
+        with open_binary(self.name) as stream:
+            counted = _CountedLines(stream)
+            records = self._records(counted, first_line=1)
+            next(records, None)
+            next_cut = 0
+            byte, line = counted.num_bytes, counted.num_lines + 1
+            for _ in records:
+                if byte >= next_cut:
+                    cuts.append((byte, line))
+                    next_cut = byte + self._block_bytes
+                byte, line = counted.num_bytes, counted.num_lines + 1
+        return [*(cuts or [(size, 1)]), (size, 0)]
+
+    def _rows(self, lines: Iterable[bytes], header: list[str] | None, first_line: int) -> Iterator[Row]:
+        records = self._records(lines, first_line)
+        if header is None:
+            _, header = next(records, (1, []))
+        for line, record in records:
+            if not record:
+                continue
+            if len(record) != len(header):
+                raise DataError(
+                    f"{self._key}: {self.name}, line {line}: {len(record)} fields, and the header has {len(header)} "
+                    f"({', '.join(header)}). Put fields that hold the separator or a newline in double quotes."
+                )
+            yield Row(dict(zip(header, record, strict=True)), f"{self.name}, line {line}")
+
+    def _records(self, lines: Iterable[bytes], first_line: int) -> Iterator[tuple[int, list[str]]]:
+        """(number of its first line, fields) of each record."""
+        reader = csv.reader(_decoded(lines), delimiter=self._delimiter, strict=True)
+        line = first_line
+        while True:
+            try:
+                record = next(reader)
+            except StopIteration:
+                return
+            except (csv.Error, UnicodeDecodeError) as error:
+                raise DataError(
+                    f"{self._key}: {self.name}, line {line}: not valid CSV in UTF-8 ({error}). Mend the quotes of "
+                    "this record, or save the file as UTF-8."
+                ) from error
+            yield line, record
+            line = first_line + reader.line_num
+
+
+class ParquetFile:
+    """A Parquet file; its row groups are the blocks."""
+
+    def __init__(self, name: str, key: str) -> None:
+        self.name = name
+        self._key = key
+
+    @cached_property
+    def _rows_before(self) -> list[int]:
+        with open_binary(self.name) as stream:
+            metadata = self._parquet(stream).metadata
+            before = [0]
+            for group in range(metadata.num_row_groups):
+                before.append(before[-1] + metadata.row_group(group).num_rows)
+        return before
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._rows_before) - 1
+
+    def read_block(self, index: int) -> list[Row]:
+        with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
+            values = self._parquet(stream).read_row_group(index).to_pylist()
+        first = self._rows_before[index] + 1
+        return [Row(row, f"{self.name}, row {first + offset}") for offset, row in enumerate(values)]
+
+    def first_row(self) -> Row | None:
+        with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
+            batches = self._parquet(stream).iter_batches(batch_size=1)
+            rows = [row for batch in islice(batches, 1) for row in batch.to_pylist()]
+        return Row(rows[0], f"{self.name}, row 1") if rows else None
+
+    def _parquet(self, stream: Any) -> Any:
+        import pyarrow.parquet
+
+        with _broken_parquet(self.name, self._key):
+            return pyarrow.parquet.ParquetFile(stream)
+
+
+@contextmanager
+def _broken_parquet(name: str, key: str) -> Iterator[None]:
+    """Turns what pyarrow raises about a broken file into an error that names it."""
+    import pyarrow
+
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(
+            f"{key}: {name}: cannot be read as Parquet ({error}). Check that the file is whole and its suffix true, "
+            f"or set {key}.format."
+        ) from error
+
+
+class _CountedLines:
+    """Lines of a stream, with how many of them and of their bytes went by."""
+
+    def __init__(self, stream: Iterable[bytes]) -> None:
+        self._stream = stream
+        self.num_bytes = 0
+        self.num_lines = 0
+
+    def __iter__(self) -> Iterator[bytes]:
+        for line in self._stream:
+            self.num_bytes += len(line)
+            self.num_lines += 1
+            yield line
+
+
+def _decoded(lines: Iterable[bytes]) -> Iterator[str]:
+    for number, line in enumerate(lines):
+        yield line.decode("utf-8-sig" if number == 0 else "utf-8")
+
+
+def _unzipped(name: str, key: str) -> bytes:
+    with _text_start(name, key) as stream:
+        return stream.read()
+
+
+@contextmanager
+def _text_start(name: str, key: str) -> Iterator[BinaryIO]:
+    """Opens a file at its beginning, looking through gzip; a broken archive is an error that names it."""
+    with open_binary(name) as raw:
+        try:
+            yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DataError(f"{key}: {name}: not a whole gzip file ({error}). Compress it again.") from error

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Steps of documents, prepared in the background: drawn, tokenized and packed while the last step trains."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from podium.data.chat import MakerSpec
+from podium.data.composing import RowChunk, StepComposer, first_state
+from podium.data.documents import Document
+from podium.data.sources import Source
+from podium.data.state import DocumentCounts, LoaderState, decode, encode
+from podium.data.stream import MixedStream
+from podium.data.workers import ChunkMaker, InlineMaker, WorkerPool
+from podium.errors import DataError
+
+__all__ = ["DocumentCounts", "LoaderState", "StepDocuments", "StepLoader", "decode", "encode"]
+
+_LOG = logging.getLogger(__name__)
+_POLL_S = 0.2
+_WARN_AFTER_S = 60.0
+_LARGEST_CHUNK = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepDocuments:
+    """The documents of one optimizer step over all ranks, in order, and the loader's state right after it."""
+
+    documents: tuple[Document, ...]
+    state: LoaderState
+    wait_s: float  # how long the consumer waited for it
+
+    @property
+    def counts(self) -> DocumentCounts:
+        return self.state.counts
+
+    @property
+    def num_trained(self) -> int:
+        return sum(document.num_trained for document in self.documents)
+
+
+@dataclass(frozen=True, slots=True)
+class _Composed:
+    documents: tuple[Document, ...]
+    state: LoaderState
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: BaseException
+
+
+class StepLoader:
+    """Iterating gives the steps, for ever. Close it, or use it as a context manager.
+
+    The steps depend on sources, seed and packing alone, not on `workers` or `prefetch`; from the state of any step
+    a new loader gives exactly the steps that follow it.
+    """
+
+    def __init__(
+        self, sources: Sequence[Source], maker_spec: MakerSpec, *, seed: int, shuffle: bool, shuffle_rows: int,
+        tokens_per_step: int, window: int, workers: int, prefetch: int, state: LoaderState | None = None,
+    ) -> None:  # fmt: skip
+        assert len(sources) == len(maker_spec.sections)
+        if maker_spec.max_length > tokens_per_step:
+            raise DataError(
+                f"data.max_length: documents of up to {maker_spec.max_length} tokens do not fit tokens_per_step "
+                f"{tokens_per_step}. Lower data.max_length or raise tokens_per_step."
+            )
+        self._stream = MixedStream(
+            sources, [section.weight for section in maker_spec.sections], seed=seed, shuffle=shuffle,
+            shuffle_rows=shuffle_rows, position=state.position if state else None,
+        )  # fmt: skip
+        self._composer = StepComposer(
+            [source.name for source in sources], tokens_per_step, window, state or first_state(self._stream.position)
+        )
+        # The same for any number of workers, so that the state after a step is the same too.
+        self._chunk_rows = max(1, min(_LARGEST_CHUNK, window // 8))
+        self._spec, self._num_workers = maker_spec, workers
+        self._steps: queue.Queue[_Composed | _Failed] = queue.Queue(maxsize=prefetch)
+        self._stop = threading.Event()
+        self._doing = "starting"
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._produce, name="podium-loader", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[StepDocuments]:
+        return self
+
+    def __next__(self) -> StepDocuments:
+        """Waits for the producer thread, which ends the wait with a step or with its exception; warns when it takes
+        long, and raises when the thread is gone."""
+        if self._failure is not None:
+            raise self._failure
+        begun_s = time.monotonic()
+        warn_at_s = begun_s + _WARN_AFTER_S
+        while True:
+            try:
+                item = self._steps.get(timeout=_POLL_S)
+                break
+            except queue.Empty:
+                pass
+            if self._stop.is_set():
+                raise RuntimeError("the loader is closed")
+            if not self._thread.is_alive() and self._steps.empty():
+                raise RuntimeError(f"the loader's thread is gone; it was last {self._doing}")
+            if time.monotonic() > warn_at_s:
+                waited_s = time.monotonic() - begun_s
+                _LOG.warning("waiting for data for %.0f s: the loader is %s", waited_s, self._doing)
+                warn_at_s += _WARN_AFTER_S
+        if isinstance(item, _Failed):
+            self._failure = item.error
+            raise item.error
+        return StepDocuments(documents=item.documents, state=item.state, wait_s=time.monotonic() - begun_s)
+
+    def close(self) -> None:
+        """Ends the thread and the worker processes; a second call does nothing."""
+        self._stop.set()
+        self._thread.join(timeout=10)
+        if self._thread.is_alive():
+            _LOG.warning("the loader's thread is still %s; it ends with the process", self._doing)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _produce(self) -> None:
+        """Consumes the stream, fills the queue of steps. Waits for room in the queue (freed by the consumer) and for
+        the makers of documents; `close` ends both waits."""
+        maker: ChunkMaker | None = None
+        try:
+            self._doing = "loading the tokenizer"
+            maker = WorkerPool(self._spec, self._num_workers) if self._num_workers else InlineMaker(self._spec)
+            under_way: deque[RowChunk | Exception] = deque()
+            while not self._stop.is_set():
+                if not self._composer.is_ready:
+                    self._add_chunk(maker, under_way)
+                    continue
+                self._doing = "packing a step"
+                documents, state = self._composer.take()
+                self._put(_Composed(documents, state))
+        except BaseException as error:
+            self._put(_Failed(error))
+        finally:
+            if maker is not None:
+                maker.close()
+
+    def _add_chunk(self, maker: ChunkMaker, under_way: deque[RowChunk | Exception]) -> None:
+        """Keeps all makers busy, and adds the oldest chunk to the packing buffer."""
+        while len(under_way) < maker.capacity and not (under_way and isinstance(under_way[-1], Exception)):
+            under_way.append(self._drawn_chunk())
+            if isinstance(chunk := under_way[-1], RowChunk):
+                maker.submit([(drawn.source, drawn.row) for drawn in chunk.drawn])
+        oldest = under_way.popleft()
+        if isinstance(oldest, Exception):
+            raise oldest
+        self._doing = "tokenizing"
+        made = maker.result(self._stop.is_set)
+        if made is not None:
+            self._composer.add(oldest, made)
+
+    def _drawn_chunk(self) -> RowChunk | Exception:
+        """A chunk, or the error met while reading it: raised only in its turn, so that reading ahead with many
+        workers loses no step that comes before it."""
+        self._doing = "reading rows"
+        try:
+            drawn = tuple(self._stream.draw() for _ in range(self._chunk_rows))
+        except Exception as error:
+            return error
+        return RowChunk(drawn=drawn, position=self._stream.position)
+
+    def _put(self, item: _Composed | _Failed) -> None:
+        self._doing = "waiting for the trainer to take a step"
+        while not self._stop.is_set():
+            try:
+                self._steps.put(item, timeout=_POLL_S)
+                return
+            except queue.Full:
+                continue

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which tokens of a chat the assistant wrote, told exactly by the chat template or not at all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from podium.data.kinds import Message
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_WAYS_OUT = (
+    "Put {% generation %} ... {% endgeneration %} around what the assistant writes in a copy of the template and name "
+    "it in model.chat_template, or set data.trained to last_turn or everything."
+)
+
+Tools = list[dict[str, Any]] | None
+
+
+class ChatTemplateError(Exception):
+    """The template refuses a chat, or cannot mark its assistant turns; the caller adds which row it was."""
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedChat:
+    """A rendered chat; `trained[i]` says that token i was written by an assistant turn that is trained."""
+
+    tokens: list[int]
+    trained: list[bool]
+
+
+class ChatRenderer:
+    """A tokenizer's chat template, the one source of truth about how a chat becomes tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special_ids = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
+
+    def tokens(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> list[int]:
+        return self._encode(self._text(messages, tools, generation_prompt=generation_prompt))
+
+    def mark(self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
+        """The chat up to the last of `turns` (positions of assistant messages, in order, no later one left out)."""
+        chat = messages[: turns[-1] + 1]
+        if self._tokenizer.is_fast and _GENERATION.search(self._template(tools)):
+            return self._marked_by_template(chat, tools, turns)
+        return self._marked_by_prefixes(chat, tools, turns)
+
+    def _marked_by_template(self, chat: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                list(chat), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+            )  # fmt: skip
+        except Exception as error:  # the template is the user's code
+            raise _refused(error) from error
+        tokens = list(encoded["input_ids"])
+        trained = [bool(mark) for mark in encoded["assistant_masks"]]
+        if any(message["role"] == "assistant" for message in chat[: turns[0]]):
+            begin = self._length_of_prefix(chat, tools, turns[0], tokens, generation_prompt=True)
+            trained[:begin] = [False] * begin
+        return MarkedChat(tokens, trained)
+
+    def _marked_by_prefixes(self, chat: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
+        """A turn is what lies between the chat before it (with the prompt for an answer) and the chat after it.
+
+        Both are rendered and must be exact prefixes, token by token, of the whole; so the trained tokens are the
+        ones that the model will be asked to continue with, and nothing is guessed.
+        """
+        tokens = self.tokens(chat, tools, generation_prompt=False)
+        trained = [False] * len(tokens)
+        for turn in turns:
+            begin = self._length_of_prefix(chat, tools, turn, tokens, generation_prompt=True)
+            end = len(tokens)
+            if turn < len(chat) - 1:
+                end = self._length_of_prefix(chat, tools, turn + 1, tokens, generation_prompt=False)
+            end = self._without_trailing_space(tokens, begin, end)
+            trained[begin:end] = [True] * (end - begin)
+        return MarkedChat(tokens, trained)
+
+    def _without_trailing_space(self, tokens: list[int], begin: int, end: int) -> int:
+        """Where the turn ends: after its end-of-turn token, without the white space that the template puts behind it
+        (the model stops there and never writes it). A turn without such a token is kept whole."""
+        last = end
+        while last > begin and tokens[last - 1] not in self._special_ids:
+            if self._tokenizer.decode([tokens[last - 1]]).strip():
+                return end
+            last -= 1
+        return last if last > begin else end
+
+    def _length_of_prefix(
+        self, chat: Sequence[Message], tools: Tools, count: int, tokens: list[int], *, generation_prompt: bool
+    ) -> int:
+        """How many tokens the first `count` messages take, verified to begin the whole chat's `tokens`."""
+        if count == 0:
+            raise ChatTemplateError(
+                "the chat begins with an assistant turn, so there is no prompt that the turn answers. Begin with a "
+                f"system or user turn. Or: {_WAYS_OUT}"
+            )
+        text = self._text(chat[:count], tools, generation_prompt=generation_prompt)
+        prefix = self._encode(text)
+        if tokens[: len(prefix)] == prefix:
+            return len(prefix)
+        if self._text(chat, tools, generation_prompt=False).startswith(text):
+            raise ChatTemplateError(
+                f"messages[{count}]: the first characters of the turn melt into one token with what the template "
+                "writes before them, so where the turn begins cannot be told. Strip leading white space from the "
+                f"content with the source's `map`. Or: {_WAYS_OUT}"
+            )
+        raise ChatTemplateError(
+            f"the chat template cannot mark assistant turns: the first {count} messages rendered alone are not the "
+            "beginning of the whole chat (templates that drop earlier reasoning do this), so which tokens the "
+            f"assistant wrote cannot be told exactly. {_WAYS_OUT}"
+        )
+
+    def _text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
+        self._template(tools)
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                )
+            )
+        except Exception as error:  # the template is the user's code
+            raise _refused(error) from error
+
+    def _encode(self, text: str) -> list[int]:
+        # The template writes its own special tokens; the tokenizer must not add them once more.
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def _template(self, tools: Tools) -> str:
+        if not self._tokenizer.chat_template:
+            raise ChatTemplateError(
+                "the row is a chat, and the tokenizer has no chat template. Name a Jinja file in model.chat_template, "
+                "or use `prompt`/`completion` or `text` rows."
+            )
+        return str(self._tokenizer.get_chat_template(None, tools))
+
+
+def _refused(error: Exception) -> ChatTemplateError:
+    return ChatTemplateError(
+        f"the chat template refuses this chat ({type(error).__name__}: {error}). Change the row with the source's "
+        "`map`, or the template with model.chat_template."
+    )

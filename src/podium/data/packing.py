@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which waiting documents make up the next step; pure, and blind to ranks and micro-batches."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from podium.data.documents import Document
+
+
+def compose_step(waiting: Sequence[Document], budget: int) -> tuple[int, ...]:
+    """Positions in `waiting` of the next step's documents, in order of arrival; together at most `budget` inputs.
+
+    Documents are taken as they came until one does not fit; the room left is filled from the rest, the longest that
+    fits first. The oldest is always taken, so none waits for ever.
+    """
+    lengths = [document.num_inputs for document in waiting]
+    room = budget
+    first_left = 0
+    for length in lengths:
+        if length > room:
+            break
+        room -= length
+        first_left += 1
+    chosen = list(range(first_left))
+    # Sorted by length, and among equals the oldest last: the end of the fitting part is longest and oldest.
+    rest = sorted((length, -index) for index, length in enumerate(lengths[first_left:], start=first_left))
+    while room > 0 and (fitting := bisect_right(rest, (room, 0))):
+        length, negative_index = rest.pop(fitting - 1)
+        del rest[fitting - 1 :]  # what is longer than the room now is longer than any room later
+        chosen.append(-negative_index)
+        room -= length
+    return tuple(sorted(chosen))

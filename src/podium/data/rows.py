@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One row of a source, and the printable place where a user finds it again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from podium.data.storage import open_binary
+
+_COUNTING_CHUNK_BYTES = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class LinePlace:
+    """A line by the byte it begins at: its number is counted only when somebody has to read it."""
+
+    file: str
+    byte: int
+
+    def __str__(self) -> str:
+        try:
+            return f"{self.file}, line {_newlines_before(self.file, self.byte) + 1}"
+        except OSError:  # the file is not visible from this process, or gone: the byte still names the place
+            return f"{self.file}, the line at byte {self.byte}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Row:
+    """The columns of one row. `where` is its place in words: 'data/train.jsonl, line 17'."""
+
+    values: Mapping[str, Any]
+    place: str | LinePlace
+
+    @property
+    def where(self) -> str:
+        return str(self.place)
+
+
+def _newlines_before(file: str, byte: int) -> int:
+    count, left = 0, byte
+    with open_binary(file) as stream:
+        while left > 0:
+            chunk = stream.read(min(left, _COUNTING_CHUNK_BYTES))
+            if not chunk:
+                break
+            count += chunk.count(b"\n")
+            left -= len(chunk)
+    return count

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a loader stands: position in every source, the packing buffer itself, and counts; small enough to save."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.documents import Document
+from podium.data.stream import SourcePosition, StreamPosition
+from podium.errors import DataError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentCounts:
+    """What became of the rows drawn so far, since the run's first step."""
+
+    read: int = 0
+    trained: int = 0  # documents that were made, truncated ones included
+    truncated: int = 0
+    dropped_overlong: int = 0
+    dropped_untrained: int = 0
+    dropped_by_map: int = 0
+    drawn: tuple[int, ...] = ()  # rows by source
+    epochs: tuple[int, ...] = ()  # whole passes by source
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LoaderState:
+    """Enough to compose the very same later steps: nothing of the buffer is read or tokenized again."""
+
+    position: StreamPosition
+    waiting: tuple[Document, ...]
+    counts: DocumentCounts
+    made_in_epoch: tuple[int, ...]  # documents by source since its epoch began
+
+
+def encode(state: LoaderState) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
+    """A JSON-able part and arrays."""
+    lengths = [len(document.tokens) for document in state.waiting]
+    values = {
+        "draw": state.position.draw,
+        "sources": [[place.epoch, place.block, place.row] for place in state.position.sources],
+        "counts": asdict(state.counts),
+        "made_in_epoch": list(state.made_in_epoch),
+    }
+    arrays = {
+        "tokens": np.concatenate([np.empty(0, np.int32), *(document.tokens for document in state.waiting)]),
+        "trained": np.concatenate([np.empty(0, np.bool_), *(document.trained for document in state.waiting)]),
+        "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+    }
+    return values, arrays
+
+
+def decode(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> LoaderState:
+    """The inverse of `encode`; values may have gone through JSON."""
+    try:
+        offsets = [int(offset) for offset in arrays["offsets"]]
+        tokens, trained = arrays["tokens"].astype(np.int32), arrays["trained"].astype(np.bool_)
+        if offsets[-1] != len(tokens) or len(tokens) != len(trained):
+            raise ValueError(f"{len(tokens)} tokens, {len(trained)} marks and boundaries up to {offsets[-1]}")
+        counts = dict(values["counts"])
+        counts = {**counts, "drawn": tuple(counts["drawn"]), "epochs": tuple(counts["epochs"])}
+        return LoaderState(
+            position=StreamPosition(
+                draw=values["draw"],
+                sources=tuple(SourcePosition(epoch=e, block=b, row=r) for e, b, r in values["sources"]),
+            ),
+            waiting=tuple(
+                Document(tokens=tokens[begin:end], trained=trained[begin:end]) for begin, end in pairwise(offsets)
+            ),
+            counts=DocumentCounts(**counts),
+            made_in_epoch=tuple(values["made_in_epoch"]),
+        )
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DataError(
+            f"the saved data position cannot be read ({type(error).__name__}: {error}). It was written by another "
+            "version or is damaged; resume from another checkpoint."
+        ) from error

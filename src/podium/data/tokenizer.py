@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tokenizer of a recipe's model, with its chat template."""
+
+from __future__ import annotations
+
+import glob
+import os
+from typing import Any
+
+from podium.errors import ModelError
+from podium.recipe.schema import ModelSection
+
+_TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece*.model",
+    "tokenizer.model.v*", "tekken.json", "*.tiktoken",
+)  # fmt: skip
+
+
+def load_tokenizer(section: ModelSection) -> Any:
+    """AutoTokenizer from `model.tokenizer` or `model.path`; `model.chat_template` replaces its template."""
+    key = "model.tokenizer" if section.tokenizer else "model.path"
+    path = os.path.expanduser(section.tokenizer or section.path)
+    is_local = os.path.isdir(path)
+    if is_local:
+        _require_tokenizer_files(path, key)
+    elif path.startswith(("/", ".")) or path.count("/") > 1 or os.path.isdir(path.split("/")[0]):
+        raise ModelError(
+            f"{key}: there is no folder {path}. Give the folder of a Hugging Face checkpoint, or a hub id."
+        )
+    template = _template(section)
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=section.trust_remote_code, local_files_only=is_local
+        )
+    except Exception as error:  # from_pretrained raises what its readers raise
+        raise ModelError(
+            f"{key}: the tokenizer of {path} cannot be loaded ({type(error).__name__}: {error}). Check the files, "
+            "the network when it is a hub id, and model.trust_remote_code when the checkpoint ships its own code."
+        ) from error
+    if template is not None:
+        tokenizer.chat_template = template
+    return tokenizer
+
+
+def _require_tokenizer_files(folder: str, key: str) -> None:
+    if any(glob.glob(os.path.join(glob.escape(folder), name)) for name in _TOKENIZER_FILES):
+        return
+    raise ModelError(
+        f"{key}: {folder} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}). Save one there with "
+        "tokenizer.save_pretrained, or set model.tokenizer to a folder or hub id that has one."
+    )
+
+
+def _template(section: ModelSection) -> str | None:
+    if section.chat_template is None:
+        return None
+    try:
+        with open(os.path.expanduser(section.chat_template), encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ModelError(
+            f"model.chat_template: {section.chat_template} cannot be read ({error}). Give a Jinja file in UTF-8."
+        ) from error

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where rows are tokenized: in the calling thread, or in processes of their own; the order of results is the same."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Protocol
+
+from podium.data.chat import Dropped, Made, MakerSpec
+from podium.data.rows import Row
+from podium.errors import DataError
+
+RowsOfSources = Sequence[tuple[int, Row]]  # (source, row)
+
+_POLL_S = 0.2
+
+
+class ChunkMaker(Protocol):
+    """Makes chunks of rows into documents; results come in the order of submission."""
+
+    capacity: int  # how many chunks may be under way
+
+    def submit(self, rows: RowsOfSources) -> None: ...
+
+    def result(self, is_stopped: Callable[[], bool]) -> list[Made | Dropped] | None:
+        """The oldest chunk's documents; None when stopped meanwhile."""
+
+    def close(self) -> None: ...
+
+
+class InlineMaker:
+    """Makes them in the thread that asks."""
+
+    capacity = 1
+
+    def __init__(self, spec: MakerSpec) -> None:
+        self._maker = spec.build()
+        self._waiting: deque[RowsOfSources] = deque()
+
+    def submit(self, rows: RowsOfSources) -> None:
+        self._waiting.append(rows)
+
+    def result(self, is_stopped: Callable[[], bool]) -> list[Made | Dropped] | None:
+        made: list[Made | Dropped] = []
+        for source, row in self._waiting.popleft():
+            if is_stopped():
+                return None
+            made.append(self._maker.make(source, row))
+        return made
+
+    def close(self) -> None:
+        return None
+
+
+class WorkerPool:
+    """Makes them in `num_workers` processes, in turn: chunk i goes to worker i modulo their number.
+
+    Each worker has one chunk under way. It waits only for its pipe; it is freed by the next chunk, by `close`, and by
+    the death of its parent, so none is left behind.
+    """
+
+    def __init__(self, spec: MakerSpec, num_workers: int) -> None:
+        self.capacity = num_workers
+        context = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for number in range(num_workers):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(there, spec), name=f"podium-tokenizer-{number}", daemon=True)
+            process.start()
+            there.close()
+            self._pipes.append(here)
+            self._processes.append(process)
+        self._num_submitted = 0
+        self._num_received = 0
+
+    def submit(self, rows: RowsOfSources) -> None:
+        assert self._num_submitted - self._num_received < self.capacity
+        number = self._num_submitted % self.capacity
+        try:
+            self._pipes[number].send(rows)
+        except OSError as error:
+            raise self._died(number) from error
+        self._num_submitted += 1
+
+    def result(self, is_stopped: Callable[[], bool]) -> list[Made | Dropped] | None:
+        number = self._num_received % self.capacity
+        pipe, process = self._pipes[number], self._processes[number]
+        while not is_stopped():
+            if pipe not in wait([pipe, process.sentinel], timeout=_POLL_S) and process.is_alive():
+                continue
+            try:
+                answer = pipe.recv()
+            except (EOFError, OSError) as error:
+                raise self._died(number) from error
+            self._num_received += 1
+            if isinstance(answer, BaseException):
+                raise answer
+            made: list[Made | Dropped] = answer
+            return made
+        return None
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            process.join(timeout=5)
+            if process.is_alive():
+                process.kill()
+                process.join(timeout=5)
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _died(self, number: int) -> DataError:
+        self._processes[number].join(timeout=1)
+        return DataError(
+            f"tokenizer process {number} ended by itself (exit code {self._processes[number].exitcode}); a negative "
+            "code is a signal, -9 most often the system short of memory. Lower data.workers, or set it to 0."
+        )
+
+
+def _work(pipe: Connection, spec: MakerSpec) -> None:
+    """A worker's life: waits for chunks on its pipe and answers each in turn; ends when the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends its workers
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    maker = None
+    try:
+        while True:
+            rows: RowsOfSources = pipe.recv()
+            try:
+                maker = maker or spec.build()
+                answer: object = [maker.make(source, row) for source, row in rows]
+            except Exception as error:
+                answer = _sendable(error)
+            pipe.send(answer)
+    except (EOFError, OSError):
+        return
+
+
+def _sendable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # exceptions of plug-ins may not survive the trip
+        return DataError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    while os.getppid() == parent.pid:
+        wait([parent.sentinel], timeout=1.0)
+    os._exit(1)

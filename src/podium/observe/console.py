@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a person sees while a run goes on: a live line on a terminal, plain lines when piped, nothing on other ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TextIO
+
+from podium.observe.formats import duration, one_line, rate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepView:
+    """One finished optimizer step as it is shown. None: not known (yet)."""
+
+    step: int
+    num_steps: int
+    loss: float
+    lr: float
+    tokens_per_s: float
+    mfu: float | None = None  # share of the device's peak, 0 to 1
+    eta_s: float | None = None
+    grad_norm: float | None = None
+    num_skipped: int = 0  # steps skipped so far, for a loss or gradient that was not finite
+
+    def facts(self) -> list[tuple[str, str]]:
+        """(label, value) in the order in which they are shown."""
+        facts = [("loss", f"{self.loss:.4f}"), ("lr", f"{self.lr:.2e}")]
+        if self.grad_norm is not None:
+            facts.append(("grad", f"{self.grad_norm:.2f}"))
+        facts.append(("tokens/s", rate(self.tokens_per_s)))
+        if self.mfu is not None:
+            facts.append(("MFU", f"{self.mfu:.1%}"))
+        if self.num_skipped:
+            facts.append(("skipped", str(self.num_skipped)))
+        if self.eta_s is not None:
+            facts.append(("ETA", duration(self.eta_s)))
+        return facts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleView:
+    """One generated answer beside what was expected. `score` is None where nothing scores it."""
+
+    prompt: str
+    answer: str
+    reference: str | None = None
+    score: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationView:
+    """One evaluation as it is shown; what was not asked for is None."""
+
+    step: int
+    heldout_loss: float | None = None
+    score_name: str | None = None
+    score: float | None = None  # mean over all scored answers
+    num_scored: int = 0
+    seconds: float | None = None
+    samples: Sequence[SampleView] = ()
+
+    def headline(self) -> str:
+        parts = [f"evaluation at step {self.step}"]
+        if self.heldout_loss is not None:
+            parts.append(f"held-out loss {self.heldout_loss:.4f}")
+        if self.score is not None:
+            parts.append(f"{self.score_name or 'score'} {self.score:.1%} of {self.num_scored}")
+        if self.seconds is not None:
+            parts.append(f"took {self.seconds:.1f} s")
+        return "  ".join(parts)
+
+
+class Console(Protocol):
+    """Told what happens; decides how it looks."""
+
+    def header(self, lines: Sequence[str]) -> None:
+        """What the run is, before its first step. `label: value` lines are aligned."""
+
+    def step(self, view: StepView) -> None:
+        """A step is done."""
+
+    def doing(self, what: str | None) -> None:
+        """Something other than a step takes time now ("evaluating"); None: back to steps."""
+
+    def evaluation(self, view: EvaluationView) -> None:
+        """An evaluation is done."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def warning(self, text: str) -> None:
+        """Something that the user should act on."""
+
+    def close(self) -> None:
+        """The run is over or broken off: the terminal is given back. May be called twice."""
+
+
+class SilentConsole:
+    """For every rank but the first."""
+
+    def header(self, lines: Sequence[str]) -> None: ...
+
+    def step(self, view: StepView) -> None: ...
+
+    def doing(self, what: str | None) -> None: ...
+
+    def evaluation(self, view: EvaluationView) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def warning(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class PlainConsole:
+    """One line per logged step, no colours and no cursor movement: for pipes, files and job logs."""
+
+    def __init__(self, stream: TextIO, *, log_every: int) -> None:
+        self._stream = stream
+        self._log_every = log_every
+        self._first = True
+
+    def header(self, lines: Sequence[str]) -> None:
+        for line in aligned(lines):
+            self._write(line)
+
+    def step(self, view: StepView) -> None:
+        # The first step says that the run has begun, the last one how it ended.
+        if self._first or view.step % self._log_every == 0 or view.step == view.num_steps:
+            facts = "  ".join(f"{label} {value}" for label, value in view.facts())
+            width = len(str(view.num_steps))
+            self._write(f"step {view.step:>{width}}/{view.num_steps}  {facts}")
+        self._first = False
+
+    def doing(self, what: str | None) -> None: ...
+
+    def evaluation(self, view: EvaluationView) -> None:
+        self._write(view.headline())
+        for sample in view.samples:
+            self._write(f"  asked:    {one_line(sample.prompt)}")
+            self._write(f"  answered: {one_line(sample.answer)}{_verdict(sample)}")
+            if sample.reference is not None:
+                self._write(f"  expected: {one_line(sample.reference)}")
+
+    def note(self, text: str) -> None:
+        self._write(text)
+
+    def warning(self, text: str) -> None:
+        self._write(f"warning: {text}")
+
+    def close(self) -> None:
+        self._stream.flush()
+
+    def _write(self, line: str) -> None:
+        print(line, file=self._stream, flush=True)
+
+
+def open_console(*, rank: int, log_every: int = 1, stream: TextIO | None = None) -> Console:
+    """The console that fits: silent beside rank 0, live on a terminal, plain otherwise."""
+    if rank != 0:
+        return SilentConsole()
+    stream = stream if stream is not None else sys.stdout
+    if stream.isatty():
+        from podium.observe.terminal import TerminalConsole
+
+        return TerminalConsole(stream)
+    return PlainConsole(stream, log_every=log_every)
+
+
+def aligned(lines: Sequence[str]) -> list[str]:
+    """`label: value` lines with their values in one column; other lines as they are."""
+    pairs = [line.partition(": ") for line in lines]
+    width = max((len(label) for label, colon, _ in pairs if colon), default=0)
+    return [f"{label + ':':<{width + 1}} {value}" if colon else label for label, colon, value in pairs]
+
+
+def _verdict(sample: SampleView) -> str:
+    if sample.score is None:
+        return ""
+    return "  (right)" if sample.score == 1 else "  (wrong)" if sample.score == 0 else f"  (score {sample.score:.2f})"

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers and model output as a person reads them in one line."""
+
+from __future__ import annotations
+
+import math
+
+
+def rate(per_second: float) -> str:
+    """Tokens per second in three digits: 950, 45.1k, 1.20M."""
+    if not math.isfinite(per_second):
+        return "?"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(per_second) >= 0.9995 * size:
+            return f"{three_digits(per_second / size)}{letter}"
+    return f"{per_second:.0f}"
+
+
+def three_digits(value: float) -> str:
+    """1.23, 12.3, 123."""
+    places = 2 if abs(value) < 9.995 else 1 if abs(value) < 99.95 else 0
+    return f"{value:.{places}f}"
+
+
+def duration(seconds: float) -> str:
+    """0:09, 12:34, 1:02:03, 2d 03:04."""
+    if not math.isfinite(seconds):
+        return "?"
+    whole = max(0, round(seconds))
+    minutes, hours, days = whole // 60, whole // 3600, whole // 86400
+    if days:
+        return f"{days}d {hours % 24:02d}:{minutes % 60:02d}"
+    if hours:
+        return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}"
+    return f"{minutes}:{whole % 60:02d}"
+
+
+def one_line(text: str, *, limit: int = 200) -> str:
+    """Model output made safe for a terminal: control characters are written out, a long text is cut."""
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"

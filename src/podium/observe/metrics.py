@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The numbers of a run, one JSON object per line in metrics.jsonl: readable whatever the numbers, also after a crash.
+
+A line is flat: {"step": 3, "time_s": 1.7e9, "loss": 2.31, ...}. What JSON has no number for is written as the strings
+"NaN", "Infinity" and "-Infinity".
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from podium.errors import RunFolderError
+
+_RESERVED = ("step", "time_s")
+_WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepMetrics:
+    """What was measured at one step. `time_s` is wall-clock time in seconds since 1970."""
+
+    step: int
+    time_s: float
+    values: Mapping[str, float]
+
+
+class MetricsFile:
+    """Appends metrics to one file; every line is on its way to the disk when `append` returns."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8")
+
+    @classmethod
+    def create(cls, path: Path) -> Self:
+        """A new file; its folder is made if need be."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            raise RunFolderError(
+                f"{path} exists already, and a new run would mix its numbers with the old ones. "
+                "Resume that run, or give this one another run.name."
+            )
+        return cls(path)
+
+    @classmethod
+    def resume(cls, path: Path, *, step: int) -> Self:
+        """Goes on after `step`: what was written beyond it is cut off first, so that no step stands twice."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            _rewrite(path, [metrics for metrics in read_metrics(path) if metrics.step <= step])
+        return cls(path)
+
+    def append(self, metrics: StepMetrics) -> None:
+        """Writes one line and flushes it."""
+        self._file.write(_line(metrics))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_metrics(path: Path) -> list[StepMetrics]:
+    """All lines of a metrics file. A last line that a crash cut short is left out; any other bad line is an error."""
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    while lines and not lines[-1]:
+        lines.pop()
+    metrics: list[StepMetrics] = []
+    for number, line in enumerate(lines, start=1):
+        parsed = _parsed(line)
+        if parsed is not None:
+            metrics.append(parsed)
+        elif number < len(lines):
+            raise RunFolderError(
+                f"{path}, line {number}: not a line that Podium wrote ({line[:60]!r}). "
+                "Something else changed the file; remove that line, or move the file away."
+            )
+    return metrics
+
+
+def _line(metrics: StepMetrics) -> str:
+    taken = [name for name in _RESERVED if name in metrics.values]
+    assert not taken, f"{taken} are fields of StepMetrics, not names of values"
+    values = {name: _written(value) for name, value in metrics.values.items()}
+    return json.dumps({"step": metrics.step, "time_s": metrics.time_s, **values}, allow_nan=False) + "\n"
+
+
+def _written(value: float) -> float | str:
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _parsed(line: str) -> StepMetrics | None:
+    try:
+        fields = json.loads(line)
+        step, time_s = int(fields.pop("step")), float(fields.pop("time_s"))
+        values = {
+            str(name): _WORDS[value] if isinstance(value, str) else float(value) for name, value in fields.items()
+        }
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return StepMetrics(step=step, time_s=time_s, values=values)
+
+
+def _rewrite(path: Path, metrics: Iterable[StepMetrics]) -> None:
+    """Replaces the file in one rename: a crash leaves the old file or the new one, never half of one."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.writelines(_line(each) for each in metrics)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)

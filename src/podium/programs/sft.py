@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Supervised fine-tuning: cross-entropy over the trained tokens. Every rank runs this."""
+
+from __future__ import annotations
+
+from podium.algorithms.dense import token_cross_entropy
+from podium.spmd.run import SpmdRun
+
+
+def sft(run: SpmdRun) -> None:
+    """One optimizer step per packed step of documents; each rank has its own micro-batches, equal in number on all."""
+    for step in run.steps(token_cross_entropy):
+        report = run.engine.train_step(
+            step.micro_batches,
+            token_cross_entropy,
+            # The count over all ranks: they hold unequal shares, a local mean would weigh them wrongly.
+            normalizer=step.global_tokens,
+            lr=step.lr,
+            stop_requested=run.stop_requested,
+        )
+        run.record(step, report)

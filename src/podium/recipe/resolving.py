@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe made independent of where it was started: paths absolute, defaults that follow from the model filled in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from podium.errors import RecipeError
+from podium.recipe import plugins
+from podium.recipe.schema import Recipe
+
+
+def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
+    """What is saved in the run folder. Resolving again changes nothing."""
+    values = recipe.model_dump(mode="json")
+    for key in ("path", "tokenizer", "chat_template"):
+        values["model"][key] = _absolute(values["model"][key])
+    for part in ("train", "heldout"):
+        for source in values["data"][part]:
+            source["path"] = _absolute(source["path"])
+            source["map"] = _absolute_plugin(source["map"])
+    generation = values["evaluation"]["generation"]
+    if generation is not None:
+        generation["score"] = _absolute_plugin(generation["score"])
+    values["run"]["loggers"] = [_absolute_plugin(logger) for logger in values["run"]["loggers"]]
+    values["data"]["max_length"] = _max_length(recipe, model_config)
+    return Recipe.model_validate(values)
+
+
+def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
+    """As the recipe says, or the longest that micro-batch, step and model allow. Fixed here once, because a later change
+    of micro_batch_tokens must not change the data."""
+    context = model_config.get("max_position_embeddings") or model_config.get("text_config", {}).get(
+        "max_position_embeddings"
+    )
+    asked = recipe.data.max_length
+    if asked is not None:
+        if context is not None and asked > context:
+            raise RecipeError(
+                f"data.max_length: {asked} is more than the model's context of {context} positions. Lower it to {context}."
+            )
+        return asked
+    limits = [recipe.tokens_per_step, recipe.micro_batch_tokens, context]
+    return int(min(limit for limit in limits if limit is not None))
+
+
+def _absolute(path: str | None) -> str | None:
+    """Local paths that exist, and globs beneath a folder that exists; a hub id or URL stays as it is."""
+    if path is None or "://" in path:
+        return path
+    expanded = os.path.expanduser(path)
+    head = expanded.split("*")[0].split("?")[0].split("[")[0]
+    there = os.path.exists(expanded) or (head != expanded and os.path.isdir(os.path.dirname(head) or "."))
+    return os.path.abspath(expanded) if there else path
+
+
+def _absolute_plugin(path: str | None) -> str | None:
+    if path is None or ":" not in path:
+        return path
+    module, name = plugins.split_plugin(path)
+    return f"{_absolute(module)}:{name}" if module.endswith(".py") else path

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Held-out loss and generated answers during a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from podium.data.chat import DocumentMaker, Prompt
+from podium.data.documents import PackedBatch, pack
+from podium.data.reading import read_documents, read_prompts
+from podium.data.splitting import split_step
+from podium.data.tokenizer import load_tokenizer
+from podium.engine.train_step import TrainEngine
+from podium.errors import RecipeError
+from podium.models.head import TokenLoss
+from podium.observe import EvaluationView, SampleView
+from podium.recipe import GenerationSection, Recipe
+from podium.recipe.plugins import load as load_plugin
+from podium.spmd.generation import greedy_answers
+
+Score = Callable[[str, str, Mapping[str, Any]], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Evaluation:
+    """One evaluation: numbers for the metrics, and what a person is shown. `answers` is empty without generation."""
+
+    heldout_loss: float
+    score: float | None
+    answers: tuple[SampleView, ...]
+    view: EvaluationView
+
+
+class Evaluator:
+    """Holds the held-out documents of this rank, read once; the same numbers for any number of ranks."""
+
+    def __init__(self, recipe: Recipe, engine: TrainEngine, folder: Path, *, max_tokens: int) -> None:
+        self._engine, self._mesh = engine, engine.mesh
+        self._generation = recipe.evaluation.generation
+        self._max_tokens = max_tokens
+        self._tokenizer = load_tokenizer(recipe.model)
+        assert recipe.data.max_length is not None
+        # What is too long to train on is cut, not refused, when it is only measured.
+        overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong
+        maker = DocumentMaker(self._tokenizer, recipe.data.trained, recipe.data.max_length, overlong)
+        documents = read_documents(recipe.data.heldout, "data.heldout", maker, recipe.evaluation.max_documents)
+        self._num_trained = sum(document.num_trained for document in documents)
+        plan = split_step(
+            [document.num_inputs for document in documents],
+            num_ranks=self._mesh.world, max_tokens=max_tokens, hard_cap=False,
+        )  # fmt: skip
+        self._batches: list[PackedBatch] = [
+            pack(sorted((documents[i] for i in part), key=lambda document: document.num_inputs))
+            for part in plan.micro_batches[self._mesh.rank]
+        ]
+        self._prompts: list[Prompt] = []
+        self._score: Score | None = None
+        if self._generation is not None:
+            self._prompts = read_prompts(recipe.data.heldout, "data.heldout", maker, self._generation.prompts)
+            self._stop_tokens = stop_tokens(self._tokenizer, folder)
+            self._score = _score_function(self._generation)
+
+    def run(self, step: int, loss: TokenLoss) -> Evaluation:
+        """Collective: all ranks evaluate together and get the same numbers."""
+        began = time.perf_counter()
+        total = self._mesh.sum(self._engine.loss_sum(self._batches, loss)).item() / self._num_trained
+        answers = self._answers() if self._generation is not None else ()
+        scores = [answer.score for answer in answers if answer.score is not None]
+        score = sum(scores) / len(scores) if scores else None
+        view = EvaluationView(
+            step=step,
+            heldout_loss=total,
+            score_name=self._score_name(),
+            score=score,
+            num_scored=len(scores),
+            seconds=time.perf_counter() - began,
+            samples=answers[: self._generation.show] if self._generation is not None else (),
+        )
+        return Evaluation(heldout_loss=total, score=score, answers=answers, view=view)
+
+    def _score_name(self) -> str | None:
+        if self._generation is None or self._generation.score is None:
+            return None
+        return self._generation.score.rpartition(":")[2]
+
+    def _answers(self) -> tuple[SampleView, ...]:
+        assert self._generation is not None
+        made = greedy_answers(
+            self._engine.model,
+            self._mesh,
+            [prompt.tokens for prompt in self._prompts],
+            max_new_tokens=self._generation.max_new_tokens,
+            stop_tokens=self._stop_tokens,
+            max_batch_tokens=max(self._max_tokens, 2048),
+        )
+        views = []
+        for prompt, tokens in zip(self._prompts, made, strict=True):
+            answer = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+            score = None if self._score is None else _checked(self._score(answer, prompt.reference, prompt.values))
+            views.append(
+                SampleView(
+                    prompt=_asked(prompt, self._tokenizer), answer=answer, reference=prompt.reference, score=score
+                )
+            )
+        return tuple(views)
+
+
+def stop_tokens(tokenizer: Any, folder: Path) -> frozenset[int]:
+    """Where an answer ends: the tokenizer's end token and those of the generation config."""
+    found: set[int] = set()
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    file = folder / "generation_config.json"
+    if file.is_file():
+        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        found |= {int(end) for end in (ends if isinstance(ends, list) else [ends] if ends is not None else [])}
+    return frozenset(found)
+
+
+def exact_match(answer: str, reference: str, row: Mapping[str, Any]) -> float:
+    """1 when the answer is the reference, white space around it aside."""
+    return float(answer.strip() == reference.strip())
+
+
+def _score_function(generation: GenerationSection) -> Score | None:
+    match generation.score:
+        case None:
+            return None
+        case "exact_match":
+            return exact_match
+        case path:
+            return load_plugin(path, "evaluation.generation.score")
+
+
+def _checked(score: Any) -> float:
+    if not isinstance(score, int | float) or not math.isfinite(score):
+        raise RecipeError(
+            f"evaluation.generation.score: the function returned {score!r}, and a finite number is needed."
+        )
+    return float(score)
+
+
+def _asked(prompt: Prompt, tokenizer: Any) -> str:
+    """The question as a person would read it: the last message of a chat, or the prompt's text."""
+    messages = prompt.values.get("messages")
+    if isinstance(messages, list):
+        asked = [message.get("content") for message in messages if message.get("role") == "user"]
+        if asked and isinstance(asked[-1], str):
+            return asked[-1]
+    text: str = tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
+    return text

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: the resolved recipe, the state of the run, metrics and checkpoints. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+from podium.errors import RunFolderError
+from podium.recipe import Recipe, dump_recipe, load_recipe
+
+Status = Literal["starting", "running", "stopped", "finished"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunFolder:
+    """Paths of one run. Everything that is not metrics or checkpoints is written by rank 0 or the launcher."""
+
+    path: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def metrics_file(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples_file(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def stop_file(self) -> Path:
+        """Its presence asks the ranks to save and stop."""
+        return self.path / "stop-requested"
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / "run.json"
+
+    @classmethod
+    def create(cls, recipe: Recipe) -> RunFolder:
+        """A new folder with the recipe in it; a run that exists is never written over."""
+        assert recipe.run.name is not None
+        path = Path(recipe.run.folder) / recipe.run.name
+        if path.exists():
+            raise RunFolderError(
+                f"{path} exists already. Continue it with `podium resume {path}`, choose another name with "
+                f"--set run.name=..., or remove the folder."
+            )
+        folder = cls(path=path)
+        try:
+            folder.checkpoints.mkdir(parents=True)
+            folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
+            folder.update(status="starting", versions=_versions(), program=recipe.program)
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror or error}.") from error
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run."""
+        folder = cls(path=Path(path))
+        if not folder.path.is_dir():
+            raise RunFolderError(
+                f"there is no run folder {path}. Runs are under `run.folder` of their recipe, by name."
+            )
+        if not folder.recipe_file.is_file() or not folder._state_file.is_file():
+            raise RunFolderError(f"{path} is not a run folder: it has no recipe.yaml and run.json.")
+        return folder
+
+    def recipe(self) -> Recipe:
+        return load_recipe(self.recipe_file)
+
+    def state(self) -> dict[str, Any]:
+        values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+        return values
+
+    @property
+    def status(self) -> Status:
+        status: Status = self.state()["status"]
+        return status
+
+    def update(self, **values: Any) -> None:
+        """Merges values into run.json, atomically."""
+        state = self.state() if self._state_file.exists() else {}
+        write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
+
+    def write_recipe(self, recipe: Recipe) -> None:
+        write_atomically(self.recipe_file, dump_recipe(recipe))
+
+    def discard_if_never_begun(self) -> None:
+        """Removes a folder whose run failed before its first step: nothing is half-written, the name is free again."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if self.status == "starting":
+                shutil.rmtree(self.path)
+
+    def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+        with self.samples_file.open("a", encoding="utf-8") as file:
+            for row in rows:
+                file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
+
+
+def write_atomically(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _versions() -> dict[str, str]:
+    names = ("podium", "torch", "transformers", "numpy")
+    found = {}
+    for name in names:
+        with contextlib.suppress(Exception):
+            found[name] = version(name)
+    return {"python": platform.python_version(), **found}

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Starting the ranks: in this process for one device, through torch's elastic launcher for several, or as one of the
+ranks that torchrun started. A rank that dies ends the job with its own traceback."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+from podium import errors
+from podium.errors import LaunchError, PodiumError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankPlace:
+    """Which rank of how many a process is, and how it came to be."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    attempt: int = 0  # how often the group was restarted before
+    launched: bool = False  # started by `launch`, which then speaks for the user's Ctrl-C
+
+
+def place_under_torchrun() -> RankPlace | None:
+    """This process's place when torchrun started it. Its environment variables are torchrun's documented contract."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return _place_from_environment(launched=False)
+
+
+def launch(main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path) -> Result:
+    """Runs `main(RankPlace, *args)` on every rank; returns what rank 0 returned.
+
+    One rank runs here, where a debugger can reach it. Several are processes; this one waits for them, and turns the
+    first Ctrl-C into a request to save and stop, the second into the end of all ranks.
+    """
+    if ranks == 1 and restarts == 0:
+        return main(RankPlace(), *args)
+    outcome = _Outcome()
+    agent = threading.Thread(
+        target=_run_agent, args=(outcome, main, args, ranks, restarts), name="elastic-agent", daemon=True
+    )
+    with _InterruptHandler(stop_file) as interrupts:
+        agent.start()
+        while agent.is_alive():
+            agent.join(timeout=0.2)
+        if interrupts.count > 1:
+            raise KeyboardInterrupt
+    if outcome.error is not None:
+        raise outcome.error
+    result: Result = outcome.values[0]
+    return result
+
+
+class _Outcome:
+    """What the agent's thread leaves behind."""
+
+    values: dict[int, Any]
+    error: BaseException | None = None
+
+
+def _run_agent(outcome: _Outcome, main: Callable[..., Any], args: tuple[Any, ...], ranks: int, restarts: int) -> None:
+    from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    # The agent logs each rank's death at length; Podium reports the first one itself.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=restarts,
+        start_method="spawn",
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        outcome.values = elastic_launch(config, _rank_entry)(main, args, os.getpid())
+    except ChildFailedError as error:
+        outcome.error = _first_failure(error)
+    except BaseException as error:
+        outcome.error = error
+
+
+def _rank_entry(main: Callable[..., Result], args: tuple[Any, ...], parent: int) -> Result:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into a request through the stop file
+    threading.Thread(target=_end_with_parent, args=(parent,), name="parent-watch", daemon=True).start()
+    return main(_place_from_environment(launched=True), *args)
+
+
+def _end_with_parent(parent: int) -> None:
+    """A rank never outlives its launcher, whatever ended that one."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def _place_from_environment(*, launched: bool) -> RankPlace:
+    try:
+        return RankPlace(
+            rank=int(os.environ["RANK"]),
+            world=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            launched=launched,
+        )
+    except ValueError as error:
+        raise LaunchError(f"torchrun's environment variables are not numbers ({error}).") from error
+
+
+def _first_failure(error: Any) -> PodiumError:
+    """The root cause: the rank that failed first, with its own words. A Podium error comes back as itself."""
+    rank, failure = error.get_first_failure()
+    data = failure.error_file_data.get("message", "")
+    text, trace = (
+        (data.get("message", ""), data.get("extraInfo", {}).get("py_callstack", ""))
+        if isinstance(data, dict)
+        else (str(data), "")
+    )
+    kind, _, message = text.partition(": ")
+    known = getattr(errors, kind.rpartition(".")[2], None)
+    if isinstance(known, type) and issubclass(known, PodiumError):
+        return known(message)
+    if trace or text:
+        return LaunchError(f"rank {rank} failed first; the others were ended.\n{trace or text}".rstrip())
+    how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
+    hint = " Was it out of memory?" if how == "SIGKILL" else ""
+    return LaunchError(f"rank {rank} (process {failure.pid}) died with {how}; the others were ended.{hint}")
+
+
+class _InterruptHandler:
+    """First SIGINT or SIGTERM: ask the ranks to save and stop. Second: end them."""
+
+    def __init__(self, stop_file: Path) -> None:
+        self._stop_file = stop_file
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> _InterruptHandler:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self.count == 1:
+            self._stop_file.touch()
+            print("\nstopping after this step and saving; press Ctrl-C again to end at once", flush=True)
+        else:
+            for process in multiprocessing.active_children():
+                process.kill()
+
+
+class StopRequest:
+    """Whether this rank was asked to stop: by a signal, or on rank 0 by the stop file."""
+
+    def __init__(self, place: RankPlace, stop_file: Path) -> None:
+        self._place, self._stop_file = place, stop_file
+        self._signalled = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            watched = (signal.SIGTERM,) if self._place.launched else (signal.SIGINT, signal.SIGTERM)
+            for number in watched:
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+
+    @property
+    def requested(self) -> bool:
+        return self._signalled or (self._place.rank == 0 and self._stop_file.exists())
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._signalled and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signalled = True
+        if self._place.rank == 0:
+            print("\nstopping after this step and saving; press Ctrl-C again to end at once", flush=True)

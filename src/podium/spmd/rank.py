@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank's life: takes its place, builds what the program needs, runs the program, and leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from podium.algorithms.dense import token_cross_entropy
+from podium.data.chat import MakerSpec
+from podium.data.loader import LoaderState, StepLoader, decode
+from podium.data.sources import open_source
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable, saved_steps
+from podium.engine.mesh import Mesh, check_devices, join, leave
+from podium.engine.optimizer import AdamW
+from podium.engine.sharding import compute_dtype, place
+from podium.engine.train_step import TrainEngine
+from podium.models.cost import model_cost
+from podium.models.device import CpuSettings, choose_cpu_settings, matrix_peak
+from podium.models.folder import local_folder
+from podium.models.verify import random_batch, self_check
+from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
+from podium.recipe import Recipe
+from podium.spmd.evaluation import Evaluator
+from podium.spmd.folder import RunFolder
+from podium.spmd.launch import RankPlace, StopRequest
+from podium.spmd.run import Parts, Progress, RunResult, SpmdRun, checkpoint_pieces
+
+Program = Callable[[SpmdRun], None]
+
+# Most tokens of one forward where the recipe does not say.
+_DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTask:
+    """What every rank is started with: the run, and the checkpoint to begin from (None: the beginning)."""
+
+    recipe: Recipe
+    folder: Path
+    resume_step: int | None
+
+
+def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
+    """From joining the others to leaving them. Collective."""
+    recipe, folder = task.recipe, RunFolder(path=task.folder)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    check_devices(recipe.placement, where.world if where.launched or where.world == 1 else _ranks_here(where))
+    mesh = join(recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank)
+    with ExitStack() as stack:
+        stack.callback(leave, mesh)
+        stop = stack.enter_context(StopRequest(where, folder.stop_file))
+        run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
+        program(run)
+        return run.result()
+
+
+def _ranks_here(where: RankPlace) -> int:
+    return where.local_rank + 1
+
+
+def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointReader | None:
+    """The checkpoint to begin from; a restarted group takes the newest there is."""
+    if task.resume_step is not None:
+        return newest_usable(folder.checkpoints, task.resume_step)
+    if where.attempt > 0 and saved_steps(folder.checkpoints):
+        return newest_usable(folder.checkpoints)
+    return None
+
+
+def _build(
+    stack: ExitStack,
+    recipe: Recipe,
+    folder: RunFolder,
+    mesh: Mesh,
+    checkpoint: CheckpointReader | None,
+    stop_requested: Callable[[], bool],
+) -> SpmdRun:
+    watch = Stopwatch()
+    console = open_console(rank=mesh.rank, log_every=recipe.run.log_every)
+    stack.callback(console.close)
+    model_folder = local_folder(recipe.model.path, "model.path")
+    with watch.span("start-up"):
+        torch.set_num_threads(recipe.placement.threads or 1)
+        model, trained = place(recipe.model, model_folder, mesh, seed=recipe.run.seed, weights=checkpoint is None)
+        optimizer = AdamW(trained, recipe.optimizer)
+        engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
+        settings = _cpu_settings(recipe, folder, engine)
+        progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
+        if recipe.model.self_check:
+            self_check(model, mesh.device, compute_dtype(recipe.model, mesh.device))
+        peak = matrix_peak(mesh.device, compute_dtype(recipe.model, mesh.device))
+        loader = stack.enter_context(_loader(recipe, progress.loader))
+        max_tokens = _micro_batch(recipe, mesh)
+        evaluator = Evaluator(recipe, engine, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
+    metrics = MetricsFile.resume(folder.metrics_file, step=progress.step) if mesh.is_main else None
+    if metrics is not None:
+        stack.callback(metrics.close)
+    loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=progress.step or None) if mesh.is_main else []
+    for logger in loggers:
+        stack.callback(logger.close)
+    writer = CheckpointWriter(
+        folder.checkpoints,
+        mesh,
+        keep=recipe.checkpoint.keep,
+        keep_best=recipe.checkpoint.keep_best,
+        background=recipe.checkpoint.background,
+        timeout_s=recipe.checkpoint.timeout_s,
+    )
+    cost = model_cost(model.hf)
+    console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
+    parts = Parts(
+        recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, console=console,
+        metrics=metrics, loggers=loggers, cost=cost, peak_flops=peak, max_tokens=max_tokens,
+        hard_cap=recipe.micro_batch_tokens is not None, stop_requested=stop_requested, watch=watch,
+    )  # fmt: skip
+    return SpmdRun(parts, progress)
+
+
+def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
+    checkpoint.load(checkpoint_pieces(engine))
+    for each in engine.optimizer.trained:
+        each.publish()
+    extras = checkpoint.extras()
+    engine.optimizer.set_updates(extras.values["updates"])
+    loader = decode(extras.values["loader"], extras.arrays)
+    return Progress(
+        step=checkpoint.step,
+        skipped=extras.values["skipped"],
+        skipped_in_a_row=extras.values["skipped_in_a_row"],
+        loader=loader,
+    )
+
+
+def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
+    data = recipe.data
+    assert data.max_length is not None, "resolved before launch"
+    sources = [open_source(section, f"data.train.{index}") for index, section in enumerate(data.train)]
+    spec = MakerSpec(
+        model=recipe.model, sections=data.train, key="data.train", trained=data.trained, max_length=data.max_length,
+        overlong=data.overlong,
+    )  # fmt: skip
+    return StepLoader(
+        sources, spec, seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
+        tokens_per_step=recipe.tokens_per_step, window=data.packing_window, workers=data.workers,
+        prefetch=data.prefetch, state=state,
+    )  # fmt: skip
+
+
+def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
+    """Tokens of one forward: the recipe's, or the rank's share of a step in equal parts under the default limit."""
+    if recipe.micro_batch_tokens is not None:
+        return recipe.micro_batch_tokens
+    limit = _DEFAULT_MICRO_BATCH[mesh.device.type]
+    parts = -(-recipe.tokens_per_step // (mesh.world * limit))
+    return -(-recipe.tokens_per_step // (mesh.world * parts))
+
+
+def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
+    """Rank 0's choice for all; a resumed run keeps its own, because threads change the order of sums."""
+    mesh, placement = engine.mesh, recipe.placement
+    if mesh.device.type != "cpu":
+        return None
+    known: dict[str, Any] = folder.state().get("cpu", {})
+    fits = placement.threads in (None, known.get("threads")) and placement.onednn in (None, known.get("onednn"))
+    if known.get("ranks") == mesh.world and fits:
+        settings = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before")
+    else:
+        batch = random_batch(engine.model.vocab_size, lengths=(16,) * 8 + (128,))
+        settings = choose_cpu_settings(
+            lambda: engine.gradients([batch], token_cross_entropy, normalizer=1.0),
+            ranks=mesh.world,
+            threads=placement.threads,
+            onednn=placement.onednn,
+        )
+        settings = mesh.gather(settings)[0]
+        if mesh.is_main:
+            folder.update(cpu={"ranks": mesh.world, "threads": settings.threads, "onednn": settings.onednn})
+    settings.apply()
+    return settings
+
+
+def _header(
+    recipe: Recipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
+) -> list[str]:
+    count = sum(parameter.numel() for parameter in model.hf.parameters())
+    dtype = str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch.")
+    name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
+    lines = [
+        f"run: {folder.path}" + (f" (resumed after step {step})" if step else ""),
+        f"program: {recipe.program}, {recipe.steps} steps of {recipe.tokens_per_step} tokens",
+        f"model: {type(model.hf).__name__}, {count / 1e6:.2f}M parameters, {dtype} compute, float32 masters",
+        f"devices: {mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
+    ]
+    if settings is not None:
+        lines.append(
+            f"cpu: {settings} per rank ({settings.measured})"
+        )
+    return lines

@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SpmdRun: what an SPMD program is given. It hands out steps and takes reports; metrics, evaluation, checkpoints and
+stopping happen in between, when they are due."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from podium.data.documents import Document, PackedBatch, pack
+from podium.data.loader import LoaderState, StepDocuments, StepLoader, encode
+from podium.data.splitting import split_step
+from podium.engine.checkpoint import CheckpointWriter, Extras, Piece
+from podium.engine.mesh import Mesh
+from podium.engine.optimizer import learning_rate
+from podium.engine.train_step import PendingReport, StepReport, TrainEngine
+from podium.errors import TrainingDivergedError
+from podium.models.cost import ModelCost
+from podium.models.head import TokenLoss
+from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch, TimeSummary
+from podium.recipe import Recipe
+from podium.spmd.evaluation import Evaluation, Evaluator
+from podium.spmd.folder import RunFolder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainStep:
+    """One optimizer step as this rank sees it: its own micro-batches, and counts over all ranks."""
+
+    number: int  # 1, 2, ... recipe.steps
+    lr: float
+    micro_batches: tuple[PackedBatch, ...]
+    global_tokens: int  # trained tokens of the step: what the loss is divided by
+    lengths: tuple[int, ...]  # of all documents of the step
+    imbalance: float
+    documents: StepDocuments
+
+    @property
+    def num_inputs(self) -> int:
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    folder: Path
+    status: Literal["finished", "stopped"]
+    step: int
+    loss: float | None
+    heldout_loss: float | None
+    score: float | None
+    time: TimeSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """Where a run begins: at step 0, or after the steps of a checkpoint."""
+
+    step: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+    loader: LoaderState | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Parts:
+    """Everything a run is made of."""
+
+    recipe: Recipe
+    folder: RunFolder
+    engine: TrainEngine
+    loader: StepLoader
+    evaluator: Evaluator | None
+    writer: CheckpointWriter
+    console: Console
+    metrics: MetricsFile | None  # rank 0 only
+    loggers: Sequence[Logger]
+    cost: ModelCost
+    peak_flops: float
+    max_tokens: int
+    hard_cap: bool
+    stop_requested: Callable[[], bool]
+    watch: Stopwatch
+
+
+class SpmdRun:
+    """Every rank has one, and all do the same at the same step."""
+
+    def __init__(self, parts: Parts, progress: Progress) -> None:
+        self._parts, self.recipe, self.engine = parts, parts.recipe, parts.engine
+        self._mesh: Mesh = parts.engine.mesh
+        self._step = self._saved_step = progress.step
+        self._skipped, self._in_a_row = progress.skipped, progress.skipped_in_a_row
+        self._loader_state = progress.loader
+        self._pending: tuple[TrainStep, PendingReport, float] | None = None
+        self._last_record = time.perf_counter()
+        self._began = (time.perf_counter(), progress.step)
+        self._stopping = False
+        self._last_loss: float | None = None
+        self._evaluation: Evaluation | None = None
+        self._evaluated_step: int | None = None
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether this rank was asked to stop; the train step tells all ranks, so that they stop at the same step."""
+        return self._parts.stop_requested()
+
+    def steps(self, loss: TokenLoss) -> Iterator[TrainStep]:
+        """The steps still to do. `loss` is what held-out data is measured with."""
+        self._loss = loss
+        if self._step == 0 and self.recipe.evaluation.at_start:
+            self._evaluate()
+        self._parts.folder.stop_file.unlink(missing_ok=True) if self._mesh.is_main else None
+        self._last_record = time.perf_counter()
+        while self._step < self.recipe.steps and not self._stopping:
+            with self._parts.watch.span("data"):
+                step = self._next_step()
+            with self._parts.watch.span("compute"):
+                yield step
+        self._finish()
+
+    def record(self, step: TrainStep, report: PendingReport) -> None:
+        """Takes a step's report. On CUDA the numbers of a step are read one step later, so that the host never waits
+        for the device; what is due at this step (evaluation, checkpoint) waits for them."""
+        now = time.perf_counter()
+        elapsed, self._last_record = now - self._last_record, now
+        self._flush()
+        self._step, self._loader_state = step.number, step.documents.state
+        self._pending = (step, report, elapsed)
+        recipe = self.recipe
+        evaluate = _is_due(recipe.evaluation.every, step.number) and self._parts.evaluator is not None
+        save = _is_due(recipe.checkpoint.every, step.number)
+        if self._mesh.device.type != "cuda" or evaluate or save or step.number == recipe.steps:
+            self._flush()
+        if evaluate and not self._stopping:
+            self._evaluate()
+        if save:
+            self._save()
+        self._last_record = time.perf_counter() if evaluate or save else self._last_record
+
+    def result(self) -> RunResult:
+        evaluation = self._evaluation
+        return RunResult(
+            folder=self._parts.folder.path,
+            status="finished" if self._step >= self.recipe.steps else "stopped",
+            step=self._step,
+            loss=self._last_loss,
+            heldout_loss=evaluation.heldout_loss if evaluation else None,
+            score=evaluation.score if evaluation else None,
+            time=self._parts.watch.summary(),
+        )
+
+    def _next_step(self) -> TrainStep:
+        ready = next(self._parts.loader)
+        lengths = tuple(document.num_inputs for document in ready.documents)
+        plan = split_step(
+            lengths,
+            num_ranks=self._mesh.world,
+            max_tokens=self._parts.max_tokens,
+            linear=6.0 * (self._parts.cost.trained_matrix + self._parts.cost.head_matrix),
+            quadratic=6.0 * self._parts.cost.attention_width * len(self._parts.cost.windows),
+            hard_cap=self._parts.hard_cap,
+        )
+        number = self._step + 1
+        self._seed(number)
+        return TrainStep(
+            number=number,
+            lr=learning_rate(self.recipe.optimizer, number, self.recipe.steps),
+            micro_batches=tuple(_packed(ready.documents, part) for part in plan.micro_batches[self._mesh.rank]),
+            global_tokens=ready.num_trained,
+            lengths=lengths,
+            imbalance=plan.imbalance,
+            documents=ready,
+        )
+
+    def _seed(self, number: int) -> None:
+        """Random streams are keyed by (seed, step, rank): nothing of them needs saving, and a resumed run draws the
+        same numbers."""
+        key = np.random.SeedSequence([self.recipe.run.seed, number, self._mesh.rank]).generate_state(2)
+        torch.manual_seed(int(key[0]))
+        random.seed(int(key[1]))
+        np.random.seed(int(key[1]))
+
+    def _flush(self) -> None:
+        """Reads the report in hand: metrics, the console, the non-finite guard, and whether all ranks stop."""
+        if self._pending is None:
+            return
+        (step, pending, elapsed), self._pending = self._pending, None
+        report = pending.resolve()
+        self._skipped += report.skipped
+        self._in_a_row = self._in_a_row + 1 if report.skipped else 0
+        self._last_loss = report.loss
+        self._stopping = self._stopping or report.stop_requested
+        if self._mesh.is_main:
+            self._publish(step, report, elapsed)
+        if self._in_a_row >= self.recipe.optimizer.max_skipped_in_a_row:
+            raise TrainingDivergedError(
+                f"steps {step.number - self._in_a_row + 1} to {step.number} had a non-finite loss or gradient (last: loss "
+                f"{report.loss}, gradient norm {report.grad_norm}) and were skipped. The weights are those of step "
+                f"{step.number - self._in_a_row}. Lower optimizer.lr, lengthen warmup_steps, or look at the data of "
+                f"these steps; {self._parts.folder.metrics_file} has the numbers."
+            )
+
+    def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
+        parts, counts = self._parts, step.documents.counts
+        if step.number == 1:
+            parts.folder.update(status="running")
+        flops = parts.cost.training_flops(step.lengths, step.global_tokens)
+        mfu = flops / elapsed / (parts.peak_flops * self._mesh.world)
+        done = step.number - self._began[1]
+        eta = (time.perf_counter() - self._began[0]) / max(1, done) * (self.recipe.steps - step.number)
+        values = {
+            "loss": report.loss,
+            "grad_norm": report.grad_norm,
+            "lr": step.lr,
+            "step_s": elapsed,
+            "data_wait_s": step.documents.wait_s,
+            "tokens": float(step.num_inputs),
+            "trained_tokens": float(step.global_tokens),
+            "documents": float(len(step.lengths)),
+            "tokens_per_s": step.num_inputs / elapsed,
+            "mfu": mfu,
+            "micro_steps": float(len(step.micro_batches)),
+            "imbalance": step.imbalance,
+            "skipped": float(report.skipped),
+            "skipped_total": float(self._skipped),
+            "documents_truncated": float(counts.truncated),
+            "documents_dropped": float(counts.dropped_overlong + counts.dropped_untrained + counts.dropped_by_map),
+            "epoch": float(min(counts.epochs, default=0)),
+        }
+        self._log(StepMetrics(step=step.number, time_s=time.time(), values=values))
+        parts.console.step(
+            StepView(
+                step=step.number,
+                num_steps=self.recipe.steps,
+                loss=report.loss,
+                lr=step.lr,
+                tokens_per_s=step.num_inputs / elapsed,
+                mfu=mfu,
+                eta_s=eta,
+                grad_norm=report.grad_norm,
+                num_skipped=self._skipped,
+            )
+        )
+        if report.skipped:
+            parts.console.warning(f"step {step.number} skipped: loss {report.loss}, gradient norm {report.grad_norm}")
+
+    def _log(self, metrics: StepMetrics) -> None:
+        if self._parts.metrics is not None:
+            self._parts.metrics.append(metrics)
+        for logger in self._parts.loggers:
+            logger.log(metrics)
+
+    def _evaluate(self) -> None:
+        parts = self._parts
+        assert parts.evaluator is not None
+        with parts.watch.span("evaluation"):
+            parts.console.doing("evaluating")
+            self._evaluation = evaluation = parts.evaluator.run(self._step, self._loss)
+            self._evaluated_step = self._step
+            parts.console.doing(None)
+        if not self._mesh.is_main:
+            return
+        values = {"heldout_loss": evaluation.heldout_loss}
+        if evaluation.score is not None:
+            values["heldout_score"] = evaluation.score
+        self._log(StepMetrics(step=self._step, time_s=time.time(), values=values))
+        parts.console.evaluation(evaluation.view)
+        if evaluation.answers:
+            parts.folder.samples(
+                self._step,
+                [
+                    {"prompt": each.prompt, "answer": each.answer, "reference": each.reference, "score": each.score}
+                    for each in evaluation.answers
+                ],
+            )
+            for logger in parts.loggers:
+                shown = "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in evaluation.view.samples)
+                logger.text(self._step, "samples", shown)
+
+    def _save(self) -> None:
+        if self._saved_step == self._step or self._loader_state is None:
+            return
+        with self._parts.watch.span("checkpoint"):
+            values, arrays = encode(self._loader_state)
+            extras = Extras(
+                values={
+                    "loader": values,
+                    "skipped": self._skipped,
+                    "skipped_in_a_row": self._in_a_row,
+                    "updates": self._step - self._skipped,
+                    "recipe": self.recipe.model_dump(mode="json"),
+                },
+                arrays=arrays,
+            )
+            fresh = self._evaluation is not None and self._evaluated_step == self._step
+            loss = self._evaluation.heldout_loss if fresh and self._evaluation is not None else None
+            self._parts.writer.save(self._step, checkpoint_pieces(self.engine), extras, heldout_loss=loss)
+            self._saved_step = self._step
+
+    def _finish(self) -> None:
+        self._flush()
+        if self._parts.evaluator is not None and not self._stopping and self._evaluated_step != self._step:
+            self._evaluate()
+        self._save()
+        with self._parts.watch.span("checkpoint"):
+            self._parts.writer.wait()
+        self._mesh.barrier()
+        if self._mesh.is_main:
+            self._parts.folder.stop_file.unlink(missing_ok=True)
+            self._parts.folder.update(status=self.result().status, step=self._step)
+
+
+def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
+    """Masters and moments of this rank, as parts of whole tensors."""
+    optimizer = engine.optimizer
+    pieces = []
+    for each, first, second in zip(optimizer.trained, optimizer.first_moments, optimizer.second_moments, strict=True):
+        for kind, tensor in (("weight", each.master), ("first_moment", first), ("second_moment", second)):
+            pieces.append(Piece(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape))
+    return pieces
+
+
+def _packed(documents: Sequence[Document], part: Sequence[int]) -> PackedBatch:
+    """Sorted by length, so that documents of one length lie side by side and share attention calls."""
+    return pack(sorted((documents[index] for index in part), key=lambda document: document.num_inputs))
+
+
+def _is_due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`podium verify`: the loaded, packed, sharded and compiled model against plain transformers, on any number of ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+
+from podium.engine.mesh import check_devices, join, leave
+from podium.engine.sharding import compute_dtype, place
+from podium.models.causal_lm import load_config
+from podium.models.folder import local_folder
+from podium.models.packing import to_device
+from podium.models.verify import Comparison, compare, random_batch
+from podium.recipe import ModelSection, PlacementSection
+from podium.spmd.launch import RankPlace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyTask:
+    """What every rank is started with."""
+
+    model: ModelSection
+    placement: PlacementSection
+
+
+def verify_rank(where: RankPlace, task: VerifyTask) -> Comparison:
+    """Collective. The reference is loaded by transformers itself, so loading is checked too."""
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    check_devices(task.placement, where.world)
+    torch.set_num_threads(task.placement.threads or 1)
+    mesh = join(task.placement, rank=where.rank, world=where.world, local_rank=where.local_rank)
+    folder = local_folder(task.model.path, "MODEL")
+    dtype = compute_dtype(task.model, mesh.device)
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            if not list(folder.glob("*.safetensors")):
+                folder = _with_random_weights(folder, Path(scratch), task.model.trust_remote_code)
+            model, _ = place(task.model, folder, mesh, seed=0)
+            reference = transformers.AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, attn_implementation="eager", trust_remote_code=task.model.trust_remote_code
+            )
+        reference = reference.to(mesh.device).eval()
+        plain = random_batch(model.vocab_size)
+        batch = to_device(plain, mesh.device)
+        model.eval()
+        with torch.no_grad():
+            ours = model(batch, None, kind="scores")
+            bounds = plain.offsets.tolist()
+            theirs = torch.cat(
+                [
+                    reference(input_ids=batch.tokens_T[None, start:stop]).logits[0]
+                    for start, stop in zip(bounds, bounds[1:], strict=False)
+                ]
+            )
+        return compare(type(reference).__name__, ours, theirs[:, : model.vocab_size], dtype)
+    finally:
+        leave(mesh)
+
+
+def _with_random_weights(folder: Path, scratch: Path, trust_remote_code: bool) -> Path:
+    """A config alone is verified on weights drawn from a fixed seed."""
+    torch.manual_seed(0)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
+    transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).save_pretrained(scratch)
+    return scratch
