@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from podium.checks import check_recipe, deep_report
 from podium.errors import RecipeError, RunFolderError
+from podium.models.folder import is_hub_id
 from podium.recipe import Recipe, apply_overrides, load_recipe, parse_recipe
 from podium.recipe.changes import changes
 from podium.recipe.programs import SIGNALS
@@ -27,6 +28,8 @@ def check(recipe: Recipe | str | Path, *, overrides: Sequence[str] = (), deep: b
     made = _recipe(recipe, overrides)
     check_recipe(made)
     lines = [f"program {made.program}: {SIGNALS[made.program].execution} execution, {made.steps} steps"]
+    if is_hub_id(made.model.path):
+        lines.append(f"model.path: there is no folder {made.model.path}; taken as a hub id, not looked up")
     return lines + (deep_report(made) if deep else [])
 
 
@@ -54,6 +57,7 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
     """Continues a run exactly where its newest (or the given) checkpoint stopped."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
+    from podium.spmd.launch import place_under_torchrun
 
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
@@ -62,19 +66,20 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
         apply_overrides(opened.recipe().model_dump(mode="json"), overrides), origin=str(opened.recipe_file)
     )
     if reader.step >= now.steps:
-        further = f"--set steps={2 * now.steps}"
-        hint = (
-            ""
+        further = (
+            f"train further with --set steps={2 * now.steps}"
             if now.optimizer.schedule == "constant"
-            else f" (a {now.optimizer.schedule} schedule cannot be extended exactly)"
+            else f"start a new run from the export (the {now.optimizer.schedule} schedule has ended)"
         )
         raise RunFolderError(
-            f"{folder} is finished: its checkpoint is of step {reader.step} of {now.steps}. Export it with `podium export "
-            f"{folder} OUT`, or train further with {further}{hint}."
+            f"{folder} is finished: its checkpoint is of step {reader.step} of {now.steps}. "
+            f"Export it with `podium export {folder} OUT`, or {further}."
         )
     _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
-    opened.write_recipe(now)
-    opened.update(status="running")
+    under = place_under_torchrun()
+    if under is None or under.rank == 0:
+        opened.write_recipe(now)
+        opened.update(status="running")
     return _launch(now, opened, resume_step=reader.step)
 
 
@@ -98,11 +103,16 @@ def verify(
     check_model_folder(str(model), "MODEL", weights=False, tokenizer=False)
     task = VerifyTask(
         model=ModelSection.model_validate(
-            dict(path=str(model), dtype=dtype, compile="on" if compile else "off", trust_remote_code=trust_remote_code)
+            {
+                "path": str(model),
+                "dtype": dtype,
+                "compile": "on" if compile else "off",
+                "trust_remote_code": trust_remote_code,
+            }
         ),
-        placement=PlacementSection.model_validate(dict(devices=devices, device=device)),
+        placement=PlacementSection.model_validate({"devices": devices, "device": device}),
     )
-    return launch(verify_rank, (task,), ranks=devices, restarts=0, stop_file=Path(".podium-verify-stop"))
+    return launch(verify_rank, (task,), ranks=devices, restarts=0, stop_file=None)
 
 
 def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:

@@ -65,15 +65,15 @@ def deep_report(recipe: Recipe) -> list[str]:
     folder = local_folder(recipe.model.path, "model.path")
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
     recipe = resolved(recipe, read_config(folder, "model.path"))
-    tokenizer = load_tokenizer(recipe.model)
+    tokenizer, rows = load_tokenizer(recipe.model), config.get_text_config().vocab_size
     assert recipe.data.max_length is not None
     lines = [
-        f"model: {config.model_type}, vocabulary {config.get_text_config().vocab_size}, tokenizer {type(tokenizer).__name__} "
+        f"model: {config.model_type}, vocabulary {rows}, tokenizer {type(tokenizer).__name__} "
         f"of {len(tokenizer)} tokens, documents of up to {recipe.data.max_length} tokens"
     ]
-    if len(tokenizer) > config.get_text_config().vocab_size:
+    if len(tokenizer) > rows:
         raise RecipeError(
-            f"model.path: the tokenizer has {len(tokenizer)} tokens and the model {config.get_text_config().vocab_size} "
+            f"model.path: the tokenizer has {len(tokenizer)} tokens and the model {rows} "
             "embedding rows, so some tokens have no embedding. They do not belong together."
         )
     for key, section in _sources(recipe):

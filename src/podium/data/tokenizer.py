@@ -22,7 +22,7 @@ def load_tokenizer(section: ModelSection) -> Any:
     path = os.path.expanduser(section.tokenizer or section.path)
     is_local = os.path.isdir(path)
     if is_local:
-        _require_tokenizer_files(path, key)
+        require_tokenizer_files(path, key)
     elif path.startswith(("/", ".")) or path.count("/") > 1 or os.path.isdir(path.split("/")[0]):
         raise ModelError(
             f"{key}: there is no folder {path}. Give the folder of a Hugging Face checkpoint, or a hub id."
@@ -44,7 +44,8 @@ def load_tokenizer(section: ModelSection) -> Any:
     return tokenizer
 
 
-def _require_tokenizer_files(folder: str, key: str) -> None:
+def require_tokenizer_files(folder: str, key: str) -> None:
+    """A local folder must hold some tokenizer's files."""
     if any(glob.glob(os.path.join(glob.escape(folder), name)) for name in _TOKENIZER_FILES):
         return
     raise ModelError(

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SPMD training: sharding, the train step, the optimizer, checkpoints. The same code under torchrun and inside a role."""
+"""SPMD training: sharding, train step, optimizer, checkpoints. The same code under torchrun and inside a role."""

@@ -227,8 +227,8 @@ class CheckpointReader:
         for piece in pieces:
             if shapes.get(piece.name) != tuple(piece.shape):
                 raise CheckpointError(
-                    f"{self.folder}: {piece.name} has shape {shapes.get(piece.name)} there and {piece.shape} in this run. "
-                    "The checkpoint belongs to another model."
+                    f"{self.folder}: {piece.name} has shape {shapes.get(piece.name)} there and {piece.shape} in this "
+                    "run. The checkpoint belongs to another model."
                 )
         for rank, index in enumerate(self._indexes):
             with safe_open(str(self.folder / f"rank-{rank:05d}.safetensors"), framework="pt") as file:
@@ -255,8 +255,8 @@ class CheckpointReader:
         for name, wanted in expected.items():
             if found[name] != wanted:
                 raise CheckpointError(
-                    f"{self.folder / name} is damaged: {found[name]['bytes']} bytes with checksum {found[name]['crc32']}, "
-                    f"written were {wanted['bytes']} bytes with checksum {wanted['crc32']}."
+                    f"{self.folder / name} is damaged: {found[name]['bytes']} bytes with checksum "
+                    f"{found[name]['crc32']}, written were {wanted['bytes']} bytes with checksum {wanted['crc32']}."
                 )
 
 
@@ -276,9 +276,7 @@ def newest_usable(folder: Path, step: int | None = None) -> CheckpointReader:
     except CheckpointError as error:
         others = [each for each in saved if each.step != chosen.step and _is_usable(each.folder)]
         offer = (
-            f"Step {others[-1].step} is whole: add --step {others[-1].step}."
-            if others
-            else "No other checkpoint is whole."
+            f"Step {others[-1].step} is whole: add --step {others[-1].step}." if others else "No other one is whole."
         )
         raise CheckpointError(f"{error} {offer}") from error
 

@@ -112,7 +112,8 @@ class TrainEngine:
         fresh = [each for each in apart if id(each) not in sums]
         seen = [each for each in apart if id(each) in sums]
         if seen:
-            torch._foreach_add_([sums[id(each)] for each in seen], [each.parameter.grad.float() for each in seen])  # type: ignore[union-attr]
+            added: list[Tensor] = [each.parameter.grad.float() for each in seen if each.parameter.grad is not None]
+            torch._foreach_add_([sums[id(each)] for each in seen], added)
         for each in fresh:
             assert each.parameter.grad is not None
             sums[id(each)] = each.parameter.grad.float()

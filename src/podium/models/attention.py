@@ -15,12 +15,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from podium.errors import UnsupportedModelError
 from podium.models.packing import Packing, Run, runs_of
 
 PACKED_ATTENTION = "podium_packed"
+
+# torch 2.11 always allows grouped heads in varlen_attn; later releases want to be told.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
 
 
 def register_packed_attention() -> None:
@@ -46,8 +52,8 @@ def packed_attention(
     """transformers' attention signature -> [1, T, H, E]."""
     if packing is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} did not pass Podium's `packing` argument on to its attention, so documents in one "
-            "pack would see each other. This architecture is not supported."
+            f"{type(module).__name__} did not pass Podium's `packing` argument on to its attention, so documents in "
+            "one pack would see each other. This architecture is not supported."
         )
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{type(module).__name__} attends in both directions; Podium trains causal models.")
@@ -62,9 +68,7 @@ def packed_attention(
 def _variable_length(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    out = varlen_attn(
+    out: Any = varlen_attn(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
@@ -75,26 +79,13 @@ def _variable_length(
         scale=scaling,
         # transformers counts the query itself as part of its window, the kernel counts what lies to the left of it.
         window_size=(-1 if window is None else window - 1, 0),
-        **_gqa_switch(),
+        **_GROUPED_HEADS,
     )
-    return out.unsqueeze(0)
+    packed: Tensor = out.unsqueeze(0)
+    return packed
 
 
-def _gqa_switch() -> dict[str, bool]:
-    """torch 2.11 always allows grouped heads in varlen_attn; later releases want to be told."""
-    return _GQA
-
-
-def _needs_gqa_argument() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-_GQA: dict[str, bool] = {"enable_gqa": True} if _needs_gqa_argument() else {}
-
-
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _by_document(
     query: Tensor,
     key: Tensor,
@@ -128,7 +119,7 @@ def _by_document(
 def _documents(tensor: Tensor, run: Run) -> Tensor:
     """[1, H, T, E] -> [D, H, L, E] of one run, as a view."""
     part = tensor[0, :, run.start : run.start + run.num_documents * run.length]
-    return part.unflatten(1, (run.num_documents, run.length)).transpose(0, 1)
+    return part.view(part.shape[0], run.num_documents, run.length, part.shape[2]).transpose(0, 1)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -120,9 +120,9 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
 
 
 def restore_buffers(model: PreTrainedModel) -> None:
-    """Fills buffers that no checkpoint holds (rotary frequencies and the like), after `to_empty` left them undefined."""
+    """Fills buffers that no checkpoint holds (rotary frequencies and the like), which `to_empty` left undefined."""
     for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # transformers then leaves it alone
+        parameter._is_hf_initialized = True  # transformers then leaves it alone
     for module in model.modules():
         if module._non_persistent_buffers_set:
             model._init_weights(module)

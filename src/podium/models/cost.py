@@ -41,8 +41,8 @@ class ModelCost:
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
-    """Counts the matrices of a Hugging Face causal LM; the input embedding is a look-up and costs nothing, the head does
-    (tied or not); of a mixture's experts only the active share counts."""
+    """Counts the matrices of a Hugging Face causal LM; the input embedding is a look-up and costs nothing, the head
+    does (tied or not); of a mixture's experts only the active share counts."""
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     share = _active_share(config)

@@ -52,8 +52,8 @@ class CpuSettings:
 def choose_cpu_settings(
     work: Callable[[], object], *, ranks: int, threads: int | None = None, onednn: bool | None = None
 ) -> CpuSettings:
-    """Times `work` (a few forwards and backwards of the model itself) under each candidate; what the recipe fixes is not
-    varied. Small models lose more to thread hand-offs and to oneDNN's cost per call than they gain. Every rank runs
+    """Times `work` (a few forwards and backwards of the model itself) under each candidate; what the recipe fixes is
+    not varied. Small models lose more to thread hand-offs and to oneDNN's cost per call than they gain. Every rank runs
     `work` equally often, so it may hold collectives."""
     per_rank = max(1, (os.cpu_count() or 1) // ranks)
     thread_choices = [threads] if threads is not None else sorted({1, per_rank})

@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import ModelError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json", "tekken.json")
 _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]
 
 
 def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -> None:
-    """Looks at a local folder without loading anything; a path that is no folder may be a hub id and is let pass."""
+    """Looks at a local folder without loading anything; what can only be a hub id is let pass."""
     folder = Path(path)
+    if is_hub_id(path):
+        return
     if not folder.exists():
-        if _looks_like_a_hub_id(path):
-            return
         raise ModelError(
             f"{key}: there is no folder {path}. Give a Hugging Face checkpoint folder or a hub id (owner/name)."
         )
@@ -33,11 +33,8 @@ def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -
             else " Use model.init: random to start from the config alone."
         )
         raise ModelError(f"{key}: {path} has no *.safetensors weights.{hint}")
-    if tokenizer and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ModelError(
-            f"{key}: {path} has no tokenizer ({', '.join(_TOKENIZER_FILES[:3])} are missing). "
-            "Copy the tokenizer files there, or set model.tokenizer to a folder that has them."
-        )
+    if tokenizer:
+        require_tokenizer_files(path, key)
 
 
 def read_config(folder: Path, key: str) -> dict[str, Any]:
@@ -74,6 +71,7 @@ def local_folder(path: str, key: str) -> Path:
         ) from error
 
 
-def _looks_like_a_hub_id(path: str) -> bool:
-    parts = path.split("/")
-    return len(parts) == 2 and all(parts) and not path.startswith((".", "/", "~"))
+def is_hub_id(path: str) -> bool:
+    """owner/name, with no local folder of the owner's name in which it could be meant."""
+    owner, _, name = path.partition("/")
+    return bool(owner and name) and "/" not in name and not path.startswith((".", "~")) and not Path(owner).exists()

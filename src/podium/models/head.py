@@ -62,7 +62,7 @@ def next_token_scores(hidden_SE: Tensor, weight_VE: Tensor, spec: HeadSpec) -> T
 
 class _FusedHead(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         hidden_SE: Tensor,
         weight_VE: Tensor,
@@ -93,7 +93,7 @@ class _FusedHead(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         return (
             None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is Podium's packed forward the model that transformers means? Compared on random tokens, within a stated tolerance."""
+"""Is Podium's packed forward the model that transformers means? Compared on random tokens, within a tolerance."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = "agrees" if self.agrees else "DIFFERS"
+        kind = str(self.dtype).removeprefix("torch.")
         return (
-            f"{self.architecture} {verdict}: log-probs differ by {self.largest:.2e} at most and {self.mean:.2e} on average "
-            f"(allowed {TOLERANCE[self.dtype]:g} and {MEAN_TOLERANCE[self.dtype]:g} in {str(self.dtype).removeprefix('torch.')})"
+            f"{self.architecture} {verdict}: log-probs differ by {self.largest:.2e} at most and {self.mean:.2e} on "
+            f"average (allowed {TOLERANCE[self.dtype]:g} and {MEAN_TOLERANCE[self.dtype]:g} in {kind})"
         )
 
 

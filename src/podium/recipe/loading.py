@@ -98,7 +98,7 @@ def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe") -> Re
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """`a.b=c` sets one key; the value is read as YAML, a number in the path is a position in a list."""
-    result = _copied(values)
+    result: dict[str, Any] = _copied(values)
     for override in overrides:
         path, equals, text = override.partition("=")
         if not equals or not path.strip():

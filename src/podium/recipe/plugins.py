@@ -59,7 +59,8 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if module_name.endswith(".py"):
         file = Path(module_name).resolve()
         spec = importlib.util.spec_from_file_location(f"podium_plugin_{file.stem}", file)
-        assert spec is not None and spec.loader is not None
+        assert spec is not None
+        assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)

@@ -30,8 +30,8 @@ def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
 
 
 def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
-    """As the recipe says, or the longest that micro-batch, step and model allow. Fixed here once, because a later change
-    of micro_batch_tokens must not change the data."""
+    """As the recipe says, or the longest that micro-batch, step and model allow. Fixed here once, because a later
+    change of micro_batch_tokens must not change the data."""
     context = model_config.get("max_position_embeddings") or model_config.get("text_config", {}).get(
         "max_position_embeddings"
     )
@@ -39,7 +39,8 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
     if asked is not None:
         if context is not None and asked > context:
             raise RecipeError(
-                f"data.max_length: {asked} is more than the model's context of {context} positions. Lower it to {context}."
+                f"data.max_length: {asked} is more than the model's context of {context} positions. "
+                f"Lower it to {context}."
             )
         return asked
     limits = [recipe.tokens_per_step, recipe.micro_batch_tokens, context]

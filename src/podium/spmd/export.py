@@ -52,8 +52,8 @@ def _chosen(folder: RunFolder, which: Which) -> CheckpointReader:
         best = best_step(saved_steps(folder.checkpoints))
         if best is None:
             raise CheckpointError(
-                f"no checkpoint of {folder.path} has a held-out loss, so none is the best. Export the last one, or train "
-                "with data.heldout and checkpoint.keep_best."
+                f"no checkpoint of {folder.path} has a held-out loss, so none is the best. Export the last one, or "
+                "train with data.heldout and checkpoint.keep_best."
             )
         return newest_usable(folder.checkpoints, best.step)
     return newest_usable(folder.checkpoints, None if which == "last" else which)

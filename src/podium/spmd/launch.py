@@ -22,6 +22,8 @@ from podium.errors import LaunchError, PodiumError
 
 Result = TypeVar("Result")
 
+_STOPPING = "\nstopping after this step and saving; press Ctrl-C again to end at once"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
@@ -41,11 +43,14 @@ def place_under_torchrun() -> RankPlace | None:
     return _place_from_environment(launched=False)
 
 
-def launch(main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path) -> Result:
+def launch(
+    main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None
+) -> Result:
     """Runs `main(RankPlace, *args)` on every rank; returns what rank 0 returned.
 
     One rank runs here, where a debugger can reach it. Several are processes; this one waits for them, and turns the
-    first Ctrl-C into a request to save and stop, the second into the end of all ranks.
+    first Ctrl-C into a request to save and stop (where there is a `stop_file` for it), the second into the end of all
+    ranks.
     """
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
@@ -57,7 +62,7 @@ def launch(main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, re
         agent.start()
         while agent.is_alive():
             agent.join(timeout=0.2)
-        if interrupts.count > 1:
+        if interrupts.ended:
             raise KeyboardInterrupt
     if outcome.error is not None:
         raise outcome.error
@@ -147,9 +152,10 @@ def _first_failure(error: Any) -> PodiumError:
 class _InterruptHandler:
     """First SIGINT or SIGTERM: ask the ranks to save and stop. Second: end them."""
 
-    def __init__(self, stop_file: Path) -> None:
+    def __init__(self, stop_file: Path | None) -> None:
         self._stop_file = stop_file
-        self.count = 0
+        self._asked = False
+        self.ended = False
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _InterruptHandler:
@@ -165,11 +171,12 @@ class _InterruptHandler:
             process.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.count == 1:
+        if self._stop_file is not None and not self._asked:
+            self._asked = True
             self._stop_file.touch()
-            print("\nstopping after this step and saving; press Ctrl-C again to end at once", flush=True)
+            print(_STOPPING, flush=True)
         else:
+            self.ended = True
             for process in multiprocessing.active_children():
                 process.kill()
 
@@ -202,4 +209,4 @@ class StopRequest:
             raise KeyboardInterrupt
         self._signalled = True
         if self._place.rank == 0:
-            print("\nstopping after this step and saving; press Ctrl-C again to end at once", flush=True)
+            print(_STOPPING, flush=True)

@@ -200,7 +200,5 @@ def _header(
         f"devices: {mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
     ]
     if settings is not None:
-        lines.append(
-            f"cpu: {settings} per rank ({settings.measured})"
-        )
+        lines.append(f"cpu: {settings} per rank ({settings.measured})")
     return lines

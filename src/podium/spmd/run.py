@@ -203,10 +203,10 @@ class SpmdRun:
             self._publish(step, report, elapsed)
         if self._in_a_row >= self.recipe.optimizer.max_skipped_in_a_row:
             raise TrainingDivergedError(
-                f"steps {step.number - self._in_a_row + 1} to {step.number} had a non-finite loss or gradient (last: loss "
-                f"{report.loss}, gradient norm {report.grad_norm}) and were skipped. The weights are those of step "
-                f"{step.number - self._in_a_row}. Lower optimizer.lr, lengthen warmup_steps, or look at the data of "
-                f"these steps; {self._parts.folder.metrics_file} has the numbers."
+                f"steps {step.number - self._in_a_row + 1} to {step.number} had a non-finite loss or gradient (last: "
+                f"loss {report.loss}, gradient norm {report.grad_norm}) and were skipped. The weights are those of "
+                f"step {step.number - self._in_a_row}. Lower optimizer.lr, lengthen warmup_steps, or look at the data "
+                f"of these steps; {self._parts.folder.metrics_file} has the numbers."
             )
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:

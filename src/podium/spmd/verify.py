@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`podium verify`: the loaded, packed, sharded and compiled model against plain transformers, on any number of ranks."""
+"""`podium verify`: the loaded, packed, sharded, compiled model against plain transformers, on any number of ranks."""
 
 from __future__ import annotations
 
 import tempfile
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -53,10 +54,7 @@ def verify_rank(where: RankPlace, task: VerifyTask) -> Comparison:
             ours = model(batch, None, kind="scores")
             bounds = plain.offsets.tolist()
             theirs = torch.cat(
-                [
-                    reference(input_ids=batch.tokens_T[None, start:stop]).logits[0]
-                    for start, stop in zip(bounds, bounds[1:], strict=False)
-                ]
+                [reference(input_ids=batch.tokens_T[None, start:stop]).logits[0] for start, stop in pairwise(bounds)]
             )
         return compare(type(reference).__name__, ours, theirs[:, : model.vocab_size], dtype)
     finally:
