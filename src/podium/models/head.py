@@ -10,6 +10,7 @@ where recomputation would take four.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -184,8 +185,13 @@ class _Kernels:
 
 
 _EAGER = _Kernels(_statistics, _gradient_in_place)
-_COMPILED = _Kernels(torch.compile(_statistics), torch.compile(_gradient))
+
+
+@functools.cache
+def _compiled_kernels() -> _Kernels:
+    """Made when first asked for: the compiler takes seconds to import."""
+    return _Kernels(torch.compile(_statistics), torch.compile(_gradient))
 
 
 def _kernels(spec: HeadSpec) -> _Kernels:
-    return _COMPILED if spec.compiled else _EAGER
+    return _compiled_kernels() if spec.compiled else _EAGER
