@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -31,59 +33,106 @@ def learning_rate(section: OptimizerSection, step: int, steps: int) -> float:
     return section.lr * (section.final_lr_ratio + (1.0 - section.final_lr_ratio) * share)
 
 
+Gradients = Mapping[int, Tensor]
+"""This rank's part of every gradient, by id of its TrainedParameter."""
+
+
 class AdamW:
     """Moments and masters of the parameters that this rank holds. Plain local tensors: sharding is not its business."""
 
     def __init__(self, trained: Sequence[TrainedParameter], section: OptimizerSection) -> None:
         self._section = section
         self.trained = list(trained)
-        # A rank may hold no row of a small tensor.
-        self._held = [each for each in self.trained if each.master.numel()]
         self.first_moments = [torch.zeros_like(each.master) for each in self.trained]
         self.second_moments = [torch.zeros_like(each.master) for each in self.trained]
-        self._moments = {
-            id(each): pair
-            for each, pair in zip(self.trained, zip(self.first_moments, self.second_moments, strict=True), strict=True)
-        }
-        self._counts = {
-            id(each): torch.zeros((), dtype=torch.float32, device=each.master.device) for each in self._held
-        }
+        moments = zip(self.trained, self.first_moments, self.second_moments, strict=True)
+        # A rank may hold no row of a small tensor.
+        held = [_Slot(*each) for each in moments if each[0].master.numel()]
         # Vectors (norms, biases) are not decayed.
         self._groups = [
-            ([each for each in self._held if len(each.shape) >= 2], section.weight_decay),
-            ([each for each in self._held if len(each.shape) < 2], 0.0),
+            ([slot for slot in held if len(slot.trained.shape) >= 2], section.weight_decay),
+            ([slot for slot in held if len(slot.trained.shape) < 2], 0.0),
         ]
-        self._apart = [each for each in self._held if each.has_own_master]
+        self._one_pass = bool(held) and held[0].trained.master.is_cuda and find_spec("triton") is not None
+        device = held[0].trained.master.device if held else torch.device("cpu")
+        self._count = torch.zeros((), dtype=torch.float32, device=device)
 
     def set_updates(self, updates: int) -> None:
         """How many updates the moments have seen, for a resumed run."""
-        for count in self._counts.values():
-            count.fill_(updates)
+        self._count.fill_(updates)
 
-    def step(self, gradients: dict[int, Tensor], *, lr: float, clip: Tensor, skip: Tensor) -> None:
-        """One update. `clip` multiplies every gradient; where `skip` is 1 nothing changes: no wait for the device."""
-        beta1, beta2 = self._section.betas
-        for group, weight_decay in self._groups:
-            if not group:
-                continue
-            adamw(
-                [each.master for each in group],
-                [gradients[id(each)] for each in group],
-                [self._moments[id(each)][0] for each in group],
-                [self._moments[id(each)][1] for each in group],
-                [],
-                [self._counts[id(each)] for each in group],
-                fused=True,
-                grad_scale=clip.reciprocal(),  # the kernel divides by it
-                found_inf=skip,
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
+    def step(self, gradients: Gradients, *, lr: float, clip: Tensor, skip: Tensor) -> None:
+        """One update with gradients by id of the trained parameter. `clip` multiplies every gradient; where `skip` is 1
+        nothing changes. Both stay on the device: the host does not wait."""
+        for slots, weight_decay in self._groups:
+            if slots and self._one_pass:
+                self._step_in_one_pass(slots, gradients, lr, weight_decay, clip, skip)
+            elif slots:
+                self._step_with_torch(slots, gradients, lr, weight_decay, clip, skip)
+        self._count += 1.0 - skip
+
+    def _step_in_one_pass(
+        self,
+        slots: list[_Slot],
+        gradients: Gradients,
+        lr: float,
+        weight_decay: float,
+        clip: Tensor,
+        skip: Tensor,
+    ) -> None:
+        from podium.engine.fused_adamw import scalars_for, update
+
+        section = self._section
+        scalars = scalars_for(clip, skip, self._count + 1, section.betas)
+        for slot in slots:
+            each = slot.trained
+            update(
+                each.master,
+                gradients[id(each)],
+                slot.first,
+                slot.second,
+                each.parameter.detach() if each.has_own_master else None,
+                scalars,
                 lr=lr,
+                betas=section.betas,
+                eps=section.eps,
                 weight_decay=weight_decay,
-                eps=self._section.eps,
-                maximize=False,
             )
-        if self._apart:
-            with torch.no_grad():
-                torch._foreach_copy_([each.parameter for each in self._apart], [each.master for each in self._apart])
+
+    def _step_with_torch(
+        self,
+        slots: list[_Slot],
+        gradients: Gradients,
+        lr: float,
+        weight_decay: float,
+        clip: Tensor,
+        skip: Tensor,
+    ) -> None:
+        section = self._section
+        adamw(
+            [slot.trained.master for slot in slots],
+            [gradients[id(slot.trained)].float() for slot in slots],
+            [slot.first for slot in slots],
+            [slot.second for slot in slots],
+            [],
+            [self._count.clone() for _ in slots],  # the kernel counts up each of them
+            fused=True,
+            grad_scale=clip.reciprocal(),  # the kernel divides by it
+            found_inf=skip,
+            amsgrad=False,
+            beta1=section.betas[0],
+            beta2=section.betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=section.eps,
+            maximize=False,
+        )
+        for slot in slots:
+            slot.trained.publish()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Slot:
+    trained: TrainedParameter
+    first: Tensor
+    second: Tensor

@@ -83,19 +83,21 @@ class TrainEngine:
         self.model.train()
         total, gradients = self.gradients(micro_batches, loss, normalizer=normalizer)
         held = [gradients[id(each)] for each in self._trained if each.master.numel()]
-        squares = torch.stack(torch._foreach_norm(held)).square().sum() if held else total.new_zeros(())
-        sums = self.mesh.sum(torch.stack([total, squares, total.new_tensor(float(stop_requested))]))
+        norms = torch._foreach_norm(held, 2, dtype=torch.float32) if held else [total.new_zeros(())]
+        squares = torch.stack(norms).square().sum()
+        # `new_full` fills on the device; `new_tensor` would copy from the host and wait for all work in flight.
+        sums = self.mesh.sum(torch.stack([total, squares, total.new_full((), float(stop_requested))]))
         norm = sums[1].sqrt()
         skip = (~torch.isfinite(sums[:2]).all()).float()
-        limit = norm.new_tensor(self._clip_norm or float("inf"))
-        clip = torch.where(norm > limit, limit / (norm + 1e-6), torch.ones_like(norm))
+        limit = self._clip_norm or float("inf")
+        clip = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
         self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
         return PendingReport(torch.stack([sums[0] / normalizer, norm, skip, sums[2]]))
 
     def gradients(
         self, micro_batches: Sequence[PackedBatch], loss: TokenLoss, *, normalizer: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """(sum of the loss on this rank, float32 gradient of this rank's part of each parameter, by id of the trained
+        """(sum of the loss on this rank, gradient of this rank's part of each parameter, by id of the trained
         parameter). Everything is divided by the step's global count, never by a local one."""
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         sums: dict[int, Tensor] = {}
@@ -103,21 +105,21 @@ class TrainEngine:
             value = self.model(to_device(batch, self.mesh.device, multiple=self._multiple), loss)
             (value / normalizer).backward()
             total += value.detach()
-            # A single device computes in the model's dtype: its gradients are summed over micro-batches in float32.
-            self._drain(sums)
+            if len(micro_batches) > 1:
+                self._add_in_float32(sums)
         return total, {id(each): self._gradient(each, sums) for each in self._trained}
 
-    def _drain(self, sums: dict[int, Tensor]) -> None:
-        apart = [each for each in self._trained if each.has_own_master and each.parameter.grad is not None]
-        fresh = [each for each in apart if id(each) not in sums]
-        seen = [each for each in apart if id(each) in sums]
-        if seen:
-            added: list[Tensor] = [each.parameter.grad.float() for each in seen if each.parameter.grad is not None]
-            torch._foreach_add_([sums[id(each)] for each in seen], added)
-        for each in fresh:
-            assert each.parameter.grad is not None
-            sums[id(each)] = each.parameter.grad.float()
-        for each in apart:
+    def _add_in_float32(self, sums: dict[int, Tensor]) -> None:
+        """A single device computes in the model's dtype; over several micro-batches its gradients are summed in
+        float32. (Elsewhere torch accumulates in float32 by itself.)"""
+        for each in self._trained:
+            gradient = each.parameter.grad
+            if not each.has_own_master or gradient is None:
+                continue
+            if id(each) in sums:
+                sums[id(each)].add_(gradient)
+            else:
+                sums[id(each)] = gradient.float()
             each.parameter.grad = None
 
     def _gradient(self, each: TrainedParameter, sums: dict[int, Tensor]) -> Tensor:
