@@ -3,19 +3,23 @@
 
 from __future__ import annotations
 
+import errno
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from podium.checks import check_recipe, deep_report
 from podium.errors import RecipeError, RunFolderError
 from podium.models.folder import is_hub_id
-from podium.recipe import Recipe, apply_overrides, load_recipe, parse_recipe
+from podium.recipe import ModelSection, PlacementSection, Recipe, apply_overrides, load_recipe, parse_recipe
 from podium.recipe.changes import changes
 from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
 from podium.spmd.folder import RunFolder
+
+# What a full or read-only disk raises.
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 if TYPE_CHECKING:
     from podium.models.verify import Comparison
@@ -35,6 +39,7 @@ def check(recipe: Recipe | str | Path, *, overrides: Sequence[str] = (), deep: b
 
 def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own."""
+    from podium.engine.mesh import check_devices
     from podium.models.folder import local_folder, read_config
     from podium.spmd.launch import place_under_torchrun
 
@@ -44,9 +49,11 @@ def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunR
     made = resolved(made, read_config(model, "model.path"))
     under = place_under_torchrun()
     if under is None or (under.rank == 0 and under.attempt == 0):
-        _check_ranks(made, under.world if under else made.placement.devices)
+        if under is None:
+            check_devices(made.placement, made.placement.devices)
+        inputs = _fingerprints(made, model)
         folder = RunFolder.create(made)
-        folder.update(inputs=_fingerprints(made, model))
+        folder.update(inputs=inputs)
     else:
         assert made.run.name is not None
         folder = RunFolder(path=Path(made.run.folder) / made.run.name)
@@ -56,6 +63,7 @@ def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunR
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped."""
     from podium.engine.checkpoint import newest_usable
+    from podium.engine.mesh import check_devices
     from podium.models.folder import local_folder
     from podium.spmd.launch import place_under_torchrun
 
@@ -75,8 +83,11 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
             f"{folder} is finished: its checkpoint is of step {reader.step} of {now.steps}. "
             f"Export it with `podium export {folder} OUT`, or {further}."
         )
+    check_recipe(now)
     _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
     under = place_under_torchrun()
+    if under is None:
+        check_devices(now.placement, now.placement.devices)
     if under is None or under.rank == 0:
         opened.write_recipe(now)
         opened.update(status="running")
@@ -91,27 +102,24 @@ def export(folder: str | Path, out: str | Path, *, which: Which = "last", dtype:
 
 
 def verify(
-    model: str | Path, *, devices: int = 1, device: str = "auto", dtype: str = "auto", compile: bool = False,
+    model: str | Path,
+    *,
+    devices: int = 1,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    compile: bool = False,
     trust_remote_code: bool = False,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Compares Podium's forward with plain transformers'; the result says whether they agree."""
     from podium.models.folder import check_model_folder
-    from podium.recipe import ModelSection, PlacementSection
     from podium.spmd.launch import launch
     from podium.spmd.verify import VerifyTask, verify_rank
 
     check_model_folder(str(model), "MODEL", weights=False, tokenizer=False)
-    task = VerifyTask(
-        model=ModelSection.model_validate(
-            {
-                "path": str(model),
-                "dtype": dtype,
-                "compile": "on" if compile else "off",
-                "trust_remote_code": trust_remote_code,
-            }
-        ),
-        placement=PlacementSection.model_validate({"devices": devices, "device": device}),
+    section = ModelSection(
+        path=str(model), dtype=dtype, compile="on" if compile else "off", trust_remote_code=trust_remote_code
     )
+    task = VerifyTask(model=section, placement=PlacementSection(devices=devices, device=device))
     return launch(verify_rank, (task,), ranks=devices, restarts=0, stop_file=None)
 
 
@@ -133,6 +141,8 @@ def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> Ru
     task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
     program = PROGRAMS[recipe.program]
     under = place_under_torchrun()
+    if under is None or under.rank == 0:
+        folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
     try:
         if under is not None:
             return run_rank(under, task, program)
@@ -140,18 +150,14 @@ def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> Ru
         return launch(
             run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=folder.stop_file
         )
-    except BaseException:
+    except BaseException as error:
         if under is None or under.rank == 0:
             folder.discard_if_never_begun()
+        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+            raise RunFolderError(
+                f"{folder.path} cannot be written: {error}. Make room, then `podium resume` it."
+            ) from error
         raise
-
-
-def _check_ranks(recipe: Recipe, ranks: int) -> None:
-    from podium.engine.mesh import check_devices
-    from podium.spmd.launch import place_under_torchrun
-
-    if place_under_torchrun() is None:
-        check_devices(recipe.placement, ranks)
 
 
 def _fingerprints(recipe: Recipe, model: Path) -> dict[str, str]:
@@ -163,8 +169,9 @@ def _fingerprints(recipe: Recipe, model: Path) -> dict[str, str]:
         for index, section in enumerate(recipe.data.train)
     }
     for name in ("config.json", "tokenizer.json"):
-        if (model / name).is_file():
-            found[str(model / name)] = f"{zlib.crc32((model / name).read_bytes()):08x}"
+        file = (model / name).resolve()
+        if file.is_file():
+            found[str(file)] = f"{zlib.crc32(file.read_bytes()):08x}"
     return found
 
 

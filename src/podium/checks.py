@@ -57,7 +57,7 @@ def deep_report(recipe: Recipe) -> list[str]:
     """Loads tokenizer and model config and tokenizes the first rows of every source; one line for each."""
     from podium.data.chat import Made, MakerSpec
     from podium.data.sources import open_source
-    from podium.data.tokenizer import load_tokenizer
+    from podium.data.tokenizer import load_tokenizer, require_embeddings
     from podium.models.causal_lm import load_config
     from podium.models.folder import local_folder, read_config
     from podium.recipe.resolving import resolved
@@ -71,11 +71,7 @@ def deep_report(recipe: Recipe) -> list[str]:
         f"model: {config.model_type}, vocabulary {rows}, tokenizer {type(tokenizer).__name__} "
         f"of {len(tokenizer)} tokens, documents of up to {recipe.data.max_length} tokens"
     ]
-    if len(tokenizer) > rows:
-        raise RecipeError(
-            f"model.path: the tokenizer has {len(tokenizer)} tokens and the model {rows} "
-            "embedding rows, so some tokens have no embedding. They do not belong together."
-        )
+    require_embeddings(tokenizer, rows)
     for key, section in _sources(recipe):
         spec = MakerSpec(
             model=recipe.model, sections=(section,), key=key.rpartition(".")[0], trained=recipe.data.trained,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,10 @@ _WAYS_OUT = (
     "Put {% generation %} ... {% endgeneration %} around what the assistant writes in a copy of the template and name "
     "it in model.chat_template, or set data.trained to last_turn or everything."
 )
+
+# transformers keeps one compiled template for the whole process, and in it the spans of the chat that is rendered now:
+# the loader's thread and the evaluation must take turns.
+_RENDERING = threading.Lock()
 
 Tools = list[dict[str, Any]] | None
 
@@ -51,10 +56,11 @@ class ChatRenderer:
 
     def _marked_by_template(self, chat: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
         try:
-            encoded = self._tokenizer.apply_chat_template(
-                list(chat), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False},
-            )  # fmt: skip
+            with _RENDERING:
+                encoded = self._tokenizer.apply_chat_template(
+                    list(chat), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+                    tokenizer_kwargs={"verbose": False},
+                )  # fmt: skip
         except Exception as error:  # the template is the user's code
             raise _refused(error) from error
         tokens = list(encoded["input_ids"])
@@ -119,11 +125,12 @@ class ChatRenderer:
     def _text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
         self._template(tools)
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+            with _RENDERING:
+                return str(
+                    self._tokenizer.apply_chat_template(
+                        list(messages), tools=tools, tokenize=False, add_generation_prompt=generation_prompt
+                    )
                 )
-            )
         except Exception as error:  # the template is the user's code
             raise _refused(error) from error
 

@@ -64,3 +64,12 @@ def _template(section: ModelSection) -> str | None:
         raise ModelError(
             f"model.chat_template: {section.chat_template} cannot be read ({error}). Give a Jinja file in UTF-8."
         ) from error
+
+
+def require_embeddings(tokenizer: Any, rows: int) -> None:
+    """Every token of the tokenizer must have an embedding row."""
+    if len(tokenizer) > rows:
+        raise ModelError(
+            f"model.path: the tokenizer has {len(tokenizer)} tokens and the model {rows} embedding rows, so some "
+            "tokens have no embedding. They do not belong together."
+        )

@@ -113,6 +113,9 @@ def _prepare_layers(model: PackedCausalLM, section: ModelSection, device: torch.
         model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if section.compile == "on" or (section.compile == "auto" and device.type == "cuda"):
         model.head_spec = replace(model.head_spec, compiled=True)
+        # Layers share their code; kinds of layers, gradient mode and token counts each want a variant of it, and over
+        # the limit torch would go on uncompiled without a word.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
         for layer in model.layers:
             layer.compile()
 

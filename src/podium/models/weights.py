@@ -97,12 +97,12 @@ class CheckpointWeights:
     def read(self, name: str, box: Box) -> Tensor:
         if name in self._plain:
             source = self._plain[name]
-            with safe_open(self._files[source], framework="pt") as file:
+            with _opened(self._files[source]) as file:
                 return file.get_slice(source)[box.slices()]  # type: ignore[no-any-return]
         return self._convert(name)[box.slices()]
 
     def _shape(self, key: str) -> tuple[int, ...]:
-        with safe_open(self._files[key], framework="pt") as file:
+        with _opened(self._files[key]) as file:
             return tuple(file.get_slice(key).get_shape())
 
     def _map_names(self) -> None:
@@ -131,7 +131,7 @@ class CheckpointWeights:
             conversion = self._converted[name]
             converter = copy.deepcopy(conversion.converter)
             for source, pattern in conversion.sources:
-                with safe_open(self._files[source], framework="pt") as file:
+                with _opened(self._files[source]) as file:
                     converter.add_tensor(name, source, pattern, file.get_tensor(source))
             made = converter.convert(name, model=self._model, config=self._model.config)
             self._cache = (name, {key: v[0] if isinstance(v, list) else v for key, v in made.items()})
@@ -183,7 +183,10 @@ def fill(destinations: Iterator[Destination], source: WeightSource, *, padded_ro
 def _tensor_files(folder: Path) -> dict[str, str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        try:
+            names: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError) as error:
+            raise ModelError(f"{index} is not an index of weights ({error}). Download it again.") from error
         missing = sorted({file for file in names.values() if not (folder / file).is_file()})
         if missing:
             raise ModelError(
@@ -192,13 +195,17 @@ def _tensor_files(folder: Path) -> dict[str, str]:
         return {key: str(folder / file) for key, file in names.items()}
     files: dict[str, str] = {}
     for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(str(path), framework="pt") as file:
-                files.update(dict.fromkeys(file.keys(), str(path)))
-        except (SafetensorError, OSError) as error:
-            raise ModelError(
-                f"{path} cannot be read as safetensors ({error}). It is cut off or damaged: copy it again."
-            ) from error
+        with _opened(str(path)) as file:
+            files.update(dict.fromkeys(file.keys(), str(path)))
     if not files:
         raise ModelError(f"{folder} has no *.safetensors weights.")
     return files
+
+
+def _opened(path: str) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ModelError(
+            f"{path} cannot be read as safetensors ({error}). It is cut off or damaged: copy it again."
+        ) from error

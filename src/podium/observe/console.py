@@ -141,10 +141,8 @@ class PlainConsole:
     def evaluation(self, view: EvaluationView) -> None:
         self._write(view.headline())
         for sample in view.samples:
-            self._write(f"  asked:    {one_line(sample.prompt)}")
-            self._write(f"  answered: {one_line(sample.answer)}{_verdict(sample)}")
-            if sample.reference is not None:
-                self._write(f"  expected: {one_line(sample.reference)}")
+            for line in _sample_lines(sample):
+                self._write("  " + line)
 
     def note(self, text: str) -> None:
         self._write(text)
@@ -178,7 +176,23 @@ def aligned(lines: Sequence[str]) -> list[str]:
     return [f"{label + ':':<{width + 1}} {value}" if colon else label for label, colon, value in pairs]
 
 
+def _sample_lines(sample: SampleView) -> list[str]:
+    """Short ones on one line, others one below the other. What was expected is left out where the answer is right."""
+    parts = [("asked", one_line(sample.prompt)), (_verdict(sample), one_line(sample.answer))]
+    if sample.reference is not None and sample.score != 1:
+        parts.append(("expected", one_line(sample.reference)))
+    if sum(len(text) for _, text in parts) <= 80:
+        return ["  ".join(f"{label}: {text}" for label, text in parts)]
+    return aligned([f"{label}: {text}" for label, text in parts])
+
+
 def _verdict(sample: SampleView) -> str:
-    if sample.score is None:
-        return ""
-    return "  (right)" if sample.score == 1 else "  (wrong)" if sample.score == 0 else f"  (score {sample.score:.2f})"
+    match sample.score:
+        case None:
+            return "answered"
+        case 1:
+            return "right"
+        case 0:
+            return "wrong"
+        case score:
+            return f"score {score:.2f}"

@@ -49,6 +49,8 @@ class _StrictLoader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, Hashable):
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: a key must be a word, found {key!r}.")
             if key in seen:
                 raise RecipeError(
                     f"line {key_node.start_mark.line + 1}: the key {key!r} is written twice. Keep one of the two."
@@ -130,9 +132,10 @@ def _assign(root: dict[str, Any], keys: list[str], value: Any, override: str) ->
         last = depth == len(keys) - 1
         if isinstance(here, list):
             if not key.isdigit() or int(key) >= len(here):
+                positions = f"0 to {len(here) - 1}" if here else "it is empty: set the whole list"
                 raise RecipeError(
                     f"--set {override}: {'.'.join(keys[:depth])} is a list of {len(here)}; "
-                    f"{key!r} is not a position in it (0 to {len(here) - 1})."
+                    f"{key!r} is not a position in it ({positions})."
                 )
             position: Any = int(key)
         else:

@@ -10,8 +10,9 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,7 +25,7 @@ def _has_plugin_shape(text: str) -> str:
     module, _, name = text.rpartition(":")
     if not module or not name.isidentifier():
         raise ValueError(f"{text!r} is not an import path; write file.py:function or package.module:function")
-    return text
+    return os.path.expanduser(text)
 
 
 PluginPath = Annotated[str, AfterValidator(_has_plugin_shape)]
@@ -46,7 +47,9 @@ def locate(path: str, key: str) -> None:
         raise RecipeError(
             f"{key}: {file}, line {error.lineno}: {error.msg}. The plug-in cannot be imported until this is mended."
         ) from error
-    names = _top_level_names(tree)
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{key}: {file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
+    names = _top_level_names(tree.body)
     if name not in names:
         listed = ", ".join(sorted(names)) or "nothing"
         raise RecipeError(f"{key}: {file} has no function {name!r}. It defines: {listed}.")
@@ -98,14 +101,25 @@ def _source_file(module: str, key: str) -> Path:
     return Path(spec.origin)
 
 
-def _top_level_names(tree: ast.Module) -> set[str]:
+def _top_level_names(body: Sequence[ast.stmt]) -> set[str]:
+    """What a module binds when it is imported, under `if`, `try` and `with` too."""
     names: set[str] = set()
-    for node in tree.body:
+    for node in body:
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
             case ast.Assign(targets=targets):
                 names |= {target.id for target in targets if isinstance(target, ast.Name)}
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.add(name)
             case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
                 names |= {(alias.asname or alias.name).split(".")[0] for alias in aliases}
+            case ast.If(body=inner, orelse=other):
+                names |= _top_level_names([*inner, *other])
+            case ast.With(body=inner):
+                names |= _top_level_names(inner)
+            case ast.Try(body=inner, handlers=handlers, orelse=other, finalbody=last):
+                names |= _top_level_names([*inner, *other, *last])
+                for handler in handlers:
+                    names |= _top_level_names(handler.body)
     return names

@@ -9,6 +9,7 @@ from typing import Any
 
 from podium.errors import RecipeError
 from podium.recipe import plugins
+from podium.recipe.loading import parse_recipe
 from podium.recipe.schema import Recipe
 
 
@@ -26,7 +27,7 @@ def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
         generation["score"] = _absolute_plugin(generation["score"])
     values["run"]["loggers"] = [_absolute_plugin(logger) for logger in values["run"]["loggers"]]
     values["data"]["max_length"] = _max_length(recipe, model_config)
-    return Recipe.model_validate(values)
+    return parse_recipe(values)
 
 
 def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
@@ -51,10 +52,9 @@ def _absolute(path: str | None) -> str | None:
     """Local paths that exist, and globs beneath a folder that exists; a hub id or URL stays as it is."""
     if path is None or "://" in path:
         return path
-    expanded = os.path.expanduser(path)
-    head = expanded.split("*")[0].split("?")[0].split("[")[0]
-    there = os.path.exists(expanded) or (head != expanded and os.path.isdir(os.path.dirname(head) or "."))
-    return os.path.abspath(expanded) if there else path
+    head = path.split("*")[0].split("?")[0].split("[")[0]
+    there = os.path.exists(path) or (head != path and os.path.isdir(os.path.dirname(head) or "."))
+    return os.path.abspath(path) if there else path
 
 
 def _absolute_plugin(path: str | None) -> str | None:

@@ -3,15 +3,35 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, Strict, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Strict,
+    StringConstraints,
+    model_validator,
+)
 
 from podium.recipe.plugins import PluginPath
 
 Count = Annotated[int, Strict(), Field(ge=1)]
 NonNegative = Annotated[int, Strict(), Field(ge=0)]
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
+Place = Annotated[Text, AfterValidator(os.path.expanduser)]
+
+
+def _not_a_bool(value: Any) -> Any:
+    if isinstance(value, bool):
+        raise ValueError(f"expected a number, found {value}")
+    return value
+
+
+Real = Annotated[float, BeforeValidator(_not_a_bool)]
 
 ProgramName = Literal["sft"]
 
@@ -25,12 +45,12 @@ class Section(BaseModel):
 class ModelSection(Section):
     """Which model is trained, and how it computes."""
 
-    path: Text = Field(description="Folder of a Hugging Face checkpoint, or a hub id.")
+    path: Place = Field(description="Folder of a Hugging Face checkpoint, or a hub id.")
     init: Literal["pretrained", "random"] = Field(
         "pretrained", description="`random` takes only the config from `path` and draws the weights from the seed."
     )
-    tokenizer: Text | None = Field(None, description="Where the tokenizer is, when it is not in `path`.")
-    chat_template: Text | None = Field(None, description="A Jinja file that replaces the tokenizer's chat template.")
+    tokenizer: Place | None = Field(None, description="Where the tokenizer is, when it is not in `path`.")
+    chat_template: Place | None = Field(None, description="A Jinja file that replaces the tokenizer's chat template.")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="Compute dtype; auto is bfloat16 on CUDA, float32 on CPU. Masters are float32 always."
     )
@@ -49,10 +69,10 @@ class ModelSection(Section):
 class SourceSection(Section):
     """One data source."""
 
-    path: Text = Field(description="File, glob, folder, fsspec URL, or Hugging Face datasets id.")
+    path: Place = Field(description="File, glob, folder, fsspec URL, or Hugging Face datasets id.")
     format: Literal["auto", "jsonl", "parquet", "csv", "datasets"] = "auto"
     split: Text = Field("train", description="Split of a Hugging Face dataset.")
-    weight: float = Field(1.0, gt=0, description="Share of the documents drawn, relative to the other sources.")
+    weight: Real = Field(1.0, gt=0, description="Share of the documents drawn, relative to the other sources.")
     columns: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {prompt: question} reads `question` as the prompt."
     )
@@ -83,14 +103,14 @@ class DataSection(Section):
 class OptimizerSection(Section):
     """AdamW and its schedule."""
 
-    lr: float = Field(gt=0)
+    lr: Real = Field(gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
-    final_lr_ratio: float = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.0, ge=0, description="Not applied to biases, norms and other vectors.")
-    clip_norm: float | None = Field(1.0, gt=0, description="Global gradient norm; null switches clipping off.")
+    final_lr_ratio: Real = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
+    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: Real = Field(1e-8, gt=0)
+    weight_decay: Real = Field(0.0, ge=0, description="Not applied to biases, norms and other vectors.")
+    clip_norm: Real | None = Field(1.0, gt=0, description="Global gradient norm; null switches clipping off.")
     max_skipped_in_a_row: Count = Field(
         5, description="A step with a non-finite loss or gradient is skipped; after this many in a row the run stops."
     )
@@ -102,7 +122,7 @@ class PlacementSection(Section):
     devices: Count = Field(1, description="Ranks on this machine. Under torchrun its world size is used instead.")
     device: Literal["auto", "cpu", "cuda"] = "auto"
     restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
-    timeout_s: float = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
+    timeout_s: Real = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
     onednn: bool | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
 
@@ -114,7 +134,7 @@ class CheckpointSection(Section):
     keep: Count = Field(2, description="How many of the newest checkpoints stay.")
     keep_best: bool = Field(False, description="Also keep the one with the lowest held-out loss.")
     background: bool = Field(True, description="Write while training goes on.")
-    timeout_s: float = Field(1800.0, gt=0, description="Longest wait for all ranks to have written their part.")
+    timeout_s: Real = Field(1800.0, gt=0, description="Longest wait for all ranks to have written their part.")
 
 
 class GenerationSection(Section):
@@ -143,7 +163,7 @@ class RunSection(Section):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None, description="Name of the run folder; default: the recipe file's name."
     )
-    folder: Text = "runs"
+    folder: Place = "runs"
     seed: NonNegative = 0
     loggers: tuple[Literal["tensorboard"] | PluginPath, ...] = ()
     log_every: Count = 1

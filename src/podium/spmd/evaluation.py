@@ -15,7 +15,6 @@ from podium.data.chat import DocumentMaker, Prompt
 from podium.data.documents import PackedBatch, pack
 from podium.data.reading import read_documents, read_prompts
 from podium.data.splitting import split_step
-from podium.data.tokenizer import load_tokenizer
 from podium.engine.train_step import TrainEngine
 from podium.errors import RecipeError
 from podium.models.head import TokenLoss
@@ -40,11 +39,11 @@ class Evaluation:
 class Evaluator:
     """Holds the held-out documents of this rank, read once; the same numbers for any number of ranks."""
 
-    def __init__(self, recipe: Recipe, engine: TrainEngine, folder: Path, *, max_tokens: int) -> None:
+    def __init__(self, recipe: Recipe, engine: TrainEngine, tokenizer: Any, folder: Path, *, max_tokens: int) -> None:
         self._engine, self._mesh = engine, engine.mesh
         self._generation = recipe.evaluation.generation
         self._max_tokens = max_tokens
-        self._tokenizer = load_tokenizer(recipe.model)
+        self._tokenizer = tokenizer
         assert recipe.data.max_length is not None
         # What is too long to train on is cut, not refused, when it is only measured.
         overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong

@@ -87,7 +87,10 @@ class RunFolder:
         return load_recipe(self.recipe_file)
 
     def state(self) -> dict[str, Any]:
-        values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+        try:
+            values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunFolderError(f"{self._state_file} is damaged ({error}). Restore it, or start a new run.") from error
         return values
 
     @property
@@ -105,7 +108,7 @@ class RunFolder:
 
     def discard_if_never_begun(self) -> None:
         """Removes a folder whose run failed before its first step: nothing is half-written, the name is free again."""
-        with contextlib.suppress(OSError, ValueError, KeyError):
+        with contextlib.suppress(OSError, RunFolderError, KeyError):
             if self.status == "starting":
                 shutil.rmtree(self.path)
 

@@ -22,6 +22,8 @@ from podium.errors import LaunchError, PodiumError
 
 Result = TypeVar("Result")
 
+# What torch's launcher says of a process that left no error behind.
+_NO_WORDS = "<NONE>"
 _STOPPING = "\nstopping after this step and saving; press Ctrl-C again to end at once"
 
 
@@ -32,6 +34,7 @@ class RankPlace:
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1  # ranks on this machine
     attempt: int = 0  # how often the group was restarted before
     launched: bool = False  # started by `launch`, which then speaks for the user's Ctrl-C
 
@@ -122,6 +125,7 @@ def _place_from_environment(*, launched: bool) -> RankPlace:
             rank=int(os.environ["RANK"]),
             world=int(os.environ["WORLD_SIZE"]),
             local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            local_world=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
             attempt=int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
             launched=launched,
         )
@@ -142,7 +146,7 @@ def _first_failure(error: Any) -> PodiumError:
     known = getattr(errors, kind.rpartition(".")[2], None)
     if isinstance(known, type) and issubclass(known, PodiumError):
         return known(message)
-    if trace or text:
+    if trace or (text and text != _NO_WORDS):
         return LaunchError(f"rank {rank} failed first; the others were ended.\n{trace or text}".rstrip())
     how = signal.Signals(-failure.exitcode).name if failure.exitcode < 0 else f"exit code {failure.exitcode}"
     hint = " Was it out of memory?" if how == "SIGKILL" else ""

@@ -16,6 +16,7 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.data.chat import MakerSpec
 from podium.data.loader import LoaderState, StepLoader, decode
 from podium.data.sources import open_source
+from podium.data.tokenizer import load_tokenizer, require_embeddings
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable, saved_steps
 from podium.engine.mesh import Mesh, check_devices, join, leave
 from podium.engine.optimizer import AdamW
@@ -52,7 +53,7 @@ def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
     recipe, folder = task.recipe, RunFolder(path=task.folder)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    check_devices(recipe.placement, where.world if where.launched or where.world == 1 else _ranks_here(where))
+    check_devices(recipe.placement, where.local_world)
     mesh = join(recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank)
     with ExitStack() as stack:
         stack.callback(leave, mesh)
@@ -60,10 +61,6 @@ def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
         run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
         program(run)
         return run.result()
-
-
-def _ranks_here(where: RankPlace) -> int:
-    return where.local_rank + 1
 
 
 def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointReader | None:
@@ -96,10 +93,14 @@ def _build(
         progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
         if recipe.model.self_check:
             self_check(model, mesh.device, compute_dtype(recipe.model, mesh.device))
+        tokenizer = load_tokenizer(recipe.model)
+        require_embeddings(tokenizer, model.vocab_size)
         peak = matrix_peak(mesh.device, compute_dtype(recipe.model, mesh.device))
         loader = stack.enter_context(_loader(recipe, progress.loader))
         max_tokens = _micro_batch(recipe, mesh)
-        evaluator = Evaluator(recipe, engine, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
+        evaluator = (
+            Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
+        )
     metrics = MetricsFile.resume(folder.metrics_file, step=progress.step) if mesh.is_main else None
     if metrics is not None:
         stack.callback(metrics.close)

@@ -118,7 +118,6 @@ class SpmdRun:
         self._loss = loss
         if self._step == 0 and self.recipe.evaluation.at_start:
             self._evaluate()
-        self._parts.folder.stop_file.unlink(missing_ok=True) if self._mesh.is_main else None
         self._last_record = time.perf_counter()
         while self._step < self.recipe.steps and not self._stopping:
             with self._parts.watch.span("data"):

@@ -33,7 +33,7 @@ def verify_rank(where: RankPlace, task: VerifyTask) -> Comparison:
     """Collective. The reference is loaded by transformers itself, so loading is checked too."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    check_devices(task.placement, where.world)
+    check_devices(task.placement, where.local_world)
     torch.set_num_threads(task.placement.threads or 1)
     mesh = join(task.placement, rank=where.rank, world=where.world, local_rank=where.local_rank)
     folder = local_folder(task.model.path, "MODEL")

@@ -93,12 +93,19 @@ def test_a_plain_evaluation_shows_loss_score_and_answers_without_their_control_c
     open_console(rank=0, stream=stream).evaluation(EVALUATION)
     assert stream.getvalue().splitlines() == [
         "evaluation at step 50  held-out loss 1.2500  exact_match 54.2% of 500  took 3.2 s",
-        "  asked:    What is 47 plus 38?",
-        "  answered: 85  (right)",
-        "  expected: 85",
-        r"  asked:    9 minus\n2?",
-        r"  answered: \x1b[2J6 [bold]  (wrong)",
-        "  expected: 7",
+        "  asked: What is 47 plus 38?  right: 85",
+        r"  asked: 9 minus\n2?  wrong: \x1b[2J6 [bold]  expected: 7",
+    ]
+
+
+def test_a_long_plain_answer_is_written_below_its_question() -> None:
+    stream = io.StringIO()
+    sample = SampleView(prompt="Tell me a story.", answer="Once " * 20, score=0.5)
+    open_console(rank=0, stream=stream).evaluation(EvaluationView(step=3, samples=[sample]))
+    assert stream.getvalue().splitlines() == [
+        "evaluation at step 3",
+        "  asked:      Tell me a story.",
+        "  score 0.50: " + "Once " * 20,
     ]
 
 

@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""For all tests: one torch thread without oneDNN, restored after each test, and a tiny checkpoint folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from helpers.tiny import save_tiny_folder
+
+# Two busy cores share these tests: hand-offs between threads, and oneDNN's cost per call, are most of a tiny model.
+torch.set_num_threads(1)
+torch.backends.mkldnn.set_flags(False)
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _cpu_settings() -> Iterator[None]:
+    """A run in this process chooses threads and oneDNN for itself; the next test starts from ours again."""
+    yield
+    torch.set_num_threads(1)
+    torch.backends.mkldnn.set_flags(False)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A seeded tiny Qwen3 checkpoint with tied embeddings, a character tokenizer and a chat template. Read only."""
+    return save_tiny_folder(tmp_path_factory.mktemp("tiny") / "qwen3")

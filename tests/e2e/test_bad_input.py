@@ -1,0 +1,399 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every mistake a user can make: told with file, row or key, before a run folder is left behind."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from torch import Tensor
+
+import podium
+from helpers.tiny import TEMPLATE, tiny_tokenizer
+from helpers.workspace import Workspace
+from podium.errors import RecipeError, RunFolderError
+
+VERBS = ("check", "train")
+
+
+def chat(question: str, answer: str) -> dict[str, object]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_misspelt_key(workspace: Workspace, verb: str) -> None:
+    recipe = workspace.recipe(optimizer={"warmup_step": 3})
+
+    outcome = workspace.podium(verb, recipe)
+
+    workspace.refused(outcome, "sums.yaml", "optimizer.warmup_step", "Did you mean optimizer.warmup_steps?")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_value_of_the_wrong_type_in_a_file_or_an_override(workspace: Workspace, verb: str) -> None:
+    outcome = workspace.podium(verb, workspace.recipe(steps="many"), "--set", "optimizer.lr=quick")
+
+    workspace.refused(outcome, "(2 problems)", "steps:", "'many'", "optimizer.lr:", "'quick'")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_files_that_are_missing_are_all_told_at_once(workspace: Workspace, verb: str) -> None:
+    recipe = workspace.recipe(model={"path": "./no/model"}, data={"train": [{"path": "none.jsonl"}]})
+
+    outcome = workspace.podium(verb, recipe)
+
+    workspace.refused(outcome, "2 problems", "model.path: there is no folder ./no/model", "data.train.0", "none.jsonl")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_recipe_that_is_not_there(workspace: Workspace, verb: str) -> None:
+    workspace.refused(workspace.podium(verb, "nowhere.yaml"), "there is no recipe nowhere.yaml")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(("content", "told"), [("", "is empty (0 bytes)"), ("\n\n", "has no rows")])
+def test_an_empty_dataset(workspace: Workspace, verb: str, content: str, told: str) -> None:
+    (workspace.path / "train.jsonl").write_text(content)
+
+    workspace.refused(workspace.podium(verb, workspace.recipe()), "data.train.0", "train.jsonl", told)
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
+def test_malformed_json_is_told_with_its_line(workspace: Workspace, arguments: tuple[str, ...]) -> None:
+    rows = (workspace.path / "train.jsonl").read_text().splitlines()
+    rows[4] = '{"messages": ['
+    (workspace.path / "train.jsonl").write_text("\n".join(rows))
+
+    outcome = workspace.podium(*arguments, workspace.recipe())
+
+    workspace.refused(outcome, "data.train.0", "train.jsonl, line 5: not valid JSON")
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
+def test_a_row_without_the_expected_fields_is_told_with_its_line(
+    workspace: Workspace, arguments: tuple[str, ...]
+) -> None:
+    workspace.rows("train.jsonl", [chat("1+1?", "2")] * 6 + [{"question": "1+2?", "answer": "3"}])
+
+    outcome = workspace.podium(*arguments, workspace.recipe())
+
+    workspace.refused(outcome, "train.jsonl, line 7", "`messages`, `prompt` with `completion`, or `text`", "question")
+
+
+def test_a_first_row_without_the_expected_fields_is_found_by_the_quick_check(workspace: Workspace) -> None:
+    workspace.rows("train.jsonl", [{"question": "1+2?", "answer": "3"}])
+
+    outcome = workspace.podium("check", workspace.recipe())
+
+    workspace.refused(
+        outcome, "data.train.0", "train.jsonl, line 1", "`messages`, `prompt` with `completion`, or `text`"
+    )
+
+
+def test_a_bad_row_in_the_heldout_data_is_told_too(workspace: Workspace) -> None:
+    (workspace.path / "heldout.jsonl").write_text('{"text": "a"}\n{"text": 7}\n')
+
+    outcome = workspace.podium("train", workspace.recipe(data={"heldout": [{"path": "heldout.jsonl"}]}))
+
+    workspace.refused(outcome, "heldout.jsonl, line 2", "`text` must be a string")
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
+def test_a_template_that_cannot_mark_assistant_turns(workspace: Workspace, arguments: tuple[str, ...]) -> None:
+    unmarked = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    # Beginning with the number of turns, a chat's first part alone is not how the whole begins.
+    (workspace.path / "chat.jinja").write_text("{{ messages | length }}" + unmarked)
+
+    outcome = workspace.podium(*arguments, workspace.recipe(model={"chat_template": "chat.jinja"}))
+
+    workspace.refused(outcome, "train.jsonl, line", "cannot mark assistant turns", "{% generation %}")
+
+
+@pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
+def test_no_trained_token_in_a_whole_dataset(workspace: Workspace, arguments: tuple[str, ...]) -> None:
+    workspace.rows("train.jsonl", [{"messages": [{"role": "user", "content": "1+1?"}]}] * 3)
+
+    workspace.refused(workspace.podium(*arguments, workspace.recipe()), "train.jsonl", "trained token")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_model_folder_without_tokenizer(workspace: Workspace, verb: str) -> None:
+    bare = workspace.path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(workspace.model / name, bare / name)
+
+    outcome = workspace.podium(verb, workspace.recipe(model={"path": "bare"}))
+
+    workspace.refused(outcome, "model.path: bare has no tokenizer", "set model.tokenizer")
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_model_folder_without_weights(workspace: Workspace, verb: str) -> None:
+    shutil.copytree(workspace.model, workspace.path / "bare", ignore=shutil.ignore_patterns("*.safetensors"))
+
+    outcome = workspace.podium(verb, workspace.recipe(model={"path": "bare"}))
+
+    workspace.refused(outcome, "model.path: bare has no *.safetensors weights. Use model.init: random")
+
+
+def test_more_ranks_than_devices(workspace: Workspace) -> None:
+    outcome = workspace.podium("train", workspace.recipe(), "--devices", "4096")
+
+    workspace.refused(outcome, "placement.devices: 4096 ranks are asked for and this machine has", "or fewer")
+
+
+def test_a_cuda_device_on_a_machine_without_one(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+
+    outcome = workspace.podium("train", workspace.recipe(), "--set", "placement.device=cuda")
+
+    workspace.refused(outcome, "placement.device: cuda is asked for and this machine has no CUDA device")
+
+
+def test_a_run_folder_that_exists_already_is_left_alone(workspace: Workspace) -> None:
+    kept = workspace.path / "runs" / "sums" / "precious.txt"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("mine")
+
+    outcome = workspace.podium("train", workspace.recipe())
+
+    workspace.refused(outcome, "runs/sums exists already", "podium resume runs/sums", left=("sums",))
+    assert [path.name for path in kept.parent.iterdir()] == ["precious.txt"]
+
+
+@pytest.mark.parametrize(
+    ("where", "code", "told"),
+    [
+        ("map", "def other(row):\n    return row\n", "mine.py has no function 'keep'. It defines: other."),
+        ("map", "def keep(row)\n    return row\n", "mine.py, line 1: expected ':'"),
+        ("map", None, "there is no file mine.py"),
+    ],
+)
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_plugin_that_is_not_there(workspace: Workspace, verb: str, where: str, code: str | None, told: str) -> None:
+    if code is not None:
+        (workspace.path / "mine.py").write_text(code)
+
+    recipe = workspace.recipe(data={"train": [{"path": "train.jsonl", where: "mine.py:keep"}]})
+
+    workspace.refused(workspace.podium(verb, recipe), "data.train.0.map: ", told)
+
+
+def test_a_map_that_raises_is_told_with_the_row(workspace: Workspace) -> None:
+    (workspace.path / "mine.py").write_text("def keep(row):\n    return row['nothing']\n")
+
+    outcome = workspace.podium(
+        "train", workspace.recipe(data={"train": [{"path": "train.jsonl", "map": "mine.py:keep"}]})
+    )
+
+    workspace.refused(outcome, "train.jsonl, line", "the source's `map` raised KeyError: 'nothing'")
+
+
+def test_a_score_that_is_no_number_leaves_nothing_behind(workspace: Workspace) -> None:
+    (workspace.path / "mine.py").write_text("def score(answer, reference, row):\n    return float('nan')\n")
+
+    recipe = workspace.recipe(
+        data={"heldout": [{"path": "heldout.jsonl"}]},
+        evaluation={"at_start": True, "generation": {"prompts": 1, "max_new_tokens": 1, "score": "mine.py:score"}},
+    )
+
+    workspace.refused(workspace.podium("train", recipe), "evaluation.generation.score: the function returned nan")
+
+
+def test_a_document_longer_than_the_models_context(workspace: Workspace) -> None:
+    outcome = workspace.podium("train", workspace.recipe(data={"max_length": 257}, tokens_per_step=1024))
+
+    workspace.refused(outcome, "data.max_length: 257 is more than the model's context of 256 positions")
+
+
+def test_an_overlong_document_when_the_recipe_says_error(workspace: Workspace) -> None:
+    outcome = workspace.podium("train", workspace.recipe(data={"max_length": 8, "overlong": "error"}))
+
+    workspace.refused(outcome, "train.jsonl, line", "more than the longest allowed 8")
+
+
+@pytest.mark.xfail(
+    strict=True, reason="api.train fingerprints the data after making the run folder, outside of the discard"
+)
+def test_a_dataset_that_cannot_be_opened_leaves_no_run_folder(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hub id is not asked for by the quick check, so this is found only after the run folder was made."""
+
+    def gone(section: object, key: str) -> object:
+        raise podium.errors.DataError(f"{key}: no network")
+
+    monkeypatch.setattr("podium.data.hub.open_dataset", gone)
+    recipe = workspace.recipe(data={"train": [{"path": "owner/nothing", "format": "datasets"}]})
+
+    workspace.refused(workspace.podium("train", recipe), "data.train.0: no network")
+
+
+def test_a_run_folder_that_cannot_be_written(workspace: Workspace) -> None:
+    (workspace.path / "file").write_text("in the way")
+
+    outcome = workspace.podium("train", workspace.recipe(run={"folder": "file"}))
+
+    workspace.refused(outcome, "the run folder file/sums cannot be written: Not a directory")
+
+
+def test_no_permission_on_the_run_folder(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+
+    def mkdir(path: Path, *args: object, **options: object) -> None:
+        if "runs" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        real(path, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+
+    outcome = workspace.podium("train", workspace.recipe())
+
+    workspace.refused(outcome, "runs/sums cannot be written: Permission denied")
+
+
+def test_a_full_disk_at_a_checkpoint_is_told_and_leaves_the_last_one_usable(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from podium.engine import checkpoint
+
+    real = checkpoint.save_tensors  # type: ignore[attr-defined]
+    saved: list[Path] = []
+
+    def save(tensors: dict[str, Tensor], path: Path) -> None:
+        saved.append(path)
+        if len(saved) == 2:
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_tensors", save)
+
+    outcome = workspace.podium("train", workspace.recipe(checkpoint={"every": 2, "background": False}))
+
+    workspace.refused(outcome, "saving into", "No space left on device", left=("sums",))
+    assert workspace.podium("resume", "runs/sums").code == 0
+    assert sorted(workspace.metric("sums", "loss")) == [1, 2, 3, 4]
+
+
+@pytest.mark.xfail(
+    strict=True, raises=OSError, reason="an OSError of rank 0's own files reaches the user as a traceback"
+)
+def test_a_full_disk_under_the_metrics_is_told_without_a_traceback(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def append(self: object, metrics: object) -> None:
+        raise OSError(28, "No space left on device", "metrics.jsonl")
+
+    monkeypatch.setattr("podium.observe.metrics.MetricsFile.append", append)
+
+    outcome = workspace.podium("train", workspace.recipe())
+
+    workspace.refused(outcome, "No space left on device")
+
+
+def test_an_unknown_run_folder(workspace: Workspace) -> None:
+    workspace.refused(workspace.podium("resume", "runs/none"), "there is no run folder runs/none")
+    workspace.refused(workspace.podium("export", "runs/none", "out"), "there is no run folder runs/none")
+    workspace.refused(workspace.podium("resume", "."), "is not a run folder")
+
+
+@pytest.mark.parametrize(
+    "arguments", [("train",), ("nonsense",), ("train", "a.yaml", "--devices", "0"), ("export", "runs/a")]
+)
+def test_a_command_line_that_makes_no_sense(workspace: Workspace, arguments: tuple[str, ...]) -> None:
+    outcome = workspace.podium(*arguments)
+
+    assert outcome.code == 2
+    assert "Traceback" not in outcome.err
+
+
+def test_the_same_mistakes_in_python_raise_the_same_errors(workspace: Workspace) -> None:
+    recipe = podium.Recipe.model_validate(
+        {
+            "program": "sft",
+            "model": {"path": str(workspace.model)},
+            "data": {"train": [{"path": "train.jsonl"}]},
+            "optimizer": {"lr": 1e-3},
+            "steps": 1,
+        }
+    )
+
+    with pytest.raises(RecipeError, match=r"run\.name: a recipe that was not read from a file needs a name"):
+        podium.train(recipe)
+    with pytest.raises(RecipeError, match=r"Did you mean optimizer\.lr"):
+        podium.check(recipe, overrides=["optimizer.lrr=1"])
+    with pytest.raises(RunFolderError, match="there is no run folder"):
+        podium.resume("runs/none")
+    assert not (workspace.path / "runs").exists()
+
+
+@pytest.mark.parametrize("key", ["tokens_per_step", "micro_batch_tokens"])
+@pytest.mark.xfail(strict=True, raises=ValidationError, reason="resolved() lets pydantic's ValidationError through")
+def test_a_budget_too_small_for_any_document(workspace: Workspace, key: str) -> None:
+    workspace.refused(workspace.podium("train", workspace.recipe("sums", **{key: 1})), "leaves no token to predict")
+
+
+@pytest.mark.xfail(strict=True, reason="only check --deep compares tokenizer and embedding; train uses padding rows")
+def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(workspace: Workspace) -> None:
+    shutil.copytree(workspace.model, workspace.path / "grown")
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens(["what"])
+    tokenizer.save_pretrained(workspace.path / "grown")
+
+    outcome = workspace.podium("train", workspace.recipe(model={"path": "grown"}))
+
+    workspace.refused(outcome, "48 tokens", "47")
+
+
+def test_a_chat_template_that_is_missing_or_broken(workspace: Workspace) -> None:
+    recipe = workspace.recipe(model={"chat_template": "chat.jinja"})
+
+    workspace.refused(workspace.podium("check", recipe), "model.chat_template: there is no chat.jinja")
+    (workspace.path / "chat.jinja").write_text("{% for message in messages %}")
+    workspace.refused(workspace.podium("train", recipe), "train.jsonl, line", "the chat template refuses this chat")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("model.safetensors", lambda data: data[:1000], "cannot be read as safetensors"),
+        ("tokenizer.json", lambda data: data[:1000], "the tokenizer of"),
+        ("config.json", lambda data: data[:10], "is not valid JSON"),
+        ("config.json", lambda data: data.replace(b'"qwen3"', b'"nonesuch"'), "transformers cannot read this config"),
+    ],
+)
+def test_a_model_folder_with_a_damaged_file(
+    workspace: Workspace, name: str, change: Callable[[bytes], bytes], told: str
+) -> None:
+    shutil.copytree(workspace.model, workspace.path / "damaged")
+    file = workspace.path / "damaged" / name
+    file.write_bytes(change(file.read_bytes()))
+
+    workspace.refused(workspace.podium("train", workspace.recipe(model={"path": "damaged"})), "damaged", told)
+
+
+def test_a_run_that_diverges_stops_with_a_report(workspace: Workspace) -> None:
+    outcome = workspace.podium("train", workspace.recipe(steps=12), "--set", "optimizer.lr=1e38")
+
+    workspace.refused(outcome, "steps 2 to 6 had a non-finite loss or gradient", "Lower optimizer.lr", left=("sums",))
+    assert sum(workspace.metric("sums", "skipped").values()) == 5
+
+
+@pytest.mark.xfail(strict=True, reason="models/folder.py and recipe/plugins.py do not expand ~, resolving.py does")
+@pytest.mark.parametrize("what", ["model", "map"])
+def test_the_home_folder_may_be_written_as_a_tilde(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setenv("HOME", str(workspace.path))
+    shutil.copytree(workspace.model, workspace.path / "model")
+    (workspace.path / "mine.py").write_text("def keep(row):\n    return row\n")
+    source = {"path": "~/train.jsonl", **({"map": "~/mine.py:keep"} if what == "map" else {})}
+    model = {"path": "~/model"} if what == "model" else {}
+
+    outcome = workspace.podium("check", workspace.recipe(model=model, data={"train": [source]}))
+
+    assert outcome.code == 0, outcome

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Podium as a process of its own: started, watched, stopped, and nothing left of it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+DEADLINE_S = 120.0
+
+
+def wait_until(happened: Callable[[], bool], what: str, *, deadline_s: float = DEADLINE_S) -> None:
+    """Returns as soon as it has happened; fails with `what` after the deadline."""
+    end = time.monotonic() + deadline_s
+    while not happened():
+        assert time.monotonic() < end, f"{what} did not happen within {deadline_s:.0f} s"
+        time.sleep(0.01)
+
+
+def members(group: int) -> list[int]:
+    """Living processes of a process group."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                # pid (name) state parent group ...: the name may hold anything, what follows it may not.
+                state, _, its_group = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:3]
+                if int(its_group) == group and state != "Z":
+                    found.append(int(entry.name))
+    return found
+
+
+@contextmanager
+def started(arguments: Sequence[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """`python ARGUMENTS` in a process group of its own, its words in `output`; the whole group is gone afterwards."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with output.open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, *arguments], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(DEADLINE_S)
+
+
+def assert_gone(group: int) -> None:
+    wait_until(lambda: not members(group), f"the end of all processes of group {group}", deadline_s=20)
+
+
+def finished(arguments: Sequence[str], output: Path, *, deadline_s: float = DEADLINE_S) -> str:
+    """Runs to its end with exit code 0; returns what it said."""
+    with started(arguments, output) as process:
+        code = process.wait(deadline_s)
+        assert code == 0, output.read_text()
+        assert_gone(process.pid)
+    return output.read_text()
+
+
+def spawned_children() -> list[int]:
+    """Living ranks that this process started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
+                command = entry.joinpath("cmdline").read_bytes()
+                if int(parent) == os.getpid() and state != "Z" and b"spawn_main" in command:
+                    found.append(int(entry.name))
+    return found

@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of several architectures, a character tokenizer with a chat template, and chat data, all seeded."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models
+
+_CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyzW.\n"
+_SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# 250 tokens are padded to 256 rows, so every comparison covers padding.
+VOCABULARY = 250
+_BASE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+_MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "decoder_sparse_step": 1}
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama"},
+    "qwen3": {"model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True},
+    # Two layers, one of which slides: by default every sixth layer of Gemma3 sees everything.
+    "gemma3": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "tie_word_embeddings": True,
+    },
+    "mistral": {"model_type": "mistral", "head_dim": 8, "sliding_window": 8},
+    "qwen3_moe": dict(model_type="qwen3_moe", head_dim=8, **_MOE),
+    "gemma2": {
+        "model_type": "gemma2",
+        "head_dim": 8,
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 8,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
+    "granite": {"model_type": "granite", "logits_scaling": 4.0},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 8,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 8,
+    },
+    "qwen3_next": dict(
+        model_type="qwen3_next",
+        head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        linear_num_key_heads=2,
+        linear_num_value_heads=2,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        shared_expert_intermediate_size=16,
+        **_MOE,
+    ),
+}
+
+
+def tiny_config(name: str, **changes: Any) -> Any:
+    """A config of one of the architectures above, two layers of 32 unless changed."""
+    return transformers.AutoConfig.for_model(**{**_BASE, **_CONFIGS[name], **changes})
+
+
+def save_tiny_model(name: str, folder: Path, *, seed: int = 0, shard_size: str = "5GB", **changes: Any) -> Path:
+    """Writes config and weights. Every weight is moved a little: ones and zeros hide mistakes."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+    return folder
+
+
+def tiny_tokenizer() -> Any:
+    """One token per character, ChatML with generation markers."""
+    vocabulary = {symbol: index for index, symbol in enumerate([*_SPECIAL, *_CHARACTERS])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token=None))
+    core.decoder = decoders.Fuse()
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<|pad|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+    )
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def save_tiny_folder(folder: Path, name: str = "qwen3") -> Path:
+    """A whole checkpoint folder that can be trained on chats: model and tokenizer."""
+    tokenizer = tiny_tokenizer()
+    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    save_tiny_model(name, folder, vocab_size=len(tokenizer), **ends)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_chats(path: Path, *, count: int = 64, seed: int = 0) -> Path:
+    """Sums of two numbers of one to six digits, as chats: documents of unequal length."""
+    draw = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        left, right = (draw.randrange(10 ** draw.randint(1, 6)) for _ in range(2))
+        question = {"role": "user", "content": f"what is {left}+{right}?"}
+        rows.append({"messages": [question, {"role": "assistant", "content": str(left + right)}]})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

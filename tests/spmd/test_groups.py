@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One, two and four ranks over gloo: the same gradient, the same losses, and checkpoints that fit any of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from helpers.engines import full_gradient, make_engine, random_documents, relative_l2
+from helpers.ranks import OPTIMIZER, GroupResult, GroupTask, group_rank, two_steps, whole_state
+from helpers.tiny import save_tiny_model
+from podium import api
+from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.train_step import TrainEngine
+from podium.spmd.launch import launch
+from podium.spmd.run import checkpoint_pieces
+
+# The last one is trained and saved; its layers have rows that do not divide by 4 ranks.
+MODELS = ("qwen3_moe", "gemma3", "qwen3")
+SAME = 1e-5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("groups")
+    for name in MODELS:
+        save_tiny_model(name, folder / name, intermediate_size=50)
+    return folder
+
+
+def spawned(folder: Path, ranks: int, *, load: str | None, save: str) -> GroupResult:
+    task = GroupTask(
+        models=tuple(folder / name for name in MODELS), load=None if load is None else folder / load, save=folder / save
+    )
+    (folder / save).mkdir()
+    return launch(group_rank, (task,), ranks=ranks, restarts=0, stop_file=folder / "stop")
+
+
+@pytest.fixture(scope="module")
+def two(folder: Path) -> GroupResult:
+    """Trains two steps and saves."""
+    return spawned(folder, 2, load=None, save="by-two")
+
+
+@pytest.fixture(scope="module")
+def one(folder: Path, two: GroupResult) -> dict[str, Tensor]:
+    """One rank loads what two saved, and saves it again."""
+    engine = loaded(folder, "by-two")
+    (folder / "by-one").mkdir()
+    writer = CheckpointWriter(folder / "by-one", engine.mesh, keep=1, keep_best=False, background=False, timeout_s=60)
+    writer.save(2, checkpoint_pieces(engine), Extras(values={}, arrays={}), heldout_loss=None)
+    return whole_state(engine)
+
+
+@pytest.fixture(scope="module")
+def four(folder: Path, one: dict[str, Tensor]) -> GroupResult:
+    """Four ranks load what one saved, and save it again."""
+    return spawned(folder, 4, load="by-one", save="by-four")
+
+
+def loaded(folder: Path, saved: str) -> TrainEngine:
+    engine = make_engine(folder / MODELS[-1], optimizer=OPTIMIZER, weights=False)
+    newest_usable(folder / saved).load(checkpoint_pieces(engine))
+    return engine
+
+
+@pytest.mark.parametrize("index", range(len(MODELS)), ids=MODELS)
+def test_two_and_four_ranks_have_the_gradient_of_one(
+    folder: Path, two: GroupResult, four: GroupResult, index: int
+) -> None:
+    wanted = full_gradient(make_engine(folder / MODELS[index]), random_documents())
+    assert relative_l2(two.gradients[index], wanted) < SAME
+    assert relative_l2(four.gradients[index], wanted) < SAME
+
+
+@pytest.mark.parametrize("index", range(len(MODELS)), ids=MODELS)
+def test_ranks_without_any_document_change_nothing(
+    folder: Path, two: GroupResult, four: GroupResult, index: int
+) -> None:
+    wanted = full_gradient(make_engine(folder / MODELS[index]), random_documents())
+    assert relative_l2(two.lopsided[index], wanted) < SAME
+    assert relative_l2(four.lopsided[index], wanted) < SAME
+
+
+def test_the_sharded_forward_agrees_with_transformers(two: GroupResult, four: GroupResult) -> None:
+    assert max(*two.largest_gaps, *four.largest_gaps) < 1e-4
+
+
+def test_training_on_two_ranks_has_the_losses_of_one(folder: Path, two: GroupResult) -> None:
+    alone = two_steps(make_engine(folder / MODELS[-1], optimizer=OPTIMIZER))
+    assert two.losses == pytest.approx(alone, rel=1e-6)
+
+
+def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_two_to_one_to_four_ranks_keep_weights_and_moments_bit_for_bit(
+    folder: Path, two: GroupResult, one: dict[str, Tensor], four: GroupResult
+) -> None:
+    assert any(name.startswith("second_moment/") and tensor.any() for name, tensor in two.saved.items())
+    assert same(one, two.saved)
+    assert same(four.loaded, two.saved)
+    assert same(whole_state(loaded(folder, "by-four")), two.saved)
+    assert len(list((folder / "by-four" / "step-00000002").glob("rank-*.safetensors"))) == 4
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_verify_compares_a_sharded_model_with_what_transformers_loads(folder: Path, name: str) -> None:
+    found = api.verify(folder / name, devices=2)
+    assert found.agrees, str(found)
+    assert found.largest < 1e-4

@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How ranks are placed, how the first failure is told, and when something is due."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from podium.errors import CheckpointError, DataError, LaunchError
+from podium.spmd.launch import RankPlace, StopRequest, _first_failure, launch, place_under_torchrun
+from podium.spmd.run import Progress, _is_due
+
+ONE_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
+
+
+def _failure(message: Any, *, rank: int = 1, exitcode: int = 1) -> Any:
+    """As torch's elastic launcher hands it over: the rank that failed first, with what it left in its error file."""
+    first = SimpleNamespace(error_file_data={"message": message} if message else {}, exitcode=exitcode, pid=4321)
+    return SimpleNamespace(get_first_failure=lambda: (rank, first))
+
+
+def _recorded(text: str, trace: str = "Traceback ...") -> dict[str, Any]:
+    return {"message": text, "extraInfo": {"py_callstack": trace}}
+
+
+@pytest.fixture(autouse=True)
+def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ONE_PROCESS:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_a_podium_error_of_a_rank_comes_back_as_itself() -> None:
+    error = _first_failure(_failure(_recorded("podium.errors.DataError: train.jsonl, line 3: not valid JSON")))
+
+    assert type(error) is DataError
+    assert str(error) == "train.jsonl, line 3: not valid JSON"
+
+
+def test_a_podium_error_without_its_module_and_with_colons_in_it_comes_back_whole() -> None:
+    error = _first_failure(_failure(_recorded("CheckpointError: data: a: b")))
+
+    assert type(error) is CheckpointError
+    assert str(error) == "data: a: b"
+
+
+def test_another_exception_comes_with_the_ranks_own_traceback() -> None:
+    error = _first_failure(_failure(_recorded("ZeroDivisionError: by zero", "File mine.py, line 7"), rank=3))
+
+    assert type(error) is LaunchError
+    assert str(error) == "rank 3 failed first; the others were ended.\nFile mine.py, line 7"
+
+
+def test_a_message_that_is_plain_text_is_passed_on() -> None:
+    assert "something went wrong" in str(_first_failure(_failure("something went wrong")))
+
+
+@pytest.mark.parametrize("name", ["annotations", "Exception", "SystemExit"])
+def test_a_name_that_is_no_podium_error_is_not_taken_for_one(name: str) -> None:
+    assert type(_first_failure(_failure(_recorded(f"{name}: text")))) is LaunchError
+
+
+@pytest.mark.parametrize(
+    ("exitcode", "told"),
+    [
+        (-signal.SIGKILL, "rank 1 (process 4321) died with SIGKILL; the others were ended. Was it out of memory?"),
+        (-signal.SIGSEGV, "rank 1 (process 4321) died with SIGSEGV; the others were ended."),
+        (7, "rank 1 (process 4321) died with exit code 7; the others were ended."),
+    ],
+)
+def test_a_rank_that_died_without_a_word_is_told_by_how_it_died(exitcode: int, told: str) -> None:
+    assert str(_first_failure(_failure(None, exitcode=exitcode))) == told
+
+
+def test_one_rank_runs_in_this_process(tmp_path: Path) -> None:
+    found = launch(
+        lambda where, word: (os.getpid(), where, word), ("hello",), ranks=1, restarts=0, stop_file=tmp_path / "stop"
+    )
+
+    assert found == (os.getpid(), RankPlace(), "hello")
+
+
+def test_without_torchrun_there_is_no_place() -> None:
+    assert place_under_torchrun() is None
+
+
+def test_a_place_is_read_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(ONE_PROCESS, ("5", "8", "1", "2"), strict=True):
+        monkeypatch.setenv(name, value)
+
+    assert place_under_torchrun() == RankPlace(rank=5, world=8, local_rank=1, attempt=2, launched=False)
+
+
+def test_torchruns_environment_must_be_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "first")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(LaunchError, match="not numbers"):
+        place_under_torchrun()
+
+
+def test_the_stop_file_asks_rank_0_and_the_others_hear_it_from_the_step(tmp_path: Path) -> None:
+    stop_file = tmp_path / "stop"
+    first, second = (StopRequest(RankPlace(rank=rank, world=2, launched=True), stop_file) for rank in (0, 1))
+
+    before = [first.requested, second.requested]
+    stop_file.touch()
+
+    assert before == [False, False]
+    assert [first.requested, second.requested] == [True, False]
+
+
+def test_a_signal_asks_to_stop_and_the_old_handler_comes_back(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with StopRequest(RankPlace(), tmp_path / "stop") as request:
+        signal.raise_signal(signal.SIGTERM)
+        assert request.requested
+
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    with StopRequest(RankPlace(), tmp_path / "stop") as request:
+        signal.raise_signal(signal.SIGINT)
+        assert request.requested
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [(None, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, [])], ids=["never", "1", "3", "7"]
+)
+def test_something_is_due_at_every_nth_step(every: int | None, due: list[int]) -> None:
+    assert [step for step in range(1, 7) if _is_due(every, step)] == due
+
+
+def test_a_run_begins_at_step_0_with_nothing_skipped() -> None:
+    assert Progress() == Progress(step=0, skipped=0, skipped_in_a_row=0, loader=None)

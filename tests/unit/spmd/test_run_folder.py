@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: made once, never written over, gone again when the run never began."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from helpers.recipes import make_recipe
+from podium.errors import RunFolderError
+from podium.recipe import Recipe
+from podium.spmd.folder import RunFolder, write_atomically
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Recipe:
+    return make_recipe(f"run.folder={tmp_path / 'runs'}")
+
+
+def test_a_new_folder_holds_the_recipe_and_the_state(recipe: Recipe, tmp_path: Path) -> None:
+    folder = RunFolder.create(recipe)
+
+    assert folder.path == tmp_path / "runs" / "sums"
+    assert folder.recipe() == recipe
+    assert folder.status == "starting"
+    assert folder.state()["program"] == "sft"
+    assert {"python", "podium", "torch", "transformers"} <= set(folder.state()["versions"])
+    assert folder.checkpoints.is_dir()
+
+
+def test_a_folder_that_exists_is_never_written_over(recipe: Recipe) -> None:
+    folder = RunFolder.create(recipe)
+    folder.update(status="running")
+
+    with pytest.raises(RunFolderError, match=rf"{folder.path} exists already\. Continue it with `podium resume"):
+        RunFolder.create(recipe)
+    assert folder.status == "running"
+
+
+def test_a_file_in_the_way_is_refused_and_left_alone(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "sums").write_text("mine")
+
+    with pytest.raises(RunFolderError, match="exists already"):
+        RunFolder.create(recipe)
+    assert (tmp_path / "runs" / "sums").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+
+    with pytest.raises(RunFolderError, match=r"the run folder .*file/sums cannot be written: Not a directory"):
+        RunFolder.create(make_recipe(f"run.folder={tmp_path / 'file'}"))
+
+
+def test_a_disk_that_fills_up_leaves_no_half_made_folder(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("podium.spmd.folder.write_atomically", full)
+
+    with pytest.raises(RunFolderError, match="cannot be written: No space left on device"):
+        RunFolder.create(recipe)
+    assert not (tmp_path / "runs" / "sums").exists()
+
+
+def test_opening_what_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match="there is no run folder"):
+        RunFolder.open(tmp_path / "none")
+
+
+def test_opening_some_other_folder_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(RunFolderError, match=r"is not a run folder: it has no recipe\.yaml and run\.json"):
+        RunFolder.open(tmp_path)
+
+
+def test_an_existing_run_is_opened_by_its_path(recipe: Recipe) -> None:
+    made = RunFolder.create(recipe)
+
+    assert RunFolder.open(str(made.path)) == made
+
+
+def test_a_run_that_never_began_is_removed(recipe: Recipe) -> None:
+    folder = RunFolder.create(recipe)
+    folder.discard_if_never_begun()
+
+    assert not folder.path.exists()
+    RunFolder.create(recipe)
+
+
+@pytest.mark.parametrize("status", ["running", "stopped", "finished"])
+def test_a_run_that_began_is_kept(recipe: Recipe, status: str) -> None:
+    folder = RunFolder.create(recipe)
+    folder.update(status=status)
+    folder.discard_if_never_begun()
+
+    assert folder.status == status
+
+
+def test_discarding_what_is_damaged_or_gone_raises_nothing_over_the_first_error(recipe: Recipe, tmp_path: Path) -> None:
+    folder = RunFolder.create(recipe)
+    (folder.path / "run.json").write_text("{")
+    folder.discard_if_never_begun()
+    RunFolder(path=tmp_path / "none").discard_if_never_begun()
+
+    assert folder.path.exists()
+
+
+def test_updates_merge_and_leave_no_temporary_file(recipe: Recipe) -> None:
+    folder = RunFolder.create(recipe)
+    folder.update(status="running", cpu={"threads": 1})
+    folder.update(step=3)
+
+    assert (folder.status, folder.state()["step"], folder.state()["cpu"]) == ("running", 3, {"threads": 1})
+    assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "recipe.yaml", "run.json"]
+
+
+def test_a_write_that_fails_half_way_leaves_the_old_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "run.json"
+    file.write_text("old")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("podium.spmd.folder.os.fsync", fail)
+
+    with pytest.raises(OSError, match="No space"):
+        write_atomically(file, "new")
+    assert file.read_text() == "old"
+
+
+def test_samples_are_appended_as_json_lines(recipe: Recipe) -> None:
+    folder = RunFolder.create(recipe)
+    folder.samples(2, [{"prompt": "zwölf?", "answer": "12"}])
+    folder.samples(4, [{"prompt": "b", "answer": "c"}])
+
+    lines = [json.loads(line) for line in folder.samples_file.read_text(encoding="utf-8").splitlines()]
+    assert lines == [{"step": 2, "prompt": "zwölf?", "answer": "12"}, {"step": 4, "prompt": "b", "answer": "c"}]

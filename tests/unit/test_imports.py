@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What importing Podium costs: a look at a recipe imports no torch, and the SPMD path never imports ray."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from helpers.tiny import save_tiny_folder, write_chats
+
+CHECKING = """
+import json, sys, time
+import podium, podium.cli
+began = time.perf_counter()
+podium.cli.app(["check", sys.argv[1]], standalone_mode=False)
+seconds = time.perf_counter() - began
+print(json.dumps({"seconds": seconds, "modules": sorted({name.split(".")[0] for name in sys.modules})}))
+"""
+
+TRAINING = """
+import json, sys
+import podium
+result = podium.train(sys.argv[1])
+print(json.dumps({"step": result.step, "modules": sorted({name.split(".")[0] for name in sys.modules})}))
+"""
+
+
+def _recipe(folder: Path) -> Path:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        f"program: sft\nmodel: {{path: {folder / 'model'}}}\n"
+        f"data: {{train: [{{path: {folder / 'train.jsonl'}}}]}}\n"
+        "optimizer: {lr: 1e-3}\nsteps: 1\ntokens_per_step: 64\nplacement: {device: cpu, threads: 1, onednn: false}\n"
+        f"run: {{folder: {folder / 'runs'}}}\n"
+    )
+    write_chats(folder / "train.jsonl", count=40)
+    return recipe
+
+
+def _answer(script: str, recipe: Path) -> dict[str, Any]:
+    done = subprocess.run([sys.executable, "-c", script, str(recipe)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def test_checking_a_recipe_imports_nothing_heavy_and_answers_at_once(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "model.safetensors").touch()
+
+    answer = _answer(CHECKING, _recipe(tmp_path))
+
+    assert {"torch", "transformers", "ray", "datasets", "pyarrow"}.isdisjoint(answer["modules"])
+    assert answer["seconds"] < 1.0
+
+
+@pytest.mark.slow
+def test_a_training_run_never_imports_ray(tmp_path: Path) -> None:
+    save_tiny_folder(tmp_path / "model")
+
+    answer = _answer(TRAINING, _recipe(tmp_path))
+
+    assert answer["step"] == 1
+    assert "torch" in answer["modules"]
+    assert "ray" not in answer["modules"]
