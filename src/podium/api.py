@@ -85,12 +85,8 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
         )
     check_recipe(now)
     _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
-    under = place_under_torchrun()
-    if under is None:
+    if place_under_torchrun() is None:
         check_devices(now.placement, now.placement.devices)
-    if under is None or under.rank == 0:
-        opened.write_recipe(now)
-        opened.update(status="running")
     return _launch(now, opened, resume_step=reader.step)
 
 
@@ -139,25 +135,26 @@ def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> Ru
     from podium.spmd.rank import RankTask, run_rank
 
     task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
-    program = PROGRAMS[recipe.program]
-    under = place_under_torchrun()
-    if under is None or under.rank == 0:
+    program, placement, under = PROGRAMS[recipe.program], recipe.placement, place_under_torchrun()
+    if under is not None and under.rank != 0:
+        return run_rank(under, task, program)
+    with folder.held():
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
-    try:
-        if under is not None:
-            return run_rank(under, task, program)
-        placement = recipe.placement
-        return launch(
-            run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=folder.stop_file
-        )
-    except BaseException as error:
-        if under is None or under.rank == 0:
+        if resume_step is not None:
+            folder.write_recipe(recipe)
+            folder.update(status="running")
+        try:
+            if under is not None:
+                return run_rank(under, task, program)
+            stop = folder.stop_file
+            return launch(
+                run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop
+            )
+        except BaseException as error:
             folder.discard_if_never_begun()
-        if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
-            raise RunFolderError(
-                f"{folder.path} cannot be written: {error}. Make room, then `podium resume` it."
-            ) from error
-        raise
+            if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and start again.") from error
+            raise
 
 
 def _fingerprints(recipe: Recipe, model: Path) -> dict[str, str]:

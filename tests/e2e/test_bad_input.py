@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from pydantic import ValidationError
 from torch import Tensor
 
 import podium
@@ -216,9 +215,6 @@ def test_an_overlong_document_when_the_recipe_says_error(workspace: Workspace) -
     workspace.refused(outcome, "train.jsonl, line", "more than the longest allowed 8")
 
 
-@pytest.mark.xfail(
-    strict=True, reason="api.train fingerprints the data after making the run folder, outside of the discard"
-)
 def test_a_dataset_that_cannot_be_opened_leaves_no_run_folder(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,9 +275,6 @@ def test_a_full_disk_at_a_checkpoint_is_told_and_leaves_the_last_one_usable(
     assert sorted(workspace.metric("sums", "loss")) == [1, 2, 3, 4]
 
 
-@pytest.mark.xfail(
-    strict=True, raises=OSError, reason="an OSError of rank 0's own files reaches the user as a traceback"
-)
 def test_a_full_disk_under_the_metrics_is_told_without_a_traceback(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -332,12 +325,10 @@ def test_the_same_mistakes_in_python_raise_the_same_errors(workspace: Workspace)
 
 
 @pytest.mark.parametrize("key", ["tokens_per_step", "micro_batch_tokens"])
-@pytest.mark.xfail(strict=True, raises=ValidationError, reason="resolved() lets pydantic's ValidationError through")
 def test_a_budget_too_small_for_any_document(workspace: Workspace, key: str) -> None:
     workspace.refused(workspace.podium("train", workspace.recipe("sums", **{key: 1})), "leaves no token to predict")
 
 
-@pytest.mark.xfail(strict=True, reason="only check --deep compares tokenizer and embedding; train uses padding rows")
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(workspace: Workspace) -> None:
     shutil.copytree(workspace.model, workspace.path / "grown")
     tokenizer = tiny_tokenizer()
@@ -383,7 +374,6 @@ def test_a_run_that_diverges_stops_with_a_report(workspace: Workspace) -> None:
     assert sum(workspace.metric("sums", "skipped").values()) == 5
 
 
-@pytest.mark.xfail(strict=True, reason="models/folder.py and recipe/plugins.py do not expand ~, resolving.py does")
 @pytest.mark.parametrize("what", ["model", "map"])
 def test_the_home_folder_may_be_written_as_a_tilde(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch, what: str

@@ -351,7 +351,6 @@ def test_verify_refuses_what_is_no_model(workspace: Workspace) -> None:
     workspace.refused(workspace.podium("verify", "./none"), "there is no folder ./none")
 
 
-@pytest.mark.xfail(strict=True, reason="api.verify lets pydantic's ValidationError through")
 @pytest.mark.parametrize("option", [("--device", "tpu"), ("--dtype", "float8")])
 def test_verify_with_an_option_that_does_not_exist_gets_no_traceback(
     workspace: Workspace, option: tuple[str, str]

@@ -47,8 +47,11 @@ def test_a_mistake_found_by_a_rank_is_told_once_and_leaves_nothing(workspace: Wo
 
     outcome = workspace.process("train", workspace.recipe(), "--devices", "2")
 
-    workspace.refused(outcome, "train.jsonl, line 10: not valid JSON")
-    assert outcome.err.count("not valid JSON") == 1
+    # Torch may log first that it ended the other rank; that depends on which of the two came first to the bad row.
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.err
+    assert outcome.err.count("train.jsonl, line 10: not valid JSON") == 1
+    assert not (workspace.path / "runs" / "sums").exists()
 
 
 @pytest.mark.slow

@@ -180,3 +180,29 @@ def test_a_checkpoint_comes_back_bit_for_bit(folder: Path, tmp_path: Path) -> No
         assert torch.equal(piece.local, tensor), piece.name
     (again,), _ = train(restored, (3,))
     assert again == pytest.approx(unbroken, rel=1e-5)
+
+
+def test_the_one_pass_update_is_torchs_adamw() -> None:
+    """Gradient in bfloat16, with clipping; then a skipped step that changes nothing, not even with a NaN."""
+    from podium.engine.fused_adamw import scalars_for, update
+
+    torch.manual_seed(0)
+    weight = torch.randn(1000, 33, device=DEVICE)
+    ours, copy = weight.clone(), torch.zeros_like(weight, dtype=torch.bfloat16)
+    first, second = torch.zeros_like(weight), torch.zeros_like(weight)
+    theirs = nn.Parameter(weight.clone())
+    optimizer = torch.optim.AdamW([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    clip, go, skip = (torch.full((), value, device=DEVICE) for value in (0.5, 0.0, 1.0))
+    for count in range(1, 5):
+        gradient = torch.randn_like(weight).bfloat16()
+        scalars = scalars_for(clip, go, torch.full((), float(count), device=DEVICE), (0.9, 0.95))
+        update(ours, gradient, first, second, copy, scalars, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        theirs.grad = gradient.float() * 0.5
+        optimizer.step()
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    assert torch.equal(copy, ours.bfloat16())
+    before = ours.clone(), first.clone(), second.clone(), copy.clone()
+    scalars = scalars_for(clip, skip, torch.full((), 5.0, device=DEVICE), (0.9, 0.95))
+    gradient = torch.full_like(weight, float("nan"))
+    update(ours, gradient, first, second, copy, scalars, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    assert all(torch.equal(now, then) for now, then in zip((ours, first, second, copy), before, strict=True))

@@ -39,9 +39,6 @@ def test_several_ranks_give_what_rank_0_returned() -> None:
     assert spawned_children() == []
 
 
-@pytest.mark.xfail(
-    strict=True, reason="launch.py: _first_failure takes torch's placeholder <NONE> for an error message"
-)
 def test_a_killed_rank_ends_the_job_and_is_named() -> None:
     with pytest.raises(LaunchError, match=r"rank 1 \(process \d+\) died with SIGKILL; the others were ended"):
         launched(killed_rank)

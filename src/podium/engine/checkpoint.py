@@ -35,6 +35,8 @@ from podium.models.weights import Box
 
 _FORMAT = 1
 _PARTIAL = ".partial-"
+# The writing thread has a deadline of its own, and knows better what it waited for.
+_SLACK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,7 +104,7 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Until the save in flight is complete; raises what went wrong in it."""
         if self._thread is not None:
-            self._thread.join(self._timeout_s)
+            self._thread.join(self._timeout_s + _SLACK_S)
             if self._thread.is_alive():
                 raise CheckpointError(
                     f"a checkpoint is still being written after {self._timeout_s:.0f} s. Is the disk of {self._folder} "

@@ -96,11 +96,12 @@ class _FusedHead(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        return (
-            None if grad_hidden is None else grad_hidden * grad.to(grad_hidden.dtype),
-            None if grad_weight is None else grad_weight.mul_(grad).to(ctx.weight_dtype),  # type: ignore[attr-defined]
-            None, None, None, None,
-        )  # fmt: skip
+        if grad_hidden is not None:
+            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+        if grad_weight is not None:  # scaled and cast in one pass
+            dtype: torch.dtype = ctx.weight_dtype  # type: ignore[attr-defined]
+            grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=dtype))
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _loss_and_gradient(logprobs_C: Tensor, weights_C: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:

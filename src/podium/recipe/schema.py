@@ -20,6 +20,7 @@ from pydantic import (
 from podium.recipe.plugins import PluginPath
 
 Count = Annotated[int, Strict(), Field(ge=1)]
+Switch = Annotated[bool, Strict()]
 NonNegative = Annotated[int, Strict(), Field(ge=0)]
 Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
 Place = Annotated[Text, AfterValidator(os.path.expanduser)]
@@ -60,8 +61,8 @@ class ModelSection(Section):
         description="`layers` recomputes each decoder layer in the backward pass: less memory, about 1/3 slower.",
     )
     pad_vocab_to: Count = Field(64, description="Vocabulary rows are padded to a multiple of this inside the run.")
-    trust_remote_code: bool = Field(False, description="Run Python code that the checkpoint ships. Off unless asked.")
-    self_check: bool = Field(
+    trust_remote_code: Switch = Field(False, description="Run Python code that the checkpoint ships. Off unless asked.")
+    self_check: Switch = Field(
         True, description="Before step 1, compare Podium's packed forward with plain transformers on random tokens."
     )
 
@@ -91,7 +92,7 @@ class DataSection(Section):
         None, description="Longest document in tokens; default: what fits the micro-batch and the model."
     )
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="What happens to longer documents.")
-    shuffle: bool = True
+    shuffle: Switch = True
     shuffle_rows: Count = Field(65_536, description="Rows that are shuffled together; larger files stream by this.")
     packing_window: Count = Field(512, description="Documents waiting to be packed; a wider window fills steps better.")
     workers: NonNegative = Field(
@@ -124,7 +125,7 @@ class PlacementSection(Section):
     restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
     timeout_s: Real = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
-    onednn: bool | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
+    onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
 
 
 class CheckpointSection(Section):
@@ -132,8 +133,8 @@ class CheckpointSection(Section):
 
     every: Count | None = Field(None, description="Steps between checkpoints; default: only at the end and on Ctrl-C.")
     keep: Count = Field(2, description="How many of the newest checkpoints stay.")
-    keep_best: bool = Field(False, description="Also keep the one with the lowest held-out loss.")
-    background: bool = Field(True, description="Write while training goes on.")
+    keep_best: Switch = Field(False, description="Also keep the one with the lowest held-out loss.")
+    background: Switch = Field(True, description="Write while training goes on.")
     timeout_s: Real = Field(1800.0, gt=0, description="Longest wait for all ranks to have written their part.")
 
 
@@ -152,7 +153,7 @@ class EvaluationSection(Section):
     """Held-out loss and generated answers, during the run and at its end."""
 
     every: Count | None = Field(None, description="Steps between evaluations; default: only at the end.")
-    at_start: bool = False
+    at_start: Switch = False
     max_documents: Count | None = None
     generation: GenerationSection | None = None
 

@@ -101,7 +101,7 @@ class Evaluator:
         views = []
         for prompt, tokens in zip(self._prompts, made, strict=True):
             answer = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
-            score = None if self._score is None else _checked(self._score(answer, prompt.reference, prompt.values))
+            score = None if self._score is None else _scored(self._score, answer, prompt)
             views.append(
                 SampleView(
                     prompt=_asked(prompt, self._tokenizer), answer=answer, reference=prompt.reference, score=score
@@ -135,6 +135,17 @@ def _score_function(generation: GenerationSection) -> Score | None:
             return exact_match
         case path:
             return load_plugin(path, "evaluation.generation.score")
+
+
+def _scored(function: Score, answer: str, prompt: Prompt) -> float:
+    try:
+        score = function(answer, prompt.reference, prompt.values)
+    except Exception as error:  # the function is the user's code
+        raise RecipeError(
+            f"evaluation.generation.score: the function raised {type(error).__name__}: {error} for the answer "
+            f"{answer!r} (expected {prompt.reference!r})."
+        ) from error
+    return _checked(score)
 
 
 def _checked(score: Any) -> float:

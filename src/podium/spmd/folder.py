@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -111,6 +112,18 @@ class RunFolder:
         with contextlib.suppress(OSError, RunFolderError, KeyError):
             if self.status == "starting":
                 shutil.rmtree(self.path)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Only one process runs a folder at a time; the operating system lets go when that process ends, however."""
+        with (self.path / "run.lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunFolderError(
+                    f"{self.path} is being run by another process right now. Wait for it, or end it first."
+                ) from error
+            yield
 
     def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
         with self.samples_file.open("a", encoding="utf-8") as file:

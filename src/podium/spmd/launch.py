@@ -86,7 +86,8 @@ def _run_agent(outcome: _Outcome, main: Callable[..., Any], args: tuple[Any, ...
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     # The agent logs each rank's death at length; Podium reports the first one itself.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -160,6 +161,7 @@ class _InterruptHandler:
         self._stop_file = stop_file
         self._asked = False
         self.ended = False
+        self._others = set(multiprocessing.active_children())  # of the caller: not ours to end
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _InterruptHandler:
@@ -171,7 +173,10 @@ class _InterruptHandler:
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
-        for process in multiprocessing.active_children():
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        for process in set(multiprocessing.active_children()) - self._others:
             process.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -181,8 +186,7 @@ class _InterruptHandler:
             print(_STOPPING, flush=True)
         else:
             self.ended = True
-            for process in multiprocessing.active_children():
-                process.kill()
+            self._end_ranks()
 
 
 class StopRequest:

@@ -196,7 +196,6 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(tmp_path: Pa
     assert newest_usable(tmp_path, 1).step == 1
 
 
-@pytest.mark.xfail(strict=True, reason="checkpoint.py: _read_json lets UnicodeDecodeError through")
 def test_binary_rubbish_in_the_record_is_damage_too(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "checkpoint.json").write_bytes(b"\xff\xfe\x00")

@@ -79,7 +79,6 @@ def test_an_override_that_leads_nowhere_is_refused(override: str, complaint: str
     assert complaint in str(caught.value)
 
 
-@pytest.mark.xfail(strict=True, reason="recipe/loading.py says '0 to -1' of an empty list")
 def test_a_position_in_an_empty_list_is_refused_without_a_senseless_range() -> None:
     with pytest.raises(RecipeError) as caught:
         make_recipe("data.heldout=[]", "data.heldout.0.path=x")

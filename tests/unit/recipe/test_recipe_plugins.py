@@ -121,14 +121,12 @@ def test_an_empty_file_defines_nothing(tmp_path: Path) -> None:
     ],
     ids=["in a try", "annotated", "in an if"],
 )
-@pytest.mark.xfail(strict=True, reason="plugins._top_level_names looks at plain definitions and assignments only")
 def test_a_name_bound_in_another_way_at_the_top_is_found(tmp_path: Path, code: str) -> None:
     (tmp_path / "other.py").write_text(code)
 
     plugins.locate(f"{tmp_path}/other.py:keep", "data.train.0.map")
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="plugins.locate does not catch it")
 def test_a_file_that_is_not_utf8_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "latin.py").write_bytes(b"# S\xfcm\ndef f(row):\n    return row\n")
 

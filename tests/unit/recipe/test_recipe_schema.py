@@ -153,7 +153,6 @@ def test_a_wrong_value_is_named_with_its_key(override: str, key: str, value: str
     assert value in complaint
 
 
-@pytest.mark.xfail(strict=True, reason="floats are not strict in recipe/schema.py: true passes for 1.0")
 def test_true_is_not_a_learning_rate() -> None:
     _refused(recipe_values("optimizer.lr=true"))
 
@@ -210,7 +209,6 @@ def test_invalid_yaml_is_refused_with_line_and_column(tmp_path: Path) -> None:
         load_recipe(_written(tmp_path, "program: sft\nmodel: {path: x\nsteps: 1\n"))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="_StrictLoader.construct_mapping hashes every key")
 def test_a_yaml_key_that_is_a_list_is_refused_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         load_recipe(_written(tmp_path, VALID + "? [a, b]\n: 1\n"))

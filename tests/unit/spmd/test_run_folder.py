@@ -140,3 +140,11 @@ def test_samples_are_appended_as_json_lines(recipe: Recipe) -> None:
 
     lines = [json.loads(line) for line in folder.samples_file.read_text(encoding="utf-8").splitlines()]
     assert lines == [{"step": 2, "prompt": "zwölf?", "answer": "12"}, {"step": 4, "prompt": "b", "answer": "c"}]
+
+
+def test_a_folder_is_run_by_one_process_at_a_time(recipe: Recipe) -> None:
+    folder = RunFolder.create(recipe)
+    with folder.held(), pytest.raises(RunFolderError, match="being run by another process"), folder.held():
+        pass
+    with folder.held():
+        pass
