@@ -130,6 +130,7 @@ def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
 
 
 def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+    from podium.engine.checkpoint import set_aside_later
     from podium.programs.registry import PROGRAMS
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
@@ -141,6 +142,7 @@ def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> Ru
     with folder.held():
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         if resume_step is not None:
+            set_aside_later(folder.checkpoints, resume_step)
             folder.write_recipe(recipe)
             folder.update(status="running")
         try:

@@ -155,6 +155,9 @@ def test_the_compiled_model_has_the_losses_of_the_eager_one(folder: Path) -> Non
     eager, _ = train(make_engine(folder, dtype="bfloat16"), (1, 2))
     compiled, _ = train(make_engine(folder, dtype="bfloat16", compile="on"), (1, 2))
     assert compiled == pytest.approx(eager, abs=2e-2)
+    recomputing = {"compile": "on", "activation_checkpointing": "layers"}
+    recomputed, _ = train(make_engine(folder, dtype="bfloat16", **recomputing), (1, 2))
+    assert recomputed == pytest.approx(eager, abs=2e-2)
 
 
 def test_verify_agrees_in_bfloat16_and_compiled(folder: Path) -> None:

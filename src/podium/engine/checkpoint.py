@@ -36,7 +36,7 @@ from podium.models.weights import Box
 _FORMAT = 1
 _PARTIAL = ".partial-"
 # The writing thread has a deadline of its own, and knows better what it waited for.
-_SLACK_S = 10.0
+_SLACK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -182,6 +182,17 @@ def saved_steps(folder: Path) -> list[SavedStep]:
             loss = _read_json(path / "checkpoint.json")["heldout_loss"]
         found.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
     return found
+
+
+def set_aside_later(folder: Path, step: int) -> list[int]:
+    """A run that goes on from an earlier step leaves the line of its later checkpoints: they are renamed, so that
+    nothing takes them for the newest, and kept until the same step is set aside again."""
+    later = [each for each in saved_steps(folder) if each.step > step]
+    for each in later:
+        aside = folder / f".superseded-{each.step:08d}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(each.folder, aside)
+    return [each.step for each in later]
 
 
 def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:

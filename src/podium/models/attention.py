@@ -101,9 +101,12 @@ def _by_document(
     runs = packing.runs
     if not runs:  # on CUDA, without a kernel for this case: the boundaries are on the device only
         runs = runs_of(packing.boundaries.cpu().numpy())
+    # Split, not sliced: the backward of a split is one concatenation, that of a slice a whole tensor of zeros each.
+    sizes = [run.num_documents * run.length for run in runs]
+    parts = zip(*(tensor[0].split(sizes, dim=1) for tensor in (query, key, value)), strict=True)
     outs = []
-    for run in runs:
-        q, k, v = (_documents(tensor, run) for tensor in (query, key, value))
+    for run, part in zip(runs, parts, strict=True):
+        q, k, v = (_documents(tensor, run) for tensor in part)
         if softcap is None and sinks is None:
             mask = _window_mask(run.length, window, q.device)
             out = F.scaled_dot_product_attention(
@@ -116,9 +119,8 @@ def _by_document(
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
 
-def _documents(tensor: Tensor, run: Run) -> Tensor:
-    """[1, H, T, E] -> [D, H, L, E] of one run, as a view."""
-    part = tensor[0, :, run.start : run.start + run.num_documents * run.length]
+def _documents(part: Tensor, run: Run) -> Tensor:
+    """[H, tokens of the run, E] -> [D, H, L, E], as a view."""
     return part.view(part.shape[0], run.num_documents, run.length, part.shape[2]).transpose(0, 1)
 
 

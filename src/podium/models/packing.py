@@ -18,7 +18,6 @@ from podium.data.documents import PackedBatch
 class Run:
     """Neighbouring documents of one length: attended to in one call, without padding."""
 
-    start: int
     num_documents: int
     length: int
 
@@ -50,8 +49,7 @@ def runs_of(offsets: np.ndarray) -> tuple[Run, ...]:
     starts = np.flatnonzero(np.concatenate([[True], lengths[1:] != lengths[:-1]]))
     ends = np.concatenate([starts[1:], [len(lengths)]])
     return tuple(
-        Run(start=int(offsets[first]), num_documents=int(end - first), length=int(lengths[first]))
-        for first, end in zip(starts, ends, strict=True)
+        Run(num_documents=int(end - first), length=int(lengths[first])) for first, end in zip(starts, ends, strict=True)
     )
 
 

@@ -125,6 +125,13 @@ class RunFolder:
                 ) from error
             yield
 
+    def forget_samples_after(self, step: int) -> None:
+        """A resumed run answers the later evaluations again."""
+        if self.samples_file.exists():
+            lines = self.samples_file.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            write_atomically(self.samples_file, "".join(kept))
+
     def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
         with self.samples_file.open("a", encoding="utf-8") as file:
             for row in rows:

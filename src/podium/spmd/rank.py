@@ -65,11 +65,9 @@ def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
 
 def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointReader | None:
     """The checkpoint to begin from; a restarted group takes the newest there is."""
-    if task.resume_step is not None:
-        return newest_usable(folder.checkpoints, task.resume_step)
     if where.attempt > 0 and saved_steps(folder.checkpoints):
         return newest_usable(folder.checkpoints)
-    return None
+    return newest_usable(folder.checkpoints, task.resume_step) if task.resume_step is not None else None
 
 
 def _build(
@@ -89,8 +87,8 @@ def _build(
         model, trained = place(recipe.model, model_folder, mesh, seed=recipe.run.seed, weights=checkpoint is None)
         optimizer = AdamW(trained, recipe.optimizer)
         engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
-        settings = _cpu_settings(recipe, folder, engine)
         progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
+        settings = _cpu_settings(recipe, folder, engine)
         if recipe.model.self_check:
             self_check(model, mesh.device, compute_dtype(recipe.model, mesh.device))
         tokenizer = load_tokenizer(recipe.model)
@@ -101,12 +99,13 @@ def _build(
         evaluator = (
             Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
         )
-    metrics = MetricsFile.resume(folder.metrics_file, step=progress.step) if mesh.is_main else None
-    if metrics is not None:
-        stack.callback(metrics.close)
     loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=progress.step or None) if mesh.is_main else []
     for logger in loggers:
         stack.callback(logger.close)
+    metrics = MetricsFile.resume(folder.metrics_file, step=progress.step) if mesh.is_main else None
+    if metrics is not None:
+        stack.callback(metrics.close)
+        folder.forget_samples_after(progress.step)
     writer = CheckpointWriter(
         folder.checkpoints,
         mesh,

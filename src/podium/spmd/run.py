@@ -210,8 +210,6 @@ class SpmdRun:
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
         parts, counts = self._parts, step.documents.counts
-        if step.number == 1:
-            parts.folder.update(status="running")
         flops = parts.cost.training_flops(step.lengths, step.global_tokens)
         mfu = flops / elapsed / (parts.peak_flops * self._mesh.world)
         done = step.number - self._began[1]
@@ -236,6 +234,8 @@ class SpmdRun:
             "epoch": float(min(counts.epochs, default=0)),
         }
         self._log(StepMetrics(step=step.number, time_s=time.time(), values=values))
+        if step.number == 1:
+            parts.folder.update(status="running")
         parts.console.step(
             StepView(
                 step=step.number,

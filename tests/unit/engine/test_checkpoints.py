@@ -25,6 +25,7 @@ from podium.engine.checkpoint import (
     best_step,
     newest_usable,
     saved_steps,
+    set_aside_later,
     to_remove,
 )
 from podium.errors import CheckpointError
@@ -313,3 +314,18 @@ def test_a_rank_that_never_writes_its_part_is_named_after_the_deadline(tmp_path:
     with pytest.raises(CheckpointError, match=r"still being written|rank-00001\.json did not appear"):
         made.save(1, pieces(), EXTRAS, heldout_loss=None)
     assert saved_steps(tmp_path) == []
+
+
+def test_a_run_that_goes_back_leaves_its_later_checkpoints(tmp_path: Path) -> None:
+    save(tmp_path, 2, 4, 6, keep=3)
+
+    assert set_aside_later(tmp_path, 2) == [4, 6]
+    assert newest_usable(tmp_path).step == 2
+    assert sorted(path.name for path in tmp_path.glob(".superseded-*")) == [
+        ".superseded-00000004",
+        ".superseded-00000006",
+    ]
+
+    save(tmp_path, 4, keep=3)  # the same step again, of the new line
+    assert newest_usable(tmp_path).step == 4
+    assert set_aside_later(tmp_path, 2) == [4]

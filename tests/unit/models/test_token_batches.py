@@ -18,7 +18,7 @@ def document(tokens: list[int], trained: list[int]) -> Document:
 
 def test_neighbours_of_one_length_are_one_run() -> None:
     runs = runs_of(np.array([0, 2, 4, 7, 9]))
-    assert [(run.start, run.num_documents, run.length) for run in runs] == [(0, 2, 2), (4, 1, 3), (7, 1, 2)]
+    assert [(run.num_documents, run.length) for run in runs] == [(2, 2), (1, 3), (1, 2)]
 
 
 def test_only_trained_positions_reach_the_head() -> None:

@@ -148,3 +148,16 @@ def test_a_folder_is_run_by_one_process_at_a_time(recipe: Recipe) -> None:
         pass
     with folder.held():
         pass
+
+
+def test_samples_of_later_steps_and_a_torn_line_are_forgotten_on_resume(recipe: Recipe) -> None:
+    folder = RunFolder.create(recipe)
+    for step in (2, 4, 6):
+        folder.samples(step, [{"prompt": "a", "answer": "b"}])
+    with folder.samples_file.open("a", encoding="utf-8") as file:
+        file.write('{"step": 1, "pro')
+
+    folder.forget_samples_after(4)
+
+    steps = [json.loads(line)["step"] for line in folder.samples_file.read_text(encoding="utf-8").splitlines()]
+    assert steps == [2, 4]
