@@ -59,7 +59,7 @@ def test_a_model_that_would_be_trained_wrongly_is_refused_and_leaves_no_folder(
     tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def one_run(offsets: np.ndarray) -> tuple[Run, ...]:
-        return (Run(start=0, num_documents=1, length=int(offsets[-1])),)
+        return (Run(num_documents=1, length=int(offsets[-1])),)
 
     monkeypatch.setattr(packing, "runs_of", one_run)
     with pytest.raises(UnsupportedModelError, match="trained wrongly"):

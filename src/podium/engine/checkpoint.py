@@ -35,6 +35,7 @@ from podium.models.weights import Box
 
 _FORMAT = 1
 _PARTIAL = ".partial-"
+_SUPERSEDED = ".superseded-"
 # The writing thread has a deadline of its own, and knows better what it waited for.
 _SLACK_S = 5.0
 
@@ -171,6 +172,9 @@ class CheckpointWriter:
         _flush_folder(self._folder)
         for old in to_remove(saved_steps(self._folder), keep=self._keep, keep_best=self._keep_best):
             shutil.rmtree(old.folder, ignore_errors=True)
+        for aside in self._folder.glob(f"{_SUPERSEDED}*"):
+            if int(aside.name.removeprefix(_SUPERSEDED)) <= step:
+                shutil.rmtree(aside, ignore_errors=True)
 
 
 def saved_steps(folder: Path) -> list[SavedStep]:
@@ -186,10 +190,10 @@ def saved_steps(folder: Path) -> list[SavedStep]:
 
 def set_aside_later(folder: Path, step: int) -> list[int]:
     """A run that goes on from an earlier step leaves the line of its later checkpoints: they are renamed, so that
-    nothing takes them for the newest, and kept until the same step is set aside again."""
+    nothing takes them for the newest, and kept until the new line has come as far."""
     later = [each for each in saved_steps(folder) if each.step > step]
     for each in later:
-        aside = folder / f".superseded-{each.step:08d}"
+        aside = folder / f"{_SUPERSEDED}{each.step:08d}"
         shutil.rmtree(aside, ignore_errors=True)
         os.replace(each.folder, aside)
     return [each.step for each in later]

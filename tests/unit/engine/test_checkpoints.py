@@ -328,4 +328,5 @@ def test_a_run_that_goes_back_leaves_its_later_checkpoints(tmp_path: Path) -> No
 
     save(tmp_path, 4, keep=3)  # the same step again, of the new line
     assert newest_usable(tmp_path).step == 4
+    assert [path.name for path in tmp_path.glob(".superseded-*")] == [".superseded-00000006"]
     assert set_aside_later(tmp_path, 2) == [4]

@@ -46,7 +46,7 @@ def test_the_compiled_forward_agrees_with_transformers(tmp_path: Path) -> None:
 
 
 def one_run_over_everything(offsets: np.ndarray) -> tuple[Run, ...]:
-    return (Run(start=0, num_documents=1, length=int(offsets[-1])),)
+    return (Run(num_documents=1, length=int(offsets[-1])),)
 
 
 def test_attention_that_ignores_the_boundaries_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
