@@ -12,18 +12,29 @@ from typing import TYPE_CHECKING, Any, Literal
 from podium.checks import check_recipe, deep_report
 from podium.errors import RecipeError, RunFolderError
 from podium.models.folder import is_hub_id
-from podium.recipe import ModelSection, PlacementSection, Recipe, apply_overrides, load_recipe, parse_recipe
+from podium.recipe import (
+    ModelSection,
+    PlacementSection,
+    Recipe,
+    apply_overrides,
+    load_recipe,
+    parse_recipe,
+    plugins,
+)
 from podium.recipe.changes import changes
 from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
 from podium.spmd.folder import RunFolder
 
+# Other files of a model's folder: weights come from the checkpoint.
+_NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
 # What a full or read-only disk raises.
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 if TYPE_CHECKING:
     from podium.models.verify import Comparison
     from podium.spmd.export import ExportDtype, Which
+    from podium.spmd.rank import Program
     from podium.spmd.run import RunResult
 
 
@@ -41,23 +52,23 @@ def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunR
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own."""
     from podium.engine.mesh import check_devices
     from podium.models.folder import local_folder, read_config
+    from podium.programs.registry import PROGRAMS  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
     made = _recipe(recipe, overrides)
     check_recipe(made)
     model = local_folder(made.model.path, "model.path")
     made = resolved(made, read_config(model, "model.path"))
-    under = place_under_torchrun()
-    if under is None or (under.rank == 0 and under.attempt == 0):
-        if under is None:
-            check_devices(made.placement, made.placement.devices)
-        inputs = _fingerprints(made, model)
-        folder = RunFolder.create(made)
-        folder.update(inputs=inputs)
+    under, program = place_under_torchrun(), PROGRAMS[made.program]
+    assert made.run.name is not None
+    path = Path(made.run.folder) / made.run.name
+    if under is None:
+        check_devices(made.placement, made.placement.devices)
+    if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
+        folder = RunFolder.create(made, inputs=_fingerprints(made, model))
     else:
-        assert made.run.name is not None
-        folder = RunFolder(path=Path(made.run.folder) / made.run.name)
-    return _launch(made, folder, resume_step=None)
+        folder = RunFolder(path=path)
+    return _launch(program, made, folder, resume_step=None)
 
 
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
@@ -65,6 +76,7 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
     from podium.engine.checkpoint import newest_usable
     from podium.engine.mesh import check_devices
     from podium.models.folder import local_folder
+    from podium.programs.registry import PROGRAMS
     from podium.spmd.launch import place_under_torchrun
 
     opened = RunFolder.open(folder)
@@ -87,7 +99,7 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
     _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
     if place_under_torchrun() is None:
         check_devices(now.placement, now.placement.devices)
-    return _launch(now, opened, resume_step=reader.step)
+    return _launch(PROGRAMS[now.program], now, opened, resume_step=reader.step)
 
 
 def export(folder: str | Path, out: str | Path, *, which: Which = "last", dtype: ExportDtype | None = None) -> int:
@@ -129,20 +141,17 @@ def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     return recipe
 
 
-def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
-    from podium.engine.checkpoint import set_aside_later
-    from podium.programs.registry import PROGRAMS
+def _launch(program: Program, recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
     task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
-    program, placement, under = PROGRAMS[recipe.program], recipe.placement, place_under_torchrun()
+    placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
         return run_rank(under, task, program)
     with folder.held():
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         if resume_step is not None:
-            set_aside_later(folder.checkpoints, resume_step)
             folder.write_recipe(recipe)
             folder.update(status="running")
         try:
@@ -160,17 +169,22 @@ def _launch(recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> Ru
 
 
 def _fingerprints(recipe: Recipe, model: Path) -> dict[str, str]:
-    """Of what a run reads: so that a resumed run notices when it changed."""
+    """Of what a run reads, so that a resumed run notices when it changed: data (large files by their head and tail),
+    config, tokenizer, chat template and `map` plug-ins."""
     from podium.data.sources import open_source
 
     found = {
         section.path: open_source(section, f"data.train.{index}").fingerprint()
         for index, section in enumerate(recipe.data.train)
     }
-    for name in ("config.json", "tokenizer.json"):
-        file = (model / name).resolve()
-        if file.is_file():
-            found[str(file)] = f"{zlib.crc32(file.read_bytes()):08x}"
+    tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else model
+    files = [model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
+    files += [Path(plugins.split_plugin(section.map)[0]) for section in recipe.data.train if section.map is not None]
+    if recipe.model.chat_template is not None:
+        files.append(Path(recipe.model.chat_template))
+    for file in files:
+        if file.is_file() and file.suffix not in _NOT_THE_TOKENIZERS:
+            found[str(file.resolve())] = f"{zlib.crc32(file.read_bytes()):08x}"
     return found
 
 

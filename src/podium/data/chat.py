@@ -83,6 +83,8 @@ class DocumentMaker:
             marked = self._marked(values, columns, row)
         except ChatTemplateError as error:
             raise DataError(f"{row.where}: {error}") from error
+        except (TypeError, UnicodeError) as error:
+            raise _unreadable(row, error) from error
         return self._finished(marked, row)
 
     def prompt_of(
@@ -96,6 +98,8 @@ class DocumentMaker:
             found = self._prompt(values, columns, row)
         except ChatTemplateError as error:
             raise DataError(f"{row.where}: {error}") from error
+        except (TypeError, UnicodeError) as error:
+            raise _unreadable(row, error) from error
         if found is None:
             return None
         tokens, reference = found
@@ -243,6 +247,13 @@ class SourcesMaker:
 
 def load_map(section: SourceSection, key: str) -> MapFunction | None:
     return plugins.load(section.map, f"{key}.map") if section.map is not None else None
+
+
+def _unreadable(row: Row, error: Exception) -> DataError:
+    return DataError(
+        f"{row.where}: the tokenizer cannot read it ({type(error).__name__}: {error}). Halves of surrogate pairs, "
+        "as in broken emoji, are the usual reason; mend or drop such rows with the source's `map`."
+    )
 
 
 def _end_of_trained(trained: Mask) -> int:

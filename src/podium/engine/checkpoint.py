@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import threading
@@ -89,8 +90,9 @@ class CheckpointWriter:
             torch.cuda.synchronize(self._mesh.device)
         partial = self._folder / f"{_PARTIAL}{step:08d}"
         if self._mesh.is_main:
-            # Leftovers of a save that was killed would pass for parts of this one.
-            shutil.rmtree(partial, ignore_errors=True)
+            # Leftovers of saves that were killed: of this step they would pass for parts of it.
+            for old in self._folder.glob(f"{_PARTIAL}*"):
+                shutil.rmtree(old, ignore_errors=True)
             partial.mkdir(parents=True)
         self._mesh.barrier()
         job = threading.Thread(
@@ -115,6 +117,11 @@ class CheckpointWriter:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise CheckpointError(f"saving into {self._folder} failed: {failure}") from failure
+
+    def settle(self, deadline_s: float = 30.0) -> None:
+        """Lets a save in flight end when the run breaks off, so that an error does not cost the newest checkpoint."""
+        if self._thread is not None:
+            self._thread.join(deadline_s)
 
     def _write(
         self,
@@ -165,6 +172,7 @@ class CheckpointWriter:
             "files": {arrays.name: _fingerprint(arrays)},
         }
         _write_json(partial / "checkpoint.json", record)
+        _flush_folder(partial)
         final = self._folder / f"step-{step:08d}"
         if final.exists():  # the same step saved again after a resume
             shutil.rmtree(final)
@@ -180,10 +188,10 @@ class CheckpointWriter:
 def saved_steps(folder: Path) -> list[SavedStep]:
     """Complete checkpoints, oldest first. Partial ones are not listed: they never became checkpoints."""
     found = []
-    for path in sorted(folder.glob("step-*")):
+    for path in sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()):
         loss = None
         with contextlib.suppress(CheckpointError):  # a damaged one is listed, and found out when it is opened
-            loss = _read_json(path / "checkpoint.json")["heldout_loss"]
+            loss = _read_json(path / "checkpoint.json").get("heldout_loss")
         found.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
     return found
 
@@ -201,7 +209,7 @@ def set_aside_later(folder: Path, step: int) -> list[int]:
 
 def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:
     """The one with the lowest held-out loss, the newer of two equals."""
-    scored = [each for each in saved if each.heldout_loss is not None]
+    scored = [each for each in saved if each.heldout_loss is not None and math.isfinite(each.heldout_loss)]
     return min(scored, key=lambda each: (each.heldout_loss, -each.step)) if scored else None
 
 
@@ -283,7 +291,9 @@ def newest_usable(folder: Path, step: int | None = None) -> CheckpointReader:
     if not saved:
         partial = [path.name for path in folder.glob(f"{_PARTIAL}*")]
         hint = f" ({partial[0]} was never completed)" if partial else ""
-        raise CheckpointError(f"{folder} has no complete checkpoint{hint}. Start the run again with `podium train`.")
+        raise CheckpointError(
+            f"{folder} has no complete checkpoint{hint}. Remove the run folder and start it again with `podium train`."
+        )
     if step is not None and step not in {each.step for each in saved}:
         listed = ", ".join(str(each.step) for each in saved)
         raise CheckpointError(f"{folder} has no checkpoint of step {step}. There are: {listed}.")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -77,8 +78,9 @@ def check_devices(placement: PlacementSection, ranks: int) -> None:
         )
 
 
-def join(placement: PlacementSection, *, rank: int, world: int, local_rank: int) -> Mesh:
-    """Takes this rank's place: picks the device and, among several ranks, meets the others."""
+def join(placement: PlacementSection, *, rank: int, world: int, local_rank: int, meeting: Path | None = None) -> Mesh:
+    """Takes this rank's place: picks the device and, among several ranks, meets the others, over the file `meeting` or
+    as torchrun's environment says."""
     kind = device_kind(placement)
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -88,7 +90,8 @@ def join(placement: PlacementSection, *, rank: int, world: int, local_rank: int)
     timeout = timedelta(seconds=placement.timeout_s)
     backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
     try:
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=timeout)
+        store = None if meeting is None else dist.FileStore(str(meeting), world)  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
         probe = torch.ones(1, device=device)
         dist.all_reduce(probe)
     except (RuntimeError, ValueError, dist.DistError) as error:

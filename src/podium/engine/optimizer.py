@@ -17,19 +17,18 @@ from podium.recipe import OptimizerSection
 
 
 def learning_rate(section: OptimizerSection, step: int, steps: int) -> float:
-    """The rate of step 1, 2, ... `steps`; pure, so a resumed run needs no schedule state."""
+    """The rate of step 1, 2, ... `steps`; pure, so a resumed run needs no schedule state. Warm-up reaches the full rate
+    at its last step; linear and cosine reach their end one step after the last, so that no step is for nothing."""
     if step <= section.warmup_steps:
         return section.lr * step / section.warmup_steps
-    done = (step - section.warmup_steps) / max(1, steps - section.warmup_steps)
+    done = (step - 1 - section.warmup_steps) / (steps - section.warmup_steps)
     match section.schedule:
         case "constant":
-            share = 1.0
+            return section.lr
         case "linear":
             share = 1.0 - done
         case "cosine":
             share = 0.5 * (1.0 + math.cos(math.pi * done))
-    if section.schedule == "constant":
-        return section.lr
     return section.lr * (section.final_lr_ratio + (1.0 - section.final_lr_ratio) * share)
 
 
@@ -48,10 +47,9 @@ class AdamW:
         moments = zip(self.trained, self.first_moments, self.second_moments, strict=True)
         # A rank may hold no row of a small tensor.
         held = [_Slot(*each) for each in moments if each[0].master.numel()]
-        # Vectors (norms, biases) are not decayed.
         self._groups = [
-            ([slot for slot in held if len(slot.trained.shape) >= 2], section.weight_decay),
-            ([slot for slot in held if len(slot.trained.shape) < 2], 0.0),
+            ([slot for slot in held if _is_decayed(slot.trained)], section.weight_decay),
+            ([slot for slot in held if not _is_decayed(slot.trained)], 0.0),
         ]
         self._one_pass = bool(held) and held[0].trained.master.is_cuda and find_spec("triton") is not None
         device = held[0].trained.master.device if held else torch.device("cpu")
@@ -136,3 +134,8 @@ class _Slot:
     trained: TrainedParameter
     first: Tensor
     second: Tensor
+
+
+def _is_decayed(trained: TrainedParameter) -> bool:
+    """Matrices are; norms and biases are not, also where the biases of all experts are one matrix."""
+    return len(trained.shape) >= 2 and not trained.name.endswith("bias")

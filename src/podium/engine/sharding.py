@@ -14,7 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from podium.engine.mesh import Mesh
 from podium.engine.parameters import TrainedParameter
-from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters, restore_buffers
+from podium.models.causal_lm import (
+    PackedCausalLM,
+    build,
+    load_config,
+    padded_parameters,
+    persistent_buffers,
+    restore_buffers,
+)
 from podium.models.weights import Box, CheckpointWeights, Destination, MemoryWeights, WeightSource, fill
 from podium.recipe import ModelSection
 
@@ -47,15 +54,12 @@ def place(
     restore_buffers(model.hf)
     trained = [_trained(name, parameter) for name, parameter in model.hf.named_parameters()]
     if weights:
+        padded = padded_parameters(model)
         if section.init == "random":
-            drawn, source = _drawn(section, config, mesh, seed)
+            fill(_destinations(model, trained), _drawn(section, config, mesh, seed), padded_rows={})
+            _zero_padding(trained, padded)
         else:
-            source = CheckpointWeights(folder, model.hf)
-            drawn = None
-        fill(_destinations(trained), source, padded_rows={} if drawn is not None else padded_parameters(model))
-        if drawn is not None:
-            _zero_padding(trained, padded_parameters(model))
-        del drawn
+            fill(_destinations(model, trained), CheckpointWeights(folder, model.hf), padded_rows=padded)
         for each in trained:
             each.publish()
     return model, trained
@@ -87,18 +91,20 @@ def _trained(name: str, parameter: nn.Parameter) -> TrainedParameter:
     )
 
 
-def _destinations(trained: list[TrainedParameter]) -> Iterator[Destination]:
+def _destinations(model: PackedCausalLM, trained: list[TrainedParameter]) -> Iterator[Destination]:
     for each in trained:
         yield Destination(name=each.name, local=each.master, box=each.box, shape=each.shape)
+    for name, buffer in persistent_buffers(model.hf).items():
+        yield Destination(name=name, local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
 
 
-def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> tuple[PackedCausalLM, WeightSource]:
+def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> WeightSource:
     """Random weights from the seed alone: every rank draws the same whole model and keeps its part."""
     with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
         torch.manual_seed(seed)
         device = mesh.device if mesh.world == 1 else torch.device("cpu")
         model = build(section, config, device=device, dtype=torch.float32)
-    return model, MemoryWeights(dict(model.hf.named_parameters()))
+    return MemoryWeights({**dict(model.hf.named_parameters()), **persistent_buffers(model.hf)})
 
 
 def _zero_padding(trained: list[TrainedParameter], padded: dict[str, int]) -> None:

@@ -57,6 +57,8 @@ def packed_attention(
         )
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{type(module).__name__} attends in both directions; Podium trains causal models.")
+    if packing.windows is not None:
+        packing.windows.append(sliding_window)
     has_kernel = query.is_cuda and query.dtype != torch.float32 and softcap is None and s_aux is None
     if has_kernel:
         if dropout > 0:
@@ -128,9 +130,14 @@ def _window_mask(length: int, window: int | None, device: torch.device) -> Tenso
     """[L, L] of what may be seen, or None where plain causality says it all."""
     if window is None or length <= window:
         return None
+    return _visible(length, window, device)
+
+
+def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
+    """[L, L]: which keys each query sees."""
     row = torch.arange(length, device=device)
     distance = row[:, None] - row[None, :]
-    return (distance >= 0) & (distance < window)
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
 def _plain_attention(
@@ -149,10 +156,7 @@ def _plain_attention(
     scores = (q @ k.transpose(-1, -2)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    row = torch.arange(length, device=q.device)
-    distance = row[:, None] - row[None, :]
-    seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-    scores = scores.masked_fill(~seen, float("-inf")).float()
+    scores = scores.masked_fill(~_visible(length, window, q.device), float("-inf")).float()
     if sinks is not None:
         sink = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, length, 1).float()
         probabilities = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]

@@ -62,6 +62,10 @@ class PackedCausalLM(nn.Module):
             use_cache=False,
             packing=batch.packing,
         )
+        if getattr(out, "last_hidden_state", None) is None:
+            raise UnsupportedModelError(
+                f"{type(self.hf).__name__} gives no last hidden states, so it is not supported."
+            )
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
@@ -128,6 +132,16 @@ def restore_buffers(model: PreTrainedModel) -> None:
             model._init_weights(module)
 
 
+def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
+    """Buffers that a checkpoint holds and no one trains (a router's correction bias, for instance), by name."""
+    passing = {
+        f"{name}.{buffer}" if name else buffer
+        for name, module in model.named_modules()
+        for buffer in module._non_persistent_buffers_set
+    }
+    return {name: buffer for name, buffer in model.named_buffers() if name not in passing}
+
+
 def padded_parameters(model: PackedCausalLM) -> dict[str, int]:
     """Names (inside the Hugging Face model) of the tensors with padding rows -> number of real rows."""
     names = {}
@@ -145,6 +159,22 @@ def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     if not found:
         raise UnsupportedModelError(f"{type(model).__name__} does not say what its layers are (_no_split_modules).")
     return found
+
+
+def longest_packable(config: Any) -> int | None:
+    """Some rotary embeddings choose their frequencies by the longest position of the whole batch, so that documents in
+    one pack would change each other. Up to the original context they do not; None: no such limit."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = list(rope.values()) if rope and all(isinstance(each, dict) for each in rope.values()) else [rope]
+    limits = [
+        each.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
+        or text.max_position_embeddings
+        for each in kinds
+        if each.get("rope_type") in ("longrope", "dynamic")
+    ]
+    return min(limits) if limits else None
 
 
 def _with_model_type(config: Any) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def model_cost(model: PreTrainedModel) -> ModelCost:
         head_matrix=head.numel(),
         head_trained=head.requires_grad,
         attention_width=config.num_attention_heads * head_dim,
-        windows=_windows(config),
+        windows=layer_windows(config),
     )
 
 
@@ -76,7 +76,8 @@ def _active_share(config: object) -> float:
     return active / experts if experts and active else 1.0
 
 
-def _windows(config: object) -> tuple[int | None, ...]:
+def layer_windows(config: object) -> tuple[int | None, ...]:
+    """The sliding window of each layer by its config; None: sees all that came before."""
     layers: int = config.num_hidden_layers  # type: ignore[attr-defined]
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -11,7 +11,8 @@ from torch import Tensor
 
 from podium.data.documents import Document, PackedBatch, pack
 from podium.errors import UnsupportedModelError
-from podium.models.causal_lm import PackedCausalLM
+from podium.models.causal_lm import PackedCausalLM, longest_packable
+from podium.models.cost import layer_windows
 from podium.models.packing import to_device
 
 # Largest difference of a log-prob. bfloat16 keeps 8 bits, so two right ways of computing differ by some hundredths.
@@ -60,10 +61,14 @@ def compare(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> Comp
 
 
 @torch.no_grad()
-def self_check(model: PackedCausalLM, device: torch.device, dtype: torch.dtype) -> Comparison:
+def self_check(
+    model: PackedCausalLM, device: torch.device, dtype: torch.dtype, *, max_length: int | None = None
+) -> Comparison:
     """Packed against document by document through transformers' own attention and head, on the weights about to be
-    trained. Raises UnsupportedModelError when they differ. Collective."""
+    trained. Raises UnsupportedModelError when they differ, or when documents of `max_length` would. Collective."""
     batch = to_device(random_batch(model.vocab_size), device)
+    windows: list[int | None] = []
+    batch = replace(batch, packing=replace(batch.packing, windows=windows))
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # compiling for these few tokens would take longer than the check
         ours = model(batch, None, kind="scores")
@@ -75,4 +80,25 @@ def self_check(model: PackedCausalLM, device: torch.device, dtype: torch.dtype) 
             f"{found}. Packed documents would be trained wrongly with this architecture, so it is not supported. "
             "Layers that mix tokens outside of attention (linear attention, state space) are the usual reason."
         )
+    _check_reach(model, windows, max_length or int(model.hf.config.get_text_config().max_position_embeddings))
     return found
+
+
+def _check_reach(model: PackedCausalLM, windows: list[int | None], max_length: int) -> None:
+    """What only shows in documents longer than those of the check: windows that attention was not told of, and rotary
+    embeddings that follow the longest document of a pack."""
+    config, name = model.hf.config.get_text_config(), type(model.hf).__name__
+    narrow = [window for window in layer_windows(config) if window is not None and window < max_length]
+    chunk = getattr(config, "attention_chunk_size", None)
+    if (narrow and not any(windows)) or (chunk is not None and chunk < max_length):
+        reach = chunk or narrow[0]
+        raise UnsupportedModelError(
+            f"{name} limits attention to {reach} tokens in a way that its attention is not told of, so documents "
+            f"of up to {max_length} tokens would be trained wrongly. Set data.max_length to {reach} or less."
+        )
+    limit = longest_packable(config)
+    if limit is not None and max_length > limit:
+        raise UnsupportedModelError(
+            f"{name} changes its rotary embedding beyond {limit} positions by the longest document of a pack, so "
+            f"documents of up to {max_length} tokens would change each other. Set data.max_length to {limit} or less."
+        )

@@ -13,7 +13,7 @@ import transformers
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, Piece, best_step, newest_usable, saved_steps
 from podium.errors import CheckpointError, RunFolderError
-from podium.models.causal_lm import build, load_config, restore_buffers
+from podium.models.causal_lm import build, load_config, persistent_buffers, restore_buffers
 from podium.models.folder import local_folder
 from podium.models.weights import Box
 from podium.recipe import Recipe
@@ -68,19 +68,19 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
     model.hf.tie_weights()
     restore_buffers(model.hf)
     stored = reader.shapes()
+    wanted = {f"weight/{name}": parameter.detach() for name, parameter in model.hf.named_parameters()}
+    wanted |= {f"buffer/{name}": buffer for name, buffer in persistent_buffers(model.hf).items()}
     pieces = []
-    for name, parameter in model.hf.named_parameters():
-        key = f"weight/{name}"
+    for key, tensor in wanted.items():
         if key not in stored:
             raise CheckpointError(
-                f"{reader.folder} has no {name}: it belongs to another model than {recipe.model.path}."
+                f"{reader.folder} has no {key}: it belongs to another model than {recipe.model.path}."
             )
-        pieces.append(Piece(name=key, local=parameter.detach(), box=Box.whole(parameter.shape), shape=stored[key]))
+        pieces.append(Piece(name=key, local=tensor, box=Box.whole(tensor.shape), shape=stored[key]))
     reader.load(pieces)
     kept = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
     hf = model.hf.to(getattr(torch, kept))
     hf.config.dtype = getattr(torch, kept)
-    hf.set_attn_implementation("sdpa")
     if (source / "generation_config.json").is_file():
         hf.generation_config = transformers.GenerationConfig.from_pretrained(source)
     hf.save_pretrained(out)

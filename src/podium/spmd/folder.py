@@ -53,20 +53,24 @@ class RunFolder:
         return self.path / "run.json"
 
     @classmethod
-    def create(cls, recipe: Recipe) -> RunFolder:
-        """A new folder with the recipe in it; a run that exists is never written over."""
+    def create(cls, recipe: Recipe, *, inputs: Mapping[str, str] | None = None) -> RunFolder:
+        """A new folder with the recipe in it and fingerprints of what it reads. A run that has begun is never written
+        over; what a killed start left is."""
         assert recipe.run.name is not None
         path = Path(recipe.run.folder) / recipe.run.name
-        if path.exists():
-            raise RunFolderError(
-                f"{path} exists already. Continue it with `podium resume {path}`, choose another name with "
-                f"--set run.name=..., or remove the folder."
-            )
         folder = cls(path=path)
+        if folder._was_never_begun():
+            shutil.rmtree(path)
+        if path.exists():
+            begun = any(folder.checkpoints.glob("step-*"))
+            first = (
+                f"Continue it with `podium resume {path}`" if begun else "It has no checkpoint to go on from: remove it"
+            )
+            raise RunFolderError(f"{path} exists already. {first}, or choose another name with --set run.name=...")
         try:
             folder.checkpoints.mkdir(parents=True)
             folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
-            folder.update(status="starting", versions=_versions(), program=recipe.program)
+            folder.update(status="starting", versions=_versions(), program=recipe.program, inputs=dict(inputs or {}))
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror or error}.") from error
@@ -113,10 +117,22 @@ class RunFolder:
             if self.status == "starting":
                 shutil.rmtree(self.path)
 
+    def _was_never_begun(self) -> bool:
+        """Left by a process that was killed before the first step, and held by none."""
+        with contextlib.suppress(OSError, RunFolderError, KeyError):
+            if self._state_file.is_file() and self.status == "starting":
+                with self.held():
+                    return True
+        return False
+
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Only one process runs a folder at a time; the operating system lets go when that process ends, however."""
-        with (self.path / "run.lock").open("a+") as file:
+        try:
+            lock = (self.path / "run.lock").open("a+")
+        except OSError as error:
+            raise RunFolderError(f"{self.path} cannot be written: {error.strerror or error}.") from error
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

@@ -4,10 +4,12 @@ ranks that torchrun started. A rank that dies ends the job with its own tracebac
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 import threading
 import time
 import uuid
@@ -37,6 +39,7 @@ class RankPlace:
     local_world: int = 1  # ranks on this machine
     attempt: int = 0  # how often the group was restarted before
     launched: bool = False  # started by `launch`, which then speaks for the user's Ctrl-C
+    meeting: Path | None = None  # file over which the ranks of one machine find each other; None: torchrun's store
 
 
 def place_under_torchrun() -> RankPlace | None:
@@ -58,10 +61,10 @@ def launch(
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
     outcome = _Outcome()
-    agent = threading.Thread(
-        target=_run_agent, args=(outcome, main, args, ranks, restarts), name="elastic-agent", daemon=True
-    )
-    with _InterruptHandler(stop_file) as interrupts:
+    with tempfile.TemporaryDirectory(prefix="podium-") as meeting, _InterruptHandler(stop_file) as interrupts:
+        agent = threading.Thread(
+            target=_run_agent, args=(outcome, main, args, ranks, restarts, meeting), name="elastic-agent", daemon=True
+        )
         agent.start()
         while agent.is_alive():
             agent.join(timeout=0.2)
@@ -80,7 +83,9 @@ class _Outcome:
     error: BaseException | None = None
 
 
-def _run_agent(outcome: _Outcome, main: Callable[..., Any], args: tuple[Any, ...], ranks: int, restarts: int) -> None:
+def _run_agent(
+    outcome: _Outcome, main: Callable[..., Any], args: tuple[Any, ...], ranks: int, restarts: int, meeting: str
+) -> None:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -88,29 +93,34 @@ def _run_agent(outcome: _Outcome, main: Callable[..., Any], args: tuple[Any, ...
     # The agent logs each rank's death at length; Podium reports the first one itself.
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
+    # Agent and ranks are on one machine and meet over files: torch's own stores would listen on every interface.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=os.path.join(meeting, "rendezvous"),
+        rdzv_configs={"store_type": "file"},
         max_restarts=restarts,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(),
     )
     try:
-        outcome.values = elastic_launch(config, _rank_entry)(main, args, os.getpid())
+        outcome.values = elastic_launch(config, _rank_entry)(main, args, os.getpid(), meeting)
     except ChildFailedError as error:
         outcome.error = _first_failure(error)
     except BaseException as error:
         outcome.error = error
 
 
-def _rank_entry(main: Callable[..., Result], args: tuple[Any, ...], parent: int) -> Result:
+def _rank_entry(main: Callable[..., Result], args: tuple[Any, ...], parent: int, meeting: str) -> Result:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into a request through the stop file
     threading.Thread(target=_end_with_parent, args=(parent,), name="parent-watch", daemon=True).start()
-    return main(_place_from_environment(launched=True), *args)
+    where = _place_from_environment(launched=True)
+    where = dataclasses.replace(where, meeting=Path(meeting) / f"ranks-{where.attempt}")
+    return main(where, *args)
 
 
 def _end_with_parent(parent: int) -> None:

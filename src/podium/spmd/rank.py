@@ -17,7 +17,13 @@ from podium.data.chat import MakerSpec
 from podium.data.loader import LoaderState, StepLoader, decode
 from podium.data.sources import open_source
 from podium.data.tokenizer import load_tokenizer, require_embeddings
-from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable, saved_steps
+from podium.engine.checkpoint import (
+    CheckpointReader,
+    CheckpointWriter,
+    newest_usable,
+    saved_steps,
+    set_aside_later,
+)
 from podium.engine.mesh import Mesh, check_devices, join, leave
 from podium.engine.optimizer import AdamW
 from podium.engine.sharding import compute_dtype, place
@@ -54,11 +60,15 @@ def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     check_devices(recipe.placement, where.local_world)
-    mesh = join(recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank)
+    mesh = join(
+        recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting
+    )
     with ExitStack() as stack:
         stack.callback(leave, mesh)
         stop = stack.enter_context(StopRequest(where, folder.stop_file))
         run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
+        if mesh.is_main and task.resume_step is not None and where.attempt == 0:
+            set_aside_later(folder.checkpoints, task.resume_step)
         program(run)
         return run.result()
 
@@ -90,7 +100,8 @@ def _build(
         progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
         settings = _cpu_settings(recipe, folder, engine)
         if recipe.model.self_check:
-            self_check(model, mesh.device, compute_dtype(recipe.model, mesh.device))
+            dtype = compute_dtype(recipe.model, mesh.device)
+            self_check(model, mesh.device, dtype, max_length=recipe.data.max_length)
         tokenizer = load_tokenizer(recipe.model)
         require_embeddings(tokenizer, model.vocab_size)
         peak = matrix_peak(mesh.device, compute_dtype(recipe.model, mesh.device))
@@ -114,6 +125,7 @@ def _build(
         background=recipe.checkpoint.background,
         timeout_s=recipe.checkpoint.timeout_s,
     )
+    stack.callback(writer.settle)
     cost = model_cost(model.hf)
     console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
     parts = Parts(

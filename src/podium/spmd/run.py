@@ -22,8 +22,10 @@ from podium.engine.mesh import Mesh
 from podium.engine.optimizer import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.errors import TrainingDivergedError
+from podium.models.causal_lm import persistent_buffers
 from podium.models.cost import ModelCost
 from podium.models.head import TokenLoss
+from podium.models.weights import Box
 from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch, TimeSummary
 from podium.recipe import Recipe
 from podium.spmd.evaluation import Evaluation, Evaluator
@@ -139,7 +141,7 @@ class SpmdRun:
         save = _is_due(recipe.checkpoint.every, step.number)
         if self._mesh.device.type != "cuda" or evaluate or save or step.number == recipe.steps:
             self._flush()
-        if evaluate and not self._stopping:
+        if evaluate:
             self._evaluate()
         if save:
             self._save()
@@ -307,7 +309,8 @@ class SpmdRun:
 
     def _finish(self) -> None:
         self._flush()
-        if self._parts.evaluator is not None and not self._stopping and self._evaluated_step != self._step:
+        is_done = self._step >= self.recipe.steps
+        if is_done and self._parts.evaluator is not None and self._evaluated_step != self._step:
             self._evaluate()
         self._save()
         with self._parts.watch.span("checkpoint"):
@@ -319,13 +322,16 @@ class SpmdRun:
 
 
 def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
-    """Masters and moments of this rank, as parts of whole tensors."""
+    """Masters and moments of this rank, as parts of whole tensors, and the buffers that belong to the weights."""
     optimizer = engine.optimizer
     pieces = []
     for each, first, second in zip(optimizer.trained, optimizer.first_moments, optimizer.second_moments, strict=True):
         for kind, tensor in (("weight", each.master), ("first_moment", first), ("second_moment", second)):
             pieces.append(Piece(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape))
-    return pieces
+    return pieces + [
+        Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+        for name, buffer in persistent_buffers(engine.model.hf).items()
+    ]
 
 
 def _packed(documents: Sequence[Document], part: Sequence[int]) -> PackedBatch:

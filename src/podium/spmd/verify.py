@@ -35,7 +35,7 @@ def verify_rank(where: RankPlace, task: VerifyTask) -> Comparison:
     transformers.logging.disable_progress_bar()
     check_devices(task.placement, where.local_world)
     torch.set_num_threads(task.placement.threads or 1)
-    mesh = join(task.placement, rank=where.rank, world=where.world, local_rank=where.local_rank)
+    mesh = join(task.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting)
     folder = local_folder(task.model.path, "MODEL")
     dtype = compute_dtype(task.model, mesh.device)
     try:
