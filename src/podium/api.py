@@ -163,8 +163,9 @@ def _launch(program: Program, recipe: Recipe, folder: RunFolder, *, resume_step:
             )
         except BaseException as error:
             folder.discard_if_never_begun()
+            folder.mark_failed(error)
             if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
-                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and start again.") from error
+                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and go on.") from error
             raise
 
 

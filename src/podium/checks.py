@@ -4,15 +4,20 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
+from itertools import groupby, islice
 from pathlib import Path
+from typing import Any
 
 from podium.data.checking import check_source
+from podium.data.documents import Document
 from podium.errors import PodiumError, RecipeError
 from podium.models.folder import check_model_folder
 from podium.recipe import Recipe, SourceSection, plugins
 
 _DEEP_ROWS = 2000
+_SHOWN_CHARACTERS = 400
 
 
 def check_recipe(recipe: Recipe) -> None:
@@ -55,8 +60,6 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
 
 def deep_report(recipe: Recipe) -> list[str]:
     """Loads tokenizer and model config and tokenizes the first rows of every source; one line for each."""
-    from podium.data.chat import Made, MakerSpec
-    from podium.data.sources import open_source
     from podium.data.tokenizer import load_tokenizer, require_embeddings
     from podium.models.causal_lm import load_config
     from podium.models.folder import local_folder, read_config
@@ -73,28 +76,48 @@ def deep_report(recipe: Recipe) -> list[str]:
     ]
     require_embeddings(tokenizer, rows)
     for key, section in _sources(recipe):
-        spec = MakerSpec(
-            model=recipe.model, sections=(section,), key=key.rpartition(".")[0], trained=recipe.data.trained,
-            max_length=recipe.data.max_length, overlong=recipe.data.overlong,
-        )  # fmt: skip
-        maker, source = spec.build(), open_source(section, key)
-        rows = (row for block in range(source.num_blocks) for row in source.read_block(block))
-        read = made = tokens = trained = truncated = 0
-        for row in rows:
-            read += 1
-            result = maker.make(0, row)
-            if isinstance(result, Made):
-                made, tokens = made + 1, tokens + len(result.document.tokens)
-                trained, truncated = trained + result.document.num_trained, truncated + result.truncated
-            if read == _DEEP_ROWS:
-                break
-        if not made:
-            raise RecipeError(f"{key}: none of the first {read} rows of {section.path} has a trained token.")
-        lines.append(
-            f"{key}: {read} rows read, {made} documents, {tokens / made:.0f} tokens on average, "
-            f"{trained / tokens:.0%} of them trained, {truncated} truncated, {read - made} dropped"
-        )
+        lines += _source_report(recipe, key, section, tokenizer)
     return lines
+
+
+def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
+    """What became of a source's first rows, and one of its documents with the trained part in brackets."""
+    from podium.data.chat import Dropped, Made, MakerSpec
+    from podium.data.sources import open_source
+
+    assert recipe.data.max_length is not None
+    spec = MakerSpec(
+        model=recipe.model, sections=(section,), key=key.rpartition(".")[0], trained=recipe.data.trained,
+        max_length=recipe.data.max_length, overlong=recipe.data.overlong,
+    )  # fmt: skip
+    maker, source = spec.build(), open_source(section, key)
+    rows = islice((row for block in range(source.num_blocks) for row in source.read_block(block)), _DEEP_ROWS)
+    results = [maker.make(0, row) for row in rows]
+    made = [result for result in results if isinstance(result, Made)]
+    dropped = Counter(result.value for result in results if isinstance(result, Dropped))
+    reasons = ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
+    if not made:
+        raise RecipeError(
+            f"{key}: none of the first {len(results)} rows of {section.path} gives a document: {reasons}. Check "
+            "data.trained (chats need assistant turns), data.max_length with data.overlong, and the source's `map`."
+        )
+    tokens = sum(len(each.document.tokens) for each in made)
+    trained = sum(each.document.num_trained for each in made)
+    truncated = sum(each.truncated for each in made)
+    return [
+        f"{key}: {len(results)} rows read, {len(made)} documents, {tokens / len(made):.0f} tokens on average, "
+        f"{trained / tokens:.0%} of them trained, {truncated} truncated, {reasons or 'none dropped'}",
+        f"  the first, with what is trained in brackets: {_marked(made[0].document, tokenizer)}",
+    ]
+
+
+def _marked(document: Document, tokenizer: Any) -> str:
+    parts = []
+    for trained, places in groupby(range(len(document.tokens)), key=lambda place: bool(document.trained[place])):
+        text = tokenizer.decode([int(document.tokens[place]) for place in places])
+        parts.append(f"[[{text}]]" if trained else text)
+    shown = "".join(parts).replace("\n", "\\n")
+    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + " ..."
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceSection]]:

@@ -109,7 +109,7 @@ def main() -> None:
         app()
     except PodiumError as error:
         sys.stdout.flush()
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -14,6 +14,8 @@ import podium
 from helpers.tiny import TEMPLATE, tiny_tokenizer
 from helpers.workspace import Workspace
 from podium.errors import RecipeError, RunFolderError
+from podium.recipe import load_recipe
+from podium.spmd.folder import RunFolder
 
 VERBS = ("check", "train")
 
@@ -324,9 +326,40 @@ def test_the_same_mistakes_in_python_raise_the_same_errors(workspace: Workspace)
     assert not (workspace.path / "runs").exists()
 
 
-@pytest.mark.parametrize("key", ["tokens_per_step", "micro_batch_tokens"])
-def test_a_budget_too_small_for_any_document(workspace: Workspace, key: str) -> None:
-    workspace.refused(workspace.podium("train", workspace.recipe("sums", **{key: 1})), "leaves no token to predict")
+def test_a_budget_too_small_for_any_document(workspace: Workspace) -> None:
+    workspace.refused(
+        workspace.podium("train", workspace.recipe("sums", tokens_per_step=1)), "leaves no token to predict"
+    )
+
+
+def test_a_broken_score_does_not_cost_the_steps_taken(workspace: Workspace) -> None:
+    """The checkpoint of a step is written before its evaluation, which runs the user's code."""
+    (workspace.path / "mine.py").write_text("def score(answer, reference, row):\n    return 'x'\n")
+    heldout = {"heldout": [{"path": "train.jsonl"}]}
+    generation = {"prompts": 2, "max_new_tokens": 2, "score": "mine.py:score"}
+    recipe = workspace.recipe(
+        data=heldout, checkpoint={"every": 2}, evaluation={"every": 2, "max_documents": 4, "generation": generation}
+    )
+
+    outcome = workspace.podium("train", recipe)
+
+    workspace.refused(outcome, "evaluation.generation.score", "podium resume runs/sums", left=("sums",))
+    assert (workspace.path / "runs/sums/checkpoints/step-00000002").is_dir()
+    (workspace.path / "mine.py").write_text("def score(answer, reference, row):\n    return 1.0\n")
+    assert workspace.podium("resume", "runs/sums").code == 0
+
+
+def test_half_a_surrogate_pair_is_named_with_its_row(workspace: Workspace) -> None:
+    (workspace.path / "train.jsonl").write_text('{"text": "broken \\ud800 emoji"}\n')
+
+    workspace.refused(workspace.podium("train", workspace.recipe()), "train.jsonl, line 1", "surrogate")
+
+
+def test_what_a_killed_start_left_is_replaced(workspace: Workspace) -> None:
+    recipe = workspace.recipe()
+    assert RunFolder.create(load_recipe(recipe)).status == "starting"
+
+    assert workspace.podium("train", recipe).code == 0
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(workspace: Workspace) -> None:

@@ -64,6 +64,17 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "sliding_window": 8,
     },
+    "glm4_moe": {
+        "model_type": "glm4_moe",
+        "head_dim": 8,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "phimoe": {"model_type": "phimoe", "num_local_experts": 4, "sliding_window": 50},
     "qwen3_next": dict(
         model_type="qwen3_next",
         head_dim=8,

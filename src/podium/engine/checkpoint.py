@@ -81,7 +81,7 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._attempt = 0
 
-    def save(self, step: int, pieces: Sequence[Piece], extras: Extras, *, heldout_loss: float | None) -> None:
+    def save(self, step: int, pieces: Sequence[Piece], extras: Extras, *, heldout_loss: float | None = None) -> None:
         """Copies the pieces off the device, then writes them in a background thread while training goes on."""
         self.wait()
         self._attempt += 1
@@ -117,6 +117,12 @@ class CheckpointWriter:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise CheckpointError(f"saving into {self._folder} failed: {failure}") from failure
+
+    def grade(self, step: int, heldout_loss: float) -> None:
+        """Notes the held-out loss of a step that was saved before it was known; rank 0 only."""
+        self.wait()
+        record = self._folder / f"step-{step:08d}" / "checkpoint.json"
+        _write_json(record, {**_read_json(record), "heldout_loss": heldout_loss})
 
     def settle(self, deadline_s: float = 30.0) -> None:
         """Lets a save in flight end when the run breaks off, so that an error does not cost the newest checkpoint."""

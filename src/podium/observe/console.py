@@ -67,7 +67,7 @@ class EvaluationView:
         if self.heldout_loss is not None:
             parts.append(f"held-out loss {self.heldout_loss:.4f}")
         if self.score is not None:
-            parts.append(f"{self.score_name or 'score'} {self.score:.1%} of {self.num_scored}")
+            parts.append(f"{self.score_name or 'score'} {_shown_score(self.score)} of {self.num_scored}")
         if self.seconds is not None:
             parts.append(f"took {self.seconds:.1f} s")
         return "  ".join(parts)
@@ -196,3 +196,7 @@ def _verdict(sample: SampleView) -> str:
             return "wrong"
         case score:
             return f"score {score:.2f}"
+
+
+def _shown_score(score: float) -> str:
+    return f"{score:.1%}" if 0 <= score <= 1 else f"{score:.4g}"

@@ -181,7 +181,7 @@ def _explained(detail: ErrorDetails) -> list[str]:
             return [f"{key}: {str(detail['msg']).removeprefix('Value error, ')}"]
         case "model_type":
             return [f"{key or 'the recipe'}: expected keys and values, found {detail['input']!r}."]
-    message = str(detail["msg"])
+    message = str(detail["msg"]).replace("valid tuple", "list").replace("Tuple", "List")
     message = message[0].lower() + message[1:]
     return [f"{key}: {message}, found {_shown(detail['input'])}.{_description(location)}"]
 

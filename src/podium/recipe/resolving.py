@@ -31,8 +31,8 @@ def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
 
 
 def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
-    """As the recipe says, or the longest that micro-batch, step and model allow. Fixed here once, because a later
-    change of micro_batch_tokens must not change the data."""
+    """As the recipe says, or the longest that step and model allow. Micro-batches have no say in it: they must not
+    change the data."""
     context = model_config.get("max_position_embeddings") or model_config.get("text_config", {}).get(
         "max_position_embeddings"
     )
@@ -44,8 +44,7 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
                 f"Lower it to {context}."
             )
         return asked
-    limits = [recipe.tokens_per_step, recipe.micro_batch_tokens, context]
-    return int(min(limit for limit in limits if limit is not None))
+    return int(min(recipe.tokens_per_step, context or recipe.tokens_per_step))
 
 
 def _absolute(path: str | None) -> str | None:

@@ -89,7 +89,7 @@ class DataSection(Section):
         "assistant", description="Which tokens of a chat are trained. Raw `text` rows are trained on everything."
     )
     max_length: Count | None = Field(
-        None, description="Longest document in tokens; default: what fits the micro-batch and the model."
+        None, description="Longest document in tokens; default: what fits the step and the model."
     )
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="What happens to longer documents.")
     shuffle: Switch = True

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from podium.errors import RunFolderError
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
-Status = Literal["starting", "running", "stopped", "finished"]
+Status = Literal["starting", "running", "stopped", "failed", "finished"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +116,16 @@ class RunFolder:
         with contextlib.suppress(OSError, RunFolderError, KeyError):
             if self.status == "starting":
                 shutil.rmtree(self.path)
+
+    def mark_failed(self, error: BaseException) -> None:
+        """Says so in run.json, and adds to the error how to go on."""
+        with contextlib.suppress(OSError, RunFolderError):
+            if self.path.exists():
+                self.update(status="failed")
+                steps = sorted(path.name for path in self.checkpoints.glob("step-*"))
+                if steps:
+                    step = int(steps[-1].removeprefix("step-"))
+                    error.add_note(f"go on from the checkpoint of step {step} with: podium resume {self.path}")
 
     def _was_never_begun(self) -> bool:
         """Left by a process that was killed before the first step, and held by none."""

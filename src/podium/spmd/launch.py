@@ -226,5 +226,5 @@ class StopRequest:
         if self._signalled and number == signal.SIGINT:
             raise KeyboardInterrupt
         self._signalled = True
-        if self._place.rank == 0:
+        if self._place.rank == 0 and not self._place.launched:
             print(_STOPPING, flush=True)

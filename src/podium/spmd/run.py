@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from podium.data.documents import Document, PackedBatch, pack
-from podium.data.loader import LoaderState, StepDocuments, StepLoader, encode
+from podium.data.loader import DocumentCounts, LoaderState, StepDocuments, StepLoader, encode
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter, Extras, Piece
 from podium.engine.mesh import Mesh
@@ -141,10 +141,11 @@ class SpmdRun:
         save = _is_due(recipe.checkpoint.every, step.number)
         if self._mesh.device.type != "cuda" or evaluate or save or step.number == recipe.steps:
             self._flush()
-        if evaluate:
-            self._evaluate()
+        # Saved first: whatever happens in an evaluation (it runs the user's code), the steps are safe.
         if save:
             self._save()
+        if evaluate:
+            self._evaluate()
         self._last_record = time.perf_counter() if evaluate or save else self._last_record
 
     def result(self) -> RunResult:
@@ -238,6 +239,8 @@ class SpmdRun:
         self._log(StepMetrics(step=step.number, time_s=time.time(), values=values))
         if step.number == 1:
             parts.folder.update(status="running")
+        if step.number in (1, self.recipe.steps):
+            self._warn_of_losses(counts)
         parts.console.step(
             StepView(
                 step=step.number,
@@ -253,6 +256,18 @@ class SpmdRun:
         )
         if report.skipped:
             parts.console.warning(f"step {step.number} skipped: loss {report.loss}, gradient norm {report.grad_norm}")
+
+    def _warn_of_losses(self, counts: DocumentCounts) -> None:
+        """What is cut or dropped is said, at the beginning and at the end: it is easily meant otherwise."""
+        lost = {
+            f"truncated to data.max_length {self.recipe.data.max_length}": counts.truncated,
+            "dropped as longer than data.max_length": counts.dropped_overlong,
+            "dropped without a trained token": counts.dropped_untrained,
+            "dropped by the source's map": counts.dropped_by_map,
+        }
+        for what, count in lost.items():
+            if count:
+                self._parts.console.warning(f"{count} of {counts.read} rows read so far were {what}")
 
     def _log(self, metrics: StepMetrics) -> None:
         if self._parts.metrics is not None:
@@ -270,6 +285,8 @@ class SpmdRun:
             parts.console.doing(None)
         if not self._mesh.is_main:
             return
+        if self._saved_step == self._step and self._step > 0:
+            parts.writer.grade(self._step, evaluation.heldout_loss)
         values = {"heldout_loss": evaluation.heldout_loss}
         if evaluation.score is not None:
             values["heldout_score"] = evaluation.score
@@ -302,17 +319,15 @@ class SpmdRun:
                 },
                 arrays=arrays,
             )
-            fresh = self._evaluation is not None and self._evaluated_step == self._step
-            loss = self._evaluation.heldout_loss if fresh and self._evaluation is not None else None
-            self._parts.writer.save(self._step, checkpoint_pieces(self.engine), extras, heldout_loss=loss)
+            self._parts.writer.save(self._step, checkpoint_pieces(self.engine), extras)
             self._saved_step = self._step
 
     def _finish(self) -> None:
         self._flush()
+        self._save()
         is_done = self._step >= self.recipe.steps
         if is_done and self._parts.evaluator is not None and self._evaluated_step != self._step:
             self._evaluate()
-        self._save()
         with self._parts.watch.span("checkpoint"):
             self._parts.writer.wait()
         self._mesh.barrier()

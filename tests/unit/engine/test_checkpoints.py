@@ -330,3 +330,29 @@ def test_a_run_that_goes_back_leaves_its_later_checkpoints(tmp_path: Path) -> No
     assert newest_usable(tmp_path).step == 4
     assert [path.name for path in tmp_path.glob(".superseded-*")] == [".superseded-00000006"]
     assert set_aside_later(tmp_path, 2) == [4]
+
+
+def test_a_loss_that_is_no_number_is_never_the_best() -> None:
+    saved = [
+        SavedStep(step=1, folder=Path(), heldout_loss=float("nan")),
+        SavedStep(step=2, folder=Path(), heldout_loss=9.0),
+    ]
+    best = best_step(saved)
+    assert best is not None
+    assert best.step == 2
+    assert best_step(saved[:1]) is None
+
+
+def test_a_checkpoint_is_graded_after_it_was_written(tmp_path: Path) -> None:
+    made = writer(tmp_path, keep=1, keep_best=True)
+    for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0), (4, 4.0)):
+        made.save(step, pieces(step), EXTRAS)
+        made.grade(step, loss)
+    assert [(each.step, each.heldout_loss) for each in saved_steps(tmp_path)] == [(2, 1.0), (4, 4.0)]
+    assert newest_usable(tmp_path).step == 4
+
+
+def test_other_folders_beside_the_checkpoints_are_let_be(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    (tmp_path / "step-00000001.bak").mkdir()
+    assert [each.step for each in saved_steps(tmp_path)] == [1]

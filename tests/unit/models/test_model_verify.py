@@ -8,17 +8,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from helpers.engines import make_engine
 from helpers.tiny import save_tiny_model, tiny_config
 from podium import api
 from podium.errors import UnsupportedModelError
 from podium.models import packing
+from podium.models.causal_lm import persistent_buffers
 from podium.models.packing import Run
 from podium.models.verify import compare, random_batch, self_check
+from podium.spmd.run import checkpoint_pieces
 
 CPU = torch.device("cpu")
-SUPPORTED = ["llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gemma2", "granite", "gpt_oss"]
+SUPPORTED = ["llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gemma2", "granite", "gpt_oss", "glm4_moe"]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
@@ -107,3 +110,36 @@ def test_the_random_documents_have_two_of_one_length_and_one_beyond_small_window
     assert np.diff(batch.offsets).tolist() == [7, 12, 12, 40]
     assert batch.num_trained == batch.num_tokens == 71
     assert int(batch.tokens_T.max()) < 50
+
+
+def test_a_buffer_of_the_checkpoint_is_loaded(tmp_path: Path) -> None:
+    """A router's correction bias is no parameter, and no one computes it anew."""
+    model = transformers.AutoModelForCausalLM.from_config(tiny_config("glm4_moe"))
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    dict(model.named_buffers())[name].copy_(torch.tensor([0.1, 0.2, 0.3, 0.4]))
+    model.save_pretrained(tmp_path)
+
+    engine = make_engine(tmp_path)
+
+    loaded = persistent_buffers(engine.model.hf)
+    assert list(loaded) == [name]
+    assert loaded[name].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
+    saved = {piece.name: piece.local for piece in checkpoint_pieces(engine)}
+    assert torch.equal(saved[f"buffer/{name}"], loaded[name])
+
+
+def test_a_window_that_attention_is_not_told_of_limits_the_length(tmp_path: Path) -> None:
+    model = make_engine(save_tiny_model("phimoe", tmp_path)).model
+    assert self_check(model, CPU, torch.float32, max_length=50).agrees
+    with pytest.raises(UnsupportedModelError, match=r"limits attention to 50 tokens .* data.max_length to 50 or less"):
+        self_check(model, CPU, torch.float32, max_length=51)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotary_embeddings_that_follow_the_longest_document_limit_the_length(tmp_path: Path, kind: str) -> None:
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4} if kind == "longrope" else {"factor": 2.0}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    model = make_engine(save_tiny_model("llama", tmp_path, rope_parameters=rope)).model
+    assert self_check(model, CPU, torch.float32, max_length=64).agrees
+    with pytest.raises(UnsupportedModelError, match=r"rotary embedding beyond 64 positions"):
+        self_check(model, CPU, torch.float32, max_length=65)

@@ -87,16 +87,19 @@ def test_the_home_folder_is_spelt_out(here: Path, monkeypatch: pytest.MonkeyPatc
     [
         ((), 512),
         (("tokens_per_step=300",), 300),
-        (("micro_batch_tokens=200",), 200),
         (("tokens_per_step=300", "micro_batch_tokens=400"), 300),
         (("data.max_length=100",), 100),
         (("data.max_length=512",), 512),
     ],
 )
-def test_the_longest_document_is_what_step_micro_batch_and_model_allow(
-    overrides: tuple[str, ...], longest: int
-) -> None:
+def test_the_longest_document_is_what_step_and_model_allow(overrides: tuple[str, ...], longest: int) -> None:
     assert resolved(make_recipe(*overrides), CONFIG).data.max_length == longest
+
+
+def test_a_micro_batch_never_shortens_documents_by_itself() -> None:
+    with pytest.raises(RecipeError, match=r"512 does not fit micro_batch_tokens 200.*Lower data.max_length to 200"):
+        resolved(make_recipe("micro_batch_tokens=200"), CONFIG)
+    assert resolved(make_recipe("micro_batch_tokens=200", "data.max_length=200"), CONFIG).data.max_length == 200
 
 
 def test_a_config_that_nests_its_text_part_is_understood() -> None:
