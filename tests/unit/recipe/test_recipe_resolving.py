@@ -118,7 +118,7 @@ def test_a_longer_document_than_the_models_context_is_refused() -> None:
 
 
 def test_resolving_again_changes_nothing_even_from_another_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    once = resolved(make_recipe("data.train.0.map=mine.py:f", "micro_batch_tokens=300"), CONFIG)
+    once = resolved(make_recipe("data.train.0.map=mine.py:f", "tokens_per_step=300"), CONFIG)
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
 

@@ -34,6 +34,9 @@ def test_a_folder_that_exists_is_never_written_over(recipe: Recipe) -> None:
     folder = RunFolder.create(recipe)
     folder.update(status="running")
 
+    with pytest.raises(RunFolderError, match=rf"{folder.path} exists already\. It has no checkpoint .* remove it"):
+        RunFolder.create(recipe)
+    (folder.checkpoints / "step-00000002").mkdir()
     with pytest.raises(RunFolderError, match=rf"{folder.path} exists already\. Continue it with `podium resume"):
         RunFolder.create(recipe)
     assert folder.status == "running"
