@@ -32,23 +32,13 @@ from torch import Tensor
 
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
-from podium.models.weights import Box
+from podium.models.weights import Box, Piece
 
 _FORMAT = 1
 _PARTIAL = ".partial-"
 _SUPERSEDED = ".superseded-"
 # The writing thread has a deadline of its own, and knows better what it waited for.
 _SLACK_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
-    """This rank's part of one named tensor. Saving reads `local`; loading writes it in place."""
-
-    name: str
-    local: Tensor
-    box: Box
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -60,28 +60,19 @@ class AdamW:
         self._count.fill_(updates)
 
     def step(self, gradients: Gradients, *, lr: float, clip: Tensor, skip: Tensor) -> None:
-        """One update with gradients by id of the trained parameter. `clip` multiplies every gradient; where `skip` is 1
-        nothing changes. Both stay on the device: the host does not wait."""
+        """One update. `clip` multiplies every gradient; where `skip` is 1 nothing changes. Both stay on the device: the
+        host does not wait."""
         for slots, weight_decay in self._groups:
-            if slots and self._one_pass:
-                self._step_in_one_pass(slots, gradients, lr, weight_decay, clip, skip)
-            elif slots:
-                self._step_with_torch(slots, gradients, lr, weight_decay, clip, skip)
+            update = self._update_in_one_pass if self._one_pass else self._update_with_torch
+            if slots:
+                update(slots, gradients, _Terms(lr=lr, weight_decay=weight_decay, clip=clip, skip=skip))
         self._count += 1.0 - skip
 
-    def _step_in_one_pass(
-        self,
-        slots: list[_Slot],
-        gradients: Gradients,
-        lr: float,
-        weight_decay: float,
-        clip: Tensor,
-        skip: Tensor,
-    ) -> None:
+    def _update_in_one_pass(self, slots: list[_Slot], gradients: Gradients, terms: _Terms) -> None:
         from podium.engine.fused_adamw import scalars_for, update
 
         section = self._section
-        scalars = scalars_for(clip, skip, self._count + 1, section.betas)
+        scalars = scalars_for(terms.clip, terms.skip, self._count + 1, section.betas)
         for slot in slots:
             each = slot.trained
             update(
@@ -91,21 +82,13 @@ class AdamW:
                 slot.second,
                 each.parameter.detach() if each.has_own_master else None,
                 scalars,
-                lr=lr,
+                lr=terms.lr,
                 betas=section.betas,
                 eps=section.eps,
-                weight_decay=weight_decay,
+                weight_decay=terms.weight_decay,
             )
 
-    def _step_with_torch(
-        self,
-        slots: list[_Slot],
-        gradients: Gradients,
-        lr: float,
-        weight_decay: float,
-        clip: Tensor,
-        skip: Tensor,
-    ) -> None:
+    def _update_with_torch(self, slots: list[_Slot], gradients: Gradients, terms: _Terms) -> None:
         section = self._section
         adamw(
             [slot.trained.master for slot in slots],
@@ -115,18 +98,28 @@ class AdamW:
             [],
             [self._count.clone() for _ in slots],  # the kernel counts up each of them
             fused=True,
-            grad_scale=clip.reciprocal(),  # the kernel divides by it
-            found_inf=skip,
+            grad_scale=terms.clip.reciprocal(),  # the kernel divides by it
+            found_inf=terms.skip,
             amsgrad=False,
             beta1=section.betas[0],
             beta2=section.betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
+            lr=terms.lr,
+            weight_decay=terms.weight_decay,
             eps=section.eps,
             maximize=False,
         )
         for slot in slots:
             slot.trained.publish()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Terms:
+    """What one update goes by, apart from the gradients."""
+
+    lr: float
+    weight_decay: float
+    clip: Tensor
+    skip: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)

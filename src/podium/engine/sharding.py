@@ -22,7 +22,7 @@ from podium.models.causal_lm import (
     persistent_buffers,
     restore_buffers,
 )
-from podium.models.weights import Box, CheckpointWeights, Destination, MemoryWeights, WeightSource, fill
+from podium.models.weights import Box, CheckpointWeights, MemoryWeights, Piece, WeightSource, fill
 from podium.recipe import ModelSection
 
 
@@ -56,10 +56,10 @@ def place(
     if weights:
         padded = padded_parameters(model)
         if section.init == "random":
-            fill(_destinations(model, trained), _drawn(section, config, mesh, seed), padded_rows={})
+            fill(_pieces(model, trained), _drawn(section, config, mesh, seed), padded_rows={})
             _zero_padding(trained, padded)
         else:
-            fill(_destinations(model, trained), CheckpointWeights(folder, model.hf), padded_rows=padded)
+            fill(_pieces(model, trained), CheckpointWeights(folder, model.hf), padded_rows=padded)
         for each in trained:
             each.publish()
     return model, trained
@@ -91,11 +91,11 @@ def _trained(name: str, parameter: nn.Parameter) -> TrainedParameter:
     )
 
 
-def _destinations(model: PackedCausalLM, trained: list[TrainedParameter]) -> Iterator[Destination]:
+def _pieces(model: PackedCausalLM, trained: list[TrainedParameter]) -> Iterator[Piece]:
     for each in trained:
-        yield Destination(name=each.name, local=each.master, box=each.box, shape=each.shape)
+        yield Piece(name=each.name, local=each.master, box=each.box, shape=each.shape)
     for name, buffer in persistent_buffers(model.hf).items():
-        yield Destination(name=name, local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+        yield Piece(name=name, local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
 
 
 def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> WeightSource:

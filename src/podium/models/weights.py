@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,8 +145,8 @@ class _Conversion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Destination:
-    """The part of one parameter that this rank holds, to be filled in place."""
+class Piece:
+    """The part of one named tensor that this rank holds. Saving reads `local`; loading fills it in place."""
 
     name: str
     local: Tensor
@@ -154,30 +154,30 @@ class Destination:
     shape: tuple[int, ...]
 
 
-def fill(destinations: Iterator[Destination], source: WeightSource, *, padded_rows: Mapping[str, int]) -> None:
-    """Copies every destination's part; `padded_rows` tells for some names how many leading rows are real, the rows
+def fill(pieces: Iterable[Piece], source: WeightSource, *, padded_rows: Mapping[str, int]) -> None:
+    """Copies every piece; `padded_rows` tells for some names how many leading rows are real, the rows
     behind them become zero."""
     shapes = source.shapes()
-    for place in destinations:
-        if place.name not in shapes:
+    for piece in pieces:
+        if piece.name not in shapes:
             raise ModelError(
-                f"the checkpoint has no tensor for {place.name}. Its config and weights do not belong together, or the "
+                f"the checkpoint has no tensor for {piece.name}. Its config and weights do not belong together, or the "
                 "folder is incomplete."
             )
-        real = Box.whole(shapes[place.name])
-        expected = place.shape
-        if place.name in padded_rows:
-            expected = (padded_rows[place.name], *place.shape[1:])
+        real = Box.whole(shapes[piece.name])
+        expected = piece.shape
+        if piece.name in padded_rows:
+            expected = (padded_rows[piece.name], *piece.shape[1:])
         if real.shape != tuple(expected):
             raise ModelError(
-                f"{place.name} has shape {list(real.shape)} in the checkpoint and {list(expected)} in the config."
+                f"{piece.name} has shape {list(real.shape)} in the checkpoint and {list(expected)} in the config."
             )
         with torch.no_grad():
-            part = place.box.overlap(real)
-            if part.shape != place.box.shape:
-                place.local.zero_()
+            part = piece.box.overlap(real)
+            if part.shape != piece.box.shape:
+                piece.local.zero_()
             if not part.is_empty:
-                place.local[part.slices(place.box.starts)].copy_(source.read(place.name, part))
+                piece.local[part.slices(piece.box.starts)].copy_(source.read(piece.name, part))
 
 
 def _tensor_files(folder: Path) -> dict[str, str]:

@@ -11,11 +11,11 @@ import torch
 import transformers
 
 from podium.data.tokenizer import load_tokenizer
-from podium.engine.checkpoint import CheckpointReader, Piece, best_step, newest_usable, saved_steps
+from podium.engine.checkpoint import CheckpointReader, best_step, newest_usable, saved_steps
 from podium.errors import CheckpointError, RunFolderError
 from podium.models.causal_lm import build, load_config, persistent_buffers, restore_buffers
 from podium.models.folder import local_folder
-from podium.models.weights import Box
+from podium.models.weights import Box, Piece
 from podium.recipe import Recipe
 from podium.spmd.folder import RunFolder
 

@@ -17,7 +17,7 @@ import torch
 from podium.data.documents import Document, PackedBatch, pack
 from podium.data.loader import DocumentCounts, LoaderState, StepDocuments, StepLoader, encode
 from podium.data.splitting import split_step
-from podium.engine.checkpoint import CheckpointWriter, Extras, Piece
+from podium.engine.checkpoint import CheckpointWriter, Extras
 from podium.engine.mesh import Mesh
 from podium.engine.optimizer import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
@@ -25,7 +25,7 @@ from podium.errors import TrainingDivergedError
 from podium.models.causal_lm import persistent_buffers
 from podium.models.cost import ModelCost
 from podium.models.head import TokenLoss
-from podium.models.weights import Box
+from podium.models.weights import Box, Piece
 from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch, TimeSummary
 from podium.recipe import Recipe
 from podium.spmd.evaluation import Evaluation, Evaluator

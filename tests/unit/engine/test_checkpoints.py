@@ -20,7 +20,6 @@ from podium.engine.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
     Extras,
-    Piece,
     SavedStep,
     best_step,
     newest_usable,
@@ -29,7 +28,7 @@ from podium.engine.checkpoint import (
     to_remove,
 )
 from podium.errors import CheckpointError
-from podium.models.weights import Box
+from podium.models.weights import Box, Piece
 
 EXTRAS = Extras(values={"updates": 7, "loader": {"epoch": 1}}, arrays={"buffer": np.arange(5, dtype=np.int32)})
 
