@@ -164,3 +164,33 @@ def rank_with_bad_data(place: RankPlace) -> None:
 
 def answering_rank(place: RankPlace, factor: int) -> int:
     return factor * (place.rank + 10 * place.world)
+
+
+def listening_rank(place: RankPlace) -> set[str]:
+    """What listens beyond loopback on this machine while the ranks have met."""
+    mesh = join(
+        PlacementSection(device="cpu"),
+        rank=place.rank,
+        world=place.world,
+        local_rank=place.local_rank,
+        meeting=place.meeting,
+    )
+    mesh.barrier()
+    found = outside_listeners()
+    mesh.barrier()
+    leave(mesh)
+    return found
+
+
+def outside_listeners() -> set[str]:
+    """Listening TCP sockets whose address is not loopback, as the kernel lists them."""
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            address, state = line.split()[1], line.split()[3]
+            is_loopback = address.startswith(
+                ("0100007F", "00000000000000000000000001000000", "0" * 16 + "FFFF0000" + "0100007F")
+            )
+            if state == "0A" and not is_loopback:
+                found.add(address)
+    return found

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 
 from helpers.processes import spawned_children
-from helpers.ranks import answering_rank, killed_rank, raising_rank, rank_with_bad_data
+from helpers.ranks import (
+    answering_rank,
+    killed_rank,
+    listening_rank,
+    outside_listeners,
+    raising_rank,
+    rank_with_bad_data,
+)
 from podium.errors import DataError, LaunchError
 from podium.spmd.launch import RankPlace, launch, place_under_torchrun
 
@@ -61,6 +68,11 @@ def test_a_mistake_of_the_users_comes_back_as_itself() -> None:
     with pytest.raises(DataError, match=r"^train\.jsonl, line 7: this is not JSON$"):
         launched(rank_with_bad_data)
     assert spawned_children() == []
+
+
+def test_nothing_listens_beyond_loopback_while_ranks_have_met() -> None:
+    before = outside_listeners()
+    assert launched(listening_rank) - before == set()
 
 
 def test_a_process_that_torchrun_did_not_start_has_no_place(monkeypatch: pytest.MonkeyPatch) -> None:
