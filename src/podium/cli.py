@@ -5,14 +5,16 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from podium import api
-from podium.errors import PodiumError
+from podium.errors import PodiumError, RecipeError
 from podium.recipe import Recipe
+from podium.spmd.launch import place_under_torchrun
 
 app = typer.Typer(
     name="podium",
@@ -28,6 +30,21 @@ Overrides = Annotated[
     list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", metavar="KEY=VALUE")
 ]
 Devices = Annotated[int | None, typer.Option(help="Ranks on this machine; short for --set placement.devices=N.", min=1)]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(version("podium"))
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Post-train language models from a recipe."""
 
 
 @app.command()
@@ -109,6 +126,9 @@ def main() -> None:
         app()
     except PodiumError as error:
         sys.stdout.flush()
+        under = place_under_torchrun()
+        if under is not None and under.rank != 0 and isinstance(error, RecipeError):
+            sys.exit(2)  # every rank of torchrun reads the same recipe; one of them says what is wrong with it
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -121,7 +141,6 @@ def _with_devices(overrides: list[str] | None, devices: int | None) -> list[str]
 
 
 def _report(result: object) -> None:
-    from podium.spmd.launch import place_under_torchrun
     from podium.spmd.run import RunResult
 
     assert isinstance(result, RunResult)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import math
 from itertools import pairwise
@@ -57,6 +58,13 @@ def test_check_deep_reads_tokenizer_model_and_data(workspace: Workspace) -> None
     assert "data.train.0: 64 rows read, 64 documents" in outcome.out
     assert "data.heldout.0: 8 rows read, 8 documents" in outcome.out
     assert not (workspace.path / "runs").exists()
+
+
+def test_the_version_is_told(workspace: Workspace) -> None:
+    outcome = workspace.podium("--version")
+
+    assert outcome.code == 0
+    assert outcome.out.strip() == importlib.metadata.version("podium")
 
 
 def test_schema_is_the_recipes_json_schema(workspace: Workspace) -> None:
