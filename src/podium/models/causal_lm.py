@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, assert_never
@@ -101,7 +102,7 @@ def padded_vocabulary(vocab_size: int, multiple: int) -> int:
 def build(section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype) -> PackedCausalLM:
     """The module tree with a padded vocabulary; on the meta device nothing is allocated, elsewhere the weights are
     drawn from the current torch seed."""
-    config = AutoConfig.for_model(**_with_model_type(config)) if not section.trust_remote_code else config
+    config = copy.deepcopy(config)  # the caller's keeps the real vocabulary
     text = config.get_text_config()
     vocab_size = text.vocab_size
     text.vocab_size = padded_vocabulary(vocab_size, section.pad_vocab_to)
@@ -175,10 +176,6 @@ def longest_packable(config: Any) -> int | None:
         if each.get("rope_type") in ("longrope", "dynamic")
     ]
     return min(limits) if limits else None
-
-
-def _with_model_type(config: Any) -> dict[str, Any]:
-    return {**config.to_dict(), "model_type": config.model_type}
 
 
 def _head_spec(model: PreTrainedModel, vocab_size: int) -> HeadSpec:

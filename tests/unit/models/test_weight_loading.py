@@ -32,6 +32,14 @@ def test_the_vocabulary_is_padded_up_to_the_multiple(size: int, multiple: int, p
     assert padded_vocabulary(size, multiple) == padded
 
 
+def test_building_leaves_the_config_as_it_was(tmp_path: Path) -> None:
+    config = load_config(save_tiny_model("llama", tmp_path), trust_remote_code=False)
+    section = ModelSection(path=str(tmp_path))
+    for _ in range(2):
+        model = build(section, config, device=torch.device("meta"), dtype=torch.float32)
+        assert (model.vocab_size, model.hf.config.vocab_size, config.vocab_size) == (250, 256, 250)
+
+
 def test_padding_rows_are_zero_and_the_others_as_in_the_file(tmp_path: Path) -> None:
     stored = load_file(save_tiny_model("llama", tmp_path) / "model.safetensors")
     found = loaded(tmp_path)
