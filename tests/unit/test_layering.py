@@ -17,7 +17,18 @@ LAYERS = (
     "errors", "recipe", "observe", "algorithms", "data", "models", "engine", "spmd", "programs", "checks", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
-TORCH_FREE = ("errors", "recipe", "observe", "data", "checks", "api", "cli", "spmd.folder", "models.folder")
+TORCH_FREE = (
+    "errors",
+    "recipe",
+    "observe",
+    "data",
+    "checks",
+    "api",
+    "cli",
+    "spmd.folder",
+    "spmd.launch",
+    "models.folder",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
