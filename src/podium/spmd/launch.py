@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting the ranks (torch-free until then): in this process for one device, through torch's elastic launcher for several, or as one of the
-ranks that torchrun started. A rank that dies ends the job with its own traceback."""
+"""Starting the ranks: in this process for one device, through torch's elastic launcher for several, or as one of the
+ranks that torchrun started. A rank that dies ends the job with its own traceback. Torch-free until ranks start."""
 
 from __future__ import annotations
 
