@@ -40,3 +40,35 @@ class TrainingDivergedError(PodiumError):
 
 class MissingExtraError(PodiumError):
     """An optional dependency is asked for and not installed: says what to install."""
+
+
+class ClusterError(PodiumError):
+    """The cluster cannot be reached or does not do what was asked of it."""
+
+
+class PlacementError(ClusterError):
+    """A layout is wrong in itself, or does not fit the cluster: says what is asked, what there is, what would fit."""
+
+
+class RendezvousError(ClusterError):
+    """Workers could not form their process group in time: says who was missing, and over which interface."""
+
+
+class WorkerDiedError(ClusterError):
+    """A worker's process or node is gone, or its pool was broken by one that is: names the workers."""
+
+
+class RoleError(ClusterError):
+    """A role's own code raised on a worker: carries the worker's traceback."""
+
+
+class DeadlineError(ClusterError):
+    """A wait outlived its deadline: says what was waited for, and where each worker was."""
+
+
+class ResultError(ClusterError):
+    """Answers do not add up: names the missing, foreign or repeated trajectories and the workers."""
+
+
+class StoreError(ClusterError):
+    """An object of the store is gone or does not come in time."""

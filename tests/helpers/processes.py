@@ -65,6 +65,32 @@ def finished(arguments: Sequence[str], output: Path, *, deadline_s: float = DEAD
     return output.read_text()
 
 
+def descendants(root: int) -> dict[int, str]:
+    """Living processes below one, by id, with the names that they have given themselves."""
+    parents: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with suppress(OSError):
+                state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
+                if state != "Z":
+                    parents[int(entry.name)] = int(parent)
+                    names[int(entry.name)] = (
+                        entry.joinpath("cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+                    )
+    found: dict[int, str] = {}
+    edge = {root}
+    while edge:
+        edge = {process for process, parent in parents.items() if parent in edge}
+        found |= {process: names[process] for process in edge}
+    return found
+
+
+def ray_workers() -> list[int]:
+    """Living processes of Podium's actor class that Ray runs for this process."""
+    return [process for process, name in descendants(os.getpid()).items() if name.startswith("ray::Worker")]
+
+
 def spawned_children() -> list[int]:
     """Living ranks that this process started."""
     found = []

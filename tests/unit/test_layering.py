@@ -14,7 +14,8 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "recipe", "observe", "algorithms", "data", "models", "engine", "spmd", "programs", "checks", "api", "cli",
+    "errors", "recipe", "observe", "algorithms", "data", "models", "engine", "cluster", "spmd", "programs", "checks",
+    "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -28,7 +29,12 @@ TORCH_FREE = (
     "spmd.folder",
     "spmd.launch",
     "models.folder",
+    "engine.addresses",
+    "cluster",
 )
+# Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
+NOT_TORCH_FREE = ("cluster.rendezvous",)
+FREE_PACKAGES = ("spmd", "models", "engine")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +110,9 @@ def is_torch_free(module: str) -> bool:
     inside = module.partition(".")[2]
     if inside in ("", "__main__"):
         return True
-    # Importing spmd.folder or models.folder runs the package's __init__ too.
-    free = (*TORCH_FREE, "spmd", "models") if "." not in inside else TORCH_FREE
-    return any(inside == room or (inside.startswith(room + ".") and room not in ("spmd", "models")) for room in free)
+    if inside in NOT_TORCH_FREE:
+        return False
+    return inside in FREE_PACKAGES or any(inside == room or inside.startswith(room + ".") for room in TORCH_FREE)
 
 
 def _module_name(file: Path, source: Path) -> str:

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from podium.engine.addresses import DeviceKind, Meeting
+from podium.engine.meeting import join_default_group
 from podium.errors import LaunchError
 from podium.recipe import PlacementSection
-
-DeviceKind = Literal["cpu", "cuda"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,27 +76,26 @@ def check_devices(placement: PlacementSection, ranks: int) -> None:
         )
 
 
-def join(placement: PlacementSection, *, rank: int, world: int, local_rank: int, meeting: Path | None = None) -> Mesh:
-    """Takes this rank's place: picks the device and, among several ranks, meets the others, over the file `meeting` or
-    as torchrun's environment says."""
+def join(
+    placement: PlacementSection, *, rank: int, world: int, local_rank: int, meeting: Meeting | None = None
+) -> Mesh:
+    """Takes this rank's place: picks the device and, among several ranks, meets the others, at `meeting` or as
+    torchrun's environment says."""
     kind = device_kind(placement)
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
         torch.cuda.set_device(device)
     if world == 1:
         return Mesh(rank=0, world=1, device=device, devices=None)
-    timeout = timedelta(seconds=placement.timeout_s)
-    backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
-    try:
-        store = None if meeting is None else dist.FileStore(str(meeting), world)  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
-        probe = torch.ones(1, device=device)
-        dist.all_reduce(probe)
-    except (RuntimeError, ValueError, dist.DistError) as error:
-        raise LaunchError(
-            f"rank {rank} of {world} could not meet the others within {placement.timeout_s:.0f} s ({error}). "
-            "Check that all ranks were started and that their hosts reach each other."
-        ) from error
+    join_default_group(
+        meeting,
+        kind=kind,
+        rank=rank,
+        world=world,
+        device=device,
+        deadline_s=placement.timeout_s,
+        timeout_s=placement.timeout_s,
+    )
     return Mesh(
         rank=rank, world=world, device=device, devices=init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
     )

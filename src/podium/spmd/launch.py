@@ -20,6 +20,7 @@ from types import FrameType
 from typing import Any, TypeVar
 
 from podium import errors
+from podium.engine.addresses import FileMeeting, Meeting
 from podium.errors import LaunchError, PodiumError
 
 Result = TypeVar("Result")
@@ -39,7 +40,7 @@ class RankPlace:
     local_world: int = 1  # ranks on this machine
     attempt: int = 0  # how often the group was restarted before
     launched: bool = False  # started by `launch`, which then speaks for the user's Ctrl-C
-    meeting: Path | None = None  # file over which the ranks of one machine find each other; None: torchrun's store
+    meeting: Meeting | None = None  # where the ranks find each other; None: torchrun's store
 
 
 def place_under_torchrun() -> RankPlace | None:
@@ -119,7 +120,7 @@ def _rank_entry(main: Callable[..., Result], args: tuple[Any, ...], parent: int,
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into a request through the stop file
     threading.Thread(target=_end_with_parent, args=(parent,), name="parent-watch", daemon=True).start()
     where = _place_from_environment(launched=True)
-    where = dataclasses.replace(where, meeting=Path(meeting) / f"ranks-{where.attempt}")
+    where = dataclasses.replace(where, meeting=FileMeeting(path=Path(meeting) / f"ranks-{where.attempt}"))
     return main(where, *args)
 
 

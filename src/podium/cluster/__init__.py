@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The thin explicit layer between a single controller and its SPMD roles; the only room that may import ray."""
+
+from podium.cluster.cluster import Cluster, Workers, open_inline, open_ray
+from podium.cluster.group import RoleGroup
+from podium.cluster.identity import Coordinates, WorkerId
+from podium.cluster.layout import Layout, Pool, RayCluster, Resources, RoleSpec
+from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
+from podium.cluster.objects import RowRefs, Step, Stored
+from podium.cluster.results import Answer, Computed, Merged, Metric, ShardResult
+from podium.cluster.seat import Seat
+
+__all__ = [
+    "Answer",
+    "Cluster",
+    "Computed",
+    "Coordinates",
+    "Layout",
+    "Merged",
+    "MeshRegistry",
+    "MeshShape",
+    "Metric",
+    "Pool",
+    "RayCluster",
+    "Resources",
+    "RoleGroup",
+    "RoleMesh",
+    "RoleSpec",
+    "RowRefs",
+    "Seat",
+    "ShardResult",
+    "Step",
+    "Stored",
+    "WorkerId",
+    "Workers",
+    "open_inline",
+    "open_ray",
+]

@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A cluster as a controller sees it: start a layout, get its roles, keep it alive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any, TypeVar, assert_never
+
+from podium.cluster.crew import Crew, Patience
+from podium.cluster.deadlines import Deadline
+from podium.cluster.group import RoleGroup
+from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
+from podium.cluster.identity import WorkerId
+from podium.cluster.inline import InlineTransport
+from podium.cluster.layout import Layout, RayCluster
+from podium.cluster.links import Links
+from podium.cluster.meshes import MeshRegistry
+from podium.cluster.objects import Shelf, Step, StoreUse
+from podium.cluster.placement import TooLarge, bundles_of, preflight
+from podium.cluster.transport import Transport
+from podium.errors import ClusterError, PlacementError, WorkerDiedError
+
+RoleT = TypeVar("RoleT")
+Restore = Callable[[tuple[WorkerId, ...]], Awaitable[None]]
+
+_ATTEMPTS = 3
+
+
+@asynccontextmanager
+async def open_ray(settings: RayCluster = RayCluster()) -> AsyncIterator[Cluster]:  # noqa: B008
+    """A cluster on Ray. What this started is ended on the way out, what it joined is left as it was."""
+    from podium.cluster.ray_transport import RayTransport
+
+    transport = await RayTransport.open(settings)
+    async with _opened(transport) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def open_inline(*, deadlines: bool = True) -> AsyncIterator[Cluster]:
+    """The same interface in this process: each worker is a thread, and a breakpoint in a role stops there. Without
+    `deadlines` a debugger may take its time."""
+    async with _opened(InlineTransport(), unhurried=not deadlines) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
+async def _opened(transport: Transport, *, unhurried: bool = False) -> AsyncIterator[Cluster]:
+    cluster = Cluster(transport, unhurried=unhurried)
+    try:
+        yield cluster
+    finally:
+        cluster.end()
+        await transport.close()
+
+
+class Cluster:
+    """Starts layouts and frees objects step by step."""
+
+    def __init__(self, transport: Transport, *, unhurried: bool = False) -> None:
+        self._transport, self._unhurried = transport, unhurried
+        self._shelf = Shelf()
+        self._started: list[Workers] = []
+
+    def check(self, layout: Layout) -> None:
+        """Preflight: raises with an explanation if the layout could never fit, before anything is started."""
+        bundles = [bundle for pool in layout.pools for bundle in bundles_of(layout, pool)]
+        outcome = preflight(bundles, self._transport.nodes())
+        if isinstance(outcome, TooLarge):
+            raise PlacementError(outcome.reason)
+        if not self._transport.has_collectives:
+            for pool in layout.pools:
+                if pool.collectives and pool.slots > 1:
+                    raise PlacementError(
+                        f"pool {pool.name} has {pool.slots} workers that meet in collectives, and the inline cluster "
+                        "is one process, which can have one default process group. Use Ray, or one slot, or a pool "
+                        "without collectives."
+                    )
+
+    async def start(self, layout: Layout, patience: Patience = Patience(), *, deadline_s: float = 300.0) -> Workers:  # noqa: B008
+        """Starts all pools of a layout. A worker that dies meanwhile is tried again; any other failure ends them all.
+
+        `deadline_s` is also the default deadline of the calls on its roles."""
+        self.check(layout)
+        workers = Workers(
+            layout, self._transport, self._shelf, patience, deadline_s=_FOREVER_S if self._unhurried else deadline_s
+        )
+        self._started.append(workers)
+        await workers.start()
+        return workers
+
+    def step(self, number: int) -> AbstractContextManager[Step]:
+        """What the step is given to hold is freed when the block ends."""
+        return self._shelf.step(number)
+
+    @property
+    def stored(self) -> StoreUse:
+        """Rows that the controller holds by reference now."""
+        return self._shelf.use
+
+    def end(self) -> None:
+        for workers in self._started:
+            workers.end()
+        self._started.clear()
+
+
+_FOREVER_S = 1e7
+
+
+class Workers:
+    """The started workers of a layout."""
+
+    def __init__(
+        self, layout: Layout, transport: Transport, shelf: Shelf, patience: Patience, *, deadline_s: float
+    ) -> None:
+        self._layout, self._transport, self._shelf, self._deadline_s = layout, transport, shelf, deadline_s
+        self._deaths: asyncio.Queue[Died] = asyncio.Queue()
+        self._crews = {
+            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait) for pool in layout.pools
+        }
+        meshes = {role.name: layout.mesh(role) for role in layout.roles}
+        self.registry = MeshRegistry(meshes=meshes, workers={})
+        self._links = Links(self._crews, lambda: self.registry)
+        self._restores: dict[str, Restore] = {}
+
+    async def start(self) -> None:
+        try:
+            # One after the other: each pool's preflight must see what the one before has taken.
+            for crew in self._crews.values():
+                await self._until_it_stands(crew, crew.raise_all, Deadline(self._deadline_s))
+        except BaseException:
+            self.end()
+            raise
+
+    def crew(self, pool: str) -> Crew:
+        if pool not in self._crews:
+            raise ClusterError(f"there is no pool {pool!r}; the pools are {', '.join(self._crews)}.")
+        return self._crews[pool]
+
+    def role(self, name: str, kind: type[RoleT]) -> RoleGroup[RoleT]:
+        """The workers of a role. `kind` is the class that the layout gives it, or a base of it."""
+        spec = next((role for role in self._layout.roles if role.name == name), None)
+        if spec is None or not issubclass(spec.kind, kind):
+            roles = ", ".join(f"{role.name} ({role.kind.__name__})" for role in self._layout.roles)
+            raise ClusterError(f"there is no role {name!r} that is a {kind.__name__}; the layout has {roles}.")
+        return RoleGroup(self, self._transport, self._shelf, name, spec.kind, deadline_s=self._deadline_s)
+
+    async def connect(self, name: str, roles: Sequence[str], *, deadline_s: float = 60.0) -> None:
+        """Makes a link between the workers of these roles, ranks counted in this order: a process group and a store
+        of its own. It is made anew whenever one of their pools is recovered."""
+        await self._links.connect(name, tuple(roles), Deadline(deadline_s))
+
+    def restore_with(self, role: str, restore: Restore) -> None:
+        """The owner of a role says how new workers of it get their state; called after every respawn."""
+        self.registry.mesh(role)
+        self._restores[role] = restore
+
+    async def recover(self, pool: str, *, deadline_s: float = 300.0) -> tuple[WorkerId, ...]:
+        """Brings a pool back after a death: its dead workers are replaced in place, or, where they meet in
+        collectives, all of them. Returns the new workers (none, if nothing was wrong)."""
+        crew, deadline = self.crew(pool), Deadline(deadline_s)
+        choice = remedy(
+            collectives=crew.pool.collectives, num_slots=crew.pool.slots, dead=crew.dead, broken=bool(crew.broken)
+        )
+        match choice:
+            case Leave():
+                return ()
+            case Respawn(slots=slots):
+                replaced = slots
+            case Rebuild():
+                replaced = tuple(range(crew.pool.slots))
+            case other:
+                assert_never(other)
+        await self._until_it_stands(crew, lambda left: crew.replace(replaced, left), deadline)
+        new = tuple(member.worker for member in crew.members if member.slot in replaced)
+        await self._links.renew(pool, deadline)
+        for role, restore in self._restores.items():
+            mesh = self.registry.mesh(role)
+            mine = tuple(worker for worker in new if mesh.pool == pool and worker.index in mesh.slots)
+            if mine:
+                await restore(mine)
+        return new
+
+    async def end_worker(self, worker: WorkerId) -> None:
+        """Ends one worker's process, as a fault would; `recover` replaces it."""
+        crew = self.crew(worker.pool)
+        member = crew.member(worker)
+        member.process.kill()
+        crew.bury(member, "it was ended by the controller")
+
+    async def next_death(self) -> Died:
+        """Waits for the next death of any worker; has no deadline of its own: a healthy run has none."""
+        return await self._deaths.get()
+
+    def health(self) -> Mapping[str, tuple[WorkerHealth, ...]]:
+        """By pool, from heartbeats alone: asks nobody."""
+        return {name: crew.health() for name, crew in self._crews.items()}
+
+    async def where(self, pool: str) -> WhereReport:
+        """Asks every worker of a pool what its threads are doing; answers while they work."""
+        return await self.crew(pool).where()
+
+    def end(self) -> None:
+        for crew in self._crews.values():
+            crew.end()
+
+    async def _until_it_stands(
+        self, crew: Crew, raise_it: Callable[[Deadline], Awaitable[Any]], deadline: Deadline
+    ) -> None:
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                await raise_it(deadline)
+                break
+            except WorkerDiedError:
+                if attempt == _ATTEMPTS or deadline.over:
+                    raise
+        self.registry = self.registry.with_workers([member.worker for member in crew.members])

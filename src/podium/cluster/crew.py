@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The living processes of one pool: raised together, watched, ended together or replaced one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from podium.cluster.deadlines import Deadline
+from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
+from podium.cluster.host import parameters_of
+from podium.cluster.identity import WorkerId
+from podium.cluster.layout import Layout, Pool, public_methods
+from podium.cluster.orders import Beat, Build, Envelope, Hello, Join, OpenMeeting, Order, Settle, Whereabouts
+from podium.cluster.placement import Bundle, Fits, TooLarge, bundles_of, message, preflight
+from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
+from podium.errors import DeadlineError, PlacementError, WorkerDiedError
+
+log = logging.getLogger("podium.cluster")
+
+Value = TypeVar("Value")
+
+# How long the others may take to answer `where are you` when one is late.
+_WHERE_S = 2.0
+_LOOK_AGAIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """How long each kind of waiting may take."""
+
+    place_s: float = 60.0  # for others to give back what they hold
+    start_s: float = 120.0  # processes, and what their roles do in their constructors
+    rendezvous_s: float = 60.0
+    collective_s: float = 600.0  # a single collective, later
+    beat_s: float = 0.5
+
+
+@dataclass
+class Member:
+    """One slot of the pool. `worker` is who sits there now."""
+
+    slot: int
+    worker: WorkerId
+    process: Process
+    hello: Hello
+    beat: Beat | None = None
+    heard_s: float = field(default_factory=time.monotonic)
+    died: Died | None = None
+    watcher: asyncio.Task[None] | None = None
+
+
+class Crew:
+    """The workers of one pool."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        pool: Pool,
+        transport: Transport,
+        patience: Patience,
+        on_death: Callable[[Died], None],
+    ) -> None:
+        self.pool, self.broken = pool, ""
+        self._layout, self._transport, self._patience, self._on_death = layout, transport, patience, on_death
+        self._places: list[BundlePlace] = []
+        self._members: dict[int, Member] = {}
+        self._incarnations: dict[int, int] = {}
+
+    @property
+    def members(self) -> list[Member]:
+        return [self._members[slot] for slot in sorted(self._members)]
+
+    @property
+    def meets(self) -> bool:
+        """Whether its workers form a process group."""
+        return self.pool.collectives and self.pool.slots > 1
+
+    @property
+    def dead(self) -> tuple[int, ...]:
+        return tuple(slot for slot, member in self._members.items() if member.died is not None)
+
+    def member(self, worker: WorkerId) -> Member:
+        """The member, if it is still this worker that sits there."""
+        member = self._members.get(worker.index)
+        if member is None or member.worker != worker:
+            raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} sits there now." if member else "."))
+        return member
+
+    async def raise_all(self, deadline: Deadline) -> None:
+        """Places, starts, joins and builds the whole pool. Whatever fails, nothing of it is left."""
+        try:
+            await self._place(deadline)
+            await self._start(range(self.pool.slots), deadline)
+        except BaseException:
+            self.end()
+            raise
+
+    async def replace(self, slots: Sequence[int], deadline: Deadline) -> None:
+        """Starts new workers in these slots. For a pool that meets in collectives, these are all slots: survivors are
+        ended first, because they hold what the new ones need."""
+        for slot in slots:
+            self._end_member(slot)
+        await self._place(deadline)
+        try:
+            await self._start(slots, deadline)
+        except BaseException:
+            for slot in slots:
+                self._end_member(slot)
+            raise
+        self.broken = ""
+
+    def end(self) -> None:
+        """Ends all processes and gives their places back."""
+        for slot in list(self._members):
+            self._end_member(slot)
+        for place in self._places:
+            self._transport.release(place)
+        self._places = []
+
+    def breaks(self, reason: str) -> None:
+        """The workers are out of step with each other: no call can be answered until the pool is recovered."""
+        if self.meets and not self.broken:
+            self.broken = reason
+
+    def health(self) -> tuple[WorkerHealth, ...]:
+        now_s = time.monotonic()
+        return tuple(worker_health(each.worker, each.beat, each.heard_s, each.died, now_s) for each in self.members)
+
+    async def where(self, workers: Sequence[WorkerId] | None = None) -> WhereReport:
+        """Asks the members (or some of them) where they are; those who do not answer within two seconds are None."""
+        asked = [each for each in self.members if workers is None or each.worker in workers]
+
+        async def one(member: Member) -> Whereabouts | None:
+            try:
+                return await asyncio.wait_for(_awaited(member.process.where()), _WHERE_S)
+            except (TimeoutError, GoneError):
+                return None
+
+        found = await asyncio.gather(*(one(member) for member in asked))
+        return WhereReport(answers={member.worker: answer for member, answer in zip(asked, found, strict=True)})
+
+    async def order_all(
+        self,
+        slots: Sequence[int],
+        order: Callable[[int], tuple[Any, ...]],
+        what: str,
+        deadline: Deadline,
+    ) -> list[Envelope]:
+        """The same kind of order to several members at once; `order(slot)` is the order and its arguments."""
+        pending = [
+            Pending(worker=member.worker, answer=member.process.perform(*order(member.slot)))
+            for member in (self._members[slot] for slot in slots)
+        ]
+        return await gather_answers(pending, what, deadline, self)
+
+    async def _place(self, deadline: Deadline) -> None:
+        """Finds a node for every bundle that has none, or whose node is gone."""
+        for place in [place for place in self._places if not self._transport.is_alive(place)]:
+            self._transport.release(place)
+            self._places.remove(place)
+        held = {place.bundle.slots for place in self._places}
+        missing = [bundle for bundle in bundles_of(self._layout, self.pool) if bundle.slots not in held]
+        if not missing:
+            return
+        # A first start does not wait for nodes that are not there; a recovery does: one may be on its way.
+        nodes = await self._await_room(missing, deadline, may_grow=bool(self._incarnations))
+        self._places += await self._transport.reserve(missing, nodes, deadline.left_s)
+
+    async def _await_room(self, bundles: Sequence[Bundle], deadline: Deadline, *, may_grow: bool) -> tuple[str, ...]:
+        patience = Deadline(min(self._patience.place_s, deadline.left_s))
+        while True:
+            match preflight(bundles, self._transport.nodes()):
+                case Fits(nodes=nodes):
+                    return nodes
+                case TooLarge(reason=reason) if not may_grow:
+                    raise PlacementError(reason)
+                case outcome if patience.over:
+                    raise PlacementError(f"{message(outcome)}\nWaited {patience.seconds:.0f} s for it to come free.")
+            await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
+        limit = deadline.at_most(self._patience.start_s)
+        places = {slot: place for place in self._places for slot in place.bundle.slots}
+        processes = {slot: self._transport.spawn(self.pool, slot, places[slot]) for slot in slots}
+        try:
+            hellos = await self._hellos(processes, limit)
+        except BaseException:
+            for process in processes.values():
+                process.kill()
+            raise
+        for slot, hello in hellos.items():
+            self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
+            worker = WorkerId(self.pool.name, slot, hello.node, hello.device, self._incarnations[slot])
+            member = Member(slot=slot, worker=worker, process=processes[slot], hello=hello)
+            self._members[slot] = member
+            member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
+        await self._settle(slots, limit)
+        if self.meets:
+            await self._join(deadline)
+        await self._build(slots, limit)
+
+    async def _hellos(self, processes: dict[int, Process], deadline: Deadline) -> dict[int, Hello]:
+        """Waits until each process has come up."""
+        tasks = {slot: asyncio.ensure_future(_awaited(process.hello())) for slot, process in processes.items()}
+        done, pending = await asyncio.wait(tasks.values(), timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
+        for task in pending:
+            task.cancel()
+        for slot, task in tasks.items():
+            if task in done and task.exception() is not None:
+                raise WorkerDiedError(f"{self.pool.name}[{slot}] died while it started: {task.exception()}")
+        late = [slot for slot, task in tasks.items() if task in pending]
+        if late:
+            raise DeadlineError(
+                f"pool {self.pool.name}: the processes of slots {late} did not come up in {deadline.seconds:.0f} s. "
+                "Their places are reserved, so the node is overloaded, or those who sat there have not gone."
+            )
+        return {slot: task.result() for slot, task in tasks.items()}
+
+    async def _settle(self, slots: Sequence[int], deadline: Deadline) -> None:
+        meshes = self._layout.meshes_of(self.pool.name)
+        workers = {slot: self._members[slot].worker for slot in slots}
+        await self.order_all(
+            slots, lambda slot: (Settle(worker=workers[slot], meshes=meshes),), "taking their places", deadline
+        )
+
+    async def _join(self, deadline: Deadline) -> None:
+        slots = range(self.pool.slots)
+        limit = deadline.at_most(self._patience.rendezvous_s)
+        first = await self.order_all([0], lambda _: (OpenMeeting(name="pool"),), "opening the meeting", limit)
+
+        def order(slot: int) -> tuple[Order]:
+            return (
+                Join(
+                    meeting=first[0].value,
+                    rank=slot,
+                    world=self.pool.slots,
+                    deadline_s=limit.left_s,
+                    timeout_s=self._patience.collective_s,
+                ),
+            )
+
+        # The workers' own deadline ends first: its message says more.
+        await self.order_all(slots, order, "forming their process group", Deadline(limit.left_s + 5.0))
+
+    async def _build(self, slots: Sequence[int], deadline: Deadline) -> None:
+        """Role after role in the order of the layout: constructors may meet in collectives."""
+        for role in self._layout.roles:
+            mesh = self._layout.mesh(role)
+            mine = [slot for slot in slots if role.pool == self.pool.name and slot in mesh.slots]
+            methods = {name: parameters_of(method) for name, method in public_methods(role.kind).items()}
+            order = (Build(role=role.name, methods=methods), role.kind, role.arguments)
+            if mine:
+                await self.order_all(mine, dict.fromkeys(mine, order).__getitem__, f"building {role.name}", deadline)
+
+    async def _watch(self, member: Member) -> None:
+        """Consumes the member's beats until its process is gone, which ends them; nothing else unblocks it but
+        cancelling, when the member is ended on purpose."""
+        try:
+            async for beat in member.process.beats(self._patience.beat_s):
+                member.beat, member.heard_s = beat, time.monotonic()
+            cause = "its heartbeat ended"
+        except GoneError as gone:
+            cause = str(gone)
+        self.bury(member, cause)
+
+    def bury(self, member: Member, cause: str) -> None:
+        """Notes a death once, however it was noticed."""
+        if member.died is None and self._members.get(member.slot) is member:
+            member.died = Died(worker=member.worker, cause=cause, at_s=time.time())
+            self.breaks(f"{member.worker} died ({cause})")
+            log.warning("%s", member.died)
+            self._on_death(member.died)
+
+    def _end_member(self, slot: int) -> None:
+        member = self._members.pop(slot, None)
+        if member is None:
+            return
+        if member.watcher is not None:
+            member.watcher.cancel()
+        with contextlib.suppress(GoneError):
+            member.process.kill()
+
+
+async def _awaited(answer: Awaitable[Value]) -> Value:
+    return await answer

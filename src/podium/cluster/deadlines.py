@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A point in time until which something may take."""
+
+from __future__ import annotations
+
+import time
+
+
+class Deadline:
+    """Begins when it is made."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._ends_s = time.monotonic() + seconds
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._ends_s - time.monotonic())
+
+    @property
+    def over(self) -> bool:
+        return self.left_s == 0.0
+
+    def at_most(self, seconds: float) -> Deadline:
+        """This one, or one that ends earlier."""
+        return Deadline(min(seconds, self.left_s))

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Many answers awaited at once: the first failure ends the waiting, a deadline ends it with a report."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from podium.cluster.deadlines import Deadline
+from podium.cluster.identity import WorkerId
+from podium.cluster.orders import Envelope, Failure
+from podium.cluster.transport import GoneError
+from podium.errors import DeadlineError, RoleError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from podium.cluster.crew import Crew
+
+# After the first failure the others may still answer: often they tell the cause.
+_GRACE_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pending:
+    """A call that is under way."""
+
+    worker: WorkerId
+    answer: Awaitable[Envelope]
+
+
+class _RoleFailedError(Exception):
+    def __init__(self, failure: Failure) -> None:
+        self.failure = failure
+
+
+async def gather_answers(pending: Sequence[Pending], what: str, deadline: Deadline, crew: Crew) -> list[Envelope]:
+    """Waits for all answers. Raises WorkerDiedError, RoleError or DeadlineError; a pool whose workers meet in
+    collectives and did not all answer is broken then. `what` completes the sentence "workers were ..."."""
+    tasks = [asyncio.ensure_future(_one(each)) for each in pending]
+    try:
+        _, late = await asyncio.wait(tasks, timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
+        if late and not any(_failed(task) for task in tasks):
+            await _overdue(pending, tasks, what, deadline, crew)
+        if any(_failed(task) for task in tasks):
+            if late:
+                await asyncio.wait(late, timeout=min(_GRACE_S, deadline.left_s))
+            _raise(pending, tasks, what, crew)
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _one(pending: Pending) -> Envelope:
+    envelope = await pending.answer
+    if envelope.failure is not None:
+        raise _RoleFailedError(envelope.failure)
+    return envelope
+
+
+def _failed(task: asyncio.Future[Envelope]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
+
+
+async def _overdue(
+    pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], what: str, deadline: Deadline, crew: Crew
+) -> None:
+    late = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
+    report = await crew.where([each.worker for each in pending])
+    crew.breaks(f"{', '.join(map(str, late))} did not answer while {what}")
+    raise DeadlineError(
+        f"{len(late)} of {len(pending)} workers of {crew.pool.name} are still {what} after {deadline.seconds:.1f} s: "
+        f"{', '.join(map(str, late))}. Where they are:\n{report}"
+    )
+
+
+def _raise(pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], what: str, crew: Crew) -> None:
+    """Turns the failures into one error; a death outranks what it made others say."""
+    silent = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
+    dead: list[tuple[WorkerId, GoneError]] = []
+    failed: list[tuple[WorkerId, Failure]] = []
+    for each, task in zip(pending, tasks, strict=True):
+        error = task.exception() if _failed(task) else None
+        if isinstance(error, GoneError):
+            dead.append((each.worker, error))
+        elif isinstance(error, _RoleFailedError):
+            failed.append((each.worker, error.failure))
+        elif error is not None:
+            raise error
+    if silent or dead:
+        crew.breaks(f"{', '.join(map(str, [*(worker for worker, _ in dead), *silent]))} left the others while {what}")
+    for worker, gone in dead:
+        for member in crew.members:
+            if member.worker == worker:
+                crew.bury(member, str(gone))
+    if dead:
+        words = "; ".join(f"{worker}: {gone}" for worker, gone in dead)
+        others = f" {_others(failed)}" if failed else ""
+        raise WorkerDiedError(
+            f"{len(dead)} of {len(pending)} workers of {crew.pool.name} died while {what}. {words}.{others} "
+            f"Recover the pool with `workers.recover({crew.pool.name!r})`."
+        )
+    worker, failure = failed[0]
+    raise RoleError(
+        f"{worker} failed while {what}: {failure.kind}: {failure.text}{_also(failed[1:], silent)}\n{failure.trace}"
+    ) from failure.error
+
+
+def _others(failed: Sequence[tuple[WorkerId, Failure]]) -> str:
+    return (
+        "Of the others: " + "; ".join(f"{worker}: {failure.kind}: {failure.text}" for worker, failure in failed) + "."
+    )
+
+
+def _also(failed: Sequence[tuple[WorkerId, Failure]], silent: Sequence[WorkerId]) -> str:
+    words = f"\n{_others(failed)}" if failed else ""
+    return words + (f"\nStill without an answer: {', '.join(map(str, silent))}." if silent else "")

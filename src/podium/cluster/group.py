@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls to all, one, or each data rank of a role's workers, by the real function: `group.call_all(Learner.update)`.
+
+Typed handles are written by hand on top of this; nothing here knows what a role does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+
+from podium.cluster.crew import Crew
+from podium.cluster.deadlines import Deadline
+from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.identity import WorkerId
+from podium.cluster.meshes import MeshRegistry, RoleMesh
+from podium.cluster.objects import Shelf, Stored
+from podium.cluster.orders import Envelope, Invoke, RowsHead
+from podium.cluster.results import Answer, Computed, Merged, ShardResult, merge
+from podium.cluster.transport import ByReference, GoneError, Transport
+from podium.data.trajectories import RowsT, TrajectoryIds
+from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
+
+RoleT = TypeVar("RoleT")
+Result = TypeVar("Result")
+P = ParamSpec("P")
+
+
+class Shard(Protocol):
+    """What one data rank is given: anything that says which trajectories it is about."""
+
+    @property
+    def ids(self) -> TrajectoryIds: ...
+
+
+ShardT = TypeVar("ShardT", bound=Shard)
+
+
+class Roster(Protocol):
+    """What a group asks of its owner."""
+
+    @property
+    def registry(self) -> MeshRegistry: ...
+
+    def crew(self, pool: str) -> Crew: ...
+
+
+class RoleGroup(Generic[RoleT]):
+    """The workers of one role. `within(seconds)` gives the same group with another deadline for its calls."""
+
+    def __init__(
+        self,
+        roster: Roster,
+        transport: Transport,
+        shelf: Shelf,
+        role: str,
+        kind: type[RoleT],
+        *,
+        deadline_s: float,
+    ) -> None:
+        self._roster, self._transport, self._shelf = roster, transport, shelf
+        self._role, self._kind, self._deadline_s = role, kind, deadline_s
+
+    @property
+    def mesh(self) -> RoleMesh:
+        return self._roster.registry.mesh(self._role)
+
+    @property
+    def workers(self) -> tuple[WorkerId, ...]:
+        """Who plays the role now, in rank order."""
+        return self._roster.registry.workers_of(self._role)
+
+    def within(self, seconds: float) -> RoleGroup[RoleT]:
+        return RoleGroup(self._roster, self._transport, self._shelf, self._role, self._kind, deadline_s=seconds)
+
+    def requires(self, *methods: Callable[..., Any]) -> None:
+        """Fails now if one of these is not a method of the role: a handle says in its constructor what it will call."""
+        for method in methods:
+            self._name(method)
+
+    async def call_all(
+        self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[Answer[Result], ...]:
+        """The same call on every worker; answers in rank order."""
+        return await self._call(self.workers, method, args, kwargs)
+
+    async def call_one(
+        self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Answer[Result]:
+        """A call on the worker of one rank of the role's mesh. Not for methods that meet others in collectives."""
+        return (await self._call((self._at(rank),), method, args, kwargs))[0]
+
+    async def call_sharded(
+        self,
+        method: Callable[Concatenate[RoleT, ShardT, P], Computed[RowsT]],
+        shards: Sequence[ShardT],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Merged[RowsT]:
+        """One shard for each data rank, already cut. All members of a data rank get the same one (stored once and
+        sent by reference where there are several); its source answers with rows, which stay in the object store."""
+        name, registry, crew = self._name(method), self._roster.registry, self._crew()
+        self._check_shards(shards)
+        pending: list[Pending] = []
+        rows: list[Stored[Any]] = []
+        sources: list[int] = []
+        for data_rank, shard in enumerate(shards):
+            members = registry.members_of(self._role, data_rank)
+            sent: Any = shard if len(members) == 1 else ByReference(stored=self._transport.store(shard))
+            sources.append(len(pending))
+            for worker in members:
+                order = Invoke(worker=worker, role=self._role, method=name, wants="rows")
+                answer, stored = crew.member(worker).process.perform_storing(order, sent, *args, **kwargs)
+                pending.append(Pending(worker=worker, answer=answer))
+                rows.append(stored)
+        envelopes = await self._gather(pending, name, crew)
+        results = [self._result(envelopes[at], data_rank, rows[at]) for data_rank, at in enumerate(sources)]
+        return merge(results, [shard.ids for shard in shards], self._roster.registry, self._role)
+
+    async def stream_one(
+        self,
+        data_rank: int,
+        method: Callable[Concatenate[RoleT, ShardT, P], Iterable[Computed[RowsT]]],
+        shard: ShardT,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> AsyncIterator[ShardResult[RowsT]]:
+        """Blocks of one data rank as its method yields them. Finished blocks stay readable if the worker dies later.
+        The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come once.
+        """
+        name, registry, crew = self._name(method), self._roster.registry, self._crew()
+        members = registry.members_of(self._role, data_rank)
+        if len(members) > 1:
+            raise ClusterError(
+                f"role {self._role} has {len(members)} workers to a data rank and cannot stream from one of them; "
+                "use call_sharded."
+            )
+        worker = members[0]
+        order = Invoke(worker=worker, role=self._role, method=name, wants="rows")
+        waiting = shard.ids
+        blocks = crew.member(worker).process.stream(order, shard, *args, **kwargs)
+        async with aclosing(blocks):  # type: ignore[type-var]
+            while True:
+                envelope, rows = await self._next_block(blocks, worker, name, crew)
+                if envelope.last:
+                    break
+                result: ShardResult[RowsT] = self._result(envelope, data_rank, rows)
+                waiting = self._tick_off(waiting, result)
+                yield result
+        if len(waiting):
+            raise ResultError(f"{worker} ended {self._role}.{name} and these trajectories never came: {waiting}.")
+
+    async def stream_sharded(
+        self,
+        method: Callable[Concatenate[RoleT, ShardT, P], Iterable[Computed[RowsT]]],
+        shards: Sequence[ShardT],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> AsyncIterator[ShardResult[RowsT]]:
+        """Blocks of all data ranks in the order in which they come. The first failure ends it."""
+        self._check_shards(shards)
+        arrivals: asyncio.Queue[ShardResult[RowsT] | BaseException | None] = asyncio.Queue()
+
+        async def pump(data_rank: int, shard: ShardT) -> None:
+            """Moves one data rank's blocks to the queue; the consumer's leaving cancels it."""
+            try:
+                async for block in self.stream_one(data_rank, method, shard, *args, **kwargs):
+                    arrivals.put_nowait(block)
+                arrivals.put_nowait(None)
+            except Exception as error:
+                arrivals.put_nowait(error)
+
+        pumps = [asyncio.create_task(pump(data_rank, shard)) for data_rank, shard in enumerate(shards)]
+        try:
+            running = len(pumps)
+            while running:
+                arrival = await arrivals.get()
+                if isinstance(arrival, BaseException):
+                    raise arrival
+                if arrival is None:
+                    running -= 1
+                else:
+                    yield arrival
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _call(
+        self,
+        workers: Sequence[WorkerId],
+        method: Callable[..., Result],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[Answer[Result], ...]:
+        name, crew, mesh = self._name(method), self._crew(), self.mesh
+        sent = self._shared(args) if len(workers) > 1 else args
+        pending = []
+        for worker in workers:
+            order = Invoke(worker=worker, role=self._role, method=name, wants="value")
+            pending.append(Pending(worker=worker, answer=crew.member(worker).process.perform(order, *sent, **kwargs)))
+        envelopes = await self._gather(pending, name, crew)
+        return tuple(
+            Answer(
+                worker=worker,
+                coordinates=mesh.coordinates(worker.index),
+                value=envelope.value,
+                spans=envelope.spans,
+            )
+            for worker, envelope in zip(workers, envelopes, strict=True)
+        )
+
+    async def _gather(self, pending: Sequence[Pending], name: str, crew: Crew) -> list[Envelope]:
+        envelopes = await gather_answers(pending, f"in {self._role}.{name}", Deadline(self._deadline_s), crew)
+        for each, envelope in zip(pending, envelopes, strict=True):
+            self._check_sender(each.worker, envelope, name)
+        return envelopes
+
+    def _check_sender(self, asked: WorkerId, envelope: Envelope, name: str) -> None:
+        if envelope.worker != asked or not self._roster.registry.is_current(asked):
+            now = self._roster.registry.worker(asked.pool, asked.index)
+            raise WorkerDiedError(
+                f"an answer to {self._role}.{name} from {envelope.worker} is refused: {asked} was asked, and {now} "
+                "sits there now. What an old incarnation says is of weights and state that are gone."
+            )
+
+    def _shared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Large arguments of a call to many are stored once; small ones travel with each call."""
+        return tuple(
+            ByReference(stored=self._transport.store(value)) if getattr(value, "nbytes", 0) > _STORE_ABOVE else value
+            for value in args
+        )
+
+    async def _next_block(
+        self, blocks: AsyncIterator[tuple[Envelope, Stored[Any]]], worker: WorkerId, name: str, crew: Crew
+    ) -> tuple[Envelope, Stored[Any]]:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                envelope, rows = await anext(blocks)
+        except TimeoutError:
+            report = await crew.where([worker])
+            raise DeadlineError(
+                f"{worker} has sent no block of {self._role}.{name} for {self._deadline_s:.1f} s. "
+                f"Where it is:\n{report}"
+            ) from None
+        except GoneError as gone:
+            crew.bury(crew.member(worker), str(gone))
+            raise WorkerDiedError(
+                f"{worker} died in {self._role}.{name}: {gone}. The blocks that it finished can still be read."
+            ) from gone
+        self._check_sender(worker, envelope, name)
+        if envelope.failure is not None:
+            failure = envelope.failure
+            raise RoleError(
+                f"{worker} failed in {self._role}.{name}: {failure.kind}: {failure.text}\n{failure.trace}"
+            ) from failure.error
+        return envelope, rows
+
+    def _tick_off(self, waiting: TrajectoryIds, result: ShardResult[RowsT]) -> TrajectoryIds:
+        strange = result.ids.without(waiting)
+        if len(strange) or len(result.ids.repeated()):
+            raise ResultError(
+                f"{result.worker} sent trajectories that it was not asked for, or sent them twice: "
+                f"{strange if len(strange) else result.ids.repeated()}."
+            )
+        return waiting.without(result.ids)
+
+    def _result(self, envelope: Envelope, data_rank: int, rows: Stored[Any]) -> ShardResult[Any]:
+        head: RowsHead = envelope.value
+        assert envelope.worker is not None
+        if head.stored:
+            self._shelf.count(rows, head.nbytes)
+        return ShardResult(
+            worker=envelope.worker,
+            coordinates=self.mesh.coordinates(envelope.worker.index),
+            data_rank=data_rank,
+            ids=head.ids,
+            lengths_N=head.lengths_N,
+            stored=rows if head.stored else None,
+            metrics=head.metrics,
+            spans=envelope.spans,
+        )
+
+    def _crew(self) -> Crew:
+        crew = self._roster.crew(self.mesh.pool)
+        if crew.broken:
+            raise WorkerDiedError(
+                f"pool {crew.pool.name} cannot be called: {crew.broken}. "
+                f"Recover it with `workers.recover({crew.pool.name!r})`."
+            )
+        return crew
+
+    def _at(self, rank: int) -> WorkerId:
+        workers = self.workers
+        if not 0 <= rank < len(workers):
+            raise ClusterError(f"role {self._role} has the ranks 0 to {len(workers) - 1}, not {rank}.")
+        return workers[rank]
+
+    def _check_shards(self, shards: Sequence[Shard]) -> None:
+        expected = self.mesh.shape.num_data_ranks
+        if len(shards) != expected:
+            raise ClusterError(
+                f"role {self._role} has {expected} data ranks ({self.mesh.shape}) and is given {len(shards)} shards; "
+                "cut one for each, empty ones too."
+            )
+
+    def _name(self, method: Callable[..., Any]) -> str:
+        name = getattr(method, "__name__", repr(method))
+        if name.startswith("_") or not any(vars(base).get(name) is method for base in self._kind.__mro__):
+            raise ClusterError(
+                f"{getattr(method, '__qualname__', method)} is not a public method of {self._kind.__qualname__}, "
+                f"which role {self._role} is."
+            )
+        return name
+
+
+# Ray sends arguments up to this size inside the call, and stores larger ones once for every receiver.
+_STORE_ABOVE = 100 * 1024

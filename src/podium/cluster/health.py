@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who lives, who is silent, who is where, and what to do about a death; pure but for the clock it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from podium.cluster.identity import WorkerId
+from podium.cluster.orders import Beat, Whereabouts
+from podium.cluster.spans import ThreadPlace
+
+_FRAMES_SHOWN = 6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """A worker's process or node is gone."""
+
+    worker: WorkerId
+    cause: str
+    at_s: float
+
+    def __str__(self) -> str:
+        return f"{self.worker} died: {self.cause}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Respawn:
+    """Replace these slots; the others of the pool go on."""
+
+    slots: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rebuild:
+    """End the whole pool and start it anew: its workers meet in collectives, and one that waits there for a dead peer
+    cannot be saved."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leave:
+    """Nothing is wrong."""
+
+
+Remedy = Respawn | Rebuild | Leave
+
+
+def remedy(*, collectives: bool, num_slots: int, dead: Sequence[int], broken: bool) -> Remedy:
+    """What a pool needs: pure, so that it is tested by value."""
+    if not dead and not broken:
+        return Leave()
+    # A pool of one has no peers to wait for it.
+    if (collectives and num_slots > 1) or not dead:
+        return Rebuild()
+    return Respawn(slots=tuple(sorted(dead)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerHealth:
+    """What is known of a worker without asking it."""
+
+    worker: WorkerId
+    died: Died | None
+    silent_s: float  # since its last sign of life
+    doing: str
+    for_s: float
+
+    def __str__(self) -> str:
+        if self.died is not None:
+            return str(self.died)
+        doing = f"in {self.doing} for {self.for_s:.1f} s" if self.doing else "idle"
+        return f"{self.worker}: {doing}, last heard {self.silent_s:.1f} s ago"
+
+
+def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Died | None, now_s: float) -> WorkerHealth:
+    """`heard_s`: when the last beat came (or the worker was started), by the controller's clock."""
+    return WorkerHealth(
+        worker=worker,
+        died=died,
+        silent_s=max(0.0, now_s - heard_s),
+        doing=beat.doing if beat is not None else "",
+        for_s=beat.for_s + max(0.0, now_s - heard_s) if beat is not None and beat.doing else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhereReport:
+    """Where each worker was when a wait grew too long, those in the same place together."""
+
+    answers: Mapping[WorkerId, Whereabouts | None]  # None: did not answer
+
+    def groups(self) -> list[tuple[str, list[WorkerId]]]:
+        """Places of the work thread and who is there, the commonest first."""
+        found: dict[str, list[WorkerId]] = {}
+        for worker, answer in self.answers.items():
+            found.setdefault(_place(answer), []).append(worker)
+        return sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+
+    def odd_ones(self) -> list[WorkerId]:
+        """Those who are not where most are."""
+        return [worker for _, workers in self.groups()[1:] for worker in workers]
+
+    def __str__(self) -> str:
+        lines: list[str] = []
+        for position, (place, workers) in enumerate(self.groups()):
+            odd = "  <- differs from most" if position > 0 else ""
+            lines.append(f"{', '.join(str(worker) for worker in workers)}: {place}{odd}")
+            lines += [f"    {frame}" for frame in _frames(self.answers[workers[0]])]
+        return "\n".join(lines)
+
+
+def _work_thread(answer: Whereabouts | None) -> ThreadPlace | None:
+    if answer is None:
+        return None
+    return next((place for place in answer.threads if place.thread == "work"), None)
+
+
+def _place(answer: Whereabouts | None) -> str:
+    if answer is None:
+        return "does not answer (dead, or in a call that holds Python's lock)"
+    place = _work_thread(answer)
+    if place is None or not place.span:
+        return "idle"
+    return f"in {place.span}, at {place.stack[-1]}" if place.stack else f"in {place.span}"
+
+
+def _frames(answer: Whereabouts | None) -> tuple[str, ...]:
+    place = _work_thread(answer)
+    return place.stack[-_FRAMES_SHOWN:] if place is not None and place.span else ()

@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lives inside a worker, whatever carries its orders: it builds roles, runs their methods and knows where it is.
+
+Orders are carried out on one thread, `work`; `where` and `beats` answer on others meanwhile.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, assert_never
+
+import numpy as np
+
+from podium.cluster.identity import WorkerId
+from podium.cluster.layout import public_methods
+from podium.cluster.meshes import RoleMesh
+from podium.cluster.orders import (
+    Beat,
+    Build,
+    Connect,
+    Disconnect,
+    Envelope,
+    Failure,
+    Hello,
+    Invoke,
+    Join,
+    OpenMeeting,
+    Order,
+    RowsHead,
+    Settle,
+    Whereabouts,
+)
+from podium.cluster.results import Computed
+from podium.cluster.seat import Seat
+from podium.cluster.spans import SpanRecorder
+from podium.engine.addresses import DeviceKind
+from podium.errors import ClusterError, PodiumError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from podium.cluster.rendezvous import TransferGroup
+    from podium.engine.meeting import MeetingServer
+
+WORK = "work"
+
+
+class RoleHost:
+    """The roles of one worker and what they share: its identity, its process groups, its links and its spans."""
+
+    def __init__(self, *, node: str, host: str, device: str, kind: DeviceKind, own_process: bool) -> None:
+        self._hello = Hello(node=node, host=host, device=device, kind=kind, pid=os.getpid())
+        self._own_process = own_process
+        self._worker: WorkerId | None = None
+        self._meshes: dict[str, RoleMesh] = {}
+        self._devices: dict[str, DeviceMesh | None] = {}
+        self._roles: dict[str, Any] = {}
+        self._servers: dict[str, MeetingServer] = {}
+        self._transfers: dict[str, TransferGroup] = {}
+        self._recorder = SpanRecorder()
+
+    def hello(self) -> Hello:
+        return self._hello
+
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> tuple[Envelope, Any]:
+        """Carries out an order on the work thread. Returns the answer, and rows to store (None: none). An exception
+        of the role's code is part of the answer: it must not look like a fault of the worker."""
+        self._recorder.name_thread(WORK)
+        value: Any = None
+        rows: Any = None
+        failure: Failure | None = None
+        try:
+            with self._recorder.span(_title(order)):
+                value = self._do(order, arguments, named)
+            if isinstance(order, Invoke) and order.wants == "rows":
+                value, rows = self._head(order, value)
+        except Exception as error:
+            failure = _failure(error)
+        return self._envelope(value, failure), rows
+
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Envelope, Any]]:
+        """Calls a method that yields `Computed` blocks and hands each on as it comes; the last envelope has none."""
+        self._recorder.name_thread(WORK)
+        failure: Failure | None = None
+        try:
+            with self._recorder.span(_title(order)):
+                for made in self._invoke(order, arguments, named):
+                    head, rows = self._head(order, made)
+                    if head is not None:
+                        yield self._envelope(head, None, last=False), rows
+        except Exception as error:
+            failure = _failure(error)
+        yield self._envelope(None, failure), None
+
+    def where(self) -> Whereabouts:
+        """Each thread's open spans and stack; answers while work is busy."""
+        return Whereabouts(worker=self._worker, threads=self._recorder.places(everyone=self._own_process))
+
+    def beats(self, every_s: float) -> Iterator[Beat]:
+        """A sign of life every so often, from a thread of its own, for as long as the process lives."""
+        number = 0
+        while True:
+            doing, for_s = self._recorder.doing(WORK)
+            yield Beat(number=number, at_s=time.time(), doing=doing, for_s=for_s)
+            number += 1
+            time.sleep(every_s)
+
+    def _envelope(self, value: Any, failure: Failure | None, *, last: bool = True) -> Envelope:
+        spans = self._recorder.drain(self._worker) if self._worker is not None else ()
+        return Envelope(self._worker, value, failure, spans, last)
+
+    def _do(self, order: Order, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        match order:
+            case Invoke():
+                return self._invoke(order, arguments, named)
+            case Settle():
+                self._worker = order.worker
+                self._meshes = {mesh.role: mesh for mesh in order.meshes}
+                self._devices = dict.fromkeys(self._meshes)
+            case OpenMeeting():
+                from podium.cluster.rendezvous import serve
+
+                self._servers[order.name] = server = serve(self._hello.host)
+                return server.meeting
+            case Join():
+                from podium.cluster.rendezvous import join
+
+                self._devices = join(order, self._hello.host, self._hello.kind, tuple(self._meshes.values()))
+            case Build():
+                self._build(order, *arguments)
+            case Connect():
+                from podium.cluster.rendezvous import TransferGroup
+
+                self._transfers.pop(order.name, None)
+                self._transfers[order.name] = TransferGroup(order, self._hello.host, self._hello.kind)
+            case Disconnect():
+                link = self._transfers.pop(order.name, None)
+                if link is not None:
+                    link.close()
+            case other:
+                assert_never(other)
+        return None
+
+    def _build(self, order: Build, kind: type[Any], arguments: tuple[Any, ...]) -> None:
+        assert self._worker is not None
+        here = {name: parameters_of(method) for name, method in public_methods(kind).items()}
+        for name, parameters in order.methods.items():
+            if here.get(name) != parameters:
+                found = f"has ({', '.join(here[name])})" if name in here else "does not exist"
+                raise ClusterError(
+                    f"{self._worker}: the controller would call {kind.__name__}.{name}({', '.join(parameters)}), and "
+                    f"in this worker's copy of the code it {found}. Controller and workers must run the same code."
+                )
+        if self._hello.kind == "cuda":
+            import torch
+
+            torch.cuda.set_device(0)  # of this thread, which is the one that works
+        seat = Seat(
+            worker=self._worker,
+            role=order.role,
+            mesh=self._meshes[order.role],
+            device="cuda:0" if self._hello.kind == "cuda" else "cpu",
+            devices=self._devices[order.role],
+            recorder=self._recorder,
+            transfers=self._transfers,
+        )
+        self._roles[order.role] = kind(seat, *arguments)
+
+    def _invoke(self, order: Invoke, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if order.worker != self._worker:
+            raise ClusterError(f"a call for {order.worker} came to {self._worker}, which is another worker.")
+        return getattr(self._roles[order.role], order.method)(*arguments, **named)
+
+    def _head(self, order: Invoke, made: Any) -> tuple[RowsHead | None, Any]:
+        """What the controller learns of the rows. Only the source of a data rank answers with any."""
+        if not isinstance(made, Computed):
+            raise ClusterError(
+                f"{order.role}.{order.method} was called for rows and gave {type(made).__name__}; "
+                "such a method returns (or yields) Computed."
+            )
+        assert self._worker is not None
+        if not self._meshes[order.role].is_source(self._worker.index):
+            return None, None
+        rows = made.rows
+        head = RowsHead(
+            ids=made.ids,
+            lengths_N=np.zeros(len(made.ids), np.int64) if rows is None else rows.lengths_N,
+            nbytes=0 if rows is None else rows.nbytes,
+            stored=rows is not None,
+            metrics=made.metrics,
+        )
+        return head, rows
+
+
+def parameters_of(method: Any) -> tuple[str, ...]:
+    """Names and kinds of a method's parameters: enough to notice that two copies of the code differ."""
+    try:
+        return tuple(
+            str(each).split(":")[0].split("=")[0].strip() for each in inspect.signature(method).parameters.values()
+        )
+    except (TypeError, ValueError):
+        return ("...",)
+
+
+def _title(order: Order) -> str:
+    match order:
+        case Invoke():
+            return f"{order.role}.{order.method}"
+        case Build():
+            return f"build {order.role}"
+        case Connect():
+            return f"connect {order.name}"
+        case _:
+            return type(order).__name__.lower()
+
+
+def _failure(error: Exception) -> Failure:
+    trace = "".join(traceback.format_exception(error))
+    kept: Exception | None = None
+    if isinstance(error, PodiumError):
+        try:
+            pickle.loads(pickle.dumps(error))
+            kept = error
+        except Exception:
+            kept = None
+    return Failure(kind=type(error).__name__, text=str(error), trace=trace, error=kept)
+
+
+def extend_import_path(path: tuple[str, ...]) -> None:
+    """Lets a worker import what the controller can, the user's own modules too."""
+    for entry in path:
+        if entry not in sys.path:
+            sys.path.append(entry)
+
+
+def host_name() -> str:
+    return socket.gethostname()

@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who a worker is: the name that stands in every log line, span and error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WorkerId:
+    """One process on one device slot. A respawned worker has the next incarnation, and is another worker."""
+
+    pool: str
+    index: int  # slot of the pool
+    node: str
+    device: str  # "cpu", or "gpu3" as the node numbers it
+    incarnation: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.pool}[{self.index}]@{self.node}/{self.device}#{self.incarnation}"
+
+    def reborn(self, *, node: str, device: str) -> WorkerId:
+        """The worker that takes this one's slot after it."""
+        return replace(self, node=node, device=device, incarnation=self.incarnation + 1)
+
+
+class Coordinates(NamedTuple):
+    """Where in a role's mesh a worker sits."""
+
+    replica: int
+    shard: int
+    context: int
+    tensor: int
+
+    def __str__(self) -> str:
+        return f"replica {self.replica}, shard {self.shard}, context {self.context}, tensor {self.tensor}"

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The same interface in one process: every worker is a few threads. For debugging and single-device runs."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from podium.cluster.host import RoleHost
+from podium.cluster.layout import Pool
+from podium.cluster.objects import InlineStored, Stored
+from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+from podium.cluster.placement import Bundle, NodeState
+from podium.cluster.transport import BundlePlace, ByReference, GoneError
+from podium.engine.addresses import DeviceKind
+
+Value = TypeVar("Value")
+
+_NODE = "inline"
+
+
+class InlineTransport:
+    """Threads where Ray has processes. One node, which has room for everything: threads share its devices."""
+
+    has_collectives = False
+
+    def __init__(self) -> None:
+        self._gpus = _visible_gpus()
+
+    def nodes(self) -> tuple[NodeState, ...]:
+        room = {"CPU": 1e6, "GPU": 1e6 if self._gpus else 0.0}
+        return (NodeState(id=_NODE, name=_NODE, total=room, free=room),)
+
+    async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[str], deadline_s: float) -> list[BundlePlace]:
+        return [BundlePlace(bundle=bundle, node=_NODE, handle=None) for bundle in bundles]
+
+    def release(self, place: BundlePlace) -> None:
+        """Nothing is held."""
+
+    def is_alive(self, place: BundlePlace) -> bool:
+        return True
+
+    def spawn(self, pool: Pool, slot: int, place: BundlePlace) -> InlineProcess:
+        kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
+        return InlineProcess(f"{pool.name}[{slot}]", "gpu0" if kind == "cuda" else "cpu", kind)
+
+    def store(self, value: Value) -> Stored[Value]:
+        return InlineStored(value)
+
+    async def close(self) -> None:
+        """Threads end with their processes."""
+
+
+def _visible_gpus() -> bool:
+    return os.path.exists("/dev/nvidia0")
+
+
+class InlineProcess:
+    """A worker of this process. Killing it makes its pending calls fail and its late answers unheard; the thread
+    itself cannot be ended and finishes what it is in."""
+
+    def __init__(self, name: str, device: str, kind: DeviceKind) -> None:
+        self._host = RoleHost(node=_NODE, host="127.0.0.1", device=device, kind=kind, own_process=False)
+        self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name} control")
+        self._dead = threading.Event()
+        self._waiting: set[Future[Any]] = set()
+        self._lock = threading.Lock()
+
+    def hello(self) -> Awaitable[Hello]:
+        return self._submit(self._control, self._host.hello)
+
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        def run() -> Envelope:
+            return self._host.perform(order, *_resolved(arguments), **named)[0]
+
+        return self._submit(self._work, run)
+
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
+        rows: list[Any] = []
+        stored = _Later(rows)
+
+        def run() -> Envelope:
+            envelope, made = self._host.perform(order, *_resolved(arguments), **named)
+            rows.append(made)
+            return envelope
+
+        return self._submit(self._work, run), stored
+
+    async def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+        loop, arrivals = asyncio.get_running_loop(), asyncio.Queue[tuple[Envelope, Any]]()
+
+        def run() -> None:
+            for item in self._host.stream(order, *_resolved(arguments), **named):
+                if self._dead.is_set():
+                    return
+                loop.call_soon_threadsafe(arrivals.put_nowait, item)
+
+        running = asyncio.ensure_future(self._submit(self._work, run))
+        try:
+            while True:
+                arriving = asyncio.ensure_future(arrivals.get())
+                await asyncio.wait([arriving, running], return_when=asyncio.FIRST_COMPLETED)
+                if not arriving.done() and arrivals.empty():
+                    arriving.cancel()
+                    await running  # raises GoneError: a living worker always sends a last envelope
+                    return
+                envelope, rows = await arriving
+                yield envelope, InlineStored(rows)
+                if envelope.last:
+                    return
+        finally:
+            running.cancel()
+
+    def where(self) -> Awaitable[Whereabouts]:
+        return self._submit(self._control, self._host.where)
+
+    async def beats(self, every_s: float) -> AsyncIterator[Beat]:
+        beats: Iterator[Beat] = self._host.beats(0.0)
+        while not self._dead.is_set():
+            yield next(beats)
+            await asyncio.sleep(every_s)
+        raise GoneError("it was ended")
+
+    def kill(self) -> None:
+        with self._lock:
+            self._dead.set()
+            waiting, self._waiting = self._waiting, set()
+        for future in waiting:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(GoneError("it was ended"))
+        for pool in (self._work, self._control):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, run: Callable[[], Value]) -> Awaitable[Value]:
+        """A future that the thread fulfils, or `kill` does, whoever is first."""
+        promise: Future[Value] = Future()
+        with self._lock:
+            if self._dead.is_set():
+                raise GoneError("it was ended")
+            self._waiting.add(promise)
+
+        def work() -> None:
+            try:
+                value = run()
+            except BaseException as error:
+                self._settle(promise, None, error)
+            else:
+                self._settle(promise, value, None)
+
+        pool.submit(work)
+        return asyncio.wrap_future(promise)
+
+    def _settle(self, promise: Future[Any], value: Any, error: BaseException | None) -> None:
+        with self._lock:
+            if promise not in self._waiting:
+                return  # killed meanwhile: an answer of a dead incarnation
+            self._waiting.discard(promise)
+        with contextlib.suppress(InvalidStateError):  # the caller has stopped waiting
+            if error is not None:
+                promise.set_exception(error)
+            else:
+                promise.set_result(value)
+
+
+class _Later(InlineStored[Any]):
+    """Rows that are there when the call has been answered."""
+
+    def __init__(self, rows: list[Any]) -> None:
+        super().__init__(None)
+        self._value = rows
+
+
+def _resolved(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(each.stored.read() if isinstance(each, ByReference) else each for each in arguments)

@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a controlled run asks of a cluster, in one declaration: pools of device slots, and roles laid over them.
+
+Two roles in one pool on the same slots are colocated, in two pools they are split, and on overlapping slots of one
+pool they are mixed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from podium.cluster.meshes import MeshShape, RoleMesh
+from podium.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayCluster:
+    """Which Ray a run uses: the one at `address`, the one that RAY_ADDRESS or a submitted job names, or (neither) a
+    local one that is started on demand, listens on loopback only and ends with the run."""
+
+    address: str | None = None
+    cpus: int | None = None  # of a local one; default: the machine's cores
+    gpus: int | None = None  # of a local one; default: what Ray finds
+    object_store_bytes: int | None = None
+    deadline_s: float = 30.0  # to reach the one at `address`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Of one slot. Fractions share a device between slots: two workers with gpus=0.5 sit on one."""
+
+    cpus: float = 1.0
+    gpus: float = 0.0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        asked = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
+        for name, amount in asked.items():
+            if not math.isfinite(amount) or amount < 0:
+                raise PlacementError(f"a slot asks for {amount} {name}; it must be 0 or more.")
+            if amount > 1 and amount != int(amount) and name == "gpus":
+                raise PlacementError(f"a slot asks for {amount} gpus; above 1 only whole devices can be given.")
+        if not any(asked.values()):
+            raise PlacementError("a slot asks for nothing. Give it cpus, gpus or a custom resource.")
+
+    def times(self, count: int) -> dict[str, float]:
+        """What `count` slots ask of one node, in Ray's names; kept to Ray's own precision."""
+        asked = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
+        return {name: round(amount * count, 4) for name, amount in asked.items() if amount > 0}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """A set of workers that live and die together where they have `collectives`: their process group is the unit of
+    recovery. Without, a dead worker is replaced and the others go on."""
+
+    name: str
+    slots: int
+    each: Resources = Resources()
+    collectives: bool = True
+    one_node: bool = False  # all slots on one node; else only those that share a data rank
+    spread: bool = False  # prefer many nodes to few
+
+    def __post_init__(self) -> None:
+        if self.slots < 1:
+            raise PlacementError(f"pool {self.name} has {self.slots} slots; it needs at least 1.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoleSpec:
+    """A role: the class that a worker builds as `kind(seat, *arguments)`, and the mesh of its workers."""
+
+    name: str
+    kind: type[Any]
+    pool: str
+    mesh: MeshShape = field(default_factory=MeshShape)
+    arguments: tuple[Any, ...] = ()
+    slots: tuple[int, ...] | None = None  # of the pool; default: the first ones
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Pools and the roles on them, checked as a whole before anything starts."""
+
+    pools: tuple[Pool, ...]
+    roles: tuple[RoleSpec, ...]
+
+    def __post_init__(self) -> None:
+        for what, names in (("pool", [pool.name for pool in self.pools]), ("role", [role.name for role in self.roles])):
+            for name in names:
+                if names.count(name) > 1:
+                    raise PlacementError(f"two {what}s are named {name!r}. Give each its own name.")
+        for role in self.roles:
+            self._check_role(role)
+        for pool in self.pools:
+            idle = set(range(pool.slots)) - {slot for mesh in self.meshes_of(pool.name) for slot in mesh.slots}
+            if idle:
+                raise PlacementError(
+                    f"pool {pool.name} has {pool.slots} slots and no role sits on {sorted(idle)}: they would stand "
+                    f"idle. Give them a role, or lower the pool's slots."
+                )
+            together = self.together(pool)
+            if pool.slots % together:
+                raise PlacementError(
+                    f"pool {pool.name} has {pool.slots} slots, and {together} of them at a time must share a node; "
+                    f"{pool.slots} is not a multiple of {together}."
+                )
+
+    def pool(self, name: str) -> Pool:
+        return next(pool for pool in self.pools if pool.name == name)
+
+    def role(self, name: str) -> RoleSpec:
+        return next(role for role in self.roles if role.name == name)
+
+    def roles_on(self, pool: str, slot: int) -> tuple[RoleSpec, ...]:
+        return tuple(role for role in self.roles if role.pool == pool and slot in self.mesh(role).slots)
+
+    def mesh(self, role: RoleSpec) -> RoleMesh:
+        slots = tuple(range(role.mesh.world)) if role.slots is None else role.slots
+        return RoleMesh(role=role.name, pool=role.pool, shape=role.mesh, slots=slots)
+
+    def meshes_of(self, pool: str) -> tuple[RoleMesh, ...]:
+        return tuple(self.mesh(role) for role in self.roles if role.pool == pool)
+
+    def together(self, pool: Pool) -> int:
+        """How many neighbouring slots must share a node: all, or the widest data rank of any role."""
+        if pool.one_node:
+            return pool.slots
+        return math.lcm(*(mesh.shape.per_data_rank for mesh in self.meshes_of(pool.name)))
+
+    def _check_role(self, role: RoleSpec) -> None:
+        known = [pool.name for pool in self.pools]
+        if role.pool not in known:
+            raise PlacementError(f"role {role.name} is on pool {role.pool!r}, and the pools are {', '.join(known)}.")
+        pool, mesh = self.pool(role.pool), self.mesh(role)
+        beyond = [slot for slot in mesh.slots if not 0 <= slot < pool.slots]
+        if beyond:
+            raise PlacementError(
+                f"role {role.name} asks for {role.mesh} = {role.mesh.world} workers, on the slots {list(mesh.slots)}, "
+                f"and pool {pool.name} has {pool.slots}: {beyond} do not exist. Raise the pool's slots to "
+                f"{max(mesh.slots) + 1}, or make the mesh smaller."
+            )
+        if not pool.collectives and mesh.shape.per_data_rank > 1:
+            raise PlacementError(
+                f"role {role.name} has a mesh of {role.mesh}, whose workers meet in collectives, and pool {pool.name} "
+                f"has none. Set collectives on the pool."
+            )
+        width = self.together(pool) if not pool.one_node else pool.slots
+        for data_rank in range(mesh.shape.num_data_ranks):
+            members = mesh.members(data_rank)
+            if len({slot // width for slot in members}) > 1:
+                raise PlacementError(
+                    f"role {role.name}: its data rank {data_rank} is spread over the slots {list(members)}, which "
+                    f"need not share a node. Give it neighbouring slots that begin at a multiple of {width}."
+                )
+
+
+def public_methods(kind: type[Any]) -> dict[str, Callable[..., Any]]:
+    """What may be called on a role: its public functions, the inherited ones too."""
+    return {
+        name: function
+        for name in dir(kind)
+        if not name.startswith("_") and callable(function := getattr(kind, name)) and not isinstance(function, type)
+    }

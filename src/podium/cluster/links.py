@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups that span pools (learner to generator), made anew when a pool on either side is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from podium.cluster.crew import Crew
+from podium.cluster.deadlines import Deadline
+from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.identity import WorkerId
+from podium.cluster.meshes import MeshRegistry
+from podium.cluster.orders import Connect, Disconnect, Envelope, OpenMeeting, Order
+from podium.errors import ClusterError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """Roles whose workers share a group. `generation` counts how often it was made."""
+
+    name: str
+    roles: tuple[str, ...]
+    generation: int
+
+
+class Links:
+    """All links of a layout."""
+
+    def __init__(self, crews: Mapping[str, Crew], registry: Callable[[], MeshRegistry]) -> None:
+        self._crews, self._registry = crews, registry
+        self._links: dict[str, Link] = {}
+
+    async def connect(self, name: str, roles: tuple[str, ...], deadline: Deadline) -> None:
+        before = self._links.get(name)
+        link = Link(name=name, roles=roles, generation=before.generation + 1 if before else 0)
+        workers = self._members(link)
+        if len(set(workers)) != len(workers):
+            raise ClusterError(
+                f"link {name}: the roles {', '.join(roles)} share workers, and one worker has one place in a link. "
+                "Colocated roles need none."
+            )
+        self._links[name] = link
+        await self._make(link, workers, deadline)
+
+    async def renew(self, pool: str, deadline: Deadline) -> None:
+        """Makes the links that a recovered pool takes part in anew; those who lived on leave the old ones first."""
+        registry = self._registry()
+        for link in list(self._links.values()):
+            if any(registry.mesh(role).pool == pool for role in link.roles):
+                members, order = self._members(link), Disconnect(name=link.name)
+                await self._order(members, dict.fromkeys(range(len(members)), order).__getitem__, "leaving", deadline)
+                await self.connect(link.name, link.roles, deadline)
+
+    def _members(self, link: Link) -> tuple[WorkerId, ...]:
+        return tuple(worker for role in link.roles for worker in self._registry().workers_of(role))
+
+    async def _make(self, link: Link, workers: tuple[WorkerId, ...], deadline: Deadline) -> None:
+        what = f"making the link {link.name}"
+        opened = await self._order(workers[:1], lambda _: OpenMeeting(name=link.name), what, deadline)
+
+        def order(rank: int) -> Order:
+            return Connect(
+                name=link.name,
+                generation=link.generation,
+                meeting=opened[0].value,
+                rank=rank,
+                world=len(workers),
+                deadline_s=deadline.left_s,
+            )
+
+        # The workers' own deadline ends first: its message says more.
+        await self._order(workers, order, what, Deadline(deadline.left_s + 5.0))
+
+    async def _order(
+        self, workers: tuple[WorkerId, ...], order: Callable[[int], Order], what: str, deadline: Deadline
+    ) -> list[Envelope]:
+        """To workers of several pools at once; each pool's failures are told in its own words."""
+        by_pool: dict[str, list[Pending]] = {}
+        for rank, worker in enumerate(workers):
+            answer = self._crews[worker.pool].member(worker).process.perform(order(rank))
+            by_pool.setdefault(worker.pool, []).append(Pending(worker=worker, answer=answer))
+        gathered = await asyncio.gather(
+            *(gather_answers(pending, what, deadline, self._crews[pool]) for pool, pending in by_pool.items())
+        )
+        return [envelope for envelopes in gathered for envelope in envelopes]

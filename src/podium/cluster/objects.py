@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows in the object store: the controller holds references, ids and lengths; workers read the rows they need."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.trajectories import Ints, RowsT, TrajectoryIds
+from podium.errors import ResultError, StoreError
+
+Value_co = TypeVar("Value_co", covariant=True)
+
+
+class Stored(ABC, Generic[Value_co]):
+    """One object in the store. It lives as long as somebody holds this reference and nobody has freed it."""
+
+    @abstractmethod
+    def read(self) -> Value_co:
+        """The object itself, without a copy where it is on this node. Waits for at most the store's deadline."""
+
+    @abstractmethod
+    def free(self, reason: str) -> None:
+        """Lets go of the object; a later `read` says why it is gone."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowRefs(Generic[RowsT]):
+    """Rows by reference: for each row, which stored object it is in and where. Ids ascend. This is what travels
+    through the controller: some 50 bytes a row, whatever its length."""
+
+    ids: TrajectoryIds
+    lengths_N: Ints
+    pieces: tuple[Stored[RowsT], ...]
+    piece_N: NDArray[np.int32]
+    row_N: NDArray[np.int32]
+
+    @classmethod
+    def whole(cls, stored: Stored[RowsT], ids: TrajectoryIds, lengths_N: Ints) -> RowRefs[RowsT]:
+        """All rows of one stored object."""
+        refs = cls(
+            ids=ids,
+            lengths_N=lengths_N,
+            pieces=(stored,),
+            piece_N=np.zeros(len(ids), np.int32),
+            row_N=np.arange(len(ids), dtype=np.int32),
+        )
+        return refs if _ascending(ids) else refs.take(ids.order)
+
+    @classmethod
+    def join(cls, parts: Sequence[RowRefs[RowsT]]) -> RowRefs[RowsT]:
+        """All rows of several, ids ascending again. An id that is in two of them is an error."""
+        firsts = np.cumsum([0, *(len(part.pieces) for part in parts)])
+        joined = cls(
+            ids=TrajectoryIds.concatenate([part.ids for part in parts]),
+            lengths_N=np.concatenate([part.lengths_N for part in parts]) if parts else np.empty(0, np.int64),
+            pieces=tuple(piece for part in parts for piece in part.pieces),
+            piece_N=np.concatenate([part.piece_N + first for part, first in zip(parts, firsts, strict=False)]).astype(
+                np.int32
+            )
+            if parts
+            else np.empty(0, np.int32),
+            row_N=np.concatenate([part.row_N for part in parts]) if parts else np.empty(0, np.int32),
+        )
+        twice = joined.ids.repeated()
+        if len(twice):
+            raise ResultError(
+                f"these trajectories are stored more than once: {twice}. An id stands for one trajectory."
+            )
+        return joined if _ascending(joined.ids) else joined.take(joined.ids.order)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def take(self, positions: NDArray[np.integer[Any]]) -> RowRefs[RowsT]:
+        """Some of the rows, with the references they need and no others."""
+        piece_N = self.piece_N[positions]
+        needed = np.unique(piece_N)
+        return RowRefs(
+            ids=self.ids.take(positions),
+            lengths_N=self.lengths_N[positions],
+            pieces=tuple(self.pieces[piece] for piece in needed.tolist()),
+            piece_N=np.searchsorted(needed, piece_N).astype(np.int32),
+            row_N=self.row_N[positions],
+        )
+
+    def select(self, ids: TrajectoryIds) -> RowRefs[RowsT]:
+        """The rows of these ids, in their order: how a column is cut to the rows of a shard."""
+        positions = self.ids.positions_of(ids)
+        if (positions < 0).any():
+            raise ResultError(f"these trajectories are not among the stored ones: {ids.without(self.ids)}.")
+        return self.take(positions)
+
+    def read(self) -> RowsT:
+        """The rows themselves, in the order of `ids`. Each stored object is opened once, and of each only the rows
+        asked for are copied (none, where a whole object is asked for)."""
+        if not self.pieces:
+            raise ResultError("no row is asked for, so there is nothing to read; look at len() first.")
+        parts: list[RowsT] = []
+        order: list[Ints] = []
+        for number, piece in enumerate(self.pieces):
+            here = np.flatnonzero(self.piece_N == number)
+            held, rows = piece.read(), self.row_N[here].astype(np.int64)
+            everything = len(rows) == len(held.ids) and np.array_equal(rows, np.arange(len(rows)))
+            parts.append(held if everything else held.take(rows))
+            order.append(here)
+        joined = type(parts[0]).concatenate(parts)
+        came = np.concatenate(order)
+        back = np.empty(len(came), np.int64)
+        back[came] = np.arange(len(came))
+        in_order = joined if np.array_equal(back, np.arange(len(back))) else joined.take(back)
+        if not in_order.ids.same_as(self.ids):
+            raise ResultError(
+                f"the stored rows are of other trajectories than their references say: asked for {self.ids}, "
+                f"found {in_order.ids}."
+            )
+        return in_order
+
+
+def _ascending(ids: TrajectoryIds) -> bool:
+    return np.array_equal(ids.order, np.arange(len(ids)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUse:
+    """What the controller holds in the object store now."""
+
+    objects: int
+    bytes: int
+
+
+class Shelf:
+    """Counts what the controller holds, and frees what a step held when it closes."""
+
+    def __init__(self) -> None:
+        self._held: weakref.WeakKeyDictionary[Stored[Any], int] = weakref.WeakKeyDictionary()
+
+    def count(self, stored: Stored[Any], num_bytes: int) -> None:
+        self._held[stored] = num_bytes
+
+    def forget(self, stored: Stored[Any]) -> None:
+        self._held.pop(stored, None)
+
+    @property
+    def use(self) -> StoreUse:
+        held = list(self._held.values())
+        return StoreUse(objects=len(held), bytes=sum(held))
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[Step]:
+        """Everything that the step is given to hold is freed when the block ends, also by an exception."""
+        step = Step(self, number)
+        try:
+            yield step
+        finally:
+            step.close()
+
+
+class Step:
+    """The objects of one step."""
+
+    def __init__(self, shelf: Shelf, number: int) -> None:
+        self._shelf, self._number = shelf, number
+        self._held: list[Stored[Any]] = []
+        self._began_s = time.time()
+
+    def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
+        """These rows are freed when the step closes."""
+        self._held += rows.pieces
+        return rows
+
+    def close(self) -> None:
+        for stored in self._held:
+            self._shelf.forget(stored)
+            stored.free(f"it was freed when step {self._number} closed")
+        self._held.clear()
+
+
+class InlineStored(Stored[Value_co]):
+    """An object of this process."""
+
+    def __init__(self, value: Value_co) -> None:
+        self._value: list[Value_co] = [value]
+        self._gone = ""
+
+    def read(self) -> Value_co:
+        if not self._value:
+            raise StoreError(f"a stored object is read and {self._gone}. Read it before, or let a later step hold it.")
+        return self._value[0]
+
+    def free(self, reason: str) -> None:
+        self._value.clear()
+        self._gone = reason

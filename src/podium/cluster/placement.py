@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the bundles of a layout go, and the explanation when they do not fit; pure.
+
+A bundle is the slots that must share a node. What is decided here is what Ray is then asked for, node by node, so
+nothing is left pending for a reason that could have been known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import assert_never
+
+from podium.cluster.layout import Layout, Pool
+
+# Ray keeps resources in ten-thousandths: sums of fractions are compared with half of one to spare.
+_GRAIN = 5e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeState:
+    """What a node has in all, and what of it nobody holds."""
+
+    id: str
+    name: str
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bundle:
+    """Neighbouring slots of a pool that share a node."""
+
+    pool: str
+    slots: tuple[int, ...]
+    needs: Mapping[str, float]
+    spread: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.pool}{list(self.slots)} ({_amounts(self.needs)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fits:
+    """Everything has its node: one node id for each bundle, in order."""
+
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busy:
+    """The nodes are large enough, but others hold what is needed: it may come free."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TooLarge:
+    """It would not fit even if the cluster were empty."""
+
+    reason: str
+
+
+Preflight = Fits | Busy | TooLarge
+
+
+def bundles_of(layout: Layout, pool: Pool) -> tuple[Bundle, ...]:
+    width = layout.together(pool)
+    return tuple(
+        Bundle(
+            pool=pool.name,
+            slots=tuple(range(first, first + width)),
+            needs=pool.each.times(width),
+            spread=pool.spread,
+        )
+        for first in range(0, pool.slots, width)
+    )
+
+
+def preflight(bundles: Sequence[Bundle], nodes: Sequence[NodeState]) -> Preflight:
+    """Finds a node for every bundle, or says per node what is asked, what there is, and what would fit."""
+    found = _fit(bundles, {node.id: dict(node.free) for node in nodes})
+    if isinstance(found, tuple):
+        return Fits(nodes=found)
+    empty = _fit(bundles, {node.id: dict(node.total) for node in nodes})
+    if isinstance(empty, tuple):
+        return Busy(reason=_explain(bundles, found, nodes, busy=True))
+    return TooLarge(reason=_explain(bundles, empty, nodes, busy=False))
+
+
+def message(outcome: Preflight) -> str:
+    match outcome:
+        case Fits():
+            return "everything fits"
+        case Busy(reason=reason) | TooLarge(reason=reason):
+            return reason
+        case other:
+            assert_never(other)
+
+
+def _fit(bundles: Sequence[Bundle], room: dict[str, dict[str, float]]) -> tuple[str, ...] | Bundle:
+    """The largest bundles first. Packed: onto the node that this pool already uses, else the fullest that still has
+    room; spread: onto the emptiest. Returns the first bundle without a place when there is none."""
+    chosen: dict[int, str] = {}
+    used: dict[str, list[str]] = {}
+    for position in sorted(range(len(bundles)), key=lambda at: (-_weight(bundles[at].needs), at)):
+        bundle = bundles[position]
+        able = [node for node, free in room.items() if _holds(free, bundle.needs)]
+        if not able:
+            return bundle
+        mine = used.setdefault(bundle.pool, [])
+        if bundle.spread:
+            node = min(able, key=lambda name: (mine.count(name), -_weight(room[name])))
+        else:
+            node = min(able, key=lambda name: (name not in mine, _weight(room[name])))
+        mine.append(node)
+        chosen[position] = node
+        for name, amount in bundle.needs.items():
+            room[node][name] -= amount
+    return _neighbours_together(bundles, tuple(chosen[position] for position in range(len(bundles))))
+
+
+def _neighbours_together(bundles: Sequence[Bundle], nodes: tuple[str, ...]) -> tuple[str, ...]:
+    """Bundles of one pool are alike, so their nodes may be dealt out again with equal nodes side by side: neighbouring
+    ranks then share a node as often as can be."""
+    dealt = list(nodes)
+    for pool in dict.fromkeys(bundle.pool for bundle in bundles):
+        places = [at for at, bundle in enumerate(bundles) if bundle.pool == pool]
+        mine = [nodes[at] for at in places]
+        order = sorted(mine, key=mine.index)
+        for at, node in zip(places, order, strict=True):
+            dealt[at] = node
+    return tuple(dealt)
+
+
+def _holds(free: Mapping[str, float], needs: Mapping[str, float]) -> bool:
+    return all(free.get(name, 0.0) + _GRAIN >= amount for name, amount in needs.items())
+
+
+def _weight(amounts: Mapping[str, float]) -> float:
+    """GPUs are what is short; CPUs break ties."""
+    return 1000 * amounts.get("GPU", 0.0) + amounts.get("CPU", 0.0)
+
+
+def _explain(bundles: Sequence[Bundle], failed: Bundle, nodes: Sequence[NodeState], *, busy: bool) -> str:
+    alike = [bundle for bundle in bundles if bundle.pool == failed.pool]
+    width = len(failed.slots)
+    together = f"{width} slots on one node" if width > 1 else "1 slot"
+    asked = f"pool {failed.pool} asks for {len(alike)} × {together}, each {_amounts(failed.needs)}"
+    others = sorted({bundle.pool for bundle in bundles} - {failed.pool})
+    beside = f" (beside {', '.join(others)})" if others else ""
+    lines = [f"{asked}{beside}, and the cluster {'has too little free now' if busy else 'is too small for it'}:"]
+    for node in nodes:
+        has, free = ({name: amounts.get(name, 0.0) for name in failed.needs} for amounts in (node.total, node.free))
+        lines.append(f"  {node.name}: has {_amounts(has)}, free {_amounts(free)}")
+    if not nodes:
+        lines.append("  (no node is alive)")
+    lines.append(_nearest(failed, nodes, busy=busy, asked=len(alike) * width))
+    return "\n".join(lines)
+
+
+def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, asked: int) -> str:
+    """What would fit instead, counting this pool alone."""
+    each = {name: amount / len(failed.slots) for name, amount in failed.needs.items()}
+    per_node = {node.name: _how_many(node.free if busy else node.total, each) for node in nodes}
+    widest = max(per_node.values(), default=0)
+    if widest == 0:
+        missing = [name for name in each if all(node.total.get(name, 0.0) < each[name] for node in nodes)]
+        what = f"no node has {' and '.join(missing)}" if missing else "no node has room for a single slot"
+        return f"{what}. Add a node that has, or ask for less per slot."
+    fits = f"At most {widest} slots fit on one node and {sum(per_node.values())} in the cluster (this pool alone)."
+    if widest < len(failed.slots):
+        return (
+            f"{fits} Make the tensor × context group (or the one-node pool) {widest} or smaller, or add a larger node."
+        )
+    return f"{fits} Ask for at most {min(asked, sum(per_node.values()))} slots, or add nodes" + (
+        ", or wait until the others are done." if busy else "."
+    )
+
+
+def _how_many(has: Mapping[str, float], each: Mapping[str, float]) -> int:
+    return int(min((has.get(name, 0.0) + _GRAIN) // amount for name, amount in each.items()))
+
+
+def _amounts(needs: Mapping[str, float]) -> str:
+    return " + ".join(f"{amount:g} {name}" for name, amount in needs.items()) or "nothing"
+
+
+def by_name(nodes: Iterable[NodeState]) -> dict[str, NodeState]:
+    return {node.id: node for node in nodes}

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers as Ray actors in placement groups, rows in Ray's object store."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import sys
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from typing import Any, TypeVar
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from podium.cluster.layout import Pool, RayCluster
+from podium.cluster.objects import Stored
+from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+from podium.cluster.placement import Bundle, NodeState
+from podium.cluster.transport import BundlePlace, ByReference, GoneError
+from podium.cluster.worker import Worker
+from podium.errors import ClusterError, PlacementError, StoreError
+
+Value = TypeVar("Value")
+
+# Longest wait for an object to come from another node.
+_FETCH_S = 120.0
+_DEATHS = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.NodeDiedError)
+
+
+class RayTransport:
+    """Actors where they are placed. Owns the Ray that it started, and only that."""
+
+    has_collectives = True
+
+    def __init__(self, *, owned: bool) -> None:
+        self._owned = owned
+
+    @classmethod
+    async def open(cls, settings: RayCluster) -> RayTransport:
+        """Joins the Ray that is named, that this process is in already, or starts a local one."""
+        if ray.is_initialized():
+            return cls(owned=False)
+        address = settings.address or os.environ.get("RAY_ADDRESS")  # Ray's documented contract with submitted jobs
+        if address:
+            await _check_reachable(address, settings.deadline_s)
+        try:
+            # In this thread, not beside it: Ray sets its signal handlers only in the main one. Its waits are bounded.
+            _start(settings, address)
+        except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
+            what = f"Ray at {address} cannot be joined" if address else "a local Ray cannot be started"
+            raise ClusterError(f"{what}: {error}") from error
+        return cls(owned=True)
+
+    def nodes(self) -> tuple[NodeState, ...]:
+        free = ray._private.state.available_resources_per_node()
+        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeID"]))
+        names = [str(node["NodeManagerAddress"]) for node in alive]
+        return tuple(
+            NodeState(
+                id=str(node["NodeID"]),
+                # Several raylets of one machine have one address.
+                name=name if names.count(name) == 1 else f"{name}~{node['NodeID'][:6]}",
+                total=dict(node["Resources"]),
+                free=dict(free.get(node["NodeID"], {})),
+            )
+            for node, name in zip(alive, names, strict=True)
+        )
+
+    async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[str], deadline_s: float) -> list[BundlePlace]:
+        groups = [
+            placement_group([dict(bundle.needs)], bundle_label_selector=[{"ray.io/node-id": node}])
+            for bundle, node in zip(bundles, nodes, strict=True)
+        ]
+        try:
+            async with asyncio.timeout(deadline_s):
+                await asyncio.gather(*(_awaited(group.ready()) for group in groups))
+        except BaseException as error:
+            for group in groups:
+                remove_placement_group(group)
+            if not isinstance(error, TimeoutError):
+                raise
+            wanted = "; ".join(f"{bundle} on {node[:6]}" for bundle, node in zip(bundles, nodes, strict=True))
+            raise PlacementError(
+                f"Ray did not give what it reported as free within {deadline_s:.0f} s: {wanted}. Another job may have "
+                "taken it meanwhile; try again."
+            ) from None
+        return [
+            BundlePlace(bundle=bundle, node=node, handle=group)
+            for bundle, node, group in zip(bundles, nodes, groups, strict=True)
+        ]
+
+    def release(self, place: BundlePlace) -> None:
+        if ray.is_initialized():
+            with contextlib.suppress(ValueError, *_DEATHS):
+                remove_placement_group(place.handle)
+
+    def is_alive(self, place: BundlePlace) -> bool:
+        return any(node["NodeID"] == place.node and node["Alive"] for node in ray.nodes())
+
+    def spawn(self, pool: Pool, slot: int, place: BundlePlace) -> RayProcess:
+        names = {node.id: node.name for node in self.nodes()}
+        actor = Worker.options(  # type: ignore[attr-defined]
+            num_cpus=pool.each.cpus,
+            num_gpus=pool.each.gpus,
+            resources=dict(pool.each.custom),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
+        ).remote(names.get(place.node, place.node[:6]), tuple(sys.path))
+        return RayProcess(actor)
+
+    def store(self, value: Value) -> Stored[Value]:
+        return RayStored(ray.put(value))
+
+    async def close(self) -> None:
+        if self._owned:
+            await asyncio.to_thread(ray.shutdown)
+
+
+async def _check_reachable(address: str, deadline_s: float) -> None:
+    """Something must listen there: Ray itself takes 20 s to say that nothing does."""
+    if "://" in address:
+        raise ClusterError(
+            f"{address} is not the address of a Ray cluster but of a client or job server. Run this program as a job "
+            f"there (`ray job submit --address {address} -- podium train ...`), or give the head's host:port."
+        )
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # "auto" and "local": Ray knows what they mean
+    try:
+        async with asyncio.timeout(deadline_s):
+            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+        writer.close()
+    except (OSError, TimeoutError) as error:
+        why = str(error) or f"no answer in {deadline_s:.0f} s"
+        raise ClusterError(
+            f"no Ray cluster answers at {address} ({why}). Start one there with `ray start --head`, correct the "
+            "address, or leave it (and RAY_ADDRESS) away for a local one."
+        ) from error
+
+
+def _start(settings: RayCluster, address: str | None) -> None:
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    if address:
+        ray.init(address=address, **quiet)
+        return
+    # A cluster of one machine needs no open port: with this Ray takes the loopback address for its node, as it does
+    # by default on macOS, and listens there only.
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        ray.init(
+            num_cpus=settings.cpus or os.cpu_count(),
+            num_gpus=settings.gpus,
+            object_store_memory=settings.object_store_bytes,
+            include_dashboard=False,
+            **quiet,
+        )
+    finally:
+        constants.ENABLE_RAY_CLUSTER = before
+
+
+class RayProcess:
+    """One actor."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def hello(self) -> Awaitable[Hello]:
+        return _answer(self._actor.hello.remote())
+
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        return _answer(self._actor.perform.remote(order, *_references(arguments), **named))
+
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
+        envelope, rows = self._actor.perform_storing.remote(order, *_references(arguments), **named)
+        return _answer(envelope), RayStored(rows)
+
+    async def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+        items = self._actor.stream.options(num_returns="streaming").remote(order, *_references(arguments), **named)
+        while True:
+            envelope = await _answer(await _next(items))
+            rows = RayStored(await _next(items))
+            yield envelope, rows
+            if envelope.last:
+                return
+
+    def where(self) -> Awaitable[Whereabouts]:
+        return _answer(self._actor.where.remote())
+
+    async def beats(self, every_s: float) -> AsyncIterator[Beat]:
+        items = self._actor.beats.options(num_returns="streaming").remote(every_s)
+        while True:
+            yield await _answer(await _next(items))
+
+    def kill(self) -> None:
+        if ray.is_initialized():
+            ray.kill(self._actor, no_restart=True)
+
+
+async def _answer(ref: Any) -> Any:
+    try:
+        return await ref
+    except _DEATHS as error:
+        raise GoneError(_cause(error)) from None
+
+
+async def _next(items: Any) -> Any:
+    try:
+        return await anext(items)
+    except (StopAsyncIteration, *_DEATHS) as error:
+        raise GoneError(_cause(error)) from None
+
+
+async def _awaited(ref: Any) -> Any:
+    return await ref
+
+
+def _references(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Ray fetches an argument that is a reference itself before it calls the method."""
+    return tuple(_reference(each.stored) if isinstance(each, ByReference) else each for each in arguments)
+
+
+def _reference(stored: Stored[Any]) -> Any:
+    assert isinstance(stored, RayStored)
+    return stored.reference()
+
+
+def _cause(error: BaseException) -> str:
+    """The one sentence of Ray's account that says what happened."""
+    text = str(error)
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "its node or the connection to it is gone"
+    detail = re.search(r"Worker exit detail: ([^.]*\.)", text) or re.search(
+        r"The actor is dead because ([^.]*\.)", text
+    )
+    pid = re.search(r"pid: (\d+)", text)
+    what = detail.group(1).rstrip(".") if detail else text.split("\n", 1)[0].rstrip(".")
+    return f"process {pid.group(1)} is gone ({what})" if pid else what
+
+
+class RayStored(Stored[Any]):
+    """An object of Ray's store, owned by the process that called for it: it outlives the worker that made it."""
+
+    def __init__(self, ref: Any) -> None:
+        self._ref = ref
+        self._gone = ""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayStored, (self.reference(),)
+
+    def reference(self) -> Any:
+        if self._ref is None:
+            raise StoreError(f"a stored object is used and {self._gone}. Use it before, or let a later step hold it.")
+        return self._ref
+
+    def read(self) -> Any:
+        try:
+            return ray.get(self.reference(), timeout=_FETCH_S)
+        except ray.exceptions.GetTimeoutError:
+            raise StoreError(
+                f"an object did not come from the store in {_FETCH_S:.0f} s: its node is overloaded, or cut off."
+            ) from None
+        except ray.exceptions.ObjectLostError as error:
+            raise StoreError(f"an object is lost with the node that held it: {str(error).splitlines()[0]}") from error
+
+    def free(self, reason: str) -> None:
+        self._ref, self._gone = None, reason

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What workers answer, and how the answers of many become one: merged by trajectory id, with complete checks; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+import numpy as np
+
+from podium.cluster.identity import Coordinates, WorkerId
+from podium.cluster.meshes import MeshRegistry
+from podium.cluster.objects import RowRefs, Stored
+from podium.data.trajectories import Ints, RowsT, TrajectoryIds
+from podium.errors import ResultError
+
+Value = TypeVar("Value")
+
+Reduction = Literal["sum", "mean", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """A number with the way in which those of several workers become one. `weight` is what a mean is over: the
+    tokens or rows behind this worker's value."""
+
+    name: str
+    value: float
+    reduction: Reduction
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of a worker's time, in seconds since 1970 by that worker's clock."""
+
+    name: str
+    begin_s: float
+    end_s: float
+    worker: WorkerId
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer(Generic[Value]):
+    """One worker's answer to a call of `call_all` or `call_one`."""
+
+    worker: WorkerId
+    coordinates: Coordinates
+    value: Value
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Computed(Generic[RowsT]):
+    """What a role's method returns for a shard: rows that go into the object store (or only the ids of the rows it
+    has dealt with), and its metrics. What a streaming method yields, block by block."""
+
+    rows: RowsT | None = None
+    done: TrajectoryIds | None = None  # where there are no rows to store
+    metrics: tuple[Metric, ...] = ()
+
+    def __post_init__(self) -> None:
+        assert (self.rows is None) != (self.done is None), "either rows to store, or the ids of what is done"
+
+    @property
+    def ids(self) -> TrajectoryIds:
+        ids = self.rows.ids if self.rows is not None else self.done
+        assert ids is not None
+        return ids
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ShardResult(Generic[RowsT]):
+    """The canonical answer of a source rank: who it is, which rows, where they are stored, and its time."""
+
+    worker: WorkerId
+    coordinates: Coordinates
+    data_rank: int
+    ids: TrajectoryIds
+    lengths_N: Ints
+    stored: Stored[RowsT] | None
+    metrics: tuple[Metric, ...]
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Merged(Generic[RowsT]):
+    """The results of all data ranks as one: ids ascending, rows by reference."""
+
+    ids: TrajectoryIds
+    rows: RowRefs[RowsT] | None  # None where the workers only reported what they had done
+    metrics: Mapping[str, float]
+    spans: tuple[Span, ...]
+    results: tuple[ShardResult[RowsT], ...] = field(repr=False)
+
+
+def merge(
+    results: Sequence[ShardResult[RowsT]], asked: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
+) -> Merged[RowsT]:
+    """Joins the results of a sharded call. `asked[k]` are the ids that data rank k was given: each must come back
+    exactly once, from the living source of that data rank. The order of `results` does not matter."""
+    ordered = sorted(results, key=lambda result: (result.data_rank, result.ids.array_N4[:1].tolist()))
+    problems = [*_strangers(ordered, registry, role), *_miscounts(ordered, asked, registry, role)]
+    if problems:
+        raise ResultError(
+            f"the answers of role {role} do not add up, so nothing of this call is used:\n  " + "\n  ".join(problems)
+        )
+    ids = TrajectoryIds.concatenate([result.ids for result in ordered])
+    stored = [RowRefs.whole(each.stored, each.ids, each.lengths_N) for each in ordered if each.stored is not None]
+    kept = [result for result in ordered if result.stored is None and len(result.ids)]
+    if stored and kept:
+        raise ResultError(
+            f"role {role}: {', '.join(str(each.worker) for each in kept)} answered without rows, the others with. "
+            f"A method either returns rows on every data rank or on none."
+        )
+    rows = RowRefs.join(stored) if stored else None
+    return Merged(
+        ids=rows.ids if rows is not None else ids.sorted(),
+        rows=rows,
+        metrics=reduce_metrics([(result.worker, metric) for result in ordered for metric in result.metrics]),
+        spans=tuple(span for result in ordered for span in result.spans),
+        results=tuple(ordered),
+    )
+
+
+def _strangers(results: Sequence[ShardResult[RowsT]], registry: MeshRegistry, role: str) -> list[str]:
+    """Answers of those who should not answer: other workers, or dead incarnations."""
+    mesh, problems = registry.mesh(role), []
+    for result in results:
+        worker = result.worker
+        if worker.pool != mesh.pool or worker.index not in mesh.slots:
+            problems.append(f"{worker} answered and does not host {role}")
+        elif not registry.is_current(worker):
+            now = registry.worker(worker.pool, worker.index)
+            problems.append(f"{worker} answered and is of a dead incarnation; {now} sits there now")
+        elif not mesh.is_source(worker.index):
+            problems.append(f"{worker} answered with rows and is not the source of its data rank")
+        elif mesh.data_rank(worker.index) != result.data_rank:
+            problems.append(f"{worker} answered for data rank {result.data_rank} and belongs to another")
+    return problems
+
+
+def _miscounts(
+    results: Sequence[ShardResult[RowsT]], asked: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
+) -> list[str]:
+    sources, problems = registry.sources_of(role), []
+    by_rank: list[list[ShardResult[RowsT]]] = [[] for _ in asked]
+    for result in results:
+        if 0 <= result.data_rank < len(asked):
+            by_rank[result.data_rank].append(result)
+        else:
+            problems.append(f"{result.worker} answered for data rank {result.data_rank}; there are {len(asked)}")
+    for rank, (given, answers) in enumerate(zip(asked, by_rank, strict=True)):
+        if len(answers) == 1 and answers[0].ids.same_as(given):
+            continue  # the usual case: exactly what was asked, in that order
+        got = TrajectoryIds.concatenate([answer.ids for answer in answers])
+        who = ", ".join(str(answer.worker) for answer in answers) or str(sources[rank])
+        missing, foreign, twice = given.without(got), got.without(given), got.repeated()
+        if len(missing):
+            problems.append(f"missing from {who}: {missing}")
+        if len(foreign):
+            problems.append(f"foreign, from {who} (data rank {rank} was not given it): {foreign}")
+        if len(twice):
+            problems.append(f"more than once, from {who}: {twice}")
+    everywhere = TrajectoryIds.concatenate(list(asked)).repeated()
+    if len(everywhere):
+        problems.append(f"given to several data ranks or twice to one: {everywhere}")
+    return problems
+
+
+def reduce_metrics(reported: Sequence[tuple[WorkerId, Metric]]) -> dict[str, float]:
+    """One number for each name, by the reduction that the workers declare; they must agree on it."""
+    by_name: dict[str, list[tuple[WorkerId, Metric]]] = {}
+    for worker, metric in reported:
+        by_name.setdefault(metric.name, []).append((worker, metric))
+    return {name: _reduced(name, metrics) for name, metrics in by_name.items()}
+
+
+def _reduced(name: str, reported: Sequence[tuple[WorkerId, Metric]]) -> float:
+    first_worker, first = reported[0]
+    for worker, metric in reported:
+        if metric.reduction != first.reduction:
+            raise ResultError(
+                f"metric {name}: {first_worker} declares {first.reduction} and {worker} declares {metric.reduction}. "
+                f"A name has one reduction."
+            )
+    values = np.array([metric.value for _, metric in reported], np.float64)
+    match first.reduction:
+        case "sum":
+            return float(values.sum())
+        case "max":
+            return float(values.max())
+        case "min":
+            return float(values.min())
+        case "mean":
+            weights = np.array([metric.weight for _, metric in reported], np.float64)
+            # A rank without rows has weight 0 and whatever value: it must not turn the mean into NaN.
+            counted = weights > 0
+            return float((values * weights)[counted].sum() / weights.sum()) if counted.any() else float("nan")

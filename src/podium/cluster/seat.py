@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a role is given when a worker builds it: who and where it is, and whom it can talk to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from podium.cluster.identity import Coordinates, WorkerId
+from podium.cluster.meshes import Axis, RoleMesh
+from podium.cluster.spans import SpanRecorder
+from podium.errors import ClusterError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from podium.cluster.rendezvous import TransferGroup
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Seat:
+    """A role's place on a worker."""
+
+    worker: WorkerId
+    role: str
+    mesh: RoleMesh
+    device: str  # for torch.device
+    devices: DeviceMesh | None  # of the role's axes that are larger than 1; None where it is alone
+    recorder: SpanRecorder
+    transfers: Mapping[str, TransferGroup]  # filled and emptied by the worker as links are made and broken
+
+    @property
+    def rank(self) -> int:
+        return self.mesh.rank_of(self.worker.index)
+
+    @property
+    def world(self) -> int:
+        return self.mesh.shape.world
+
+    @property
+    def coordinates(self) -> Coordinates:
+        return self.mesh.coordinates(self.worker.index)
+
+    @property
+    def data_rank(self) -> int:
+        return self.mesh.data_rank(self.worker.index)
+
+    @property
+    def is_source(self) -> bool:
+        return self.mesh.is_source(self.worker.index)
+
+    def group(self, axis: Axis) -> ProcessGroup | None:
+        """The process group along one axis; None where the axis is 1 long."""
+        if self.mesh.shape.size(axis) == 1:
+            return None
+        assert self.devices is not None
+        return self.devices.get_group(axis)
+
+    def transfer(self, name: str) -> TransferGroup:
+        """The link of this name, which may span pools."""
+        if name not in self.transfers:
+            raise ClusterError(
+                f"{self.worker} has no link {name!r}; it has {', '.join(self.transfers) or 'none'}. "
+                "The controller makes it with `workers.connect`."
+            )
+        return self.transfers[name]
+
+    def span(self, name: str) -> AbstractContextManager[None]:
+        """Accounts the time inside to `name`; it comes back with the answer and shows in `where are you`."""
+        return self.recorder.span(name)

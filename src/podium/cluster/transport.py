@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the layer needs of whatever runs its workers: Ray, or threads of this process."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from podium.cluster.layout import Pool
+from podium.cluster.objects import Stored
+from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+from podium.cluster.placement import Bundle, NodeState
+from podium.errors import WorkerDiedError
+
+Value = TypeVar("Value")
+
+
+class GoneError(WorkerDiedError):
+    """Raised by a process's calls when the process (or its node) is gone; the group turns it into words."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BundlePlace:
+    """A bundle that has its node: `handle` is the transport's own."""
+
+    bundle: Bundle
+    node: str
+    handle: Any
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ByReference:
+    """An argument that is stored already: the worker's method gets the object itself."""
+
+    stored: Stored[Any]
+
+
+class Process(Protocol):
+    """One incarnation of one worker. Every call raises `GoneError` when the process dies."""
+
+    def hello(self) -> Awaitable[Hello]: ...
+
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        """An order whose answer comes to the controller whole."""
+        ...
+
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
+        """An order whose rows stay in the object store."""
+        ...
+
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+        """An order whose answers come one after the other, rows to the store."""
+        ...
+
+    def where(self) -> Awaitable[Whereabouts]:
+        """Answered while work is busy."""
+        ...
+
+    def beats(self, every_s: float) -> AsyncIterator[Beat]: ...
+
+    def kill(self) -> None:
+        """Ends the process now; its slot is free soon after."""
+        ...
+
+
+class Transport(Protocol):
+    """Starts processes where they are placed, and stores objects."""
+
+    has_collectives: bool  # whether workers of one pool can form a process group
+
+    def nodes(self) -> tuple[NodeState, ...]: ...
+
+    async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[str], deadline_s: float) -> list[BundlePlace]:
+        """Takes the bundles on exactly these nodes."""
+        ...
+
+    def release(self, place: BundlePlace) -> None: ...
+
+    def is_alive(self, place: BundlePlace) -> bool:
+        """Whether the node of a place is still there."""
+        ...
+
+    def spawn(self, pool: Pool, slot: int, place: BundlePlace) -> Process: ...
+
+    def store(self, value: Value) -> Stored[Value]:
+        """Puts a value where all workers can read it."""
+        ...
+
+    async def close(self) -> None: ...

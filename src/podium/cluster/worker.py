@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The one actor class. It carries orders to the role host, and knows nothing of what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from podium.cluster.host import RoleHost, extend_import_path
+from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+
+
+# `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. `control` and
+# `pulse` answer while it is busy.
+@ray.remote(concurrency_groups={"work": 1, "control": 2, "pulse": 1}, max_restarts=0, max_task_retries=0)
+class Worker:
+    """One process on one device slot."""
+
+    def __init__(self, node: str, import_path: tuple[str, ...]) -> None:
+        extend_import_path(import_path)
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        self._host = RoleHost(
+            node=node,
+            host=ray.util.get_node_ip_address(),
+            device="gpu" + "+".join(gpus) if gpus else "cpu",
+            kind="cuda" if gpus else "cpu",
+            own_process=True,
+        )
+
+    @ray.method(concurrency_group="work")
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Envelope:
+        return self._host.perform(order, *arguments, **named)[0]
+
+    @ray.method(concurrency_group="work", num_returns=2)
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Envelope, Any]:
+        return self._host.perform(order, *arguments, **named)
+
+    @ray.method(concurrency_group="work")
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[Any]:
+        """Envelope, rows, envelope, rows ...: each is an object of its own, owned by the caller."""
+        for envelope, rows in self._host.stream(order, *arguments, **named):
+            yield envelope
+            yield rows
+
+    @ray.method(concurrency_group="control")
+    def hello(self) -> Hello:
+        return self._host.hello()
+
+    @ray.method(concurrency_group="control")
+    def where(self) -> Whereabouts:
+        return self._host.where()
+
+    @ray.method(concurrency_group="pulse")
+    def beats(self, every_s: float) -> Iterator[Beat]:
+        yield from self._host.beats(every_s)

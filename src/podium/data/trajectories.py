@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trajectories as jagged NumPy arrays, and the ids that they keep for life."""
+
+# N trajectories · T tokens of all of them, one after the other
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.errors import DataError
+
+Ints = NDArray[np.int64]
+
+
+class TrajectoryId(NamedTuple):
+    """One trajectory of a run. A new attempt at the same episode is another trajectory and has another id."""
+
+    draw: int
+    sample: int
+    branch: int = 0
+    attempt: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.draw}.{self.sample}" + (f".{self.branch}" if self.branch else "") + f"#{self.attempt}"
+
+
+@dataclass(frozen=True, eq=False)
+class TrajectoryIds:
+    """Ids of N trajectories as one array, so that thousands of them cost a few microseconds to send and compare."""
+
+    array_N4: Ints
+
+    def __post_init__(self) -> None:
+        if self.array_N4.ndim != 2 or self.array_N4.shape[1] != 4 or self.array_N4.dtype != np.int64:
+            raise DataError(
+                f"trajectory ids are an int64 array of (draw, sample, branch, attempt) rows, not "
+                f"{self.array_N4.dtype} of shape {self.array_N4.shape}."
+            )
+
+    @classmethod
+    def of(cls, ids: Iterable[TrajectoryId]) -> Self:
+        return cls(np.array([tuple(each) for each in ids], np.int64).reshape(-1, 4))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[TrajectoryIds]) -> TrajectoryIds:
+        if len(parts) == 1:
+            return parts[0]
+        return cls(np.concatenate([part.array_N4 for part in parts]) if parts else np.empty((0, 4), np.int64))
+
+    def __len__(self) -> int:
+        return len(self.array_N4)
+
+    def __iter__(self) -> Iterator[TrajectoryId]:
+        return (TrajectoryId(*row) for row in self.array_N4.tolist())
+
+    def __getitem__(self, position: int) -> TrajectoryId:
+        return TrajectoryId(*self.array_N4[position].tolist())
+
+    def __str__(self) -> str:
+        shown = ", ".join(str(each) for each in self.take(np.arange(min(len(self), 8))))
+        return f"{shown} and {len(self) - 8} more" if len(self) > 8 else shown
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TrajectoryIds, (self.array_N4,)
+
+    def take(self, positions: NDArray[np.integer[Any]]) -> TrajectoryIds:
+        return TrajectoryIds(self.array_N4[positions])
+
+    def same_as(self, other: TrajectoryIds) -> bool:
+        """The same ids in the same order."""
+        return np.array_equal(self.array_N4, other.array_N4)
+
+    @cached_property
+    def order(self) -> Ints:
+        """Positions in ascending order of id; equal ids keep their order."""
+        draw, sample, branch, attempt = self.array_N4.T
+        if _ascends(self.array_N4):
+            return np.arange(len(self))
+        return np.lexsort((attempt, branch, sample, draw)).astype(np.int64)
+
+    def sorted(self) -> TrajectoryIds:
+        return self.take(self.order)
+
+    def repeated(self) -> TrajectoryIds:
+        """The ids that stand here more than once, each named once."""
+        rows = self.array_N4[self.order]
+        again = (rows[1:] == rows[:-1]).all(axis=1)
+        return TrajectoryIds(np.unique(rows[1:][again], axis=0).reshape(-1, 4))
+
+    def positions_of(self, wanted: TrajectoryIds) -> Ints:
+        """Where each wanted id stands here, -1 where it does not. Ids here must not repeat."""
+        both = TrajectoryIds(np.concatenate([self.array_N4, wanted.array_N4]))
+        order = both.order
+        rows = both.array_N4[order]
+        starts = np.ones(len(rows), bool)
+        starts[1:] = (rows[1:] != rows[:-1]).any(axis=1)
+        run = np.cumsum(starts) - 1
+        # The sort is stable, so of each run of equal ids the one that stands here comes first.
+        first = order[starts]
+        found = np.where(first < len(self), first, -1)[run]
+        positions = np.empty(len(both), np.int64)
+        positions[order] = found
+        return positions[len(self) :]
+
+    def without(self, others: TrajectoryIds) -> TrajectoryIds:
+        """The ids that `others` has not."""
+        known = TrajectoryIds(np.unique(others.array_N4, axis=0).reshape(-1, 4))
+        return self.take(np.flatnonzero(known.positions_of(self) < 0))
+
+
+def _ascends(rows_N4: Ints) -> bool:
+    """Whether the rows are strictly ascending already, which they mostly are: then nothing needs sorting."""
+    if len(rows_N4) < 2:
+        return True
+    differs = rows_N4[1:] != rows_N4[:-1]
+    first = differs.argmax(axis=1)
+    at = np.arange(len(first))
+    return bool((differs[at, first] & (rows_N4[1:][at, first] > rows_N4[:-1][at, first])).all())
+
+
+class Rows(Protocol):
+    """What can be stored, cut and joined by row: each row belongs to one trajectory."""
+
+    @property
+    def ids(self) -> TrajectoryIds: ...
+
+    @property
+    def lengths_N(self) -> Ints: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def take(self, rows: Ints) -> Self: ...
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self: ...
+
+
+RowsT = TypeVar("RowsT", bound=Rows)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Jagged:
+    """Flat arrays that all have one value per token, and where each trajectory begins. Read-only once made."""
+
+    ids: TrajectoryIds
+    offsets: Ints  # N + 1
+
+    def __post_init__(self) -> None:
+        total = int(self.offsets[-1]) if len(self.offsets) else -1
+        if len(self.offsets) != len(self.ids) + 1 or self.offsets[0] != 0 or (np.diff(self.offsets) < 0).any():
+            raise DataError(
+                f"{type(self).__name__}: {len(self.ids)} trajectories need {len(self.ids) + 1} ascending offsets "
+                f"from 0, found {len(self.offsets)}."
+            )
+        for name in self._flat():
+            if len(getattr(self, name)) != total:
+                raise DataError(
+                    f"{type(self).__name__}.{name} has {len(getattr(self, name))} values and the offsets end at "
+                    f"{total}; every token has exactly one."
+                )
+
+    @classmethod
+    def _flat(cls) -> list[str]:
+        return [field.name for field in fields(cls) if field.name not in ("ids", "offsets")]
+
+    @property
+    def lengths_N(self) -> Ints:
+        return np.diff(self.offsets)
+
+    @property
+    def nbytes(self) -> int:
+        flat = sum(int(getattr(self, name).nbytes) for name in self._flat())
+        return self.ids.array_N4.nbytes + self.offsets.nbytes + flat
+
+    def take(self, rows: Ints) -> Self:
+        """These rows, in this order. Neighbours are copied in one piece, so whole stretches cost little."""
+        lengths = self.lengths_N[rows]
+        breaks = np.flatnonzero(np.diff(rows) != 1)
+        edges = np.r_[0, breaks + 1, len(rows)] if len(rows) else np.zeros(1, np.int64)
+        begins = self.offsets[rows[edges[:-1]]].tolist()
+        ends = self.offsets[rows[edges[1:] - 1] + 1].tolist()
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        taken = {name: _pieces(getattr(self, name), begins, ends) for name in self._flat()}
+        return type(self)(ids=self.ids.take(rows), offsets=offsets, **taken)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        if len(parts) == 1:
+            return parts[0]
+        ends = np.cumsum([0, *(int(part.offsets[-1]) for part in parts)])
+        offsets = [part.offsets[1:] + end for part, end in zip(parts, ends, strict=False)]
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in cls._flat()}
+        return cls(
+            ids=TrajectoryIds.concatenate([part.ids for part in parts]),
+            offsets=np.concatenate([np.zeros(1, np.int64), *offsets]),
+            **joined,
+        )
+
+
+def _pieces(values: NDArray[Any], begins: list[int], ends: list[int]) -> NDArray[Any]:
+    if not begins:
+        return values[:0]
+    if len(begins) == 1:
+        return values[begins[0] : ends[0]]
+    return np.concatenate([values[begin:end] for begin, end in zip(begins, ends, strict=True)])
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrajectoryBlock(_Jagged):
+    """Trajectories stored together: prompt and answer tokens, which of them are trained, and who sampled them."""
+
+    tokens_T: NDArray[np.int32]
+    loss_mask_T: NDArray[np.bool_]
+    behavior_logprobs_T: NDArray[np.float32]  # 0 where the token was not sampled
+    versions_T: NDArray[np.int32]  # of the weights that sampled the token; -1 where it was not sampled
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenColumn(_Jagged):
+    """One value per token, computed later than the block and stored beside it: log-probs, values, advantages."""
+
+    values_T: NDArray[Any]
+
+    @classmethod
+    def like(cls, rows: TrajectoryBlock | TokenColumn, values_T: NDArray[Any]) -> TokenColumn:
+        return cls(ids=rows.ids, offsets=rows.offsets, values_T=values_T)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RowColumn:
+    """One value per trajectory: rewards, scores."""
+
+    ids: TrajectoryIds
+    values_N: NDArray[Any]
+
+    def __post_init__(self) -> None:
+        if len(self.ids) != len(self.values_N):
+            raise DataError(
+                f"RowColumn has {len(self.values_N)} values for {len(self.ids)} trajectories; each has exactly one."
+            )
+
+    @property
+    def lengths_N(self) -> Ints:
+        return np.ones(len(self.ids), np.int64)
+
+    @property
+    def nbytes(self) -> int:
+        return self.ids.array_N4.nbytes + self.values_N.nbytes
+
+    def take(self, rows: Ints) -> RowColumn:
+        return RowColumn(ids=self.ids.take(rows), values_N=self.values_N[rows])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[RowColumn]) -> RowColumn:
+        return cls(
+            ids=TrajectoryIds.concatenate([part.ids for part in parts]),
+            values_N=np.concatenate([part.values_N for part in parts]),
+        )
