@@ -34,6 +34,7 @@ _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EI
 if TYPE_CHECKING:
     from podium.models.verify import Comparison
     from podium.spmd.export import ExportDtype, Which
+    from podium.spmd.launch import RankPlace
     from podium.spmd.rank import Program
     from podium.spmd.run import RunResult
 
@@ -50,7 +51,6 @@ def check(recipe: Recipe | str | Path, *, overrides: Sequence[str] = (), deep: b
 
 def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own."""
-    from podium.engine.mesh import check_devices
     from podium.models.folder import local_folder, read_config
     from podium.programs.registry import PROGRAMS  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
@@ -62,8 +62,7 @@ def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunR
     under, program = place_under_torchrun(), PROGRAMS[made.program]
     assert made.run.name is not None
     path = Path(made.run.folder) / made.run.name
-    if under is None:
-        check_devices(made.placement, made.placement.devices)
+    _check_launcher(made.placement, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
         folder = RunFolder.create(made, inputs=_fingerprints(made, model))
     else:
@@ -74,7 +73,6 @@ def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunR
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped."""
     from podium.engine.checkpoint import newest_usable
-    from podium.engine.mesh import check_devices
     from podium.models.folder import local_folder
     from podium.programs.registry import PROGRAMS
     from podium.spmd.launch import place_under_torchrun
@@ -97,8 +95,7 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
         )
     check_recipe(now)
     _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
-    if place_under_torchrun() is None:
-        check_devices(now.placement, now.placement.devices)
+    _check_launcher(now.placement, place_under_torchrun())
     return _launch(PROGRAMS[now.program], now, opened, resume_step=reader.step)
 
 
@@ -131,6 +128,19 @@ def verify(
     return launch(verify_rank, (task,), ranks=devices, restarts=0, stop_file=None)
 
 
+def _check_launcher(placement: PlacementSection, under: RankPlace | None) -> None:
+    """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
+    from podium.engine.mesh import check_devices
+
+    if under is None and placement.launcher == "local":
+        check_devices(placement, placement.devices)
+    if under is not None and placement.launcher == "ray":
+        raise RecipeError(
+            "placement.launcher: ray starts the ranks itself, and torchrun has started this one already. "
+            "Run the recipe without torchrun, or remove placement.launcher."
+        )
+
+
 def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     if not isinstance(recipe, Recipe):
         return load_recipe(recipe, overrides)
@@ -157,6 +167,10 @@ def _launch(program: Program, recipe: Recipe, folder: RunFolder, *, resume_step:
         try:
             if under is not None:
                 return run_rank(under, task, program)
+            if placement.launcher == "ray":
+                from podium.spmd.on_ray import RayTask, launch_on_ray
+
+                return launch_on_ray(RayTask(task=task, program=program, placement=placement), folder)
             stop = folder.stop_file
             return launch(
                 run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop

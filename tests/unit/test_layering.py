@@ -28,6 +28,7 @@ TORCH_FREE = (
     "cli",
     "spmd.folder",
     "spmd.launch",
+    "spmd.on_ray",
     "models.folder",
     "engine.addresses",
     "cluster",

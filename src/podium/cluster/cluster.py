@@ -95,6 +95,10 @@ class Cluster:
         """What the step is given to hold is freed when the block ends."""
         return self._shelf.step(number)
 
+    def total(self, resource: str) -> float:
+        """How much of a resource ("CPU", "GPU", a custom one) all nodes have together."""
+        return sum(node.total.get(resource, 0.0) for node in self._transport.nodes())
+
     @property
     def stored(self) -> StoreUse:
         """Rows that the controller holds by reference now."""

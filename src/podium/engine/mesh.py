@@ -101,6 +101,12 @@ def join(
     )
 
 
+def adopt(*, rank: int, world: int, device: str, devices: DeviceMesh | None) -> Mesh:
+    """The place of a rank that met the others elsewhere: a worker of a cluster, whose pool is one process group."""
+    assert (world == 1) == (devices is None)
+    return Mesh(rank=rank, world=world, device=torch.device(device), devices=devices)
+
+
 def leave(mesh: Mesh) -> None:
     """Ends the process group, if there is one."""
     if mesh.world > 1 and dist.is_initialized():

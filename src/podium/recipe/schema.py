@@ -120,7 +120,13 @@ class OptimizerSection(Section):
 class PlacementSection(Section):
     """Which devices the run takes."""
 
-    devices: Count = Field(1, description="Ranks on this machine. Under torchrun its world size is used instead.")
+    launcher: Literal["local", "ray"] = Field(
+        "local",
+        description="`ray` runs the ranks on a Ray cluster: RAY_ADDRESS's, the submitted job's, or a local one.",
+    )
+    devices: Count = Field(
+        1, description="Ranks on this machine, or in the Ray cluster. Under torchrun its world size is used instead."
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
     timeout_s: Real = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")

@@ -44,6 +44,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def console_file(self) -> Path:
+        """What rank 0 prints, where the ranks are not children of the process that launched them."""
+        return self.path / "console.log"
+
+    @property
     def stop_file(self) -> Path:
         """Its presence asks the ranks to save and stop."""
         return self.path / "stop-requested"

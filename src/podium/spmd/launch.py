@@ -62,7 +62,7 @@ def launch(
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
     outcome = _Outcome()
-    with tempfile.TemporaryDirectory(prefix="podium-") as meeting, _InterruptHandler(stop_file) as interrupts:
+    with tempfile.TemporaryDirectory(prefix="podium-") as meeting, InterruptHandler(stop_file) as interrupts:
         agent = threading.Thread(
             target=_run_agent, args=(outcome, main, args, ranks, restarts, meeting), name="elastic-agent", daemon=True
         )
@@ -165,7 +165,7 @@ def _first_failure(error: Any) -> PodiumError:
     return LaunchError(f"rank {rank} (process {failure.pid}) died with {how}; the others were ended.{hint}")
 
 
-class _InterruptHandler:
+class InterruptHandler:
     """First SIGINT or SIGTERM: ask the ranks to save and stop. Second: end them."""
 
     def __init__(self, stop_file: Path | None) -> None:
@@ -174,8 +174,13 @@ class _InterruptHandler:
         self.ended = False
         self._others = set(multiprocessing.active_children())  # of the caller: not ours to end
         self._before: dict[int, Any] = {}
+        self._on_end: Callable[[], object] = lambda: None
 
-    def __enter__(self) -> _InterruptHandler:
+    def on_end(self, end: Callable[[], object]) -> None:
+        """What else ends the ranks, where they are not children of this process."""
+        self._on_end = end
+
+    def __enter__(self) -> InterruptHandler:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._before[number] = signal.signal(number, self._handle)
@@ -198,6 +203,7 @@ class _InterruptHandler:
         else:
             self.ended = True
             self._end_ranks()
+            self._on_end()
 
 
 class StopRequest:

@@ -56,15 +56,23 @@ class RankTask:
 
 def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
     """From joining the others to leaving them. Collective."""
-    recipe, folder = task.recipe, RunFolder(path=task.folder)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    recipe = task.recipe
     check_devices(recipe.placement, where.local_world)
     mesh = join(
         recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting
     )
+    try:
+        return run_joined(where, mesh, task, program)
+    finally:
+        leave(mesh)
+
+
+def run_joined(where: RankPlace, mesh: Mesh, task: RankTask, program: Program) -> RunResult:
+    """The life of a rank that has met the others. Collective."""
+    recipe, folder = task.recipe, RunFolder(path=task.folder)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
-        stack.callback(leave, mesh)
         stop = stack.enter_context(StopRequest(where, folder.stop_file))
         run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
         if mesh.is_main and task.resume_step is not None and where.attempt == 0:
