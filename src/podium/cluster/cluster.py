@@ -121,8 +121,10 @@ class Workers:
     ) -> None:
         self._layout, self._transport, self._shelf, self._deadline_s = layout, transport, shelf, deadline_s
         self._deaths: asyncio.Queue[Died] = asyncio.Queue()
+        placing = asyncio.Lock()
         self._crews = {
-            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait) for pool in layout.pools
+            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait, placing)
+            for pool in layout.pools
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
         self.registry = MeshRegistry(meshes=meshes, workers={})
@@ -130,11 +132,16 @@ class Workers:
         self._restores: dict[str, Restore] = {}
 
     async def start(self) -> None:
+        deadline = Deadline(self._deadline_s)
+        starting = [
+            asyncio.create_task(self._until_it_stands(crew, crew.raise_all, deadline)) for crew in self._crews.values()
+        ]
         try:
-            # One after the other: each pool's preflight must see what the one before has taken.
-            for crew in self._crews.values():
-                await self._until_it_stands(crew, crew.raise_all, Deadline(self._deadline_s))
+            await asyncio.gather(*starting)
         except BaseException:
+            for task in starting:
+                task.cancel()
+            await asyncio.gather(*starting, return_exceptions=True)
             self.end()
             raise
 

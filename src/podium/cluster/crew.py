@@ -18,7 +18,7 @@ from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
 from podium.cluster.orders import Beat, Build, Envelope, Hello, Join, OpenMeeting, Order, Settle, Whereabouts
-from podium.cluster.placement import Bundle, Fits, TooLarge, bundles_of, message, preflight
+from podium.cluster.placement import Fits, TooLarge, bundles_of, message, preflight
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
 from podium.errors import DeadlineError, PlacementError, WorkerDiedError
 
@@ -40,6 +40,7 @@ class Patience:
     rendezvous_s: float = 60.0
     collective_s: float = 600.0  # a single collective, later
     beat_s: float = 0.5
+    silent_s: float = 10.0  # without a beat, before it is worth a word
 
 
 @dataclass
@@ -66,9 +67,11 @@ class Crew:
         transport: Transport,
         patience: Patience,
         on_death: Callable[[Died], None],
+        placing: asyncio.Lock,
     ) -> None:
         self.pool, self.broken = pool, ""
         self._layout, self._transport, self._patience, self._on_death = layout, transport, patience, on_death
+        self._placing = placing
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
@@ -130,8 +133,7 @@ class Crew:
             self.broken = reason
 
     def health(self) -> tuple[WorkerHealth, ...]:
-        now_s = time.monotonic()
-        return tuple(worker_health(each.worker, each.beat, each.heard_s, each.died, now_s) for each in self.members)
+        return tuple(self._health(each) for each in self.members)
 
     async def where(self, workers: Sequence[WorkerId] | None = None) -> WhereReport:
         """Asks the members (or some of them) where they are; those who do not answer within two seconds are None."""
@@ -167,28 +169,29 @@ class Crew:
             self._places.remove(place)
         held = {place.bundle.slots for place in self._places}
         missing = [bundle for bundle in bundles_of(self._layout, self.pool) if bundle.slots not in held]
-        if not missing:
-            return
         # A first start does not wait for nodes that are not there; a recovery does: one may be on its way.
-        nodes = await self._await_room(missing, deadline, may_grow=bool(self._incarnations))
-        self._places += await self._transport.reserve(missing, nodes, deadline.left_s)
-
-    async def _await_room(self, bundles: Sequence[Bundle], deadline: Deadline, *, may_grow: bool) -> tuple[str, ...]:
-        patience = Deadline(min(self._patience.place_s, deadline.left_s))
-        while True:
-            match preflight(bundles, self._transport.nodes()):
-                case Fits(nodes=nodes):
-                    return nodes
-                case TooLarge(reason=reason) if not may_grow:
-                    raise PlacementError(reason)
-                case outcome if patience.over:
-                    raise PlacementError(f"{message(outcome)}\nWaited {patience.seconds:.0f} s for it to come free.")
+        may_grow, patience = bool(self._incarnations), deadline.at_most(self._patience.place_s)
+        while missing:
+            # One crew at a time: each must see what the one before has taken.
+            async with self._placing:
+                outcome = preflight(missing, self._transport.nodes())
+                if isinstance(outcome, Fits):
+                    self._places += await self._transport.reserve(missing, outcome.nodes, deadline.left_s)
+                    return
+            if isinstance(outcome, TooLarge) and not may_grow:
+                raise PlacementError(outcome.reason)
+            if patience.over:
+                raise PlacementError(f"{message(outcome)}\nWaited {patience.seconds:.0f} s for room.")
             await asyncio.sleep(_LOOK_AGAIN_S)
 
     async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
         limit = deadline.at_most(self._patience.start_s)
         places = {slot: place for place in self._places for slot in place.bundle.slots}
-        processes = {slot: self._transport.spawn(self.pool, slot, places[slot]) for slot in slots}
+        processes: dict[int, Process] = {}
+        for slot in slots:
+            self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
+            name = f"{self.pool.name}[{slot}]#{self._incarnations[slot]}"
+            processes[slot] = self._transport.spawn(self.pool, slot, places[slot], name)
         try:
             hellos = await self._hellos(processes, limit)
         except BaseException:
@@ -196,7 +199,6 @@ class Crew:
                 process.kill()
             raise
         for slot, hello in hellos.items():
-            self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
             worker = WorkerId(self.pool.name, slot, hello.node, hello.device, self._incarnations[slot])
             member = Member(slot=slot, worker=worker, process=processes[slot], hello=hello)
             self._members[slot] = member
@@ -262,20 +264,31 @@ class Crew:
     async def _watch(self, member: Member) -> None:
         """Consumes the member's beats until its process is gone, which ends them; nothing else unblocks it but
         cancelling, when the member is ended on purpose."""
+        beats = member.process.beats(self._patience.beat_s)
+        coming: asyncio.Future[Beat] | None = None
         try:
-            async for beat in member.process.beats(self._patience.beat_s):
-                member.beat, member.heard_s = beat, time.monotonic()
-            cause = "its heartbeat ended"
+            while True:
+                coming = asyncio.ensure_future(_awaited(anext(beats)))
+                while not (await asyncio.wait({coming}, timeout=self._patience.silent_s))[0]:
+                    log.warning("%s: frozen, cut off, or in a call that holds Python's lock", self._health(member))
+                member.beat, member.heard_s = await coming, time.monotonic()
         except GoneError as gone:
-            cause = str(gone)
-        self.bury(member, cause)
+            self.bury(member, str(gone))
+        finally:
+            if coming is not None:
+                coming.cancel()
+
+    def _health(self, each: Member) -> WorkerHealth:
+        return worker_health(each.worker, each.beat, each.heard_s, each.died, time.monotonic())
 
     def bury(self, member: Member, cause: str) -> None:
-        """Notes a death once, however it was noticed."""
+        """Notes a death once, however it was noticed, and makes sure of it: who is only cut off must not work on."""
         if member.died is None and self._members.get(member.slot) is member:
             member.died = Died(worker=member.worker, cause=cause, at_s=time.time())
             self.breaks(f"{member.worker} died ({cause})")
             log.warning("%s", member.died)
+            with contextlib.suppress(GoneError):
+                member.process.kill()
             self._on_death(member.died)
 
     def _end_member(self, slot: int) -> None:

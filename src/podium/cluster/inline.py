@@ -45,9 +45,9 @@ class InlineTransport:
     def is_alive(self, place: BundlePlace) -> bool:
         return True
 
-    def spawn(self, pool: Pool, slot: int, place: BundlePlace) -> InlineProcess:
+    def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
-        return InlineProcess(f"{pool.name}[{slot}]", "gpu0" if kind == "cuda" else "cpu", kind)
+        return InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
 
     def store(self, value: Value) -> Stored[Value]:
         return InlineStored(value)

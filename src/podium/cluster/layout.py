@@ -25,6 +25,7 @@ class RayCluster:
     cpus: int | None = None  # of a local one; default: the machine's cores
     gpus: int | None = None  # of a local one; default: what Ray finds
     object_store_bytes: int | None = None
+    show_output: bool = True  # what workers print comes to the controller's terminal, with their names before it
     deadline_s: float = 30.0  # to reach the one at `address`
 
 

@@ -22,13 +22,12 @@ from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabo
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.cluster.worker import Worker
-from podium.errors import ClusterError, PlacementError, StoreError
+from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
 
 Value = TypeVar("Value")
 
 # Longest wait for an object to come from another node.
 _FETCH_S = 120.0
-_DEATHS = (ray.exceptions.RayActorError, ray.exceptions.ActorUnavailableError, ray.exceptions.NodeDiedError)
 
 
 class RayTransport:
@@ -95,20 +94,20 @@ class RayTransport:
 
     def release(self, place: BundlePlace) -> None:
         if ray.is_initialized():
-            with contextlib.suppress(ValueError, *_DEATHS):
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 remove_placement_group(place.handle)
 
     def is_alive(self, place: BundlePlace) -> bool:
         return any(node["NodeID"] == place.node and node["Alive"] for node in ray.nodes())
 
-    def spawn(self, pool: Pool, slot: int, place: BundlePlace) -> RayProcess:
+    def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> RayProcess:
         names = {node.id: node.name for node in self.nodes()}
         actor = Worker.options(  # type: ignore[attr-defined]
             num_cpus=pool.each.cpus,
             num_gpus=pool.each.gpus,
             resources=dict(pool.each.custom),
             scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
-        ).remote(names.get(place.node, place.node[:6]), tuple(sys.path))
+        ).remote(name, names.get(place.node, place.node[:6]), tuple(sys.path))
         return RayProcess(actor)
 
     def store(self, value: Value) -> Stored[Value]:
@@ -142,7 +141,7 @@ async def _check_reachable(address: str, deadline_s: float) -> None:
 
 
 def _start(settings: RayCluster, address: str | None) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
+    quiet: dict[str, Any] = {"log_to_driver": settings.show_output, "logging_level": logging.ERROR}
     if address:
         ray.init(address=address, **quiet)
         return
@@ -203,15 +202,25 @@ class RayProcess:
 async def _answer(ref: Any) -> Any:
     try:
         return await ref
-    except _DEATHS as error:
-        raise GoneError(_cause(error)) from None
+    except ray.exceptions.RayError as error:
+        raise _told(error) from None
 
 
 async def _next(items: Any) -> Any:
     try:
         return await anext(items)
-    except (StopAsyncIteration, *_DEATHS) as error:
-        raise GoneError(_cause(error)) from None
+    except StopAsyncIteration:
+        raise GoneError("its stream ended before its last word") from None
+    except ray.exceptions.RayError as error:
+        raise _told(error) from None
+
+
+def _told(error: ray.exceptions.RayError) -> PodiumError:
+    """The role host catches what roles raise, so what comes as an error of Ray is not the role's: arguments or answers
+    that cannot be pickled, or the end of the worker, of whatever kind."""
+    if isinstance(error, ray.exceptions.RayTaskError) and not isinstance(error, ray.exceptions.RayActorError):
+        return ClusterError(f"a call could not be carried to or from its worker: {error.cause!r}\n{error}")
+    return GoneError(_cause(error))
 
 
 async def _awaited(ref: Any) -> Any:
@@ -233,6 +242,9 @@ def _cause(error: BaseException) -> str:
     text = str(error)
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         return "its node or the connection to it is gone"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        used = re.search(r"was ([^)]*)\)?", text)
+        return f"Ray ended it because its node ran out of memory ({used.group(1) if used else 'see `ray logs`'})"
     detail = re.search(r"Worker exit detail: ([^.]*\.)", text) or re.search(
         r"The actor is dead because ([^.]*\.)", text
     )

@@ -81,7 +81,9 @@ class Transport(Protocol):
         """Whether the node of a place is still there."""
         ...
 
-    def spawn(self, pool: Pool, slot: int, place: BundlePlace) -> Process: ...
+    def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> Process:
+        """`name` is how the process is called where it has no WorkerId yet."""
+        ...
 
     def store(self, value: Value) -> Stored[Value]:
         """Puts a value where all workers can read it."""

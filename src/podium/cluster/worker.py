@@ -18,7 +18,8 @@ from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabo
 class Worker:
     """One process on one device slot."""
 
-    def __init__(self, node: str, import_path: tuple[str, ...]) -> None:
+    def __init__(self, name: str, node: str, import_path: tuple[str, ...]) -> None:
+        self._name = name
         extend_import_path(import_path)
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
@@ -29,6 +30,10 @@ class Worker:
             kind="cuda" if gpus else "cpu",
             own_process=True,
         )
+
+    def __repr__(self) -> str:
+        """Ray sets this before every line that the worker prints."""
+        return self._name
 
     @ray.method(concurrency_group="work")
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Envelope:
