@@ -7,7 +7,7 @@ from podium.cluster.identity import Coordinates, WorkerId
 from podium.cluster.layout import Layout, Pool, RayCluster, Resources, RoleSpec
 from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
 from podium.cluster.objects import RowRefs, Step, Stored
-from podium.cluster.results import Answer, Computed, Merged, Metric, ShardResult
+from podium.cluster.results import Answer, Computed, Merged, Metric, ShardResult, stored_rows
 from podium.cluster.seat import Seat
 
 __all__ = [
@@ -35,4 +35,5 @@ __all__ = [
     "Workers",
     "open_inline",
     "open_ray",
+    "stored_rows",
 ]

@@ -90,10 +90,12 @@ class Crew:
         return tuple(slot for slot, member in self._members.items() if member.died is not None)
 
     def member(self, worker: WorkerId) -> Member:
-        """The member, if it is still this worker that sits there."""
+        """The member, if it lives and is still this worker."""
         member = self._members.get(worker.index)
         if member is None or member.worker != worker:
             raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} sits there now." if member else "."))
+        if member.died is not None:
+            raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
 
     async def raise_all(self, deadline: Deadline) -> None:

@@ -142,7 +142,8 @@ class InlineProcess:
         promise: Future[Value] = Future()
         with self._lock:
             if self._dead.is_set():
-                raise GoneError("it was ended")
+                promise.set_exception(GoneError("it was ended"))
+                return asyncio.wrap_future(promise)
             self._waiting.add(promise)
 
         def work() -> None:

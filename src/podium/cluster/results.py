@@ -111,20 +111,26 @@ def merge(
             f"the answers of role {role} do not add up, so nothing of this call is used:\n  " + "\n  ".join(problems)
         )
     ids = TrajectoryIds.concatenate([result.ids for result in ordered])
-    stored = [RowRefs.whole(each.stored, each.ids, each.lengths_N) for each in ordered if each.stored is not None]
-    kept = [result for result in ordered if result.stored is None and len(result.ids)]
-    if stored and kept:
-        raise ResultError(
-            f"role {role}: {', '.join(str(each.worker) for each in kept)} answered without rows, the others with. "
-            f"A method either returns rows on every data rank or on none."
-        )
-    rows = RowRefs.join(stored) if stored else None
+    rows = stored_rows(ordered) if any(result.stored is not None for result in ordered) else None
     return Merged(
         ids=rows.ids if rows is not None else ids.sorted(),
         rows=rows,
         metrics=reduce_metrics([(result.worker, metric) for result in ordered for metric in result.metrics]),
         spans=tuple(span for result in ordered for span in result.spans),
         results=tuple(ordered),
+    )
+
+
+def stored_rows(results: Sequence[ShardResult[RowsT]]) -> RowRefs[RowsT]:
+    """All rows of several results (the blocks of a stream, say) by reference, ids ascending."""
+    without = [str(result.worker) for result in results if result.stored is None and len(result.ids)]
+    if without:
+        raise ResultError(
+            f"{', '.join(without)} answered without rows, the others with. A method either returns rows everywhere or "
+            "nowhere."
+        )
+    return RowRefs.join(
+        [RowRefs.whole(each.stored, each.ids, each.lengths_N) for each in results if each.stored is not None]
     )
 
 
