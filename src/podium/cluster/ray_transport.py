@@ -151,6 +151,7 @@ def _start(settings: RayCluster, address: str | None) -> None:
     before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
     try:
         ray.init(
+            address="local",  # not whatever cluster somebody else has started on this machine
             num_cpus=settings.cpus or os.cpu_count(),
             num_gpus=settings.gpus,
             object_store_memory=settings.object_store_bytes,

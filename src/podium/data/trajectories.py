@@ -89,6 +89,8 @@ class TrajectoryIds:
 
     def repeated(self) -> TrajectoryIds:
         """The ids that stand here more than once, each named once."""
+        if _ascends(self.array_N4):
+            return TrajectoryIds(self.array_N4[:0])
         rows = self.array_N4[self.order]
         again = (rows[1:] == rows[:-1]).all(axis=1)
         return TrajectoryIds(np.unique(rows[1:][again], axis=0).reshape(-1, 4))
