@@ -172,6 +172,11 @@ class Workers:
         """Brings a pool back after a death: its dead workers are replaced in place, or, where they meet in
         collectives, all of them. Returns the new workers (none, if nothing was wrong)."""
         crew, deadline = self.crew(pool), Deadline(deadline_s)
+        async with crew.recovering:  # who asks at the same time finds nothing wrong any more
+            return await self._recover(crew, deadline)
+
+    async def _recover(self, crew: Crew, deadline: Deadline) -> tuple[WorkerId, ...]:
+        pool = crew.pool.name
         choice = remedy(
             collectives=crew.pool.collectives, num_slots=crew.pool.slots, dead=crew.dead, broken=bool(crew.broken)
         )

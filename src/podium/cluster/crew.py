@@ -71,7 +71,7 @@ class Crew:
     ) -> None:
         self.pool, self.broken = pool, ""
         self._layout, self._transport, self._patience, self._on_death = layout, transport, patience, on_death
-        self._placing = placing
+        self._placing, self.recovering = placing, asyncio.Lock()
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
@@ -166,7 +166,8 @@ class Crew:
 
     async def _place(self, deadline: Deadline) -> None:
         """Finds a node for every bundle that has none, or whose node is gone."""
-        for place in [place for place in self._places if not self._transport.is_alive(place)]:
+        alive = {node.id for node in self._transport.nodes()}
+        for place in [place for place in self._places if place.node.id not in alive]:
             self._transport.release(place)
             self._places.remove(place)
         held = {place.bundle.slots for place in self._places}

@@ -106,14 +106,17 @@ class RoleGroup(Generic[RoleT]):
         pending: list[Pending] = []
         rows: list[Stored[Any]] = []
         sources: list[int] = []
-        for data_rank, shard in enumerate(shards):
-            members = registry.members_of(self._role, data_rank)
+        by_rank = [
+            [crew.member(worker) for worker in registry.members_of(self._role, data_rank)]
+            for data_rank in range(len(shards))
+        ]
+        for members, shard in zip(by_rank, shards, strict=True):
             sent: Any = shard if len(members) == 1 else ByReference(stored=self._transport.store(shard))
             sources.append(len(pending))
-            for worker in members:
-                order = Invoke(worker=worker, role=self._role, method=name, wants="rows")
-                answer, stored = crew.member(worker).process.perform_storing(order, sent, *args, **kwargs)
-                pending.append(Pending(worker=worker, answer=answer))
+            for member in members:
+                order = Invoke(worker=member.worker, role=self._role, method=name, wants="rows")
+                answer, stored = member.process.perform_storing(order, sent, *args, **kwargs)
+                pending.append(Pending(worker=member.worker, answer=answer))
                 rows.append(stored)
         envelopes = await self._gather(pending, name, crew)
         results = [self._result(envelopes[at], data_rank, rows[at]) for data_rank, at in enumerate(sources)]
@@ -196,11 +199,12 @@ class RoleGroup(Generic[RoleT]):
         kwargs: dict[str, Any],
     ) -> tuple[Answer[Result], ...]:
         name, crew, mesh = self._name(method), self._crew(), self.mesh
+        members = [crew.member(worker) for worker in workers]  # nothing is sent to some if one is dead
         sent = self._shared(args) if len(workers) > 1 else args
         pending = []
-        for worker in workers:
-            order = Invoke(worker=worker, role=self._role, method=name, wants="value")
-            pending.append(Pending(worker=worker, answer=crew.member(worker).process.perform(order, *sent, **kwargs)))
+        for member in members:
+            order = Invoke(worker=member.worker, role=self._role, method=name, wants="value")
+            pending.append(Pending(worker=member.worker, answer=member.process.perform(order, *sent, **kwargs)))
         envelopes = await self._gather(pending, name, crew)
         return tuple(
             Answer(

@@ -36,14 +36,13 @@ class InlineTransport:
         room = {"CPU": 1e6, "GPU": 1e6 if self._gpus else 0.0}
         return (NodeState(id=_NODE, name=_NODE, total=room, free=room),)
 
-    async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[str], deadline_s: float) -> list[BundlePlace]:
-        return [BundlePlace(bundle=bundle, node=_NODE, handle=None) for bundle in bundles]
+    async def reserve(
+        self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
+    ) -> list[BundlePlace]:
+        return [BundlePlace(bundle=bundle, node=node, handle=None) for bundle, node in zip(bundles, nodes, strict=True)]
 
     def release(self, place: BundlePlace) -> None:
         """Nothing is held."""
-
-    def is_alive(self, place: BundlePlace) -> bool:
-        return True
 
     def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"

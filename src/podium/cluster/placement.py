@@ -7,7 +7,7 @@ nothing is left pending for a reason that could have been known.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
@@ -42,9 +42,9 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Everything has its node: one node id for each bundle, in order."""
+    """Everything has its node: one for each bundle, in order."""
 
-    nodes: tuple[str, ...]
+    nodes: tuple[NodeState, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +81,8 @@ def preflight(bundles: Sequence[Bundle], nodes: Sequence[NodeState]) -> Prefligh
     """Finds a node for every bundle, or says per node what is asked, what there is, and what would fit."""
     found = _fit(bundles, {node.id: dict(node.free) for node in nodes})
     if isinstance(found, tuple):
-        return Fits(nodes=found)
+        by_id = {node.id: node for node in nodes}
+        return Fits(nodes=tuple(by_id[each] for each in found))
     empty = _fit(bundles, {node.id: dict(node.total) for node in nodes})
     if isinstance(empty, tuple):
         return Busy(reason=_explain(bundles, found, nodes, busy=True))
@@ -184,7 +185,3 @@ def _how_many(has: Mapping[str, float], each: Mapping[str, float]) -> int:
 
 def _amounts(needs: Mapping[str, float]) -> str:
     return " + ".join(f"{amount:g} {name}" for name, amount in needs.items()) or "nothing"
-
-
-def by_name(nodes: Iterable[NodeState]) -> dict[str, NodeState]:
-    return {node.id: node for node in nodes}

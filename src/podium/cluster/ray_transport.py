@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import pickle
 import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -69,9 +70,11 @@ class RayTransport:
             for node, name in zip(alive, names, strict=True)
         )
 
-    async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[str], deadline_s: float) -> list[BundlePlace]:
+    async def reserve(
+        self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
+    ) -> list[BundlePlace]:
         groups = [
-            placement_group([dict(bundle.needs)], bundle_label_selector=[{"ray.io/node-id": node}])
+            placement_group([dict(bundle.needs)], bundle_label_selector=[{"ray.io/node-id": node.id}])
             for bundle, node in zip(bundles, nodes, strict=True)
         ]
         try:
@@ -82,7 +85,7 @@ class RayTransport:
                 remove_placement_group(group)
             if not isinstance(error, TimeoutError):
                 raise
-            wanted = "; ".join(f"{bundle} on {node[:6]}" for bundle, node in zip(bundles, nodes, strict=True))
+            wanted = "; ".join(f"{bundle} on {node.name}" for bundle, node in zip(bundles, nodes, strict=True))
             raise PlacementError(
                 f"Ray did not give what it reported as free within {deadline_s:.0f} s: {wanted}. Another job may have "
                 "taken it meanwhile; try again."
@@ -97,17 +100,13 @@ class RayTransport:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
                 remove_placement_group(place.handle)
 
-    def is_alive(self, place: BundlePlace) -> bool:
-        return any(node["NodeID"] == place.node and node["Alive"] for node in ray.nodes())
-
     def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> RayProcess:
-        names = {node.id: node.name for node in self.nodes()}
         actor = Worker.options(  # type: ignore[attr-defined]
             num_cpus=pool.each.cpus,
             num_gpus=pool.each.gpus,
             resources=dict(pool.each.custom),
             scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
-        ).remote(name, names.get(place.node, place.node[:6]), tuple(sys.path))
+        ).remote(name, place.node.name, tuple(sys.path))
         return RayProcess(actor)
 
     def store(self, value: Value) -> Stored[Value]:
@@ -172,14 +171,14 @@ class RayProcess:
         return _answer(self._actor.hello.remote())
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
-        return _answer(self._actor.perform.remote(order, *_references(arguments), **named))
+        return _answer(_sent(self._actor.perform, order, arguments, named))
 
     def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
-        envelope, rows = self._actor.perform_storing.remote(order, *_references(arguments), **named)
+        envelope, rows = _sent(self._actor.perform_storing, order, arguments, named)
         return _answer(envelope), RayStored(rows)
 
     async def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
-        items = self._actor.stream.options(num_returns="streaming").remote(order, *_references(arguments), **named)
+        items = _sent(self._actor.stream.options(num_returns="streaming"), order, arguments, named)
         while True:
             envelope = await _answer(await _next(items))
             rows = RayStored(await _next(items))
@@ -198,6 +197,14 @@ class RayProcess:
     def kill(self) -> None:
         if ray.is_initialized():
             ray.kill(self._actor, no_restart=True)
+
+
+def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    try:
+        return method.remote(order, *_references(arguments), **named)
+    except (TypeError, pickle.PicklingError) as error:
+        what = f"{order.role}.{order.method}" if isinstance(order, Invoke) else type(order).__name__
+        raise ClusterError(f"{what}: its arguments cannot be sent to a worker: {error}") from error
 
 
 async def _answer(ref: Any) -> Any:

@@ -25,7 +25,7 @@ class BundlePlace:
     """A bundle that has its node: `handle` is the transport's own."""
 
     bundle: Bundle
-    node: str
+    node: NodeState
     handle: Any
 
 
@@ -71,15 +71,13 @@ class Transport(Protocol):
 
     def nodes(self) -> tuple[NodeState, ...]: ...
 
-    async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[str], deadline_s: float) -> list[BundlePlace]:
+    async def reserve(
+        self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
+    ) -> list[BundlePlace]:
         """Takes the bundles on exactly these nodes."""
         ...
 
     def release(self, place: BundlePlace) -> None: ...
-
-    def is_alive(self, place: BundlePlace) -> bool:
-        """Whether the node of a place is still there."""
-        ...
 
     def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> Process:
         """`name` is how the process is called where it has no WorkerId yet."""
