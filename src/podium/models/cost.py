@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 from transformers import PreTrainedModel
+
+from podium.data.costs import AttentionCost, SequenceCost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,19 +27,30 @@ class ModelCost:
         """Forward and backward of packed documents of which `head_tokens` positions reach the head. A trained matrix
         costs 6 operations per token and parameter (2 forward, 2 for its input's gradient, 2 for its own), a frozen one
         4; activation checkpointing's second forward is not counted: it is no progress."""
-        body = float(np.sum(lengths)) * (6.0 * self.trained_matrix + 4.0 * self.frozen_matrix)
-        head = float(head_tokens) * (6.0 if self.head_trained else 4.0) * self.head_matrix
-        return body + head + 3.0 * self._attention(lengths)
+        return float(self._body.of(lengths).sum()) + head_tokens * self._head_flops
 
-    def _attention(self, lengths: Sequence[int]) -> float:
-        """Scores and values: 2 products of 2 operations for every (query, visible key) pair."""
-        sizes = np.asarray(lengths, np.float64)
-        pairs = 0.0
-        for window in self.windows:
-            reach = sizes if window is None else np.minimum(sizes, window)
-            # Sum over queries of how many keys each sees: a triangle up to the window, then a band.
-            pairs += float((reach * (reach + 1) / 2 + (sizes - reach) * reach).sum())
-        return 4.0 * self.attention_width * pairs
+    @property
+    def per_sequence(self) -> SequenceCost:
+        """Forward and backward of one sequence by its length, every position taken to the head."""
+        body = self._body
+        return replace(body, per_token=body.per_token + self._head_flops)
+
+    @property
+    def _body(self) -> SequenceCost:
+        """All but the head. Scores and values are 2 products of 2 operations for every (query, visible key) pair, and
+        twice that again backward."""
+        layers = Counter(self.windows)
+        return SequenceCost(
+            per_token=6.0 * self.trained_matrix + 4.0 * self.frozen_matrix,
+            attention=tuple(
+                AttentionCost(window=window, per_pair=3.0 * 4.0 * self.attention_width * count)
+                for window, count in layers.items()
+            ),
+        )
+
+    @property
+    def _head_flops(self) -> float:
+        return (6.0 if self.head_trained else 4.0) * self.head_matrix
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:

@@ -56,7 +56,7 @@ class Evaluator:
         )  # fmt: skip
         self._batches: list[PackedBatch] = [
             pack(sorted((documents[i] for i in part), key=lambda document: document.num_inputs))
-            for part in plan.micro_batches[self._mesh.rank]
+            for part in plan.rows(self._mesh.rank)[0]
         ]
         self._prompts: list[Prompt] = []
         self._score: Score | None = None

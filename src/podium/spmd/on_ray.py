@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import os
+import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from podium.cluster import Cluster, Layout, MeshShape, Pool, Resources, RoleGroup, RoleSpec, Seat, open_ray
+from podium.cluster import Cluster, Layout, MeshShape, Pool, Resources, RoleSpec, Seat, Workers, open_ray
 from podium.cluster.crew import Patience
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
 from podium.recipe import PlacementSection
@@ -41,14 +44,16 @@ class RayTask:
 class SpmdRank:
     """The role: one rank of the program."""
 
-    def __init__(self, seat: Seat, folder: str) -> None:
+    def __init__(self, seat: Seat, folders: tuple[str, ...]) -> None:
+        """`folders` are where the run was launched and where it writes."""
         self._seat = seat
-        if not Path(folder).is_dir():
-            raise LaunchError(
-                f"{seat.worker}: the folder {folder}, from which the run was launched, is not on this node. Ranks read "
-                "the recipe's files and write the run folder: launch from a folder that all nodes share."
-            )
-        os.chdir(folder)
+        for folder in folders:
+            if not Path(folder).is_dir():
+                raise LaunchError(
+                    f"{seat.worker}: there is no folder {folder} on this node. Ranks read the recipe's files and write "
+                    "the run folder: launch from a folder, and into one, that all nodes share."
+                )
+        os.chdir(folders[0])
 
     def run(self, attempt: int, launched: RayTask) -> RunResult:
         """The whole program, from the mesh that the worker has joined already."""
@@ -87,35 +92,58 @@ async def _drive(launched: RayTask, folder: RunFolder, interrupts: InterruptHand
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
-    placement = launched.placement
-    shown = folder.console_file.stat().st_size if folder.console_file.exists() else 0
-    async with open_ray() as cluster:
-        workers = await cluster.start(_layout(placement, cluster), Patience(collective_s=placement.timeout_s))
+    console = _Tail(folder.console_file)
+    async with _joined_ray() as cluster:
+        workers = await _started(launched.placement, cluster, folder)
         print("\n".join(f"rank {rank}: {each}" for rank, each in enumerate(workers.registry.workers_of("rank"))))
-        group = workers.role("rank", SpmdRank).within(_RUN_S)
-        console = asyncio.create_task(_show(folder.console_file, shown))
+        showing = asyncio.create_task(console.follow())
         try:
-            for attempt in range(placement.restarts + 1):
-                try:
-                    return await _run(group, attempt, launched)
-                except (WorkerDiedError, RoleError) as error:
-                    if attempt == placement.restarts:
-                        raise _told(error) from error
-                    print(f"restart {attempt + 1} of {placement.restarts}: {str(error).splitlines()[0]}", flush=True)
-                    await workers.recover(_POOL)
+            return await _run(workers, launched)
         finally:
-            await asyncio.sleep(_LOOK_S)  # the last lines
-            console.cancel()
-            await asyncio.gather(console, return_exceptions=True)
+            showing.cancel()
+            console.show()
+
+
+@contextlib.asynccontextmanager
+async def _joined_ray() -> AsyncIterator[Cluster]:
+    """Ray puts a crash handler of its own on SIGTERM when it starts; here SIGTERM asks the ranks to save and stop."""
+    mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    async with open_ray() as cluster:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in mine.items():
+                signal.signal(number, handler)
+        yield cluster
+
+
+async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
+    try:
+        return await cluster.start(_layout(placement, cluster, folder), Patience(collective_s=placement.timeout_s))
+    except PlacementError as error:
+        raise PlacementError(f"placement.devices: {placement.devices} ranks have no place. {error}") from error
+    except RoleError as error:
+        raise _told(error) from error
+
+
+async def _run(workers: Workers, launched: RayTask) -> RunResult:
+    """Runs the program until it ends, from the newest checkpoint again after a failure while restarts are left. Waits
+    for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it."""
+    restarts, crew = launched.placement.restarts, workers.crew(_POOL)
+    group = workers.role("rank", SpmdRank).within(_RUN_S)
+    for attempt in range(restarts + 1):
+        try:
+            answers = await group.call_all(SpmdRank.run, attempt, launched)
+            return answers[0].value
+        except (WorkerDiedError, RoleError) as error:
+            told = _told(error, [str(member.died) for member in crew.members if member.died is not None])
+            if attempt == restarts:
+                raise told from error
+            print(f"restart {attempt + 1} of {restarts}: {str(told).splitlines()[0]}", flush=True)
+            crew.broken = str(told)  # also where all answered: what a failure left in its process must not come along
+            await workers.recover(_POOL)
     raise AssertionError("the last attempt returns or raises")
 
 
-async def _run(group: RoleGroup[SpmdRank], attempt: int, launched: RayTask) -> RunResult:
-    answers = await group.call_all(SpmdRank.run, attempt, launched)
-    return answers[0].value
-
-
-def _layout(placement: PlacementSection, cluster: Cluster) -> Layout:
+def _layout(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Layout:
     device = placement.device
     if device == "auto":
         device = "cuda" if cluster.total("GPU") > 0 else "cpu"
@@ -130,26 +158,39 @@ def _layout(placement: PlacementSection, cluster: Cluster) -> Layout:
                 kind=SpmdRank,
                 pool=_POOL,
                 mesh=MeshShape(shard=placement.devices),
-                arguments=(os.getcwd(),),
+                arguments=((os.getcwd(), str(folder.path.resolve())),),
             ),
         ),
     )
 
 
-def _told(error: WorkerDiedError | RoleError) -> PodiumError:
+def _told(error: WorkerDiedError | RoleError, deaths: Sequence[str] = ()) -> PodiumError:
     """A mistake of the user comes back as itself, whichever rank found it."""
-    return error.__cause__ if isinstance(error.__cause__, PodiumError) else LaunchError(str(error))
+    if isinstance(error.__cause__, PodiumError):
+        return error.__cause__
+    if deaths:
+        return LaunchError(f"{'; '.join(deaths)}. The other ranks were ended. Was it out of memory?")
+    return LaunchError(str(error))
 
 
-async def _show(file: Path, shown: int) -> None:
-    """Prints what is appended to the file. Consumes nothing else, waits for nobody; the driver cancels it."""
-    while True:
-        if file.exists():
-            with file.open("rb") as text:
-                text.seek(shown)
-                new = text.read()
-            if new:
-                shown += len(new)
-                sys.stdout.write(new.decode(errors="replace"))
-                sys.stdout.flush()
-        await asyncio.sleep(_LOOK_S)
+class _Tail:
+    """Prints what is appended to a file from now on."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._shown = file.stat().st_size if file.exists() else 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a look may end inside a character
+
+    async def follow(self) -> None:
+        """Looks every so often. Waits for nobody; the driver cancels it."""
+        while True:
+            self.show()
+            await asyncio.sleep(_LOOK_S)
+
+    def show(self) -> None:
+        with contextlib.suppress(FileNotFoundError), self._file.open("rb") as file:
+            file.seek(self._shown)
+            new = file.read()
+            self._shown += len(new)
+            sys.stdout.write(self._decoder.decode(new))
+            sys.stdout.flush()

@@ -167,8 +167,7 @@ class SpmdRun:
             lengths,
             num_ranks=self._mesh.world,
             max_tokens=self._parts.max_tokens,
-            linear=6.0 * (self._parts.cost.trained_matrix + self._parts.cost.head_matrix),
-            quadratic=6.0 * self._parts.cost.attention_width * len(self._parts.cost.windows),
+            cost=self._parts.cost.per_sequence,
             hard_cap=self._parts.hard_cap,
         )
         number = self._step + 1
@@ -176,7 +175,7 @@ class SpmdRun:
         return TrainStep(
             number=number,
             lr=learning_rate(self.recipe.optimizer, number, self.recipe.steps),
-            micro_batches=tuple(_packed(ready.documents, part) for part in plan.micro_batches[self._mesh.rank]),
+            micro_batches=tuple(_packed(ready.documents, part.tolist()) for part in plan.rows(self._mesh.rank)[0]),
             global_tokens=ready.num_trained,
             lengths=lengths,
             imbalance=plan.imbalance,

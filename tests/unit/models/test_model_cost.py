@@ -54,6 +54,13 @@ def test_each_layer_has_its_own_window() -> None:
     assert model_cost(tiny("gemma3", sliding_window=2, layer_types=kinds)).windows == (2, None)
 
 
+def test_a_sequence_costs_what_a_step_of_it_alone_does_with_every_token_at_the_head() -> None:
+    for model in (tiny("llama"), tiny("mistral", sliding_window=2), tiny("qwen3_moe", moe_intermediate_size=4)):
+        cost = model_cost(model)
+        alone = [cost.training_flops([length], head_tokens=length) for length in (1, 3, 5)]
+        assert cost.per_sequence.of([1, 3, 5]).tolist() == alone
+
+
 def test_of_four_experts_two_work() -> None:
     cost = model_cost(tiny("qwen3_moe", moe_intermediate_size=4))
     attention, router, expert = 2 * 64 + 2 * 32, 4 * 8, 3 * 8 * 4
