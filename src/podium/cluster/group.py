@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import aclosing
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from podium.cluster.crew import Crew
@@ -19,7 +18,7 @@ from podium.cluster.meshes import MeshRegistry, RoleMesh
 from podium.cluster.objects import Shelf, Stored
 from podium.cluster.orders import Envelope, Invoke, RowsHead
 from podium.cluster.results import Answer, Computed, Merged, ShardResult, merge
-from podium.cluster.transport import ByReference, GoneError, Transport
+from podium.cluster.transport import ByReference, GoneError, Process, Transport
 from podium.data.trajectories import RowsT, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
 
@@ -36,6 +35,7 @@ class Shard(Protocol):
 
 
 ShardT = TypeVar("ShardT", bound=Shard)
+Blocks = AsyncIterator[tuple[Envelope, Stored[Any]]]
 
 
 class Roster(Protocol):
@@ -92,6 +92,19 @@ class RoleGroup(Generic[RoleT]):
         """A call on the worker of one rank of the role's mesh. Not for methods that meet others in collectives."""
         return (await self._call((self._at(rank),), method, args, kwargs))[0]
 
+    async def control_all(
+        self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[Answer[Result], ...]:
+        """The same call on every worker's control thread: answered while work is busy, so that it can be paused or
+        cancelled. The role makes the two safe from each other."""
+        return await self._call(self.workers, method, args, kwargs, control=True)
+
+    async def control_one(
+        self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
+    ) -> Answer[Result]:
+        """The same on one worker."""
+        return (await self._call((self._at(rank),), method, args, kwargs, control=True))[0]
+
     async def call_sharded(
         self,
         method: Callable[Concatenate[RoleT, ShardT, P], Computed[RowsT]],
@@ -133,27 +146,38 @@ class RoleGroup(Generic[RoleT]):
         """Blocks of one data rank as its method yields them. Finished blocks stay readable if the worker dies later.
         The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come once.
         """
-        name, registry, crew = self._name(method), self._roster.registry, self._crew()
-        members = registry.members_of(self._role, data_rank)
-        if len(members) > 1:
-            raise ClusterError(
-                f"role {self._role} has {len(members)} workers to a data rank and cannot stream from one of them; "
-                "use call_sharded."
-            )
-        worker = members[0]
-        order = Invoke(worker=worker, role=self._role, method=name, wants="rows")
+        name, crew = self._name(method), self._crew()
+        source, *others = [crew.member(each) for each in self._roster.registry.members_of(self._role, data_rank)]
+        sent: Any = ByReference(stored=self._transport.store(shard)) if others else shard
+
+        def opened(worker: WorkerId, process: Process) -> Blocks:
+            order = Invoke(worker=worker, role=self._role, method=name, wants="rows")
+            return process.stream(order, sent, *args, **kwargs)
+
+        blocks = opened(source.worker, source.process)
+        # The others of the data rank run the same method and yield nothing: only their end, or death, is heard.
+        peers: set[asyncio.Future[Any]] = {
+            asyncio.ensure_future(self._next_block(opened(each.worker, each.process), each.worker, name, crew))
+            for each in others
+        }
         waiting = shard.ids
-        blocks = crew.member(worker).process.stream(order, shard, *args, **kwargs)
-        async with aclosing(blocks):  # type: ignore[type-var]
+        try:
             while True:
-                envelope, rows = await self._next_block(blocks, worker, name, crew)
+                arriving = asyncio.ensure_future(self._next_block(blocks, source.worker, name, crew))
+                envelope, rows = await _unless_one_fails(arriving, peers)
                 if envelope.last:
                     break
                 result: ShardResult[RowsT] = self._result(envelope, data_rank, rows)
                 waiting = self._tick_off(waiting, result)
                 yield result
+            await asyncio.gather(*peers)
+        finally:
+            for peer in peers:
+                peer.cancel()
         if len(waiting):
-            raise ResultError(f"{worker} ended {self._role}.{name} and these trajectories never came: {waiting}.")
+            raise ResultError(
+                f"{source.worker} ended {self._role}.{name} and these trajectories never came: {waiting}."
+            )
 
     async def stream_sharded(
         self,
@@ -197,6 +221,8 @@ class RoleGroup(Generic[RoleT]):
         method: Callable[..., Result],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        *,
+        control: bool = False,
     ) -> tuple[Answer[Result], ...]:
         name, crew, mesh = self._name(method), self._crew(), self.mesh
         members = [crew.member(worker) for worker in workers]  # nothing is sent to some if one is dead
@@ -204,7 +230,8 @@ class RoleGroup(Generic[RoleT]):
         pending = []
         for member in members:
             order = Invoke(worker=member.worker, role=self._role, method=name, wants="value")
-            pending.append(Pending(worker=member.worker, answer=member.process.perform(order, *sent, **kwargs)))
+            send = member.process.control if control else member.process.perform
+            pending.append(Pending(worker=member.worker, answer=send(order, *sent, **kwargs)))
         envelopes = await self._gather(pending, name, crew)
         return tuple(
             Answer(
@@ -238,7 +265,7 @@ class RoleGroup(Generic[RoleT]):
         )
 
     async def _next_block(
-        self, blocks: AsyncIterator[tuple[Envelope, Stored[Any]]], worker: WorkerId, name: str, crew: Crew
+        self, blocks: Blocks, worker: WorkerId, name: str, crew: Crew
     ) -> tuple[Envelope, Stored[Any]]:
         try:
             async with asyncio.timeout(self._deadline_s):
@@ -318,6 +345,20 @@ class RoleGroup(Generic[RoleT]):
                 f"which role {self._role} is."
             )
         return name
+
+
+async def _unless_one_fails(awaited: asyncio.Future[Result], peers: set[asyncio.Future[Any]]) -> Result:
+    """Waits for one, and raises at once what any of its peers raises."""
+    try:
+        while not awaited.done():
+            running = {peer for peer in peers if not peer.done()}
+            await asyncio.wait({awaited, *running}, return_when=asyncio.FIRST_COMPLETED)
+            for peer in peers:
+                if peer.done() and not awaited.done():
+                    peer.result()
+        return awaited.result()
+    finally:
+        awaited.cancel()
 
 
 # Ray sends arguments up to this size inside the call, and stores larger ones once for every receiver.

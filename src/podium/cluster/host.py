@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from podium.cluster.rendezvous import TransferGroup
     from podium.engine.meeting import MeetingServer
 
-WORK = "work"
+WORK, CONTROL = "work", "control"
 
 
 class RoleHost:
@@ -98,6 +98,15 @@ class RoleHost:
         except Exception as error:
             failure = _failure(error)
         yield self._envelope(None, failure), None
+
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Envelope:
+        """Calls a role's method on a control thread, while work may be busy: to cancel or pause it, say. The role sees
+        to it that the two do not get in each other's way. Has no spans: those are of the work."""
+        self._recorder.name_thread(CONTROL)
+        try:
+            return Envelope(self._worker, self._invoke(order, arguments, named), None, ())
+        except Exception as error:
+            return Envelope(self._worker, None, _failure(error), ())
 
     def where(self) -> Whereabouts:
         """Each thread's open spans and stack; answers while work is busy."""

@@ -66,7 +66,7 @@ class InlineProcess:
     def __init__(self, name: str, device: str, kind: DeviceKind) -> None:
         self._host = RoleHost(node=_NODE, host="127.0.0.1", device=device, kind=kind, own_process=False)
         self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._control = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name} control")
+        self._control = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"{name} control")
         self._dead = threading.Event()
         self._waiting: set[Future[Any]] = set()
         self._lock = threading.Lock()
@@ -115,6 +115,9 @@ class InlineProcess:
                     return
         finally:
             running.cancel()
+
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        return self._submit(self._control, lambda: self._host.control(order, *_resolved(arguments), **named))
 
     def where(self) -> Awaitable[Whereabouts]:
         return self._submit(self._control, self._host.where)

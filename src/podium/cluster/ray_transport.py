@@ -186,6 +186,9 @@ class RayProcess:
             if envelope.last:
                 return
 
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        return _answer(_sent(self._actor.control, order, arguments, named))
+
     def where(self) -> Awaitable[Whereabouts]:
         return _answer(self._actor.where.remote())
 

@@ -53,6 +53,10 @@ class Process(Protocol):
         """An order whose answers come one after the other, rows to the store."""
         ...
 
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        """A role's method on a control thread, answered while work is busy."""
+        ...
+
     def where(self) -> Awaitable[Whereabouts]:
         """Answered while work is busy."""
         ...

@@ -51,6 +51,10 @@ class Worker:
             yield rows
 
     @ray.method(concurrency_group="control")
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Envelope:
+        return self._host.control(order, *arguments, **named)
+
+    @ray.method(concurrency_group="control")
     def hello(self) -> Hello:
         return self._host.hello()
 
