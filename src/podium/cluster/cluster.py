@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, assert_never
 
-from podium.cluster.crew import Crew, Patience
+from podium.cluster.crew import Crew, Patience, place
 from podium.cluster.deadlines import Deadline
 from podium.cluster.group import RoleGroup
 from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
@@ -121,9 +121,9 @@ class Workers:
     ) -> None:
         self._layout, self._transport, self._shelf, self._deadline_s = layout, transport, shelf, deadline_s
         self._deaths: asyncio.Queue[Died] = asyncio.Queue()
-        placing = asyncio.Lock()
+        self._placing, self._patience = asyncio.Lock(), patience
         self._crews = {
-            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait, placing)
+            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait, self._placing)
             for pool in layout.pools
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
@@ -132,11 +132,11 @@ class Workers:
         self._restores: dict[str, Restore] = {}
 
     async def start(self) -> None:
-        deadline = Deadline(self._deadline_s)
-        starting = [
-            asyncio.create_task(self._until_it_stands(crew, crew.raise_all, deadline)) for crew in self._crews.values()
-        ]
+        deadline, crews = Deadline(self._deadline_s), list(self._crews.values())
+        starting: list[asyncio.Task[None]] = []
         try:
+            await place(crews, self._transport, self._placing, self._patience, deadline, grows=False)
+            starting += [asyncio.create_task(self._until_it_stands(crew, crew.raise_all, deadline)) for crew in crews]
             await asyncio.gather(*starting)
         except BaseException:
             for task in starting:

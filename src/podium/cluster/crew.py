@@ -18,7 +18,7 @@ from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
 from podium.cluster.orders import Beat, Build, Envelope, Hello, Join, OpenMeeting, Order, Settle, Whereabouts
-from podium.cluster.placement import Fits, TooLarge, bundles_of, message, preflight
+from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
 from podium.errors import DeadlineError, PlacementError, WorkerDiedError
 
@@ -87,7 +87,9 @@ class Crew:
 
     @property
     def dead(self) -> tuple[int, ...]:
-        return tuple(slot for slot, member in self._members.items() if member.died is not None)
+        """Slots whose worker is gone, or that a failed recovery has left empty."""
+        members = self._members
+        return tuple(slot for slot in range(self.pool.slots) if slot not in members or members[slot].died is not None)
 
     def member(self, worker: WorkerId) -> Member:
         """The member, if it lives and is still this worker."""
@@ -164,28 +166,20 @@ class Crew:
         ]
         return await gather_answers(pending, what, deadline, self)
 
-    async def _place(self, deadline: Deadline) -> None:
-        """Finds a node for every bundle that has none, or whose node is gone."""
-        alive = {node.id for node in self._transport.nodes()}
+    def unplaced(self, alive: set[str]) -> list[Bundle]:
+        """Bundles that have no node; those whose node is gone have none any more."""
         for place in [place for place in self._places if place.node.id not in alive]:
             self._transport.release(place)
             self._places.remove(place)
         held = {place.bundle.slots for place in self._places}
-        missing = [bundle for bundle in bundles_of(self._layout, self.pool) if bundle.slots not in held]
+        return [bundle for bundle in bundles_of(self._layout, self.pool) if bundle.slots not in held]
+
+    async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline: Deadline) -> None:
+        self._places += await self._transport.reserve(bundles, nodes, deadline.left_s)
+
+    async def _place(self, deadline: Deadline) -> None:
         # A first start does not wait for nodes that are not there; a recovery does: one may be on its way.
-        may_grow, patience = bool(self._incarnations), deadline.at_most(self._patience.place_s)
-        while missing:
-            # One crew at a time: each must see what the one before has taken.
-            async with self._placing:
-                outcome = preflight(missing, self._transport.nodes())
-                if isinstance(outcome, Fits):
-                    self._places += await self._transport.reserve(missing, outcome.nodes, deadline.left_s)
-                    return
-            if isinstance(outcome, TooLarge) and not may_grow:
-                raise PlacementError(outcome.reason)
-            if patience.over:
-                raise PlacementError(f"{message(outcome)}\nWaited {patience.seconds:.0f} s for room.")
-            await asyncio.sleep(_LOOK_AGAIN_S)
+        await place([self], self._transport, self._placing, self._patience, deadline, grows=bool(self._incarnations))
 
     async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
         limit = deadline.at_most(self._patience.start_s)
@@ -217,9 +211,10 @@ class Crew:
         done, pending = await asyncio.wait(tasks.values(), timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
         for task in pending:
             task.cancel()
-        for slot, task in tasks.items():
-            if task in done and task.exception() is not None:
-                raise WorkerDiedError(f"{self.pool.name}[{slot}] died while it started: {task.exception()}")
+        failed = {slot: error for slot, task in tasks.items() if task in done and (error := task.exception())}
+        if failed:
+            words = "; ".join(f"{self.pool.name}[{slot}]: {error}" for slot, error in failed.items())
+            raise WorkerDiedError(f"{len(failed)} workers died while they started. {words}.")
         late = [slot for slot, task in tasks.items() if task in pending]
         if late:
             raise DeadlineError(
@@ -302,6 +297,35 @@ class Crew:
             member.watcher.cancel()
         with contextlib.suppress(GoneError):
             member.process.kill()
+
+
+async def place(
+    crews: Sequence[Crew],
+    transport: Transport,
+    placing: asyncio.Lock,
+    patience: Patience,
+    deadline: Deadline,
+    *,
+    grows: bool,
+) -> None:
+    """Finds a node for every bundle of these crews that has none, all in one decision, and takes them. What others hold
+    is waited for, and where the cluster may grow, what is not there too."""
+    limit = deadline.at_most(patience.place_s)
+    while True:
+        async with placing:  # one decision at a time: each must see what the one before has taken
+            nodes = transport.nodes()
+            missing = [crew.unplaced({node.id for node in nodes}) for crew in crews]
+            outcome = preflight([bundle for bundles in missing for bundle in bundles], nodes)
+            if isinstance(outcome, Fits):
+                chosen = iter(outcome.nodes)
+                for crew, bundles in zip(crews, missing, strict=True):
+                    await crew.reserve(bundles, [next(chosen) for _ in bundles], limit)
+                return
+        if isinstance(outcome, TooLarge) and not grows:
+            raise PlacementError(outcome.reason)
+        if limit.over:
+            raise PlacementError(f"{message(outcome)}\nWaited {limit.seconds:.0f} s for room.")
+        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 async def _awaited(answer: Awaitable[Value]) -> Value:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 # After the first failure the others may still answer: often they tell the cause.
 _GRACE_S = 1.0
+# How long the death of a node may take to be known.
+_DEATH_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -44,12 +46,25 @@ async def gather_answers(pending: Sequence[Pending], what: str, deadline: Deadli
             await _overdue(pending, tasks, what, deadline, crew)
         if any(_failed(task) for task in tasks):
             if late:
-                await asyncio.wait(late, timeout=min(_GRACE_S, deadline.left_s))
+                await _last_words(pending, tasks, crew)
             _raise(pending, tasks, what, crew)
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
             task.cancel()
+
+
+async def _last_words(pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], crew: Crew) -> None:
+    """Waits a little for the others. Who then neither answers the call nor says where it is may be dead without anybody
+    knowing yet: a node's death shows later than the errors that it causes in its peers."""
+    await asyncio.wait(tasks, timeout=_GRACE_S)
+    silent = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
+    if not crew.meets or not silent or crew.dead:
+        return
+    places = await crew.where(silent)
+    lost = [task for each, task in zip(pending, tasks, strict=True) if places.answers.get(each.worker, 0) is None]
+    if lost:
+        await asyncio.wait(lost, timeout=_DEATH_S, return_when=asyncio.FIRST_COMPLETED)
 
 
 async def _one(pending: Pending) -> Envelope:

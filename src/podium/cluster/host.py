@@ -82,7 +82,7 @@ class RoleHost:
             if isinstance(order, Invoke) and order.wants == "rows":
                 value, rows = self._head(order, value)
         except Exception as error:
-            failure = _failure(error)
+            value, rows, failure = None, None, _failure(error)
         return self._envelope(value, failure), rows
 
     def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Envelope, Any]]:
@@ -209,13 +209,16 @@ class RoleHost:
 
 
 def parameters_of(method: Any) -> tuple[str, ...]:
-    """Names and kinds of a method's parameters: enough to notice that two copies of the code differ."""
+    """A method's parameters by name and kind, as they are written but for annotations and defaults: enough to notice
+    that two copies of the code differ."""
     try:
-        return tuple(
-            str(each).split(":")[0].split("=")[0].strip() for each in inspect.signature(method).parameters.values()
-        )
+        signature = inspect.signature(method)
     except (TypeError, ValueError):
         return ("...",)
+    nothing = inspect.Parameter.empty
+    bare = [each.replace(annotation=nothing, default=nothing) for each in signature.parameters.values()]
+    written = str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))[1:-1]
+    return tuple(written.split(", ")) if written else ()
 
 
 def _title(order: Order) -> str:

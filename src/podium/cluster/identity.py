@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 
@@ -19,10 +19,6 @@ class WorkerId:
 
     def __str__(self) -> str:
         return f"{self.pool}[{self.index}]@{self.node}/{self.device}#{self.incarnation}"
-
-    def reborn(self, *, node: str, device: str) -> WorkerId:
-        """The worker that takes this one's slot after it."""
-        return replace(self, node=node, device=device, incarnation=self.incarnation + 1)
 
 
 class Coordinates(NamedTuple):

@@ -29,6 +29,10 @@ class RayCluster:
     deadline_s: float = 30.0  # to reach the one at `address`
 
 
+# Ray counts in ten-thousandths.
+_LEAST = 0.0001
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
     """Of one slot. Fractions share a device between slots: two workers with gpus=0.5 sit on one."""
@@ -38,19 +42,31 @@ class Resources:
     custom: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("CPU", "GPU", "memory", "object_store_memory"):
+            if name in self.custom:
+                raise PlacementError(
+                    f"{name} is not a custom resource. Use cpus and gpus for those; leave memory to Ray."
+                )
         asked = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
         for name, amount in asked.items():
-            if not math.isfinite(amount) or amount < 0:
-                raise PlacementError(f"a slot asks for {amount} {name}; it must be 0 or more.")
-            if amount > 1 and amount != int(amount) and name == "gpus":
-                raise PlacementError(f"a slot asks for {amount} gpus; above 1 only whole devices can be given.")
+            if not math.isfinite(amount) or amount < 0 or 0 < amount < _LEAST:
+                raise PlacementError(f"a slot asks for {amount} {name}; it must be 0, or {_LEAST} or more.")
+        if self.gpus > 1 and self.gpus != int(self.gpus):
+            raise PlacementError(f"a slot asks for {self.gpus} gpus; above 1 only whole devices can be given.")
+        if 0 < self.gpus < 1 and abs(1 - round(1 / self.gpus) * self.gpus) > 0.01:
+            raise PlacementError(
+                f"a slot asks for {self.gpus} gpus; a device is shared in equal parts: 0.5, 0.3333, 0.25, ..."
+            )
         if not any(asked.values()):
             raise PlacementError("a slot asks for nothing. Give it cpus, gpus or a custom resource.")
 
     def times(self, count: int) -> dict[str, float]:
-        """What `count` slots ask of one node, in Ray's names; kept to Ray's own precision."""
-        asked = {"CPU": self.cpus, "GPU": self.gpus, **self.custom}
-        return {name: round(amount * count, 4) for name, amount in asked.items() if amount > 0}
+        """What `count` slots ask of one node, in Ray's names and to its precision. Parts of a device are not split over
+        two, so more than one device is asked for whole."""
+        gpus = self.gpus * count
+        asked = {"CPU": self.cpus * count, "GPU": gpus if gpus <= 1 else math.ceil(gpus - 0.01)}
+        asked |= {name: amount * count for name, amount in self.custom.items()}
+        return {name: round(amount, 4) for name, amount in asked.items() if amount > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +143,7 @@ class Layout:
         return tuple(self.mesh(role) for role in self.roles if role.pool == pool)
 
     def together(self, pool: Pool) -> int:
-        """How many neighbouring slots must share a node: all, or the widest data rank of any role."""
+        """How many neighbouring slots must share a node: all, or the fewest that every role's data ranks divide."""
         if pool.one_node:
             return pool.slots
         return math.lcm(*(mesh.shape.per_data_rank for mesh in self.meshes_of(pool.name)))

@@ -58,17 +58,18 @@ class RowRefs(Generic[RowsT]):
     @classmethod
     def join(cls, parts: Sequence[RowRefs[RowsT]]) -> RowRefs[RowsT]:
         """All rows of several, ids ascending again. An id that is in two of them is an error."""
-        firsts = np.cumsum([0, *(len(part.pieces) for part in parts)])
+        parts = [part for part in parts if len(part)]
+        if not parts:
+            return cls(ids=TrajectoryIds.of(()), lengths_N=_NONE_64, pieces=(), piece_N=_NONE_32, row_N=_NONE_32)
+        # An object that several parts refer to is one piece, and is opened once.
+        number = {id(piece): at for at, piece in enumerate({id(p): p for part in parts for p in part.pieces}.values())}
+        renamed = [np.array([number[id(piece)] for piece in part.pieces], np.int32)[part.piece_N] for part in parts]
         joined = cls(
             ids=TrajectoryIds.concatenate([part.ids for part in parts]),
-            lengths_N=np.concatenate([part.lengths_N for part in parts]) if parts else np.empty(0, np.int64),
-            pieces=tuple(piece for part in parts for piece in part.pieces),
-            piece_N=np.concatenate([part.piece_N + first for part, first in zip(parts, firsts, strict=False)]).astype(
-                np.int32
-            )
-            if parts
-            else np.empty(0, np.int32),
-            row_N=np.concatenate([part.row_N for part in parts]) if parts else np.empty(0, np.int32),
+            lengths_N=np.concatenate([part.lengths_N for part in parts]),
+            pieces=tuple({id(piece): piece for part in parts for piece in part.pieces}.values()),
+            piece_N=np.concatenate(renamed),
+            row_N=np.concatenate([part.row_N for part in parts]),
         )
         twice = joined.ids.repeated()
         if len(twice):
@@ -123,6 +124,9 @@ class RowRefs(Generic[RowsT]):
                 f"found {in_order.ids}."
             )
         return in_order
+
+
+_NONE_64, _NONE_32 = np.empty(0, np.int64), np.empty(0, np.int32)
 
 
 def _ascending(ids: TrajectoryIds) -> bool:

@@ -15,6 +15,9 @@ from podium.cluster.layout import Layout, Pool
 
 # Ray keeps resources in ten-thousandths: sums of fractions are compared with half of one to spare.
 _GRAIN = 5e-5
+_MOST_TRIALS = 20_000
+# What every node has besides, asked for or not.
+_EVERYWHERE = ("CPU", "memory", "object_store_memory")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,25 +103,73 @@ def message(outcome: Preflight) -> str:
 
 
 def _fit(bundles: Sequence[Bundle], room: dict[str, dict[str, float]]) -> tuple[str, ...] | Bundle:
-    """The largest bundles first. Packed: onto the node that this pool already uses, else the fullest that still has
-    room; spread: onto the emptiest. Returns the first bundle without a place when there is none."""
-    chosen: dict[int, str] = {}
-    used: dict[str, list[str]] = {}
-    for position in sorted(range(len(bundles)), key=lambda at: (-_weight(bundles[at].needs), at)):
-        bundle = bundles[position]
-        able = [node for node, free in room.items() if _holds(free, bundle.needs)]
-        if not able:
-            return bundle
-        mine = used.setdefault(bundle.pool, [])
-        if bundle.spread:
-            node = min(able, key=lambda name: (mine.count(name), -_weight(room[name])))
-        else:
-            node = min(able, key=lambda name: (name not in mine, _weight(room[name])))
-        mine.append(node)
-        chosen[position] = node
-        for name, amount in bundle.needs.items():
-            room[node][name] -= amount
-    return _neighbours_together(bundles, tuple(chosen[position] for position in range(len(bundles))))
+    """A node for each bundle, found by trying: the bundles that are hardest to place first, each on its best node, and
+    back again when one finds none. Returns the first bundle that never found a place when there is no way (or none was
+    found in so many trials that there hardly is one)."""
+    order = sorted(range(len(bundles)), key=lambda at: (-_weight(bundles[at].needs), at))
+    turns: list[_Turn] = []
+    deepest = 0
+    for _ in range(_MOST_TRIALS + len(bundles)):
+        if len(turns) == len(order):
+            chosen = dict(zip(order, (turn.node for turn in turns), strict=True))
+            return _neighbours_together(bundles, tuple(chosen[at] for at in range(len(bundles))))
+        bundle = bundles[order[len(turns)]]
+        before = [turn for turn in turns if turn.bundle.pool == bundle.pool]
+        # Bundles of a pool are alike: where the one before has been tried in vain, this one would be too.
+        barred = before[-1].in_vain if before and turns[-1].bundle.pool == bundle.pool else frozenset[str]()
+        rest = sum(1 for at in order[len(turns) :] if bundles[at].pool == bundle.pool)
+        nodes = _ranked(bundle, room, [turn.node for turn in before], rest, barred)
+        deepest = max(deepest, len(turns))
+        turn = _Turn(bundle=bundle, untried=nodes)
+        while not turn.next(room):
+            if not turns:
+                return bundles[order[deepest]]
+            turn = turns.pop()
+            turn.undo(room)
+        turns.append(turn)
+    return bundles[order[deepest]]
+
+
+class _Turn:
+    """One bundle's turn in the search: where it is, and where it may still be tried."""
+
+    def __init__(self, *, bundle: Bundle, untried: list[str]) -> None:
+        self.bundle, self._untried, self.node = bundle, untried, ""
+        self.in_vain: frozenset[str] = frozenset()
+
+    def next(self, room: dict[str, dict[str, float]]) -> bool:
+        """Takes the next node; False when there is none left."""
+        if not self._untried:
+            return False
+        self.node = self._untried.pop(0)
+        for name, amount in self.bundle.needs.items():
+            room[self.node][name] -= amount
+        return True
+
+    def undo(self, room: dict[str, dict[str, float]]) -> None:
+        for name, amount in self.bundle.needs.items():
+            room[self.node][name] += amount
+        self.in_vain |= {self.node}
+
+
+def _ranked(
+    bundle: Bundle, room: Mapping[str, Mapping[str, float]], used: Sequence[str], rest: int, barred: frozenset[str]
+) -> list[str]:
+    """The nodes that have room, the best first. Packed: one that the pool uses already, else the smallest that holds
+    all the rest of it, else the one that holds most; what nobody asked for is left to others. Spread: where the pool
+    has least, and then where most is free."""
+    able = {name: _how_many(free, bundle.needs) for name, free in room.items() if name not in barred}
+
+    def packed(name: str) -> tuple[bool, bool, float, float, float]:
+        whole = able[name] >= rest
+        unasked = sum(amount for what, amount in room[name].items() if what not in (*bundle.needs, *_EVERYWHERE))
+        return name not in used, not whole, -able[name] if not whole else 0, unasked, _weight(room[name])
+
+    def spread(name: str) -> tuple[int, float]:
+        return used.count(name), -_weight(room[name])
+
+    fit = [name for name, count in able.items() if count >= 1]
+    return sorted(fit, key=spread) if bundle.spread else sorted(fit, key=packed)
 
 
 def _neighbours_together(bundles: Sequence[Bundle], nodes: tuple[str, ...]) -> tuple[str, ...]:
@@ -132,10 +183,6 @@ def _neighbours_together(bundles: Sequence[Bundle], nodes: tuple[str, ...]) -> t
         for at, node in zip(places, order, strict=True):
             dealt[at] = node
     return tuple(dealt)
-
-
-def _holds(free: Mapping[str, float], needs: Mapping[str, float]) -> bool:
-    return all(free.get(name, 0.0) + _GRAIN >= amount for name, amount in needs.items())
 
 
 def _weight(amounts: Mapping[str, float]) -> float:
@@ -165,6 +212,8 @@ def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, asked: i
     each = {name: amount / len(failed.slots) for name, amount in failed.needs.items()}
     per_node = {node.name: _how_many(node.free if busy else node.total, each) for node in nodes}
     widest = max(per_node.values(), default=0)
+    if widest == 0 and busy:
+        return "Others hold all that a slot needs: wait until they are done, or add a node."
     if widest == 0:
         missing = [name for name in each if all(node.total.get(name, 0.0) < each[name] for node in nodes)]
         what = f"no node has {' and '.join(missing)}" if missing else "no node has room for a single slot"

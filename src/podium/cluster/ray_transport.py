@@ -9,8 +9,9 @@ import logging
 import os
 import pickle
 import re
+import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -29,6 +30,11 @@ Value = TypeVar("Value")
 
 # Longest wait for an object to come from another node.
 _FETCH_S = 120.0
+# How every gRPC server, Ray's too, is greeted, and the kind of frame with which it answers.
+_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
+_HTTP2_SETTINGS = 4
+# Longest wait for a node to say that it lives.
+_NODE_S = 0.5
 
 
 class RayTransport:
@@ -38,11 +44,15 @@ class RayTransport:
 
     def __init__(self, *, owned: bool) -> None:
         self._owned = owned
+        self._suspects: set[str] = set()
 
     @classmethod
     async def open(cls, settings: RayCluster) -> RayTransport:
         """Joins the Ray that is named, that this process is in already, or starts a local one."""
         if ray.is_initialized():
+            here = ray.get_runtime_context().gcs_address
+            if settings.address not in (None, "auto", "local", here):
+                raise ClusterError(f"this process is in the Ray cluster at {here}, not in that at {settings.address}.")
             return cls(owned=False)
         address = settings.address or os.environ.get("RAY_ADDRESS")  # Ray's documented contract with submitted jobs
         if address:
@@ -57,7 +67,7 @@ class RayTransport:
 
     def nodes(self) -> tuple[NodeState, ...]:
         free = ray._private.state.available_resources_per_node()
-        alive = sorted((node for node in ray.nodes() if node["Alive"]), key=lambda node: str(node["NodeID"]))
+        alive = sorted((node for node in ray.nodes() if self._lives(node)), key=lambda node: str(node["NodeID"]))
         names = [str(node["NodeManagerAddress"]) for node in alive]
         return tuple(
             NodeState(
@@ -69,6 +79,17 @@ class RayTransport:
             )
             for node, name in zip(alive, names, strict=True)
         )
+
+    def _lives(self, node: dict[str, Any]) -> bool:
+        """Ray believes in a node for some 15 s after its death. One whose workers could not be reached is asked."""
+        if not node["Alive"] or node["NodeID"] not in self._suspects:
+            return bool(node["Alive"])
+        try:
+            address = (node["NodeManagerAddress"], node["NodeManagerPort"])
+            socket.create_connection(address, timeout=_NODE_S).close()
+        except OSError:
+            return False
+        return True
 
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
@@ -107,7 +128,7 @@ class RayTransport:
             resources=dict(pool.each.custom),
             scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
         ).remote(name, place.node.name, tuple(sys.path))
-        return RayProcess(actor)
+        return RayProcess(actor, lambda: self._suspects.add(place.node.id))
 
     def store(self, value: Value) -> Stored[Value]:
         return RayStored(ray.put(value))
@@ -129,8 +150,14 @@ async def _check_reachable(address: str, deadline_s: float) -> None:
         return  # "auto" and "local": Ray knows what they mean
     try:
         async with asyncio.timeout(deadline_s):
-            _, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
+            if "RAY_USE_TLS" not in os.environ:  # then it would wait for a handshake first
+                writer.write(_HTTP2_HELLO)
+                if (await reader.readexactly(9))[3] != _HTTP2_SETTINGS:
+                    raise OSError("what listens there is not Ray")
         writer.close()
+    except asyncio.IncompleteReadError as error:
+        raise ClusterError(f"what listens at {address} is not Ray: it hung up on a greeting.") from error
     except (OSError, TimeoutError) as error:
         why = str(error) or f"no answer in {deadline_s:.0f} s"
         raise ClusterError(
@@ -164,38 +191,61 @@ def _start(settings: RayCluster, address: str | None) -> None:
 class RayProcess:
     """One actor."""
 
-    def __init__(self, actor: Any) -> None:
-        self._actor = actor
+    def __init__(self, actor: Any, suspect_node: Callable[[], None]) -> None:
+        self._actor, self._suspect_node = actor, suspect_node
 
     def hello(self) -> Awaitable[Hello]:
-        return _answer(self._actor.hello.remote())
+        return self._answer(self._actor.hello.remote())
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
-        return _answer(_sent(self._actor.perform, order, arguments, named))
+        return self._answer(_sent(self._actor.perform, order, arguments, named))
 
     def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
         envelope, rows = _sent(self._actor.perform_storing, order, arguments, named)
-        return _answer(envelope), RayStored(rows)
+        return self._answer(envelope), RayStored(rows)
 
     async def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
         items = _sent(self._actor.stream.options(num_returns="streaming"), order, arguments, named)
         while True:
-            envelope = await _answer(await _next(items))
-            rows = RayStored(await _next(items))
+            envelope = await self._answer(await self._next(items))
+            rows = RayStored(await self._next(items))
             yield envelope, rows
             if envelope.last:
                 return
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
-        return _answer(_sent(self._actor.control, order, arguments, named))
+        return self._answer(_sent(self._actor.control, order, arguments, named))
 
     def where(self) -> Awaitable[Whereabouts]:
-        return _answer(self._actor.where.remote())
+        return self._answer(self._actor.where.remote())
 
     async def beats(self, every_s: float) -> AsyncIterator[Beat]:
         items = self._actor.beats.options(num_returns="streaming").remote(every_s)
         while True:
-            yield await _answer(await _next(items))
+            yield await self._answer(await self._next(items))
+
+    async def _answer(self, ref: Any) -> Any:
+        try:
+            return await ref
+        except ray.exceptions.RayError as error:
+            raise self._told(error) from None
+
+    async def _next(self, items: Any) -> Any:
+        try:
+            return await anext(items)
+        except StopAsyncIteration:
+            raise GoneError("its stream ended before its last word") from None
+        except ray.exceptions.RayError as error:
+            raise self._told(error) from None
+
+    def _told(self, error: ray.exceptions.RayError) -> PodiumError:
+        """The role host catches what roles raise, so what comes as an error of Ray is not the role's: arguments or
+        answers that cannot be pickled, or the end of the worker, of whatever kind."""
+        if isinstance(error, ray.exceptions.RayTaskError):
+            return ClusterError(f"a call could not be carried to or from its worker: {error.cause!r}\n{error}")
+        if isinstance(error, ray.exceptions.ActorUnavailableError):
+            self._suspect_node()
+        return GoneError(_cause(error))
 
     def kill(self) -> None:
         if ray.is_initialized():
@@ -208,30 +258,6 @@ def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str
     except (TypeError, pickle.PicklingError) as error:
         what = f"{order.role}.{order.method}" if isinstance(order, Invoke) else type(order).__name__
         raise ClusterError(f"{what}: its arguments cannot be sent to a worker: {error}") from error
-
-
-async def _answer(ref: Any) -> Any:
-    try:
-        return await ref
-    except ray.exceptions.RayError as error:
-        raise _told(error) from None
-
-
-async def _next(items: Any) -> Any:
-    try:
-        return await anext(items)
-    except StopAsyncIteration:
-        raise GoneError("its stream ended before its last word") from None
-    except ray.exceptions.RayError as error:
-        raise _told(error) from None
-
-
-def _told(error: ray.exceptions.RayError) -> PodiumError:
-    """The role host catches what roles raise, so what comes as an error of Ray is not the role's: arguments or answers
-    that cannot be pickled, or the end of the worker, of whatever kind."""
-    if isinstance(error, ray.exceptions.RayTaskError) and not isinstance(error, ray.exceptions.RayActorError):
-        return ClusterError(f"a call could not be carried to or from its worker: {error.cause!r}\n{error}")
-    return GoneError(_cause(error))
 
 
 async def _awaited(ref: Any) -> Any:

@@ -138,16 +138,17 @@ def _strangers(results: Sequence[ShardResult[RowsT]], registry: MeshRegistry, ro
     """Answers of those who should not answer: other workers, or dead incarnations."""
     mesh, problems = registry.mesh(role), []
     for result in results:
-        worker = result.worker
+        worker, wrong = result.worker, ""
         if worker.pool != mesh.pool or worker.index not in mesh.slots:
-            problems.append(f"{worker} answered and does not host {role}")
+            wrong = f"does not host {role}"
         elif not registry.is_current(worker):
-            now = registry.worker(worker.pool, worker.index)
-            problems.append(f"{worker} answered and is of a dead incarnation; {now} sits there now")
+            wrong = f"is of a dead incarnation; {registry.worker(worker.pool, worker.index)} sits there now"
         elif not mesh.is_source(worker.index):
-            problems.append(f"{worker} answered with rows and is not the source of its data rank")
+            wrong = "is not the source of its data rank"
         elif mesh.data_rank(worker.index) != result.data_rank:
-            problems.append(f"{worker} answered for data rank {result.data_rank} and belongs to another")
+            wrong = f"belongs to data rank {mesh.data_rank(worker.index)}, not {result.data_rank}"
+        if wrong:
+            problems.append(f"{worker} answered with {result.ids} and {wrong}")
     return problems
 
 
@@ -175,7 +176,12 @@ def _miscounts(
             problems.append(f"more than once, from {who}: {twice}")
     everywhere = TrajectoryIds.concatenate(list(asked)).repeated()
     if len(everywhere):
-        problems.append(f"given to several data ranks or twice to one: {everywhere}")
+        holders = [
+            source
+            for source, given in zip(sources, asked, strict=True)
+            if len(everywhere.without(given)) < len(everywhere)
+        ]
+        problems.append(f"given to several data ranks, or twice to one ({', '.join(map(str, holders))}): {everywhere}")
     return problems
 
 
@@ -207,4 +213,4 @@ def _reduced(name: str, reported: Sequence[tuple[WorkerId, Metric]]) -> float:
             weights = np.array([metric.weight for _, metric in reported], np.float64)
             # A rank without rows has weight 0 and whatever value: it must not turn the mean into NaN.
             counted = weights > 0
-            return float((values * weights)[counted].sum() / weights.sum()) if counted.any() else float("nan")
+            return float(values[counted] @ weights[counted] / weights.sum()) if counted.any() else float("nan")

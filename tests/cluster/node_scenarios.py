@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Scenarios on a Ray of their own, each in a process of its own: `node_scenarios.py NAME FOLDER`; what it prints last
+is what it measured, as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import ray.cluster_utils
+
+from helpers.processes import descendants
+from helpers.roles import Batch, Counter, Request, Summer, ids
+from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Workers, open_ray
+from podium.cluster.crew import Patience
+from podium.data.trajectories import RowColumn, TrajectoryIds
+from podium.errors import ClusterError, PlacementError, RoleError, StoreError, WorkerDiedError
+
+STORE_BYTES = 80 * 2**20
+# Ray asks its nodes for a sign of life every 3 s and gives them up after five: a test has not that much time.
+ATTENTIVE = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+
+
+class Maker(Counter):
+    """Makes rows that are too large to travel inside an answer."""
+
+    def make_large(self, request: Request) -> Any:
+        from podium.cluster import Computed
+
+        return Computed(rows=RowColumn(ids=request.ids, values_N=np.ones((len(request.ids), 50_000))))
+
+    def add_up(self, batch: Batch) -> Any:
+        """Reads stored rows on the worker."""
+        from podium.cluster import Computed
+
+        batch.block.read()
+        return Computed(done=batch.ids)
+
+
+@contextmanager
+def nodes_of(*cpus: int, settings: dict[str, int] | None = None, **first: Any) -> Iterator[ray.cluster_utils.Cluster]:
+    """A cluster of raylets; the first is the head, and has what `first` says."""
+    head: dict[str, Any] = {
+        "num_cpus": cpus[0],
+        "include_dashboard": False,
+        "object_store_memory": STORE_BYTES,
+        **first,
+    }
+    if settings is not None:
+        head["_system_config"] = settings
+    cluster = ray.cluster_utils.Cluster(initialize_head=True, head_node_args=head)
+    try:
+        for count in cpus[1:]:
+            add_node(cluster, count)
+        yield cluster
+    finally:
+        if ray.is_initialized():
+            ray.shutdown()
+        cluster.shutdown()
+
+
+def add_node(cluster: ray.cluster_utils.Cluster, cpus: int, **more: Any) -> Any:
+    return cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, **more)
+
+
+def layout(*pools: Pool, kind: type = Counter, **mesh: int) -> Layout:
+    """One role on each pool, of the same name."""
+    return Layout(
+        pools=pools,
+        roles=tuple(
+            RoleSpec(name=pool.name, kind=kind, pool=pool.name, mesh=MeshShape(**(mesh or {"replica": pool.slots})))
+            for pool in pools
+        ),
+    )
+
+
+def loose(name: str, slots: int, **kind: Any) -> Pool:
+    return Pool(name=name, slots=slots, collectives=False, **kind)
+
+
+@contextmanager
+def seconds(measured: dict[str, float], name: str) -> Iterator[None]:
+    began = time.monotonic()
+    yield
+    measured[name] = round(time.monotonic() - began, 2)
+
+
+def node_names(workers: Workers, role: str) -> list[str]:
+    """Of each rank."""
+    return [worker.node for worker in workers.role(role, Counter).workers]
+
+
+def name_of(node: Any) -> str:
+    """How Podium calls a node of a machine that has several."""
+    return f"{node.node_ip_address}~{node.node_id[:6]}"
+
+
+async def all_free(cpus: int) -> None:
+    """Until what ended workers held is free again: where a pool goes depends on it."""
+    async with asyncio.timeout(30):
+        while ray.available_resources().get("CPU", 0.0) != cpus:
+            await asyncio.sleep(0.05)
+
+
+async def refused(cluster: Cluster, asked: Layout) -> str:
+    try:
+        await cluster.start(asked, deadline_s=30)
+    except PlacementError as error:
+        return str(error)
+    raise AssertionError("this should have been refused")
+
+
+async def placing(folder: Path) -> dict[str, float]:
+    """Where pools go on two nodes of two CPUs, and then on a third that has four."""
+    measured: dict[str, float] = {}
+    with nodes_of(2) as nodes:
+        disk = add_node(nodes, 2, resources={"fast_disk": 1})
+        async with open_ray(RayCluster(address=nodes.address)) as cluster:
+            assert cluster.total("CPU") == 4
+            # Two pools at once. One goes where its resource is; the tensor group of the other stays on one node,
+            # though each of the two has room for one of its slots.
+            score = loose("score", 1, each=Resources(cpus=1, custom={"fast_disk": 1}))
+            learn = Pool(name="learn", slots=2)
+            roles = (
+                RoleSpec(name="score", kind=Counter, pool="score"),
+                RoleSpec(name="learn", kind=Summer, pool="learn", mesh=MeshShape(tensor=2)),
+            )
+            with seconds(measured, "two_pools_s"):
+                both = await cluster.start(Layout(pools=(score, learn), roles=roles), deadline_s=90)
+            assert node_names(both, "score") == [name_of(disk)]
+            assert node_names(both, "learn") == [name_of(nodes.head_node)] * 2
+            answers = await both.role("learn", Summer).call_all(Summer.all_sum, 1.0)
+            assert [answer.value for answer in answers] == [3.0, 3.0]
+            both.end()
+            await all_free(4)
+
+            wide = await cluster.start(layout(loose("wide", 4, spread=True)), deadline_s=60)
+            # Both nodes, and neighbouring ranks share one.
+            first, second, third, fourth = node_names(wide, "wide")
+            assert first == second != third == fourth
+            wide.end()
+
+            text = await refused(cluster, layout(loose("whole", 4, one_node=True)))
+            assert text.startswith("pool whole asks for 1 × 4 slots on one node, each 4 CPU, and the cluster is too")
+            assert f"  {name_of(disk)}: has 2 CPU, free " in text
+            assert "At most 2 slots fit on one node and 4 in the cluster" in text
+            text = await refused(cluster, layout(loose("tape", 1, each=Resources(custom={"tape": 1}))))
+            assert "no node has tape. Add a node that has, or ask for less per slot." in text
+        # It was joined, not started: it is still there when the run has left.
+        assert not ray.is_initialized()
+
+        large = add_node(nodes, 4)
+        os.environ["RAY_ADDRESS"] = nodes.address
+        async with open_ray() as cluster:
+            assert cluster.total("CPU") == 8
+            await all_free(8)
+            # Strictly packed on the one node that is large enough; packed on one of those that are left.
+            pools = (loose("whole", 4, one_node=True), loose("pack", 2))
+            workers = await cluster.start(layout(*pools), deadline_s=90)
+            assert node_names(workers, "whole") == [name_of(large)] * 4
+            assert len(set(node_names(workers, "pack"))) == 1
+            assert name_of(large) not in node_names(workers, "pack")
+        assert not ray.is_initialized()
+        alive = [node for node in nodes.global_state.node_table() if node["Alive"]]
+        assert len(alive) == 3
+    return measured
+
+
+async def death(folder: Path) -> dict[str, float]:
+    """A node dies under calls of two pools that span it; everything goes on, on the other."""
+    measured: dict[str, float] = {}
+    with nodes_of(0, 4, 4) as nodes:
+        by_name = {name_of(node): node for node in nodes.worker_nodes}
+        async with open_ray(RayCluster(address=nodes.address)) as cluster:
+            pools = (loose("gen", 2, spread=True), Pool(name="learn", slots=2, spread=True))
+            roles = (
+                RoleSpec(name="gen", kind=Maker, pool="gen", mesh=MeshShape(replica=2)),
+                RoleSpec(name="learn", kind=Summer, pool="learn", mesh=MeshShape(shard=2)),
+            )
+            workers = await cluster.start(Layout(pools=pools, roles=roles), deadline_s=60)
+            gen, learn = workers.role("gen", Maker), workers.role("learn", Summer)
+            lost, kept = gen.workers
+            assert lost.node != kept.node
+            assert sorted(worker.node for worker in learn.workers) == sorted([lost.node, kept.node])
+            shards = [Request(ids=ids(range(2))), Request(ids=ids(range(2, 4)))]
+            small = (await gen.call_sharded(Counter.generate, shards)).rows
+            large = (await gen.call_sharded(Maker.make_large, shards)).rows
+            assert small is not None
+            assert large is not None
+
+            naps = asyncio.create_task(gen.call_all(Counter.wait_for, str(folder / "never")))
+            sums = asyncio.create_task(learn.call_all(Summer.sum_without, learn.workers.index(_on(learn, lost.node))))
+            await both_busy(workers)
+            began = time.monotonic()
+            await asyncio.to_thread(nodes.remove_node, by_name[lost.node], False)
+            died = await asyncio.wait_for(workers.next_death(), 30)
+            measured["noticed_s"] = round(time.monotonic() - began, 2)
+            assert died.worker.node == lost.node
+            for call, pool in ((naps, "gen"), (sums, "learn")):
+                text = await failed(call, WorkerDiedError)
+                assert lost.node in text
+                assert f"Recover the pool with `workers.recover('{pool}')`" in text
+            measured["calls_failed_s"] = round(time.monotonic() - began, 2)
+
+            (new,) = await workers.recover("gen", deadline_s=60)
+            measured["one_recovered_s"] = round(time.monotonic() - began, 2)
+            assert (new.index, new.node) == (lost.index, kept.node)
+            assert new.incarnation > 0
+            assert gen.workers == (new, kept)  # who lived goes on
+            rebuilt = await workers.recover("learn", deadline_s=60)
+            measured["both_recovered_s"] = round(time.monotonic() - began, 2)
+            assert {worker.node for worker in rebuilt} == {kept.node}
+            assert min(worker.incarnation for worker in rebuilt) > 0
+            answers = await learn.call_all(Summer.all_sum, 1.0)
+            assert [answer.value for answer in answers] == [3.0, 3.0]
+
+            # Small rows came to the controller with the answer. Large ones lay on the node of their worker.
+            assert small.read().ids.same_as(ids(range(4)))
+            alive = large.select(shards[1].ids).read()
+            assert alive.values_N.shape == (4, 50_000)
+            with seconds(measured, "loss_told_s"):
+                text = failed_now(lambda: large.select(shards[0].ids).read(), StoreError)
+            assert "lost with the node that held it" in text
+            # So does a worker say that is given them.
+            gone = Batch(block=large.select(shards[0].ids))  # type: ignore[arg-type]
+            none = Batch(block=large.select(TrajectoryIds.of([])))  # type: ignore[arg-type]
+            (folder / "never").touch()  # the survivor finishes the call that nobody waits for any more
+            text = await failed(asyncio.create_task(gen.call_sharded(Maker.add_up, [gone, none])), RoleError)
+            assert "StoreError" in text
+            assert "lost with the node that held it" in text
+    return measured
+
+
+def _on(group: Any, node: str) -> Any:
+    return next(worker for worker in group.workers if worker.node == node)
+
+
+async def both_busy(workers: Workers) -> None:
+    """Until the heartbeats of all workers say that they are in a call."""
+    async with asyncio.timeout(30):
+        while not all(each.doing for pool in workers.health().values() for each in pool):
+            await asyncio.sleep(0.05)
+
+
+async def failed(call: asyncio.Task[Any], kind: type[Exception]) -> str:
+    try:
+        await asyncio.wait_for(call, 30)
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def failed_now(call: Callable[[], Any], kind: type[Exception]) -> str:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+async def joining(folder: Path) -> dict[str, float]:
+    """The only node with room dies: the pool waits, is placed on one that joins, and says so when none does."""
+    measured: dict[str, float] = {}
+    with nodes_of(0, 1, settings=ATTENTIVE) as nodes:
+        async with open_ray(RayCluster(address=nodes.address)) as cluster:
+            workers = await cluster.start(layout(loose("gen", 1)), Patience(place_s=15), deadline_s=30)
+            before = workers.role("gen", Counter).workers[0]
+            await lose(nodes, workers)
+            recovering = asyncio.create_task(workers.recover("gen", deadline_s=40))
+            await asyncio.sleep(0)
+            with seconds(measured, "placed_after_joining_s"):
+                joined = add_node(nodes, 1)  # here, because Ray sets signal handlers
+                assert not recovering.done()
+                (new,) = await recovering
+            assert new.node == name_of(joined)
+            assert new.incarnation > before.incarnation
+            (answer,) = await workers.role("gen", Counter).call_all(Counter.add, 4)
+            assert (answer.worker, answer.value) == (new, 4)
+
+            await lose(nodes, workers)
+            with seconds(measured, "gave_up_s"):
+                text = await failed(asyncio.create_task(workers.recover("gen", deadline_s=3)), PlacementError)
+            assert measured["gave_up_s"] < 6
+            assert text.startswith("pool gen asks for 1 × 1 slot, each 1 CPU, and the cluster is too small for it:")
+            assert "no node has CPU. Add a node that has, or ask for less per slot." in text
+            assert "Waited 3 s for room." in text
+    return measured
+
+
+async def lose(nodes: ray.cluster_utils.Cluster, workers: Workers) -> None:
+    """The one node that is not the head is gone, and Ray knows."""
+    (node,) = nodes.worker_nodes
+    await asyncio.to_thread(nodes.remove_node, node, False)
+    await asyncio.wait_for(workers.next_death(), 30)
+    async with asyncio.timeout(30):
+        while any(each["NodeID"] == node.node_id and each["Alive"] for each in ray.nodes()):
+            await asyncio.sleep(0.05)
+
+
+async def wrong_address(folder: Path) -> dict[str, float]:
+    """Nothing listens there, or nothing that is Ray; or the last cluster of this machine is long gone."""
+    measured: dict[str, float] = {}
+    with seconds(measured, "nobody_there_s"):
+        text = await no_cluster("127.0.0.1:1")
+    assert text.startswith("no Ray cluster answers at 127.0.0.1:1 (")
+    assert "Start one there with `ray start --head`, correct the address, or leave it (and RAY_ADDRESS) away" in text
+    text = await no_cluster("ray://127.0.0.1:10001")
+    assert "is not the address of a Ray cluster but of a client or job server" in text
+    os.environ["RAY_ADDRESS"] = "127.0.0.1:2"
+    assert "no Ray cluster answers at 127.0.0.1:2" in await no_cluster(None)
+    assert max(measured.values()) < 3
+    return measured
+
+
+async def not_ray(folder: Path) -> dict[str, float]:
+    """Something listens there and never says a word that Ray would."""
+    measured: dict[str, float] = {}
+    async with await asyncio.start_server(lambda reader, writer: reader.read(), "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        with seconds(measured, "not_ray_s"):
+            text = await no_cluster(f"{host}:{port}")
+    assert f"{host}:{port}" in text
+    assert measured["not_ray_s"] < 15
+    return measured
+
+
+async def no_cluster(address: str | None) -> str:
+    try:
+        async with open_ray(RayCluster(address=address, deadline_s=5)):
+            pass
+    except ClusterError as error:
+        return str(error)
+    raise AssertionError(f"{address} was joined")
+
+
+async def local(folder: Path) -> dict[str, float]:
+    """A local Ray on demand, though another cluster was the last to be started on this machine. Works until it is
+    killed."""
+    note = folder / "ray" / "ray_current_cluster"
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text("127.0.0.1:1")
+    async with open_ray(RayCluster(cpus=2, object_store_bytes=STORE_BYTES)) as cluster:
+        assert cluster.total("CPU") == 2
+        workers = await cluster.start(layout(Pool(name="learn", slots=2), kind=Summer, shard=2), deadline_s=60)
+        group = workers.role("learn", Summer)
+        answers = await group.call_all(Summer.all_sum, 1.0)
+        assert [answer.value for answer in answers] == [3.0, 3.0]
+        pids = [answer.value[0] for answer in await group.call_all(Counter.thread)]
+        print(json.dumps({"workers": pids, "outside": sorted(outside_listeners_of(os.getpid()))}), flush=True)
+        await group.call_all(Counter.wait_for, str(folder / "never"))
+    raise AssertionError("nobody killed this")
+
+
+def outside_listeners_of(root: int) -> set[str]:
+    """Listening TCP sockets of a process and those below it whose address is not loopback. (Those of the whole
+    machine are not only ours.)"""
+    ours = set()
+    for process in (root, *descendants(root)):
+        for entry in Path(f"/proc/{process}/fd").glob("*"):
+            try:
+                target = os.readlink(entry)
+            except OSError:
+                continue
+            if target.startswith("socket:["):
+                ours.add(target[len("socket:[") : -1])
+    found = set()
+    loopback = ("0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F")
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in ours and not fields[1].startswith(loopback):
+                found.add(fields[1])
+    return found
+
+
+SCENARIOS: dict[str, Callable[[Path], Awaitable[dict[str, float]]]] = {
+    scenario.__name__: scenario for scenario in (placing, death, joining, wrong_address, not_ray, local)
+}
+
+
+if __name__ == "__main__":
+    measured = asyncio.run(SCENARIOS[sys.argv[1]](Path(sys.argv[2])))  # type: ignore[arg-type]
+    print(json.dumps(measured), flush=True)

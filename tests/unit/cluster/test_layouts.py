@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One declaration for colocated, split and mixed layouts, and everything that is refused before anything starts."""
+
+import math
+
+import pytest
+
+from podium.cluster.layout import Layout, Pool, Resources, RoleSpec, public_methods
+from podium.cluster.meshes import MeshShape
+from podium.errors import PlacementError
+
+
+class Role:
+    def act(self):
+        """A method to call."""
+
+    def _hidden(self):
+        """Not to call."""
+
+
+class Heir(Role):
+    number = 3
+
+    def more(self):
+        """Its own."""
+
+
+def role(name, pool="all", slots=None, **mesh):
+    return RoleSpec(name=name, kind=Role, pool=pool, mesh=MeshShape(**mesh), slots=slots)
+
+
+def refusal(pools, roles):
+    with pytest.raises(PlacementError) as refused:
+        Layout(pools=tuple(pools), roles=tuple(roles))
+    return str(refused.value)
+
+
+def names(specs):
+    return [spec.name for spec in specs]
+
+
+def test_roles_on_the_same_slots_of_a_pool_are_colocated():
+    layout = Layout(
+        pools=(Pool(name="all", slots=4),), roles=(role("learner", shard=4), role("generator", replica=2, tensor=2))
+    )
+    assert [names(layout.roles_on("all", slot)) for slot in range(4)] == [["learner", "generator"]] * 4
+    assert layout.mesh(layout.role("learner")).slots == (0, 1, 2, 3)
+    assert [mesh.role for mesh in layout.meshes_of("all")] == ["learner", "generator"]
+    assert layout.together(layout.pool("all")) == 2
+
+
+def test_roles_in_two_pools_are_split():
+    layout = Layout(
+        pools=(Pool(name="learn", slots=2), Pool(name="gen", slots=3, collectives=False)),
+        roles=(role("learner", "learn", shard=2), role("generator", "gen", replica=3)),
+    )
+    assert names(layout.roles_on("learn", 0)) == ["learner"]
+    assert names(layout.roles_on("gen", 0)) == ["generator"]
+    assert [mesh.role for mesh in layout.meshes_of("gen")] == ["generator"]
+    assert layout.together(layout.pool("gen")) == 1
+
+
+def test_roles_on_overlapping_slots_are_mixed():
+    layout = Layout(
+        pools=(Pool(name="all", slots=4),),
+        roles=(role("learner", slots=(0, 1, 2), shard=3), role("generator", slots=(2, 3), replica=2)),
+    )
+    assert [names(layout.roles_on("all", slot)) for slot in range(4)] == [
+        ["learner"],
+        ["learner"],
+        ["learner", "generator"],
+        ["generator"],
+    ]
+    assert layout.mesh(layout.role("generator")).rank_of(3) == 1
+
+
+def test_as_many_slots_share_a_node_as_the_data_ranks_of_all_roles_need():
+    pool = Pool(name="all", slots=12)
+    layout = Layout(pools=(pool,), roles=(role("a", replica=3, tensor=4), role("b", replica=2, context=2, tensor=3)))
+    assert layout.together(pool) == 12
+    layout = Layout(pools=(pool,), roles=(role("a", replica=3, tensor=4), role("b", replica=6, context=2)))
+    assert layout.together(pool) == 4
+    whole = Pool(name="all", slots=6, one_node=True)
+    assert Layout(pools=(whole,), roles=(role("a", replica=6),)).together(whole) == 6
+
+
+def test_a_slots_needs_are_counted_in_rays_names_and_grain():
+    assert Resources().times(3) == {"CPU": 3.0}
+    assert Resources(cpus=0, gpus=0.5).times(2) == {"GPU": 1.0}
+    assert Resources(cpus=2, gpus=1, custom={"fast_disk": 0.25}).times(4) == {"CPU": 8, "GPU": 4, "fast_disk": 1.0}
+    assert Resources(cpus=0.1).times(3) == {"CPU": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"cpus": -1}, "a slot asks for -1 cpus; it must be 0, or 0.0001 or more."),
+        ({"gpus": math.nan}, "a slot asks for nan gpus; it must be 0, or 0.0001 or more."),
+        ({"custom": {"disk": math.inf}}, "a slot asks for inf disk; it must be 0, or 0.0001 or more."),
+        ({"gpus": 1.5}, "a slot asks for 1.5 gpus; above 1 only whole devices can be given."),
+        ({"cpus": 0}, "a slot asks for nothing. Give it cpus, gpus or a custom resource."),
+    ],
+)
+def test_what_no_slot_can_have_is_refused(asked, text):
+    with pytest.raises(PlacementError) as refused:
+        Resources(**asked)
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize("name", ["CPU", "GPU"])
+def test_a_custom_resource_with_the_name_of_one_of_rays_own_is_refused(name):
+    with pytest.raises(PlacementError, match=name):
+        Resources(custom={name: 1})
+
+
+def test_an_amount_below_rays_grain_is_refused():
+    # Ray counts in ten-thousandths: rounded, this is nothing at all.
+    with pytest.raises(PlacementError, match="cpus"):
+        Resources(cpus=0.00001, gpus=1)
+
+
+def test_a_pool_without_slots_is_refused():
+    with pytest.raises(PlacementError, match="pool gen has 0 slots; it needs at least 1"):
+        Pool(name="gen", slots=0)
+
+
+def test_two_pools_or_two_roles_of_one_name_are_refused():
+    twice = [Pool(name="all", slots=1), Pool(name="all", slots=1)]
+    assert refusal(twice, [role("a")]) == "two pools are named 'all'. Give each its own name."
+    assert refusal([Pool(name="all", slots=1)], [role("a"), role("a")]) == (
+        "two roles are named 'a'. Give each its own name."
+    )
+
+
+def test_a_role_on_a_pool_that_is_not_there_is_refused():
+    pools = [Pool(name="learn", slots=1), Pool(name="gen", slots=1)]
+    assert refusal(pools, [role("a", "lern")]) == "role a is on pool 'lern', and the pools are learn, gen."
+
+
+def test_a_role_that_is_larger_than_its_pool_is_refused():
+    assert refusal([Pool(name="all", slots=3)], [role("a", replica=2, tensor=2)]) == (
+        "role a asks for replica 2 × tensor 2 = 4 workers, on the slots [0, 1, 2, 3], and pool all has 3: [3] do not "
+        "exist. Raise the pool's slots to 4, or make the mesh smaller."
+    )
+
+
+def test_slots_that_the_pool_has_not_are_refused():
+    text = refusal([Pool(name="all", slots=2)], [role("a", replica=2, slots=(1, -1))])
+    assert "on the slots [1, -1], and pool all has 2: [-1] do not exist" in text
+
+
+def test_slots_that_are_too_few_for_the_mesh_are_refused():
+    text = refusal([Pool(name="all", slots=2)], [role("a", replica=2, slots=(0,))])
+    assert text == (
+        "role a asks for replica 2 = 2 workers and is given the slots [0] of pool all. Give it 2 different slots, or "
+        "another mesh."
+    )
+
+
+def test_slots_without_a_role_are_refused():
+    assert refusal([Pool(name="all", slots=4)], [role("a", replica=2, slots=(0, 2))]) == (
+        "pool all has 4 slots and no role sits on [1, 3]: they would stand idle. Give them a role, or lower the pool's "
+        "slots."
+    )
+
+
+def test_a_pool_without_any_role_is_refused():
+    text = refusal([Pool(name="all", slots=1), Pool(name="gen", slots=1)], [role("a")])
+    assert "pool gen has 1 slots and no role sits on [0]" in text
+
+
+def test_workers_that_share_rows_need_a_pool_with_collectives():
+    assert refusal([Pool(name="gen", slots=2, collectives=False)], [role("a", "gen", tensor=2)]) == (
+        "role a has a mesh of tensor 2, whose workers meet in collectives, and pool gen has none. Set collectives on "
+        "the pool."
+    )
+
+
+def test_a_pool_whose_slots_are_no_multiple_of_what_must_share_a_node_is_refused():
+    roles = [role("a", tensor=2), role("b", slots=(2,))]
+    assert refusal([Pool(name="all", slots=3)], roles) == (
+        "pool all has 3 slots, and 2 of them at a time must share a node; 3 is not a multiple of 2."
+    )
+
+
+def test_a_data_rank_that_need_not_share_a_node_is_refused():
+    roles = [role("a", replica=2, tensor=2, slots=(1, 2, 0, 3))]
+    assert refusal([Pool(name="all", slots=4)], roles) == (
+        "role a: its data rank 0 is spread over the slots [1, 2], which need not share a node. Give it neighbouring "
+        "slots that begin at a multiple of 2."
+    )
+    # On one node they do share it, so there it is as good as any other.
+    whole = Pool(name="all", slots=4, one_node=True)
+    assert Layout(pools=(whole,), roles=tuple(roles)).together(whole) == 4
+
+
+def test_what_may_be_called_on_a_role_is_its_public_methods_and_those_it_inherits():
+    assert public_methods(Heir) == {"act": Role.act, "more": Heir.more}

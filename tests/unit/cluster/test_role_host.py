@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What lives inside a worker, driven by its orders without any transport."""
+
+import os
+import threading
+import time
+
+import pytest
+
+from helpers.processes import wait_until
+from helpers.roles import Batch, Counter, Request, Stubborn, ids
+from podium.cluster.host import RoleHost, parameters_of
+from podium.cluster.identity import WorkerId
+from podium.cluster.layout import public_methods
+from podium.cluster.meshes import MeshShape, RoleMesh
+from podium.cluster.orders import Build, Disconnect, Invoke, Settle
+from podium.cluster.results import Computed
+from podium.errors import ClusterError, DataError
+
+WORKER = WorkerId("gen", 1, "node-a", "cpu", 2)
+ALONE = RoleMesh(role="counter", pool="gen", shape=MeshShape(replica=2), slots=(0, 1))
+PAIR = RoleMesh(role="counter", pool="gen", shape=MeshShape(tensor=2), slots=(0, 1))
+FOUR = ids(range(2))
+
+
+class Picky(Counter):
+    """Fails in its own ways."""
+
+    def fail_for_the_user(self):
+        raise DataError("train.jsonl, line 7: this is not JSON")
+
+    def fail_oddly(self):
+        raise UnpicklableError(threading.Lock())
+
+    def end_early(self, request):
+        yield from self.generate_slowly(Request(ids=request.ids.take([0])))
+        raise ValueError("the second did not come")
+
+    def yield_a_number(self, request):
+        yield 3
+
+    def hold(self, inside, leave):
+        with self.seat.span("holding"):
+            inside.set()
+            assert leave.wait(20)
+
+    def seen(self):
+        return self.seat
+
+
+class UnpicklableError(DataError):
+    """An error of Podium's that cannot travel."""
+
+
+class OtherCopy(Counter):
+    """The same role in an older copy of the code."""
+
+    def add(self, number):
+        return number
+
+
+def methods_of(kind):
+    return {name: parameters_of(method) for name, method in public_methods(kind).items()}
+
+
+def settled(mesh=ALONE):
+    host = RoleHost(node="node-a", host="127.0.0.1", device="cpu", kind="cpu", own_process=False)
+    done(host.perform(Settle(worker=WORKER, meshes=(mesh,))))
+    return host
+
+
+def built(kind=Counter, mesh=ALONE, arguments=()):
+    host = settled(mesh)
+    done(host.perform(Build(role="counter", methods=methods_of(kind)), kind, arguments))
+    return host
+
+
+def done(answer):
+    """The value and the rows of an order that was carried out."""
+    envelope, rows = answer
+    assert envelope.failure is None, envelope.failure
+    return envelope.value, rows
+
+
+def failure(answer):
+    envelope, rows = answer
+    assert envelope.failure is not None
+    assert rows is None
+    return envelope.failure
+
+
+def invoke(method, wants="value", worker=WORKER):
+    return Invoke(worker=worker, role="counter", method=method.__name__, wants=wants)
+
+
+def test_a_worker_says_where_it_is_before_it_is_told_who_it_is():
+    hello = RoleHost(node="node-a", host="10.0.0.7", device="cpu", kind="cpu", own_process=False).hello()
+    assert (hello.node, hello.host, hello.device, hello.kind) == ("node-a", "10.0.0.7", "cpu", "cpu")
+    assert hello.pid == os.getpid()
+
+
+def test_a_role_is_built_with_its_arguments_and_called_by_name():
+    host = built(arguments=(5,))
+    assert done(host.perform(invoke(Counter.add), 3, twice=True)) == (11, None)
+    assert done(host.perform(invoke(Counter.value))) == (11, None)
+
+
+def test_a_role_is_told_its_seat():
+    host = built(Picky)
+    seat, _ = done(host.perform(invoke(Picky.seen)))
+    assert (seat.worker, seat.role, seat.device, seat.devices) == (WORKER, "counter", "cpu", None)
+    assert (seat.rank, seat.world, seat.data_rank, seat.is_source) == (1, 2, 1, True)
+    assert str(seat.coordinates) == "replica 1, shard 0, context 0, tensor 0"
+    assert seat.group("tensor") is None
+    with pytest.raises(ClusterError, match=r"gen\[1\]@node-a/cpu#2 has no link 'weights'; it has none"):
+        seat.transfer("weights")
+
+
+def test_every_answer_names_its_worker_and_brings_the_spans_since_the_last():
+    host = built()
+    envelope, _ = host.perform(invoke(Counter.nap), 0.0)
+    assert envelope.worker == WORKER
+    assert envelope.last
+    assert [span.name for span in envelope.spans] == ["counter.nap > napping", "counter.nap"]
+    assert {span.worker for span in envelope.spans} == {WORKER}
+    again, _ = host.perform(invoke(Counter.value))
+    assert [span.name for span in again.spans] == ["counter.value"]
+
+
+def test_rows_are_set_apart_from_the_answer_which_tells_of_them():
+    head, rows = done(built().perform(invoke(Counter.generate, "rows"), Request(ids=FOUR)))
+    assert head.ids.same_as(FOUR)
+    # (d, s) has 1 + (7d + 3s) mod 11 tokens.
+    assert head.lengths_N.tolist() == [1, 4, 8, 11]
+    assert (head.nbytes, head.stored) == (rows.nbytes, True)
+    assert {metric.name: metric.value for metric in head.metrics if metric.name != "token"} == {
+        "tokens": 24.0,
+        "longest": 11.0,
+    }
+    assert rows.tokens_T[rows.offsets[:-1]].tolist() == [0, 1, 100, 101]
+
+
+def test_rows_that_were_only_dealt_with_are_told_of_without_any():
+    host = built(Picky)
+    head, rows = done(host.perform(invoke(Counter.consume, "rows"), Batch(block=Request(ids=FOUR))))
+    assert rows is None
+    assert (head.stored, head.nbytes, head.lengths_N.tolist()) == (False, 0, [0, 0, 0, 0])
+
+
+def test_only_the_source_of_a_data_rank_answers_with_rows():
+    # Slot 1 is tensor 1 of the only data rank.
+    assert done(built(mesh=PAIR).perform(invoke(Counter.generate, "rows"), Request(ids=FOUR))) == (None, None)
+
+
+def test_a_stream_hands_on_each_block_as_it_comes_and_says_when_it_ends():
+    stream = built().stream(invoke(Counter.generate_slowly, "rows"), Request(ids=FOUR))
+    blocks = [next(stream) for _ in range(4)]
+    assert [envelope.last for envelope, _ in blocks] == [False] * 4
+    assert [list(envelope.value.ids) for envelope, _ in blocks] == [[each] for each in FOUR]
+    assert [rows.tokens_T[0] for _, rows in blocks] == [0, 1, 100, 101]
+    ((last, rows),) = list(stream)
+    assert (last.last, last.value, last.failure, rows) == (True, None, None, None)
+    assert [span.name for span in last.spans] == ["counter.generate_slowly"]
+
+
+def test_a_stream_that_fails_has_sent_what_was_finished_before():
+    sent = list(built(Picky).stream(invoke(Picky.end_early, "rows"), Request(ids=FOUR)))
+    assert [envelope.last for envelope, _ in sent] == [False, True]
+    assert sent[1][0].failure.kind == "ValueError"
+    assert sent[1][0].failure.text == "the second did not come"
+
+
+def test_a_stream_of_what_are_no_rows_fails_with_the_methods_name():
+    ((last, _),) = list(built(Picky).stream(invoke(Picky.yield_a_number, "rows"), Request(ids=FOUR)))
+    assert last.failure.text == (
+        "counter.yield_a_number was called for rows and gave int; such a method returns (or yields) Computed."
+    )
+
+
+def test_a_stream_that_is_left_closes_its_span():
+    host = built()
+    stream = host.stream(invoke(Counter.generate_slowly, "rows"), Request(ids=FOUR))
+    next(stream)
+    stream.close()
+    assert next(host.beats(0.0)).doing == ""
+
+
+def test_an_exception_of_the_role_is_part_of_the_answer_with_its_traceback():
+    failed = failure(built().perform(invoke(Counter.fail_on), 1))
+    assert (failed.kind, failed.text, failed.error) == ("ValueError", "rank 1 does not feel well", None)
+    assert "roles.py" in failed.trace
+    assert "in fail_on" in failed.trace
+
+
+def test_the_worker_goes_on_after_a_failure():
+    host = built()
+    failure(host.perform(invoke(Counter.fail_on), 1))
+    assert done(host.perform(invoke(Counter.add), 2)) == (2, None)
+
+
+def test_an_error_of_podiums_travels_as_itself_if_it_can():
+    host = built(Picky)
+    failed = failure(host.perform(invoke(Picky.fail_for_the_user)))
+    assert isinstance(failed.error, DataError)
+    odd = failure(host.perform(invoke(Picky.fail_oddly)))
+    assert (odd.kind, odd.error) == ("UnpicklableError", None)
+
+
+def test_a_method_that_was_called_for_rows_and_has_none_fails_with_its_name_and_sends_nothing():
+    envelope, rows = built().perform(invoke(Counter.not_rows, "rows"), Request(ids=FOUR))
+    assert envelope.failure.text == (
+        "counter.not_rows was called for rows and gave int; such a method returns (or yields) Computed."
+    )
+    assert (envelope.value, rows) == (None, None)
+
+
+def test_a_call_for_another_worker_or_incarnation_is_refused():
+    before = WorkerId("gen", 1, "node-a", "cpu", 1)
+    failed = failure(built().perform(invoke(Counter.value, worker=before)))
+    assert failed.kind == "ClusterError"
+    assert failed.text == ("a call for gen[1]@node-a/cpu#1 came to gen[1]@node-a/cpu#2, which is another worker.")
+
+
+def test_a_stream_for_another_worker_is_refused_too():
+    other = WorkerId("gen", 0, "node-a", "cpu", 2)
+    ((last, _),) = list(built().stream(invoke(Counter.generate_slowly, "rows", other), Request(ids=FOUR)))
+    assert "a call for gen[0]@node-a/cpu#2 came to gen[1]@node-a/cpu#2" in last.failure.text
+
+
+def test_a_method_whose_parameters_differ_in_the_workers_code_fails_when_the_role_is_built():
+    order = Build(role="counter", methods=methods_of(Counter))
+    failed = failure(settled().perform(order, OtherCopy, ()))
+    assert failed.text.startswith("gen[1]@node-a/cpu#2: the controller would call OtherCopy.add(self, number, ")
+    assert failed.text.endswith(
+        "in this worker's copy of the code it has (self, number). Controller and workers must run the same code."
+    )
+
+
+def test_a_method_that_the_workers_code_has_not_fails_when_the_role_is_built():
+    order = Build(role="counter", methods={**methods_of(Counter), "update": ("self", "shard")})
+    failed = failure(settled().perform(order, Counter, ()))
+    assert "Counter.update(self, shard), and in this worker's copy of the code it does not exist" in failed.text
+
+
+def test_a_parameter_that_only_one_copy_takes_by_keyword_is_noticed():
+    def by_keyword(self, number, *, twice=False): ...
+    def by_position(self, number, twice=False): ...
+
+    assert parameters_of(by_keyword) != parameters_of(by_position)
+
+
+def test_parameters_are_told_by_name_and_not_by_default_or_annotation():
+    def plain(self, number, *rest, **named): ...
+    def annotated(self, number: int = 3, *rest: int, **named: str): ...
+
+    assert parameters_of(plain) == parameters_of(annotated)
+    assert parameters_of(plain)[1:] == ("number", "*rest", "**named")
+
+
+def test_what_has_no_signature_is_compared_by_existence_only():
+    assert parameters_of(dict.update) == parameters_of(dict.update)
+    assert parameters_of(3) == ("...",)
+
+
+def test_a_constructor_that_fails_is_an_answer_too():
+    order = Build(role="counter", methods=methods_of(Stubborn))
+    failed = failure(settled().perform(order, Stubborn, ()))
+    assert (failed.kind, failed.text) == ("RuntimeError", "no model at models/none")
+
+
+def test_leaving_a_link_that_is_not_there_is_no_mistake():
+    assert done(settled().perform(Disconnect(name="weights"))) == (None, None)
+
+
+def test_where_and_beats_answer_while_the_work_thread_is_busy():
+    host, inside, leave = built(Picky), threading.Event(), threading.Event()
+    assert next(host.beats(0.0)).doing == ""
+    thread = threading.Thread(target=lambda: host.perform(invoke(Picky.hold), inside, leave))
+    thread.start()
+    try:
+        assert inside.wait(20)
+        where = host.where()
+        beats = host.beats(0.0)
+        first, second = next(beats), next(beats)
+    finally:
+        leave.set()
+        thread.join(20)
+    assert where.worker == WORKER
+    place = next(place for place in where.threads if place.span)
+    assert (place.thread, place.span) == ("work", "counter.hold > holding")
+    # What leads to the role's own code is left out.
+    assert place.stack[0].split()[-1] == "hold"
+    assert (first.number, second.number) == (0, 1)
+    assert first.doing == "counter.hold > holding"
+    assert first.for_s >= 0.0
+    assert abs(first.at_s - time.time()) < 60
+    wait_until(lambda: next(host.beats(0.0)).doing == "", "the end of the work", deadline_s=10)
+
+
+def test_computed_rows_without_trajectories_are_still_rows():
+    head, rows = done(built().perform(invoke(Counter.generate, "rows"), Request(ids=ids(range(0)))))
+    assert (len(head.ids), head.stored, len(rows.tokens_T)) == (0, True, 0)
+    assert isinstance(Computed(rows=rows).ids, type(FOUR))
