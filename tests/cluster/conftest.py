@@ -18,12 +18,12 @@ Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    """Sixteen CPUs that are not there: the tests' workers sleep most of the time."""
+    """Eight CPUs that are not there: the tests' workers sleep most of the time. Ray starts a process for each."""
     import ray
 
     from podium.cluster.ray_transport import RayTransport
 
-    transport = asyncio.run(RayTransport.open(RayCluster(cpus=16, object_store_bytes=200 * 2**20)))
+    transport = asyncio.run(RayTransport.open(RayCluster(cpus=8, object_store_bytes=200 * 2**20, show_output=False)))
     assert ray.is_initialized()
     yield
     asyncio.run(transport.close())

@@ -96,7 +96,7 @@ def test_more_devices_than_there_are_is_refused_with_the_count() -> None:
                         roles=(RoleSpec(name="policy", kind=Multiplier, pool="gpu", mesh=MeshShape(tensor=2)),),
                     )
                 )
-            assert "At most 1 slots fit on one node" in str(refused.value)
+            assert "At most 1 slot fits on one node" in str(refused.value)
 
     asyncio.run(main())
 

@@ -99,6 +99,17 @@ class Counter:
                 time.sleep(0.01)
         return "came"
 
+    def wait_on(self, rank: int, file: str) -> str:
+        """Only one rank waits for the file."""
+        return self.wait_for(file) if self.seat.rank == rank else "went on"
+
+    def add_after(self, file: str, number: int) -> int:
+        """Adds when the file has appeared, and says so with another."""
+        self.wait_for(file)
+        self._value += number
+        Path(file).with_suffix(".added").touch()
+        return self._value
+
     def fail_on(self, rank: int) -> str:
         if self.seat.rank == rank:
             raise ValueError(f"rank {rank} does not feel well")
@@ -106,6 +117,14 @@ class Counter:
 
     def die(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self) -> None:
+        """Ends itself as a script would."""
+        raise SystemExit(3)
+
+    def unsendable(self) -> object:
+        """What no process can send to another."""
+        return threading.Lock()
 
     def generate(self, request: Request) -> Computed[TrajectoryBlock]:
         block = make_block(request.ids)
@@ -117,6 +136,41 @@ class Counter:
             block = make_block(request.ids.take(np.array([position])))
             yield Computed(rows=block, metrics=_metrics(block))
             time.sleep(pause_s)
+
+    def generate_long(self, request: Request, tokens: int) -> Computed[TrajectoryBlock]:
+        """Trajectories of `tokens` zeros each: bulk, made quickly."""
+        num_rows = len(request.ids)
+        block = TrajectoryBlock(
+            ids=request.ids,
+            offsets=np.arange(num_rows + 1, dtype=np.int64) * tokens,
+            tokens_T=np.zeros(num_rows * tokens, np.int32),
+            loss_mask_T=np.ones(num_rows * tokens, np.bool_),
+            behavior_logprobs_T=np.zeros(num_rows * tokens, np.float32),
+            versions_T=np.zeros(num_rows * tokens, np.int32),
+        )
+        return Computed(rows=block)
+
+    def generate_after(self, request: Request, file: str) -> Iterator[Computed[TrajectoryBlock]]:
+        """One block for each trajectory, all but the first when the file has appeared."""
+        for number, block in enumerate(self.generate_slowly(request)):
+            if number == 1:
+                self.wait_for(file)
+            yield block
+
+    def generate_and_fail(self, request: Request, after: int) -> Iterator[Computed[TrajectoryBlock]]:
+        for number, block in enumerate(self.generate_slowly(request)):
+            if number == after:
+                raise ValueError(f"no room for trajectory {request.ids[number]}")
+            yield block
+
+    def generate_and_repeat(self, request: Request) -> Iterator[Computed[TrajectoryBlock]]:
+        """The first trajectory comes again at the end."""
+        yield from self.generate_slowly(request)
+        yield Computed(rows=make_block(request.ids.take(np.array([0]))))
+
+    def generate_and_lose(self, request: Request) -> Iterator[Computed[TrajectoryBlock]]:
+        """The last trajectory never comes."""
+        yield from self.generate_slowly(Request(ids=request.ids.take(np.arange(len(request.ids) - 1))))
 
     def generate_and_die(self, request: Request, after: int) -> Iterator[Computed[TrajectoryBlock]]:
         for number, block in enumerate(self.generate_slowly(request)):
@@ -156,11 +210,14 @@ class Summer(Counter):
     """Meets the others of its mesh in collectives."""
 
     def all_sum(self, number: float) -> float:
+        return self._reduced(number * (self.seat.rank + 1))
+
+    def _reduced(self, number: float) -> float:
         import torch
         import torch.distributed as dist
 
         with self.seat.span("summing"):
-            tensor = torch.tensor([number * (self.seat.rank + 1)])
+            tensor = torch.tensor([number])
             for axis in ("replica", "shard", "context", "tensor"):
                 group = self.seat.group(axis)
                 if group is not None:
@@ -174,6 +231,21 @@ class Summer(Counter):
                 time.sleep(30)
             return 0.0
         return self.all_sum(1.0)
+
+    def fail_in_sum(self, rank: int) -> float:
+        """One rank raises instead of coming: the others wait in the collective."""
+        self.fail_on(rank)
+        return self.all_sum(1.0)
+
+    def generate_meeting(self, request: Request, failing: int) -> Iterator[Computed[TrajectoryBlock]]:
+        """The ranks meet before the first block, but for one that raises."""
+        self.fail_in_sum(failing)
+        yield from self.generate_slowly(request)
+
+    def sum_tokens(self, batch: Batch) -> Computed[TokenColumn]:
+        """The ranks meet over what each has read; every one answers for its own rows."""
+        read = float(batch.block.read().tokens_T.sum()) if len(batch.block) else 0.0
+        return Computed(done=batch.ids, metrics=(Metric(name="sum", value=self._reduced(read), reduction="max"),))
 
     def die_in_sum(self, rank: int) -> float:
         if self.seat.rank == rank:
@@ -195,6 +267,15 @@ class Stubborn(Counter):
 
     def __init__(self, seat: Seat) -> None:
         raise RuntimeError("no model at models/none")
+
+
+class UnbuildableWhile(Counter):
+    """Cannot be built while a file is there."""
+
+    def __init__(self, seat: Seat, file: str) -> None:
+        super().__init__(seat)
+        if Path(file).exists():
+            raise RuntimeError(f"{file} is in the way")
 
 
 class DiesOnce(Counter):

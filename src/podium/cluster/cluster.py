@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, assert_never
@@ -19,6 +20,7 @@ from podium.cluster.links import Links
 from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import Shelf, Step, StoreUse
 from podium.cluster.placement import TooLarge, bundles_of, preflight
+from podium.cluster.results import Span
 from podium.cluster.transport import Transport
 from podium.errors import ClusterError, PlacementError, WorkerDiedError
 
@@ -26,6 +28,7 @@ RoleT = TypeVar("RoleT")
 Restore = Callable[[tuple[WorkerId, ...]], Awaitable[None]]
 
 _ATTEMPTS = 3
+_MOST_SPANS = 100_000
 
 
 @asynccontextmanager
@@ -130,6 +133,7 @@ class Workers:
         self.registry = MeshRegistry(meshes=meshes, workers={})
         self._links = Links(self._crews, lambda: self.registry)
         self._restores: dict[str, Restore] = {}
+        self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     async def start(self) -> None:
         deadline, crews = Deadline(self._deadline_s), list(self._crews.values())
@@ -168,15 +172,19 @@ class Workers:
         self.registry.mesh(role)
         self._restores[role] = restore
 
-    async def recover(self, pool: str, *, deadline_s: float = 300.0) -> tuple[WorkerId, ...]:
+    async def recover(self, pool: str, *, everyone: bool = False, deadline_s: float = 300.0) -> tuple[WorkerId, ...]:
         """Brings a pool back after a death: its dead workers are replaced in place, or, where they meet in
-        collectives, all of them. Returns the new workers (none, if nothing was wrong)."""
+        collectives (or `everyone` is asked for), all of them. Returns the new workers (none, if nothing was wrong).
+        What fails, links and restoring included, can be tried again."""
         crew, deadline = self.crew(pool), Deadline(deadline_s)
         async with crew.recovering:  # who asks at the same time finds nothing wrong any more
-            return await self._recover(crew, deadline)
+            slots = tuple(range(crew.pool.slots)) if everyone else self._to_replace(crew)
+            if slots:
+                crew.unfinished |= set(slots)
+                await self._until_it_stands(crew, lambda left: crew.replace(slots, left), deadline)
+            return await self._finish(crew, deadline)
 
-    async def _recover(self, crew: Crew, deadline: Deadline) -> tuple[WorkerId, ...]:
-        pool = crew.pool.name
+    def _to_replace(self, crew: Crew) -> tuple[int, ...]:
         choice = remedy(
             collectives=crew.pool.collectives, num_slots=crew.pool.slots, dead=crew.dead, broken=bool(crew.broken)
         )
@@ -184,20 +192,34 @@ class Workers:
             case Leave():
                 return ()
             case Respawn(slots=slots):
-                replaced = slots
+                return slots
             case Rebuild():
-                replaced = tuple(range(crew.pool.slots))
+                return tuple(range(crew.pool.slots))
             case other:
                 assert_never(other)
-        await self._until_it_stands(crew, lambda left: crew.replace(replaced, left), deadline)
-        new = tuple(member.worker for member in crew.members if member.slot in replaced)
+
+    async def _finish(self, crew: Crew, deadline: Deadline) -> tuple[WorkerId, ...]:
+        """New workers get their links and, from the owners of their roles, their state."""
+        pool, new = crew.pool.name, tuple(each.worker for each in crew.members if each.slot in crew.unfinished)
+        if not new:
+            return ()
         await self._links.renew(pool, deadline)
         for role, restore in self._restores.items():
             mesh = self.registry.mesh(role)
             mine = tuple(worker for worker in new if mesh.pool == pool and worker.index in mesh.slots)
             if mine:
                 await restore(mine)
+        crew.unfinished.clear()
         return new
+
+    def record(self, spans: Sequence[Span]) -> None:
+        self._spans.extend(spans)
+
+    def take_spans(self) -> tuple[Span, ...]:
+        """The spans of all workers that came with answers since the last time, the newest hundred thousand of them."""
+        taken = tuple(self._spans)
+        self._spans.clear()
+        return taken
 
     async def end_worker(self, worker: WorkerId) -> None:
         """Ends one worker's process, as a fault would; `recover` replaces it."""

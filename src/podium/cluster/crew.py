@@ -20,7 +20,7 @@ from podium.cluster.layout import Layout, Pool, public_methods
 from podium.cluster.orders import Beat, Build, Envelope, Hello, Join, OpenMeeting, Order, Settle, Whereabouts
 from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
-from podium.errors import DeadlineError, PlacementError, WorkerDiedError
+from podium.errors import DeadlineError, PlacementError, PodiumError, WorkerDiedError
 
 log = logging.getLogger("podium.cluster")
 
@@ -29,6 +29,8 @@ Value = TypeVar("Value")
 # How long the others may take to answer `where are you` when one is late.
 _WHERE_S = 2.0
 _LOOK_AGAIN_S = 0.25
+# How long the death of a node may take to be known.
+_DEATH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +77,7 @@ class Crew:
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
+        self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
 
     @property
     def members(self) -> list[Member]:
@@ -92,12 +95,17 @@ class Crew:
         return tuple(slot for slot in range(self.pool.slots) if slot not in members or members[slot].died is not None)
 
     def member(self, worker: WorkerId) -> Member:
-        """The member, if it lives and is still this worker."""
+        """The member, if it is still this worker, lives, and has what it needs to work."""
         member = self._members.get(worker.index)
         if member is None or member.worker != worker:
             raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} sits there now." if member else "."))
         if member.died is not None:
             raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
+        if worker.index in self.unfinished and not self.recovering.locked():
+            raise WorkerDiedError(
+                f"{worker} is new, and its links or its state could not be restored. "
+                f"Try `workers.recover({self.pool.name!r})` again."
+            )
         return member
 
     async def raise_all(self, deadline: Deadline) -> None:
@@ -108,6 +116,7 @@ class Crew:
         except BaseException:
             self.end()
             raise
+        self.broken = ""
 
     async def replace(self, slots: Sequence[int], deadline: Deadline) -> None:
         """Starts new workers in these slots. For a pool that meets in collectives, these are all slots: survivors are
@@ -151,6 +160,18 @@ class Crew:
 
         found = await asyncio.gather(*(one(member) for member in asked))
         return WhereReport(answers={member.worker: answer for member, answer in zip(asked, found, strict=True)})
+
+    async def await_deaths(self, workers: Sequence[WorkerId]) -> None:
+        """Gives a death time to be known: who does not say where it is may be dead, and a node's death shows later than
+        the errors that it causes in its peers. Returns at once for those who answer."""
+        report = await self.where(workers)
+        silent = [worker for worker, answer in report.answers.items() if answer is None]
+        limit = Deadline(_DEATH_S)
+        while not limit.over and any(each.worker in silent and each.died is None for each in self.members):
+            await asyncio.sleep(_LOOK_AGAIN_S / 5)
+
+    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+        return await self._transport.at_once(answers)
 
     async def order_all(
         self,
@@ -270,14 +291,20 @@ class Crew:
                 while not (await asyncio.wait({coming}, timeout=self._patience.silent_s))[0]:
                     log.warning("%s: frozen, cut off, or in a call that holds Python's lock", self._health(member))
                 member.beat, member.heard_s = await coming, time.monotonic()
-        except GoneError as gone:
-            self.bury(member, str(gone))
+        except PodiumError as error:
+            self.bury(member, str(error))
         finally:
             if coming is not None:
                 coming.cancel()
 
     def _health(self, each: Member) -> WorkerHealth:
         return worker_health(each.worker, each.beat, each.heard_s, each.died, time.monotonic())
+
+    def died(self, worker: WorkerId, cause: str) -> None:
+        """Notes the death of a worker by its name; one that has been replaced already is no news."""
+        for member in self.members:
+            if member.worker == worker:
+                self.bury(member, cause)
 
     def bury(self, member: Member, cause: str) -> None:
         """Notes a death once, however it was noticed, and makes sure of it: who is only cut off must not work on."""

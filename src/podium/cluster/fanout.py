@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
 # After the first failure the others may still answer: often they tell the cause.
 _GRACE_S = 1.0
-# How long the death of a node may take to be known.
-_DEATH_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +30,21 @@ class Pending:
     answer: Awaitable[Envelope]
 
 
+@contextmanager
+def sending(pending: Sequence[Pending], what: str, crew: Crew) -> Iterator[None]:
+    """Around the sending of one call to many. A call that has reached some and cannot be sent to the rest leaves those
+    who meet in collectives out of step."""
+    try:
+        yield
+    except BaseException as error:
+        if pending:
+            crew.breaks(f"{what} reached {len(pending)} workers and could not be sent to the others ({error})")
+        for each in pending:
+            if asyncio.iscoroutine(each.answer):
+                each.answer.close()
+        raise
+
+
 class _RoleFailedError(Exception):
     def __init__(self, failure: Failure) -> None:
         self.failure = failure
@@ -39,6 +53,9 @@ class _RoleFailedError(Exception):
 async def gather_answers(pending: Sequence[Pending], what: str, deadline: Deadline, crew: Crew) -> list[Envelope]:
     """Waits for all answers. Raises WorkerDiedError, RoleError or DeadlineError; a pool whose workers meet in
     collectives and did not all answer is broken then. `what` completes the sentence "workers were ..."."""
+    quick = await crew.at_once([each.answer for each in pending])
+    if quick is not None and not any(envelope.failure for envelope in quick):
+        return quick
     tasks = [asyncio.ensure_future(_one(each)) for each in pending]
     try:
         _, late = await asyncio.wait(tasks, timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
@@ -55,16 +72,11 @@ async def gather_answers(pending: Sequence[Pending], what: str, deadline: Deadli
 
 
 async def _last_words(pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], crew: Crew) -> None:
-    """Waits a little for the others. Who then neither answers the call nor says where it is may be dead without anybody
-    knowing yet: a node's death shows later than the errors that it causes in its peers."""
+    """Waits a little for the others, and for deaths among them to be known."""
     await asyncio.wait(tasks, timeout=_GRACE_S)
     silent = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
-    if not crew.meets or not silent or crew.dead:
-        return
-    places = await crew.where(silent)
-    lost = [task for each, task in zip(pending, tasks, strict=True) if places.answers.get(each.worker, 0) is None]
-    if lost:
-        await asyncio.wait(lost, timeout=_DEATH_S, return_when=asyncio.FIRST_COMPLETED)
+    if crew.meets and silent and not crew.dead:
+        await crew.await_deaths(silent)
 
 
 async def _one(pending: Pending) -> Envelope:
@@ -92,30 +104,38 @@ async def _overdue(
 
 def _raise(pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], what: str, crew: Crew) -> None:
     """Turns the failures into one error; a death outranks what it made others say."""
-    silent = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
-    dead: list[tuple[WorkerId, GoneError]] = []
+    known = {member.worker: member.died.cause for member in crew.members if member.died is not None}
+    silent: list[WorkerId] = []
+    dead: dict[WorkerId, str] = {}
     failed: list[tuple[WorkerId, Failure]] = []
+    foreign: list[BaseException] = []
     for each, task in zip(pending, tasks, strict=True):
-        error = task.exception() if _failed(task) else None
-        if isinstance(error, GoneError):
-            dead.append((each.worker, error))
-        elif isinstance(error, _RoleFailedError):
-            failed.append((each.worker, error.failure))
-        elif error is not None:
-            raise error
+        match task.exception() if _failed(task) else None:
+            case GoneError() as gone:
+                dead[each.worker] = str(gone)
+            case _RoleFailedError(failure=failure):
+                failed.append((each.worker, failure))
+            case None if not task.done() and each.worker in known:
+                dead[each.worker] = known[each.worker]
+            case None if not task.done():
+                silent.append(each.worker)
+            case None:
+                pass
+            case error:
+                foreign.append(error)
     if silent or dead:
-        crew.breaks(f"{', '.join(map(str, [*(worker for worker, _ in dead), *silent]))} left the others while {what}")
-    for worker, gone in dead:
-        for member in crew.members:
-            if member.worker == worker:
-                crew.bury(member, str(gone))
+        crew.breaks(f"{', '.join(map(str, [*dead, *silent]))} left the others while {what}")
+    for worker, cause in dead.items():
+        crew.died(worker, cause)
     if dead:
-        words = "; ".join(f"{worker}: {gone}" for worker, gone in dead)
+        words = "; ".join(f"{worker}: {cause}" for worker, cause in dead.items())
         others = f" {_others(failed)}" if failed else ""
         raise WorkerDiedError(
             f"{len(dead)} of {len(pending)} workers of {crew.pool.name} died while {what}. {words}.{others} "
             f"Recover the pool with `workers.recover({crew.pool.name!r})`."
         )
+    if foreign:
+        raise foreign[0]
     worker, failure = failed[0]
     raise RoleError(
         f"{worker} failed while {what}: {failure.kind}: {failure.text}{_also(failed[1:], silent)}\n{failure.trace}"

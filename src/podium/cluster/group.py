@@ -12,12 +12,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from podium.cluster.crew import Crew
 from podium.cluster.deadlines import Deadline
-from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.fanout import Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry, RoleMesh
 from podium.cluster.objects import Shelf, Stored
 from podium.cluster.orders import Envelope, Invoke, RowsHead
-from podium.cluster.results import Answer, Computed, Merged, ShardResult, merge
+from podium.cluster.results import Answer, Computed, Merged, ShardResult, Span, merge
 from podium.cluster.transport import ByReference, GoneError, Process, Transport
 from podium.data.trajectories import RowsT, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
@@ -45,6 +45,10 @@ class Roster(Protocol):
     def registry(self) -> MeshRegistry: ...
 
     def crew(self, pool: str) -> Crew: ...
+
+    def record(self, spans: Sequence[Span]) -> None:
+        """Every span that comes with an answer."""
+        ...
 
 
 class RoleGroup(Generic[RoleT]):
@@ -123,14 +127,15 @@ class RoleGroup(Generic[RoleT]):
             [crew.member(worker) for worker in registry.members_of(self._role, data_rank)]
             for data_rank in range(len(shards))
         ]
-        for members, shard in zip(by_rank, shards, strict=True):
-            sent: Any = shard if len(members) == 1 else ByReference(stored=self._transport.store(shard))
-            sources.append(len(pending))
-            for member in members:
-                order = Invoke(worker=member.worker, role=self._role, method=name, wants="rows")
-                answer, stored = member.process.perform_storing(order, sent, *args, **kwargs)
-                pending.append(Pending(worker=member.worker, answer=answer))
-                rows.append(stored)
+        with sending(pending, f"{self._role}.{name}", crew):
+            for members, shard in zip(by_rank, shards, strict=True):
+                sent: Any = shard if len(members) == 1 else ByReference(stored=self._transport.store(shard))
+                sources.append(len(pending))
+                for member in members:
+                    order = Invoke(member.worker, self._role, name, "rows")
+                    answer, stored = member.process.perform_storing(order, sent, *args, **kwargs)
+                    pending.append(Pending(worker=member.worker, answer=answer))
+                    rows.append(stored)
         envelopes = await self._gather(pending, name, crew)
         results = [self._result(envelopes[at], data_rank, rows[at]) for data_rank, at in enumerate(sources)]
         return merge(results, [shard.ids for shard in shards], self._roster.registry, self._role)
@@ -147,17 +152,20 @@ class RoleGroup(Generic[RoleT]):
         The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come once.
         """
         name, crew = self._name(method), self._crew()
+        self._check_data_rank(data_rank)
         source, *others = [crew.member(each) for each in self._roster.registry.members_of(self._role, data_rank)]
         sent: Any = ByReference(stored=self._transport.store(shard)) if others else shard
 
         def opened(worker: WorkerId, process: Process) -> Blocks:
-            order = Invoke(worker=worker, role=self._role, method=name, wants="rows")
+            order = Invoke(worker, self._role, name, "rows")
             return process.stream(order, sent, *args, **kwargs)
 
         blocks = opened(source.worker, source.process)
         # The others of the data rank run the same method and yield nothing: only their end, or death, is heard.
         peers: set[asyncio.Future[Any]] = {
-            asyncio.ensure_future(self._next_block(opened(each.worker, each.process), each.worker, name, crew))
+            asyncio.ensure_future(
+                self._next_block(opened(each.worker, each.process), each.worker, name, crew, hurried=False)
+            )
             for each in others
         }
         waiting = shard.ids
@@ -226,12 +234,15 @@ class RoleGroup(Generic[RoleT]):
     ) -> tuple[Answer[Result], ...]:
         name, crew, mesh = self._name(method), self._crew(), self.mesh
         members = [crew.member(worker) for worker in workers]  # nothing is sent to some if one is dead
-        sent = self._shared(args) if len(workers) > 1 else args
-        pending = []
-        for member in members:
-            order = Invoke(worker=member.worker, role=self._role, method=name, wants="value")
-            send = member.process.control if control else member.process.perform
-            pending.append(Pending(worker=member.worker, answer=send(order, *sent, **kwargs)))
+        if len(members) > 1:
+            args = tuple(self._shared(value) for value in args)
+            kwargs = {key: self._shared(value) for key, value in kwargs.items()}
+        pending: list[Pending] = []
+        with sending(pending, f"{self._role}.{name}", crew):
+            for member in members:
+                order = Invoke(member.worker, self._role, name, "value")
+                send = member.process.control if control else member.process.perform
+                pending.append(Pending(worker=member.worker, answer=send(order, *args, **kwargs)))
         envelopes = await self._gather(pending, name, crew)
         return tuple(
             Answer(
@@ -250,6 +261,7 @@ class RoleGroup(Generic[RoleT]):
         return envelopes
 
     def _check_sender(self, asked: WorkerId, envelope: Envelope, name: str) -> None:
+        self._roster.record(envelope.spans)
         if envelope.worker != asked or not self._roster.registry.is_current(asked):
             now = self._roster.registry.worker(asked.pool, asked.index)
             raise WorkerDiedError(
@@ -257,33 +269,38 @@ class RoleGroup(Generic[RoleT]):
                 "sits there now. What an old incarnation says is of weights and state that are gone."
             )
 
-    def _shared(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Large arguments of a call to many are stored once; small ones travel with each call."""
-        return tuple(
-            ByReference(stored=self._transport.store(value)) if getattr(value, "nbytes", 0) > _STORE_ABOVE else value
-            for value in args
-        )
+    def _shared(self, value: Any) -> Any:
+        """A large argument of a call to many is stored once; a small one travels with each call."""
+        large = getattr(value, "nbytes", 0) > _STORE_ABOVE
+        return ByReference(stored=self._transport.store(value)) if large else value
 
     async def _next_block(
-        self, blocks: Blocks, worker: WorkerId, name: str, crew: Crew
+        self, blocks: Blocks, worker: WorkerId, name: str, crew: Crew, *, hurried: bool = True
     ) -> tuple[Envelope, Stored[Any]]:
         try:
-            async with asyncio.timeout(self._deadline_s):
+            async with asyncio.timeout(self._deadline_s if hurried else None):
                 envelope, rows = await anext(blocks)
         except TimeoutError:
             report = await crew.where([worker])
+            crew.breaks(f"{worker} sent no block while in {self._role}.{name}")
             raise DeadlineError(
                 f"{worker} has sent no block of {self._role}.{name} for {self._deadline_s:.1f} s. "
                 f"Where it is:\n{report}"
             ) from None
         except GoneError as gone:
-            crew.bury(crew.member(worker), str(gone))
+            crew.died(worker, str(gone))
             raise WorkerDiedError(
                 f"{worker} died in {self._role}.{name}: {gone}. The blocks that it finished can still be read."
             ) from gone
         self._check_sender(worker, envelope, name)
         if envelope.failure is not None:
             failure = envelope.failure
+            if crew.meets:
+                await crew.await_deaths([each.worker for each in crew.members if each.worker != worker])
+                dead = ", ".join(str(each.died) for each in crew.members if each.died is not None)
+                if dead:
+                    raise WorkerDiedError(f"{dead}. So {worker} failed in {self._role}.{name}: {failure.text}")
+                crew.breaks(f"{worker} failed while others may wait for it in {self._role}.{name}")
             raise RoleError(
                 f"{worker} failed in {self._role}.{name}: {failure.kind}: {failure.text}\n{failure.trace}"
             ) from failure.error
@@ -328,6 +345,11 @@ class RoleGroup(Generic[RoleT]):
         if not 0 <= rank < len(workers):
             raise ClusterError(f"role {self._role} has the ranks 0 to {len(workers) - 1}, not {rank}.")
         return workers[rank]
+
+    def _check_data_rank(self, data_rank: int) -> None:
+        last = self.mesh.shape.num_data_ranks - 1
+        if not 0 <= data_rank <= last:
+            raise ClusterError(f"role {self._role} has the data ranks 0 to {last}, not {data_rank}.")
 
     def _check_shards(self, shards: Sequence[Shard]) -> None:
         expected = self.mesh.shape.num_data_ranks

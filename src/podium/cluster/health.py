@@ -103,8 +103,10 @@ class WhereReport:
 
     def __str__(self) -> str:
         lines: list[str] = []
-        for position, (place, workers) in enumerate(self.groups()):
-            odd = "  <- differs from most" if position > 0 else ""
+        groups = self.groups()
+        split = len(groups) > 1 and len(groups[0][1]) == len(groups[1][1])  # then there is no "most"
+        for position, (place, workers) in enumerate(groups):
+            odd = "  <- they differ" if split else "  <- differs from most" if position > 0 else ""
             lines.append(f"{', '.join(str(worker) for worker in workers)}: {place}{odd}")
             lines += [f"    {frame}" for frame in _frames(self.answers[workers[0]])]
         return "\n".join(lines)

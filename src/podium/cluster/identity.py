@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -19,6 +19,10 @@ class WorkerId:
 
     def __str__(self) -> str:
         return f"{self.pool}[{self.index}]@{self.node}/{self.device}#{self.incarnation}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Dataclasses with slots are slow to pickle, and this is in every message."""
+        return WorkerId, (self.pool, self.index, self.node, self.device, self.incarnation)
 
 
 class Coordinates(NamedTuple):

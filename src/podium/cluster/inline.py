@@ -48,6 +48,9 @@ class InlineTransport:
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
         return InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
 
+    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+        return None
+
     def store(self, value: Value) -> Stored[Value]:
         return InlineStored(value)
 
@@ -76,7 +79,7 @@ class InlineProcess:
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
         def run() -> Envelope:
-            return self._host.perform(order, *_resolved(arguments), **named)[0]
+            return self._host.perform(order, *_resolved(arguments), **_resolved_named(named))[0]
 
         return self._submit(self._work, run)
 
@@ -85,7 +88,7 @@ class InlineProcess:
         stored = _Later(rows)
 
         def run() -> Envelope:
-            envelope, made = self._host.perform(order, *_resolved(arguments), **named)
+            envelope, made = self._host.perform(order, *_resolved(arguments), **_resolved_named(named))
             rows.append(made)
             return envelope
 
@@ -95,7 +98,7 @@ class InlineProcess:
         loop, arrivals = asyncio.get_running_loop(), asyncio.Queue[tuple[Envelope, Any]]()
 
         def run() -> None:
-            for item in self._host.stream(order, *_resolved(arguments), **named):
+            for item in self._host.stream(order, *_resolved(arguments), **_resolved_named(named)):
                 if self._dead.is_set():
                     return
                 loop.call_soon_threadsafe(arrivals.put_nowait, item)
@@ -117,7 +120,9 @@ class InlineProcess:
             running.cancel()
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
-        return self._submit(self._control, lambda: self._host.control(order, *_resolved(arguments), **named))
+        return self._submit(
+            self._control, lambda: self._host.control(order, *_resolved(arguments), **_resolved_named(named))
+        )
 
     def where(self) -> Awaitable[Whereabouts]:
         return self._submit(self._control, self._host.where)
@@ -130,12 +135,15 @@ class InlineProcess:
         raise GoneError("it was ended")
 
     def kill(self) -> None:
+        self._end("it was ended")
+
+    def _end(self, reason: str) -> None:
         with self._lock:
             self._dead.set()
             waiting, self._waiting = self._waiting, set()
         for future in waiting:
             with contextlib.suppress(InvalidStateError):
-                future.set_exception(GoneError("it was ended"))
+                future.set_exception(GoneError(reason))
         for pool in (self._work, self._control):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -151,8 +159,10 @@ class InlineProcess:
         def work() -> None:
             try:
                 value = run()
-            except BaseException as error:
+            except Exception as error:
                 self._settle(promise, None, error)
+            except BaseException as error:
+                self._end(f"it left with {error!r}")  # as a process would
             else:
                 self._settle(promise, value, None)
 
@@ -181,3 +191,7 @@ class _Later(InlineStored[Any]):
 
 def _resolved(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(each.stored.read() if isinstance(each, ByReference) else each for each in arguments)
+
+
+def _resolved_named(named: dict[str, Any]) -> dict[str, Any]:
+    return dict(zip(named, _resolved(tuple(named.values())), strict=True))

@@ -58,7 +58,7 @@ class Links:
 
     async def _make(self, link: Link, workers: tuple[WorkerId, ...], deadline: Deadline) -> None:
         what = f"making the link {link.name}"
-        opened = await self._order(workers[:1], lambda _: OpenMeeting(name=link.name), what, deadline)
+        opened = await self._order(workers[:1], lambda _: OpenMeeting(name=f"link {link.name}"), what, deadline)
 
         def order(rank: int) -> Order:
             return Connect(
@@ -77,10 +77,11 @@ class Links:
         self, workers: tuple[WorkerId, ...], order: Callable[[int], Order], what: str, deadline: Deadline
     ) -> list[Envelope]:
         """To workers of several pools at once; each pool's failures are told in its own words."""
+        members = [self._crews[worker.pool].member(worker) for worker in workers]  # all live, or nothing is sent
         by_pool: dict[str, list[Pending]] = {}
-        for rank, worker in enumerate(workers):
-            answer = self._crews[worker.pool].member(worker).process.perform(order(rank))
-            by_pool.setdefault(worker.pool, []).append(Pending(worker=worker, answer=answer))
+        for rank, member in enumerate(members):
+            sent = Pending(worker=member.worker, answer=member.process.perform(order(rank)))
+            by_pool.setdefault(member.worker.pool, []).append(sent)
         gathered = await asyncio.gather(
             *(gather_answers(pending, what, deadline, self._crews[pool]) for pool, pending in by_pool.items())
         )

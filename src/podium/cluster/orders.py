@@ -79,7 +79,7 @@ class Disconnect:
     name: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Invoke:
     """Call a method of a role; the arguments travel beside the order."""
 
@@ -87,6 +87,10 @@ class Invoke:
     role: str
     method: str
     wants: Literal["value", "rows"]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Dataclasses with slots are slow to pickle, and this is in every message."""
+        return Invoke, (self.worker, self.role, self.method, self.wants)
 
 
 Order = Settle | OpenMeeting | Join | Build | Connect | Disconnect | Invoke
@@ -122,6 +126,10 @@ class Envelope:
     failure: Failure | None
     spans: tuple[Span, ...]
     last: bool = True  # of a stream: nothing comes after it
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Dataclasses with slots are slow to pickle, and this is in every message."""
+        return Envelope, (self.worker, self.value, self.failure, self.spans, self.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

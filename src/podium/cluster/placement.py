@@ -218,7 +218,8 @@ def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, asked: i
         missing = [name for name in each if all(node.total.get(name, 0.0) < each[name] for node in nodes)]
         what = f"no node has {' and '.join(missing)}" if missing else "no node has room for a single slot"
         return f"{what}. Add a node that has, or ask for less per slot."
-    fits = f"At most {widest} slots fit on one node and {sum(per_node.values())} in the cluster (this pool alone)."
+    slots = "1 slot fits" if widest == 1 else f"{widest} slots fit"
+    fits = f"At most {slots} on one node and {sum(per_node.values())} in the cluster (this pool alone)."
     if widest < len(failed.slots):
         return (
             f"{fits} Make the tensor × context group (or the one-node pool) {widest} or smaller, or add a larger node."

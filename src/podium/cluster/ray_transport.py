@@ -9,9 +9,12 @@ import logging
 import os
 import pickle
 import re
+import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
@@ -33,6 +36,9 @@ _FETCH_S = 120.0
 # How every gRPC server, Ray's too, is greeted, and the kind of frame with which it answers.
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 _HTTP2_SETTINGS = 4
+# How long answers are waited for together before each is for itself, and how many calls may do so at a time.
+_MOMENT_S = 0.05
+_MOST_WAITING = 8
 # Longest wait for a node to say that it lives.
 _NODE_S = 0.5
 
@@ -45,6 +51,8 @@ class RayTransport:
     def __init__(self, *, owned: bool) -> None:
         self._owned = owned
         self._suspects: set[str] = set()
+        self._waiters = ThreadPoolExecutor(max_workers=_MOST_WAITING, thread_name_prefix="podium waits for Ray")
+        self._waiting = 0
 
     @classmethod
     async def open(cls, settings: RayCluster) -> RayTransport:
@@ -130,10 +138,22 @@ class RayTransport:
         ).remote(name, place.node.name, tuple(sys.path))
         return RayProcess(actor, lambda: self._suspects.add(place.node.id))
 
+    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+        if self._waiting >= _MOST_WAITING:
+            return None
+        refs = [answer.ref for answer in answers if isinstance(answer, _Answer)]
+        assert len(refs) == len(answers)
+        self._waiting += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._waiters, _got_at_once, refs)
+        finally:
+            self._waiting -= 1
+
     def store(self, value: Value) -> Stored[Value]:
         return RayStored(ray.put(value))
 
     async def close(self) -> None:
+        self._waiters.shutdown(wait=False)
         if self._owned:
             await asyncio.to_thread(ray.shutdown)
 
@@ -167,15 +187,25 @@ async def _check_reachable(address: str, deadline_s: float) -> None:
 
 
 def _start(settings: RayCluster, address: str | None) -> None:
+    """Ray puts handlers of its own on signals; those that the program has set stay."""
+    usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+    mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        _init(settings, address)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in mine.items():
+                if handler not in usual:
+                    signal.signal(number, handler)
+
+
+def _init(settings: RayCluster, address: str | None) -> None:
     quiet: dict[str, Any] = {"log_to_driver": settings.show_output, "logging_level": logging.ERROR}
     if address:
-        ray.init(address=address, **quiet)
+        with _loopback_only() if _is_on_loopback_only(address) else contextlib.nullcontext():
+            ray.init(address=address, **quiet)
         return
-    # A cluster of one machine needs no open port: with this Ray takes the loopback address for its node, as it does
-    # by default on macOS, and listens there only.
-    constants = ray._private.ray_constants
-    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    try:
+    with _loopback_only():
         ray.init(
             address="local",  # not whatever cluster somebody else has started on this machine
             num_cpus=settings.cpus or os.cpu_count(),
@@ -184,8 +214,31 @@ def _start(settings: RayCluster, address: str | None) -> None:
             include_dashboard=False,
             **quiet,
         )
+
+
+@contextlib.contextmanager
+def _loopback_only() -> Iterator[None]:
+    """A cluster of one machine needs no open port: with this Ray takes the loopback address for its node, as it does by
+    default on macOS, and listens there only."""
+    constants = ray._private.ray_constants
+    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
+    try:
+        yield
     finally:
         constants.ENABLE_RAY_CLUSTER = before
+
+
+def _is_on_loopback_only(address: str) -> bool:
+    """Ray replaces a loopback address by the machine's outer one; a cluster like ours does not listen there."""
+    host, _, port = address.rpartition(":")
+    if host not in ("127.0.0.1", "localhost") or not port.isdigit():
+        return False
+    try:
+        outer = ray._private.services.node_ip_address_from_perspective()
+        socket.create_connection((outer, int(port)), timeout=_NODE_S).close()
+    except OSError:
+        return True
+    return False
 
 
 class RayProcess:
@@ -224,7 +277,10 @@ class RayProcess:
         while True:
             yield await self._answer(await self._next(items))
 
-    async def _answer(self, ref: Any) -> Any:
+    def _answer(self, ref: Any) -> _Answer:
+        return _Answer(self, ref)
+
+    async def answer(self, ref: Any) -> Any:
         try:
             return await ref
         except ray.exceptions.RayError as error:
@@ -241,6 +297,8 @@ class RayProcess:
     def _told(self, error: ray.exceptions.RayError) -> PodiumError:
         """The role host catches what roles raise, so what comes as an error of Ray is not the role's: arguments or
         answers that cannot be pickled, or the end of the worker, of whatever kind."""
+        if isinstance(error, ray.exceptions.ObjectLostError):
+            return StoreError(f"an argument is lost with the node that held it: {str(error).splitlines()[0]}")
         if isinstance(error, ray.exceptions.RayTaskError):
             return ClusterError(f"a call could not be carried to or from its worker: {error.cause!r}\n{error}")
         if isinstance(error, ray.exceptions.ActorUnavailableError):
@@ -252,9 +310,28 @@ class RayProcess:
             ray.kill(self._actor, no_restart=True)
 
 
+class _Answer(Awaitable[Any]):
+    """What a worker will say: to be awaited, or got together with others."""
+
+    def __init__(self, process: RayProcess, ref: Any) -> None:
+        self._process, self.ref = process, ref
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        return self._process.answer(self.ref).__await__()
+
+
+def _got_at_once(refs: list[Any]) -> list[Any] | None:
+    _, late = ray.wait(refs, num_returns=len(refs), timeout=_MOMENT_S)
+    try:
+        return None if late else ray.get(refs)
+    except ray.exceptions.RayError:
+        return None
+
+
 def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     try:
-        return method.remote(order, *_references(arguments), **named)
+        by_name = dict(zip(named, _references(tuple(named.values())), strict=True))
+        return method.remote(order, *_references(arguments), **by_name)
     except (TypeError, pickle.PicklingError) as error:
         what = f"{order.role}.{order.method}" if isinstance(order, Invoke) else type(order).__name__
         raise ClusterError(f"{what}: its arguments cannot be sent to a worker: {error}") from error

@@ -47,7 +47,7 @@ def join(order: Join, host: str, kind: DeviceKind, meshes: tuple[RoleMesh, ...])
         deadline_s=order.deadline_s,
         timeout_s=order.timeout_s,
     )
-    return {mesh.role: _device_mesh(mesh, kind) for mesh in meshes}
+    return {mesh.role: _device_mesh(mesh, kind, timedelta(seconds=order.timeout_s)) for mesh in meshes}
 
 
 def leave() -> None:
@@ -55,14 +55,18 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def _device_mesh(mesh: RoleMesh, kind: DeviceKind) -> DeviceMesh | None:
+def _device_mesh(mesh: RoleMesh, kind: DeviceKind, timeout: timedelta) -> DeviceMesh | None:
     """Axes of length 1 have no group. Every worker of the pool takes part, those without the role too: forming a
     subgroup is collective over the default group."""
     axes = [axis for axis in AXES if mesh.shape.size(axis) > 1]
     if not axes:
         return None
     ranks = torch.tensor(mesh.slots).reshape([mesh.shape.size(axis) for axis in axes])
-    return DeviceMesh(kind, ranks, mesh_dim_names=tuple(axes))
+    devices = DeviceMesh(kind, ranks, mesh_dim_names=tuple(axes))
+    if dist.get_rank() in mesh.slots:
+        for axis in axes:  # torch makes subgroups with a timeout of its own, half an hour
+            devices.get_group(axis)._get_backend(torch.device(kind))._set_default_timeout(timeout)
+    return devices
 
 
 class TransferGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,10 @@ class Span:
     @property
     def seconds(self) -> float:
         return self.end_s - self.begin_s
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Dataclasses with slots are slow to pickle, and this is in every message."""
+        return Span, (self.name, self.begin_s, self.end_s, self.worker)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,11 @@ class Transport(Protocol):
         """`name` is how the process is called where it has no WorkerId yet."""
         ...
 
+    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+        """All answers, if they come within a moment: waiting for many together costs less than for each. None: not all
+        are there, or one is an error; they can still be awaited."""
+        ...
+
     def store(self, value: Value) -> Stored[Value]:
         """Puts a value where all workers can read it."""
         ...

@@ -155,6 +155,8 @@ class _Jagged:
     offsets: Ints  # N + 1
 
     def __post_init__(self) -> None:
+        for name in ("offsets", *self._flat()):
+            object.__setattr__(self, name, _read_only(getattr(self, name)))
         total = int(self.offsets[-1]) if len(self.offsets) else -1
         if len(self.offsets) != len(self.ids) + 1 or self.offsets[0] != 0 or (np.diff(self.offsets) < 0).any():
             raise DataError(
@@ -207,6 +209,13 @@ class _Jagged:
         )
 
 
+def _read_only(values: NDArray[Any]) -> NDArray[Any]:
+    """As they come out of the object store; the same in one process, so that no role writes into another's rows."""
+    view = values.view()
+    view.flags.writeable = False
+    return view
+
+
 def _pieces(values: NDArray[Any], begins: list[int], ends: list[int]) -> NDArray[Any]:
     if not begins:
         return values[:0]
@@ -244,6 +253,7 @@ class RowColumn:
     values_N: NDArray[Any]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "values_N", _read_only(self.values_N))
         if len(self.ids) != len(self.values_N):
             raise DataError(
                 f"RowColumn has {len(self.values_N)} values for {len(self.ids)} trajectories; each has exactly one."

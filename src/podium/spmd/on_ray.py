@@ -7,10 +7,8 @@ import asyncio
 import codecs
 import contextlib
 import os
-import signal
 import sys
-import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,7 +91,7 @@ async def _drive(launched: RayTask, folder: RunFolder, interrupts: InterruptHand
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
     console = _Tail(folder.console_file)
-    async with _joined_ray() as cluster:
+    async with open_ray() as cluster:
         workers = await _started(launched.placement, cluster, folder)
         print("\n".join(f"rank {rank}: {each}" for rank, each in enumerate(workers.registry.workers_of("rank"))))
         showing = asyncio.create_task(console.follow())
@@ -102,17 +100,6 @@ async def _drive(launched: RayTask, folder: RunFolder, interrupts: InterruptHand
         finally:
             showing.cancel()
             console.show()
-
-
-@contextlib.asynccontextmanager
-async def _joined_ray() -> AsyncIterator[Cluster]:
-    """Ray puts a crash handler of its own on SIGTERM when it starts; here SIGTERM asks the ranks to save and stop."""
-    mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    async with open_ray() as cluster:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in mine.items():
-                signal.signal(number, handler)
-        yield cluster
 
 
 async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
@@ -138,8 +125,8 @@ async def _run(workers: Workers, launched: RayTask) -> RunResult:
             if attempt == restarts:
                 raise told from error
             print(f"restart {attempt + 1} of {restarts}: {str(told).splitlines()[0]}", flush=True)
-            crew.broken = str(told)  # also where all answered: what a failure left in its process must not come along
-            await workers.recover(_POOL)
+            # Also where all answered: what a failure left in its process must not come along.
+            await workers.recover(_POOL, everyone=True)
     raise AssertionError("the last attempt returns or raises")
 
 

@@ -25,15 +25,18 @@ class CrewStub:
 
     def __init__(self, slots):
         self.pool = SimpleNamespace(name="gen")
-        self.members = [SimpleNamespace(worker=worker(slot)) for slot in range(slots)]
+        self.members = [SimpleNamespace(worker=worker(slot), died=None) for slot in range(slots)]
         self.broken, self.buried, self.asked = [], [], []
         self.meets, self.dead = False, ()
 
     def breaks(self, reason):
         self.broken.append(reason)
 
-    def bury(self, member, cause):
-        self.buried.append((member.worker, cause))
+    def died(self, worker, cause):
+        self.buried.append((worker, cause))
+
+    async def at_once(self, answers):
+        return None
 
     async def where(self, workers=None):
         self.asked.append(list(workers))

@@ -92,7 +92,7 @@ def test_what_others_hold_now_is_busy_and_what_nobody_could_give_is_too_large():
         reason="pool policy asks for 2 × 1 slot, each 1 GPU, and the cluster has too little free now:\n"
         "  node-a: has 4 GPU, free 1 GPU\n"
         "  node-b: has 4 GPU, free 0 GPU\n"
-        "At most 1 slots fit on one node and 1 in the cluster (this pool alone). Ask for at most 1 slots, or add "
+        "At most 1 slot fits on one node and 1 in the cluster (this pool alone). Ask for at most 1 slots, or add "
         "nodes, or wait until the others are done."
     )
     assert isinstance(preflight(bundles(gpus(9)), held), TooLarge)

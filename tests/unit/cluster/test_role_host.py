@@ -90,7 +90,7 @@ def failure(answer):
 
 
 def invoke(method, wants="value", worker=WORKER):
-    return Invoke(worker=worker, role="counter", method=method.__name__, wants=wants)
+    return Invoke(worker, "counter", method.__name__, wants)
 
 
 def test_a_worker_says_where_it_is_before_it_is_told_who_it_is():

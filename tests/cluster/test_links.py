@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Process groups that span pools: weights go from a policy to its generator, whoever of them has just been rebuilt."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from contextlib import suppress
+
+import pytest
+
+from helpers.clusters import Opener, drain, in_cluster
+from helpers.roles import Batch, Counter, Request, Summer, ids
+from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, WorkerId, Workers
+from podium.errors import ClusterError, RoleError, WorkerDiedError
+
+# Policy ranks are 0 and 1 of the link, the generator is 2. `judge` sits with the policy, and its workers share one
+# data rank.
+LAYOUT = Layout(
+    pools=(Pool(name="train", slots=2), Pool(name="gen", slots=1, collectives=False)),
+    roles=(
+        RoleSpec(name="policy", kind=Summer, pool="train", mesh=MeshShape(shard=2), arguments=(7,)),
+        RoleSpec(name="judge", kind=Summer, pool="train", mesh=MeshShape(tensor=2)),
+        RoleSpec(name="generator", kind=Summer, pool="gen", arguments=(3,)),
+    ),
+)
+SIZE = 5
+
+
+async def sent_from(workers: Workers, source: int, link: str = "weights") -> list[float]:
+    """What each of the link has after a broadcast from one of them."""
+    policy, generator = workers.role("policy", Summer).within(15), workers.role("generator", Summer).within(15)
+    answers = await asyncio.gather(
+        policy.call_all(Summer.receive, link, SIZE, source), generator.call_all(Summer.receive, link, SIZE, source)
+    )
+    return [answer.value for some in answers for answer in some]
+
+
+async def kill(workers: Workers, role: str, rank: int) -> None:
+    process = (await workers.role(role, Summer).call_one(rank, Counter.thread)).value[0]
+    os.kill(process, signal.SIGKILL)
+    died = await asyncio.wait_for(workers.next_death(), 20)
+    assert died.worker.index == rank
+
+
+def test_a_link_carries_weights_between_pools_and_is_renewed_with_either(open_on_ray: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        policy, generator = workers.role("policy", Summer), workers.role("generator", Summer)
+        with pytest.raises(RoleError, match=r"gen\[0\].* has no link 'weights'; it has none.*workers\.connect"):
+            await generator.call_all(Summer.receive, "weights", SIZE, 0)
+        with pytest.raises(ClusterError, match=r"roles policy, judge share workers.*Colocated roles need none"):
+            await workers.connect("weights", ("policy", "judge"))
+        with pytest.raises(ClusterError, match="no role 'critic'"):
+            await workers.connect("weights", ("policy", "critic"))
+
+        await workers.connect("weights", ("policy", "generator"), deadline_s=30)
+        assert await sent_from(workers, 0) == [35.0] * 3  # five sevens
+        assert await sent_from(workers, 2) == [15.0] * 3  # five threes
+        assert [answer.value for answer in await policy.call_all(Summer.all_sum, 1.0)] == [3.0, 3.0]
+
+        await kill(workers, "generator", 0)
+        (new,) = await workers.recover("gen", deadline_s=60)
+        assert new.incarnation == 1
+        assert [worker.incarnation for worker in policy.workers] == [0, 0]
+        assert await sent_from(workers, 0) == [35.0] * 3
+
+        await policy.call_all(Counter.add, 1)
+        await kill(workers, "policy", 0)  # the one that served the store
+        assert len(await workers.recover("train", deadline_s=60)) == 2
+        assert [worker.incarnation for worker in generator.workers] == [1]
+        assert await sent_from(workers, 1) == [35.0] * 3  # the policy is as it was built
+        assert [answer.value for answer in await policy.call_all(Summer.all_sum, 1.0)] == [3.0, 3.0]
+
+        # Made anew by hand, and another one beside it.
+        await workers.connect("weights", ("generator", "policy"), deadline_s=30)
+        await workers.connect("back", ("policy", "generator"), deadline_s=30)
+        assert await sent_from(workers, 0) == [15.0] * 3
+        assert await sent_from(workers, 0, "back") == [35.0] * 3
+
+    in_cluster(open_on_ray, LAYOUT, body, limit_s=200)
+
+
+@pytest.mark.slow
+def test_a_generator_that_dies_in_a_transfer_costs_the_policy_nothing_but_that_transfer(open_on_ray: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        policy, generator = workers.role("policy", Summer), workers.role("generator", Summer)
+        await workers.connect("weights", ("policy", "generator"), deadline_s=30)
+        await policy.call_all(Counter.add, 1)
+        # The generator is the source, so the policy waits for it.
+        receiving = asyncio.create_task(policy.within(15).call_all(Summer.receive, "weights", SIZE, 2))
+        await kill(workers, "generator", 0)
+        with pytest.raises(RoleError, match=r"train\[[01]\].* failed while in policy.receive"):
+            await receiving
+        await workers.recover("gen", deadline_s=60)
+        assert await sent_from(workers, 0) == [40.0] * 3  # five eights: the policy has lived on
+        assert [worker.incarnation for worker in policy.workers] == [0, 0]
+        assert generator.workers[0].incarnation == 1
+
+    in_cluster(open_on_ray, LAYOUT, body, limit_s=120)
+
+
+@pytest.mark.slow
+def test_pools_of_one_link_that_die_together_come_back_together(open_on_ray: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        restored: set[str] = set()
+
+        async def restore(new: tuple[WorkerId, ...]) -> None:
+            restored.update(str(worker) for worker in new)
+
+        workers.restore_with("policy", restore)
+        workers.restore_with("generator", restore)
+        await workers.connect("weights", ("policy", "generator"), deadline_s=30)
+        await kill(workers, "policy", 1)
+        await kill(workers, "generator", 0)
+        # Whoever comes first finds the other dead: it may say so, but must not forget what it has left undone.
+        for pool in ("train", "gen", "train"):
+            with suppress(WorkerDiedError):
+                await workers.recover(pool, deadline_s=60)
+        policy, generator = workers.role("policy", Summer), workers.role("generator", Summer)
+        assert restored >= {str(worker) for worker in (*policy.workers, *generator.workers)}
+        assert await sent_from(workers, 0) == [35.0] * 3
+
+    in_cluster(open_on_ray, LAYOUT, body, limit_s=200)
+
+
+def test_all_workers_of_a_data_rank_get_its_shard_and_its_source_answers(open_on_ray: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        policy, judge = workers.role("policy", Summer), workers.role("judge", Summer)
+        assert judge.workers == policy.workers
+        assert [answer.value for answer in await judge.call_all(Counter.place)] == [(0, 0, True), (1, 0, False)]
+        rows = (
+            await policy.call_sharded(Counter.generate, [Request(ids=ids(range(1))), Request(ids=ids(range(1, 2)))])
+        ).rows
+        assert rows is not None
+        # Both read the same rows, 1·0 + 4·1 + 8·100 + 11·101 = 1915, and sum over their tensor axis.
+        judged = await judge.call_sharded(Summer.sum_tokens, [Batch(block=rows)])
+        assert judged.metrics == {"sum": 3830.0}
+        assert [result.worker for result in judged.results] == [judge.workers[0]]
+        # Streamed blocks come from the source; the other sends none, for longer than the deadline, and that is right.
+        request = Request(ids=ids(range(2)))
+        blocks = [block async for block in judge.within(2.0).stream_one(0, Counter.generate_slowly, request, 0.8)]
+        assert [str(block.ids) for block in blocks] == ["0.0#0", "0.1#0", "1.0#0", "1.1#0"]
+        assert {block.worker for block in blocks} == {judge.workers[0]}
+        # Over its own mesh each of the policy's has its own rows.
+        own = [Batch(block=rows.select(ids(range(1)))), Batch(block=rows.select(ids(range(1, 2))))]
+        assert (await policy.call_sharded(Summer.sum_tokens, own)).metrics == {"sum": 1915.0}
+        # A stream that fails on one leaves the other alone in a collective.
+        with pytest.raises(RoleError, match=r"train\[0\].*rank 0 does not feel well"):
+            await drain(judge.stream_one(0, Summer.generate_meeting, request, 0))
+        with pytest.raises(WorkerDiedError, match="pool train cannot be called"):
+            await judge.within(5).call_all(Counter.value)
+
+    in_cluster(open_on_ray, LAYOUT, body, limit_s=120)
