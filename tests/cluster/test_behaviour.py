@@ -416,7 +416,7 @@ def test_a_worker_with_other_code_than_the_controllers_says_so_when_it_is_built(
         "gen[0]@node-a/cpu#0: the controller would call Counter.update(self, batch), and in this worker's copy of "
         "the code it does not exist. Controller and workers must run the same code."
     )
-    assert "Counter.add(self, amount), and in this worker's copy of the code it has (self, number, twice)" in told(
+    assert "Counter.add(self, amount), and in this worker's copy of the code it has (self, number, *, twice)" in told(
         add=("self", "amount")
     )
 

@@ -96,16 +96,21 @@ class Crew:
 
     def member(self, worker: WorkerId) -> Member:
         """The member, if it is still this worker, lives, and has what it needs to work."""
-        member = self._members.get(worker.index)
-        if member is None or member.worker != worker:
-            raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} sits there now." if member else "."))
-        if member.died is not None:
-            raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
+        member = self.living(worker)
         if worker.index in self.unfinished and not self.recovering.locked():
             raise WorkerDiedError(
                 f"{worker} is new, and its links or its state could not be restored. "
                 f"Try `workers.recover({self.pool.name!r})` again."
             )
+        return member
+
+    def living(self, worker: WorkerId) -> Member:
+        """The member, if it is still this worker and lives."""
+        member = self._members.get(worker.index)
+        if member is None or member.worker != worker:
+            raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} sits there now." if member else "."))
+        if member.died is not None:
+            raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
 
     async def raise_all(self, deadline: Deadline) -> None:

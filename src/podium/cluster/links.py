@@ -77,7 +77,7 @@ class Links:
         self, workers: tuple[WorkerId, ...], order: Callable[[int], Order], what: str, deadline: Deadline
     ) -> list[Envelope]:
         """To workers of several pools at once; each pool's failures are told in its own words."""
-        members = [self._crews[worker.pool].member(worker) for worker in workers]  # all live, or nothing is sent
+        members = [self._crews[worker.pool].living(worker) for worker in workers]  # all live, or nothing is sent
         by_pool: dict[str, list[Pending]] = {}
         for rank, member in enumerate(members):
             sent = Pending(worker=member.worker, answer=member.process.perform(order(rank)))
