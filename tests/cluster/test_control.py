@@ -110,3 +110,24 @@ def test_a_data_rank_of_two_workers_streams_from_its_source(open_on_ray: Opener)
         assert [answer.value for answer in await group.call_all(PairGenerator.all_sum, 1.0)] == [3.0, 3.0]
 
     run(open_on_ray, layout, body)
+
+
+def test_calls_that_several_tasks_make_at_once_reach_all_ranks_in_one_order(open_on_ray: Opener) -> None:
+    """Else the collectives of different calls would meet each other."""
+    layout = Layout(
+        pools=(Pool(name="train", slots=2),),
+        roles=(RoleSpec(name="policy", kind=Summer, pool="train", mesh=MeshShape(shard=2)),),
+    )
+
+    async def body(workers: object) -> None:
+        group = workers.role("policy", Summer)  # type: ignore[attr-defined]
+
+        async def call(number: int) -> list[float]:
+            if number % 3 == 0:  # a large argument is sent by reference, which takes another way
+                await group.call_all(Summer.measure, np.zeros(100_000 + number))
+            return [answer.value for answer in await group.call_all(Summer.all_sum, float(number))]
+
+        found = await asyncio.gather(*(call(number) for number in range(30)))
+        assert found == [[3.0 * number] * 2 for number in range(30)]
+
+    run(open_on_ray, layout, body)
