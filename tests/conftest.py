@@ -9,9 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import settings
 
 from helpers.tiny import save_tiny_folder
 
+# How long an example takes depends on what else the machine does.
+settings.register_profile("podium", deadline=None)
+settings.load_profile("podium")
 # Two busy cores share these tests: hand-offs between threads, and oneDNN's cost per call, are most of a tiny model.
 torch.set_num_threads(1)
 torch.backends.mkldnn.set_flags(False)

@@ -145,7 +145,8 @@ def test_a_call_past_its_deadline_says_who_is_late_and_where_they_are(open_clust
         assert f"{group.workers[0]}, {group.workers[2]}: idle\n" in text
         (different,) = [line for line in text.splitlines() if line.endswith("<- differs from most")]
         assert different.startswith(f"{late}: in counter.wait_on > waiting, at ")
-        assert "roles.py" in text.splitlines()[-1]
+        assert "roles.py" in text.splitlines()[-2]
+        assert "workers.end_worker" in text.splitlines()[-1]
         # The others are free; the late one answers when it is through.
         assert (await group.call_one(0, Counter.value)).value == 5
         file.touch()

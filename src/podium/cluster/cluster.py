@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, assert_never
 
-from podium.cluster.crew import Crew, Patience, place
+from podium.cluster.crew import RESTORING, Crew, Patience, place
 from podium.cluster.deadlines import Deadline
 from podium.cluster.group import RoleGroup
 from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
@@ -22,7 +22,7 @@ from podium.cluster.objects import Shelf, Step, StoreUse
 from podium.cluster.placement import TooLarge, bundles_of, preflight
 from podium.cluster.results import Span
 from podium.cluster.transport import Transport
-from podium.errors import ClusterError, PlacementError, WorkerDiedError
+from podium.errors import ClusterError, DeadlineError, PlacementError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
 Restore = Callable[[tuple[WorkerId, ...]], Awaitable[None]]
@@ -55,8 +55,10 @@ async def _opened(transport: Transport, *, unhurried: bool = False) -> AsyncIter
     try:
         yield cluster
     finally:
-        cluster.end()
-        await transport.close()
+        try:
+            cluster.end()
+        finally:
+            await transport.close()
 
 
 class Cluster:
@@ -66,6 +68,7 @@ class Cluster:
         self._transport, self._unhurried = transport, unhurried
         self._shelf = Shelf()
         self._started: list[Workers] = []
+        self._ended = False
 
     def check(self, layout: Layout) -> None:
         """Preflight: raises with an explanation if the layout could never fit, before anything is started."""
@@ -86,12 +89,14 @@ class Cluster:
         """Starts all pools of a layout. A worker that dies meanwhile is tried again; any other failure ends them all.
 
         `deadline_s` is also the default deadline of the calls on its roles."""
+        if self._ended:
+            raise ClusterError("this cluster is closed: nothing can be started in it any more.")
         self.check(layout)
         workers = Workers(
             layout, self._transport, self._shelf, patience, deadline_s=_FOREVER_S if self._unhurried else deadline_s
         )
-        self._started.append(workers)
         await workers.start()
+        self._started.append(workers)
         return workers
 
     def step(self, number: int) -> AbstractContextManager[Step]:
@@ -108,6 +113,7 @@ class Cluster:
         return self._shelf.use
 
     def end(self) -> None:
+        self._ended = True
         for workers in self._started:
             workers.end()
         self._started.clear()
@@ -131,7 +137,7 @@ class Workers:
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
         self.registry = MeshRegistry(meshes=meshes, workers={})
-        self._links = Links(self._crews, lambda: self.registry)
+        self._links = Links(self._crews, lambda: self.registry, timeout_s=patience.collective_s)
         self._restores: dict[str, Restore] = {}
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
@@ -177,12 +183,28 @@ class Workers:
         collectives (or `everyone` is asked for), all of them. Returns the new workers (none, if nothing was wrong).
         What fails, links and restoring included, can be tried again."""
         crew, deadline = self.crew(pool), Deadline(deadline_s)
-        async with crew.recovering:  # who asks at the same time finds nothing wrong any more
+        if pool in RESTORING.get():
+            raise ClusterError(f"pool {pool} is being recovered by the one whose restoring asks for it again.")
+        async with self._alone(crew, deadline):  # who asks at the same time finds nothing wrong any more
             slots = tuple(range(crew.pool.slots)) if everyone else self._to_replace(crew)
             if slots:
                 crew.unfinished |= set(slots)
                 await self._until_it_stands(crew, lambda left: crew.replace(slots, left), deadline)
             return await self._finish(crew, deadline)
+
+    @asynccontextmanager
+    async def _alone(self, crew: Crew, deadline: Deadline) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await crew.recovering.acquire()
+        except TimeoutError:
+            raise DeadlineError(
+                f"another recovery of pool {crew.pool.name} is under way and was not done in {deadline.seconds:.0f} s."
+            ) from None
+        try:
+            yield
+        finally:
+            crew.recovering.release()
 
     def _to_replace(self, crew: Crew) -> tuple[int, ...]:
         choice = remedy(
@@ -208,9 +230,22 @@ class Workers:
             mesh = self.registry.mesh(role)
             mine = tuple(worker for worker in new if mesh.pool == pool and worker.index in mesh.slots)
             if mine:
-                await restore(mine)
+                await self._restored(role, restore, mine, deadline)
         crew.unfinished.clear()
         return new
+
+    async def _restored(self, role: str, restore: Restore, new: tuple[WorkerId, ...], deadline: Deadline) -> None:
+        mark = RESTORING.set(RESTORING.get() | {self.registry.mesh(role).pool})
+        try:
+            async with asyncio.timeout(deadline.left_s):
+                await restore(new)
+        except TimeoutError:
+            raise DeadlineError(
+                f"role {role}: its owner did not restore {', '.join(map(str, new))} in what was left of "
+                f"{deadline.seconds:.0f} s for the recovery."
+            ) from None
+        finally:
+            RESTORING.reset(mark)
 
     def record(self, spans: Sequence[Span]) -> None:
         self._spans.extend(spans)

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -25,6 +26,9 @@ from podium.errors import DeadlineError, PlacementError, PodiumError, WorkerDied
 log = logging.getLogger("podium.cluster")
 
 Value = TypeVar("Value")
+
+# Pools whose owners are restoring state in this context: only they may call workers that have none yet.
+RESTORING: ContextVar[frozenset[str]] = ContextVar("RESTORING", default=frozenset())
 
 # How long the others may take to answer `where are you` when one is late.
 _WHERE_S = 2.0
@@ -97,10 +101,10 @@ class Crew:
     def member(self, worker: WorkerId) -> Member:
         """The member, if it is still this worker, lives, and has what it needs to work."""
         member = self.living(worker)
-        if worker.index in self.unfinished and not self.recovering.locked():
+        if worker.index in self.unfinished and self.pool.name not in RESTORING.get():
             raise WorkerDiedError(
-                f"{worker} is new, and its links or its state could not be restored. "
-                f"Try `workers.recover({self.pool.name!r})` again."
+                f"{worker} is new, and its links or its state are not restored. Wait for the recovery that does it; if "
+                f"that failed, try `workers.recover({self.pool.name!r})` again."
             )
         return member
 
@@ -234,9 +238,13 @@ class Crew:
     async def _hellos(self, processes: dict[int, Process], deadline: Deadline) -> dict[int, Hello]:
         """Waits until each process has come up."""
         tasks = {slot: asyncio.ensure_future(_awaited(process.hello())) for slot, process in processes.items()}
-        done, pending = await asyncio.wait(tasks.values(), timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
-        for task in pending:
-            task.cancel()
+        try:
+            done, pending = await asyncio.wait(
+                tasks.values(), timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION
+            )
+        finally:
+            for task in tasks.values():
+                task.cancel()
         failed = {slot: error for slot, task in tasks.items() if task in done and (error := task.exception())}
         if failed:
             words = "; ".join(f"{self.pool.name}[{slot}]: {error}" for slot, error in failed.items())

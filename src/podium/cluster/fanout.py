@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -31,17 +31,14 @@ class Pending:
 
 
 @contextmanager
-def sending(pending: Sequence[Pending], what: str, crew: Crew) -> Iterator[None]:
+def sending(reached: Sized, what: str, crew: Crew) -> Iterator[None]:
     """Around the sending of one call to many. A call that has reached some and cannot be sent to the rest leaves those
     who meet in collectives out of step."""
     try:
         yield
     except BaseException as error:
-        if pending:
-            crew.breaks(f"{what} reached {len(pending)} workers and could not be sent to the others ({error})")
-        for each in pending:
-            if asyncio.iscoroutine(each.answer):
-                each.answer.close()
+        if len(reached):
+            crew.breaks(f"{what} reached {len(reached)} workers and could not be sent to the others ({error})")
         raise
 
 
@@ -50,9 +47,12 @@ class _RoleFailedError(Exception):
         self.failure = failure
 
 
-async def gather_answers(pending: Sequence[Pending], what: str, deadline: Deadline, crew: Crew) -> list[Envelope]:
+async def gather_answers(
+    pending: Sequence[Pending], what: str, deadline: Deadline, crew: Crew, *, in_step: bool = True
+) -> list[Envelope]:
     """Waits for all answers. Raises WorkerDiedError, RoleError or DeadlineError; a pool whose workers meet in
-    collectives and did not all answer is broken then. `what` completes the sentence "workers were ..."."""
+    collectives and did not all answer is broken then, if the call was one that keeps them `in_step`. `what` completes
+    the sentence "workers were ..."."""
     quick = await crew.at_once([each.answer for each in pending])
     if quick is not None and not any(envelope.failure for envelope in quick):
         return quick
@@ -60,11 +60,11 @@ async def gather_answers(pending: Sequence[Pending], what: str, deadline: Deadli
     try:
         _, late = await asyncio.wait(tasks, timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
         if late and not any(_failed(task) for task in tasks):
-            await _overdue(pending, tasks, what, deadline, crew)
+            await _overdue(pending, tasks, what, deadline, crew, in_step=in_step)
         if any(_failed(task) for task in tasks):
             if late:
                 await _last_words(pending, tasks, crew)
-            _raise(pending, tasks, what, crew)
+            _raise(pending, tasks, what, crew, in_step=in_step)
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
@@ -91,18 +91,33 @@ def _failed(task: asyncio.Future[Envelope]) -> bool:
 
 
 async def _overdue(
-    pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], what: str, deadline: Deadline, crew: Crew
+    pending: Sequence[Pending],
+    tasks: Sequence[asyncio.Future[Envelope]],
+    what: str,
+    deadline: Deadline,
+    crew: Crew,
+    *,
+    in_step: bool,
 ) -> None:
     late = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
     report = await crew.where([each.worker for each in pending])
-    crew.breaks(f"{', '.join(map(str, late))} did not answer while {what}")
+    if in_step:
+        crew.breaks(f"{', '.join(map(str, late))} did not answer while {what}")
+    stuck = "" if crew.broken else "\nOne that is stuck for good is ended with `workers.end_worker` and then replaced."
     raise DeadlineError(
         f"{len(late)} of {len(pending)} workers of {crew.pool.name} are still {what} after {deadline.seconds:.1f} s: "
-        f"{', '.join(map(str, late))}. Where they are:\n{report}"
+        f"{', '.join(map(str, late))}. Where they are:\n{report}{stuck}"
     )
 
 
-def _raise(pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], what: str, crew: Crew) -> None:
+def _raise(
+    pending: Sequence[Pending],
+    tasks: Sequence[asyncio.Future[Envelope]],
+    what: str,
+    crew: Crew,
+    *,
+    in_step: bool,
+) -> None:
     """Turns the failures into one error; a death outranks what it made others say."""
     known = {member.worker: member.died.cause for member in crew.members if member.died is not None}
     silent: list[WorkerId] = []
@@ -123,7 +138,7 @@ def _raise(pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]]
                 pass
             case error:
                 foreign.append(error)
-    if silent or dead:
+    if in_step and (silent or dead):
         crew.breaks(f"{', '.join(map(str, [*dead, *silent]))} left the others while {what}")
     for worker, cause in dead.items():
         crew.died(worker, cause)

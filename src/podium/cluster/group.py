@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from dataclasses import dataclass
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
 from podium.cluster.crew import Crew
 from podium.cluster.deadlines import Deadline
@@ -18,7 +19,7 @@ from podium.cluster.meshes import MeshRegistry, RoleMesh
 from podium.cluster.objects import Shelf, Stored
 from podium.cluster.orders import Envelope, Invoke, RowsHead
 from podium.cluster.results import Answer, Computed, Merged, ShardResult, Span, merge
-from podium.cluster.transport import ByReference, GoneError, Process, Transport
+from podium.cluster.transport import ByReference, GoneError, Transport
 from podium.data.trajectories import RowsT, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
 
@@ -49,6 +50,17 @@ class Roster(Protocol):
     def record(self, spans: Sequence[Span]) -> None:
         """Every span that comes with an answer."""
         ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Opened:
+    """A streaming call that is under way on all members of one data rank, the source first."""
+
+    name: str
+    crew: Crew
+    data_rank: int
+    ids: TrajectoryIds
+    streams: list[tuple[WorkerId, Blocks]]
 
 
 class RoleGroup(Generic[RoleT]):
@@ -151,41 +163,11 @@ class RoleGroup(Generic[RoleT]):
         """Blocks of one data rank as its method yields them. Finished blocks stay readable if the worker dies later.
         The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come once.
         """
-        name, crew = self._name(method), self._crew()
         self._check_data_rank(data_rank)
-        source, *others = [crew.member(each) for each in self._roster.registry.members_of(self._role, data_rank)]
-        sent: Any = ByReference(stored=self._transport.store(shard)) if others else shard
-
-        def opened(worker: WorkerId, process: Process) -> Blocks:
-            order = Invoke(worker, self._role, name, "rows")
-            return process.stream(order, sent, *args, **kwargs)
-
-        blocks = opened(source.worker, source.process)
-        # The others of the data rank run the same method and yield nothing: only their end, or death, is heard.
-        peers: set[asyncio.Future[Any]] = {
-            asyncio.ensure_future(
-                self._next_block(opened(each.worker, each.process), each.worker, name, crew, hurried=False)
-            )
-            for each in others
-        }
-        waiting = shard.ids
-        try:
-            while True:
-                arriving = asyncio.ensure_future(self._next_block(blocks, source.worker, name, crew))
-                envelope, rows = await _unless_one_fails(arriving, peers)
-                if envelope.last:
-                    break
-                result: ShardResult[RowsT] = self._result(envelope, data_rank, rows)
-                waiting = self._tick_off(waiting, result)
-                yield result
-            await asyncio.gather(*peers)
-        finally:
-            for peer in peers:
-                peer.cancel()
-        if len(waiting):
-            raise ResultError(
-                f"{source.worker} ended {self._role}.{name} and these trajectories never came: {waiting}."
-            )
+        self._check_repeats([shard])
+        opened = self._open([(data_rank, shard)], self._name(method), args, kwargs)
+        async for result in self._blocks(opened[0]):
+            yield result
 
     async def stream_sharded(
         self,
@@ -198,16 +180,17 @@ class RoleGroup(Generic[RoleT]):
         self._check_shards(shards)
         arrivals: asyncio.Queue[ShardResult[RowsT] | BaseException | None] = asyncio.Queue()
 
-        async def pump(data_rank: int, shard: ShardT) -> None:
+        async def pump(opened: _Opened) -> None:
             """Moves one data rank's blocks to the queue; the consumer's leaving cancels it."""
             try:
-                async for block in self.stream_one(data_rank, method, shard, *args, **kwargs):
+                async for block in self._blocks(opened):
                     arrivals.put_nowait(block)
                 arrivals.put_nowait(None)
             except Exception as error:
                 arrivals.put_nowait(error)
 
-        pumps = [asyncio.create_task(pump(data_rank, shard)) for data_rank, shard in enumerate(shards)]
+        streams = self._open(list(enumerate(shards)), self._name(method), args, kwargs)
+        pumps = [asyncio.create_task(pump(opened)) for opened in streams]
         try:
             running = len(pumps)
             while running:
@@ -222,6 +205,63 @@ class RoleGroup(Generic[RoleT]):
             for task in pumps:
                 task.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
+
+    def _open(
+        self, shards: Sequence[tuple[int, Shard]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[_Opened]:
+        """Sends a streaming call to all members of these data ranks, or to none."""
+        crew, registry = self._crew(), self._roster.registry
+        by_rank = [[crew.member(each) for each in registry.members_of(self._role, rank)] for rank, _ in shards]
+        opened: list[_Opened] = []
+        reached: list[WorkerId] = []
+        with sending(reached, f"{self._role}.{name}", crew):
+            for (data_rank, shard), members in zip(shards, by_rank, strict=True):
+                sent: Any = ByReference(stored=self._transport.store(shard)) if len(members) > 1 else shard
+                streams: list[tuple[WorkerId, Blocks]] = []
+                for member in members:
+                    order = Invoke(member.worker, self._role, name, "rows")
+                    streams.append((member.worker, member.process.stream(order, sent, *args, **kwargs)))
+                    reached.append(member.worker)
+                opened.append(_Opened(name=name, crew=crew, data_rank=data_rank, ids=shard.ids, streams=streams))
+        return opened
+
+    async def _blocks(self, opened: _Opened) -> AsyncIterator[ShardResult[Any]]:
+        """The blocks of one data rank from its source. The others of it run the same method and yield nothing: only
+        their end, failure or death is heard."""
+        (source, blocks), *others = opened.streams
+        peers: set[asyncio.Future[Any]] = {
+            asyncio.ensure_future(self._next_block(opened, worker, stream, hurried=False)) for worker, stream in others
+        }
+        waiting = opened.ids
+        try:
+            while True:
+                arriving = asyncio.ensure_future(self._next_block(opened, source, blocks))
+                envelope, rows = await _unless_one_fails(arriving, peers)
+                if envelope.last:
+                    break
+                result: ShardResult[Any] = self._result(envelope, opened.data_rank, rows)
+                waiting = self._tick_off(waiting, result)
+                yield result
+            if peers:
+                await asyncio.wait(peers, timeout=self._deadline_s)
+                if not all(peer.done() for peer in peers):
+                    await self._overdue(
+                        opened, f"{source} has ended, and not all others of its data rank have come to the end"
+                    )
+                await asyncio.gather(*peers)
+        finally:
+            for peer in peers:
+                peer.cancel()
+        if len(waiting):
+            raise ResultError(
+                f"{source} ended {self._role}.{opened.name} and these trajectories never came: {waiting}."
+            )
+
+    async def _overdue(self, opened: _Opened, why: str) -> NoReturn:
+        report = await opened.crew.where([worker for worker, _ in opened.streams])
+        what = f"{self._role}.{opened.name}"
+        opened.crew.breaks(f"a stream of {what} came to no end")
+        raise DeadlineError(f"{why} of {what} for {self._deadline_s:.1f} s. Where they are:\n{report}")
 
     async def _call(
         self,
@@ -275,18 +315,14 @@ class RoleGroup(Generic[RoleT]):
         return ByReference(stored=self._transport.store(value)) if large else value
 
     async def _next_block(
-        self, blocks: Blocks, worker: WorkerId, name: str, crew: Crew, *, hurried: bool = True
+        self, opened: _Opened, worker: WorkerId, blocks: Blocks, *, hurried: bool = True
     ) -> tuple[Envelope, Stored[Any]]:
+        name, crew = opened.name, opened.crew
         try:
             async with asyncio.timeout(self._deadline_s if hurried else None):
                 envelope, rows = await anext(blocks)
         except TimeoutError:
-            report = await crew.where([worker])
-            crew.breaks(f"{worker} sent no block while in {self._role}.{name}")
-            raise DeadlineError(
-                f"{worker} has sent no block of {self._role}.{name} for {self._deadline_s:.1f} s. "
-                f"Where it is:\n{report}"
-            ) from None
+            await self._overdue(opened, f"{worker} has sent no block")
         except GoneError as gone:
             crew.died(worker, str(gone))
             raise WorkerDiedError(
@@ -358,6 +394,18 @@ class RoleGroup(Generic[RoleT]):
                 f"role {self._role} has {expected} data ranks ({self.mesh.shape}) and is given {len(shards)} shards; "
                 "cut one for each, empty ones too."
             )
+        self._check_repeats(shards)
+
+    def _check_repeats(self, shards: Sequence[Shard]) -> None:
+        """Before the work, not after it: a trajectory is in one shard, once."""
+        twice = TrajectoryIds.concatenate([shard.ids for shard in shards]).repeated()
+        if len(twice):
+            sources = self._roster.registry.sources_of(self._role)
+            pairs = zip(sources, shards, strict=False)
+            holders = [str(source) for source, shard in pairs if len(twice.without(shard.ids)) < len(twice)]
+            raise ResultError(
+                f"role {self._role}: given to several data ranks, or twice to one ({', '.join(holders)}): {twice}"
+            )
 
     def _name(self, method: Callable[..., Any]) -> str:
         name = getattr(method, "__name__", repr(method))
@@ -373,11 +421,11 @@ async def _unless_one_fails(awaited: asyncio.Future[Result], peers: set[asyncio.
     """Waits for one, and raises at once what any of its peers raises."""
     try:
         while not awaited.done():
+            for peer in peers:
+                if peer.done():
+                    peer.result()
             running = {peer for peer in peers if not peer.done()}
             await asyncio.wait({awaited, *running}, return_when=asyncio.FIRST_COMPLETED)
-            for peer in peers:
-                if peer.done() and not awaited.done():
-                    peer.result()
         return awaited.result()
     finally:
         awaited.cancel()

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from podium.cluster.rendezvous import TransferGroup
     from podium.engine.meeting import MeetingServer
 
+# Of the text of an exception, in characters.
+_LONGEST = 16_000
 WORK, CONTROL = "work", "control"
 
 
@@ -81,7 +83,9 @@ class RoleHost:
                 value = self._do(order, arguments, named)
             if isinstance(order, Invoke) and order.wants == "rows":
                 value, rows = self._head(order, value)
-        except Exception as error:
+        except SystemExit:
+            raise  # the process ends, and that is what the controller hears
+        except BaseException as error:
             value, rows, failure = None, None, _failure(error)
         return self._envelope(value, failure), rows
 
@@ -95,7 +99,9 @@ class RoleHost:
                     head, rows = self._head(order, made)
                     if head is not None:
                         yield self._envelope(head, None, last=False), rows
-        except Exception as error:
+        except (SystemExit, GeneratorExit):
+            raise
+        except BaseException as error:
             failure = _failure(error)
         yield self._envelope(None, failure), None
 
@@ -105,7 +111,9 @@ class RoleHost:
         self._recorder.name_thread(CONTROL)
         try:
             return Envelope(self._worker, self._invoke(order, arguments, named), None, ())
-        except Exception as error:
+        except SystemExit:
+            raise
+        except BaseException as error:
             return Envelope(self._worker, None, _failure(error), ())
 
     def where(self) -> Whereabouts:
@@ -233,8 +241,13 @@ def _title(order: Order) -> str:
             return type(order).__name__.lower()
 
 
-def _failure(error: Exception) -> Failure:
-    trace = "".join(traceback.format_exception(error))
+def _failure(error: BaseException) -> Failure:
+    try:
+        text, trace = str(error), "".join(traceback.format_exception(error))
+    except Exception:  # an exception that cannot say what it is
+        text, trace = "(its text cannot be had)", "".join(traceback.format_tb(error.__traceback__))
+    if len(text) > _LONGEST or len(trace) > 2 * _LONGEST:
+        text, trace = f"{text[:_LONGEST]} ...", f"... {trace[-_LONGEST:]}"
     kept: Exception | None = None
     if isinstance(error, PodiumError):
         try:

@@ -70,12 +70,13 @@ class InlineProcess:
         self._host = RoleHost(node=_NODE, host="127.0.0.1", device=device, kind=kind, own_process=False)
         self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._control = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"{name} control")
+        self._ask = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name} ask")
         self._dead = threading.Event()
         self._waiting: set[Future[Any]] = set()
         self._lock = threading.Lock()
 
     def hello(self) -> Awaitable[Hello]:
-        return self._submit(self._control, self._host.hello)
+        return self._submit(self._ask, self._host.hello)
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
         def run() -> Envelope:
@@ -94,7 +95,7 @@ class InlineProcess:
 
         return self._submit(self._work, run), stored
 
-    async def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
         loop, arrivals = asyncio.get_running_loop(), asyncio.Queue[tuple[Envelope, Any]]()
 
         def run() -> None:
@@ -103,11 +104,16 @@ class InlineProcess:
                     return
                 loop.call_soon_threadsafe(arrivals.put_nowait, item)
 
-        running = asyncio.ensure_future(self._submit(self._work, run))
+        return self._blocks(arrivals, asyncio.ensure_future(self._submit(self._work, run)))
+
+    async def _blocks(
+        self, arrivals: asyncio.Queue[tuple[Envelope, Any]], running: asyncio.Future[None]
+    ) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
         try:
             while True:
                 arriving = asyncio.ensure_future(arrivals.get())
-                await asyncio.wait([arriving, running], return_when=asyncio.FIRST_COMPLETED)
+                both: set[asyncio.Future[Any]] = {arriving, running}
+                await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done() and arrivals.empty():
                     arriving.cancel()
                     await running  # raises GoneError: a living worker always sends a last envelope
@@ -125,7 +131,7 @@ class InlineProcess:
         )
 
     def where(self) -> Awaitable[Whereabouts]:
-        return self._submit(self._control, self._host.where)
+        return self._submit(self._ask, self._host.where)
 
     async def beats(self, every_s: float) -> AsyncIterator[Beat]:
         beats: Iterator[Beat] = self._host.beats(0.0)
@@ -144,7 +150,7 @@ class InlineProcess:
         for future in waiting:
             with contextlib.suppress(InvalidStateError):
                 future.set_exception(GoneError(reason))
-        for pool in (self._work, self._control):
+        for pool in (self._work, self._control, self._ask):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, run: Callable[[], Value]) -> Awaitable[Value]:

@@ -28,8 +28,9 @@ class Link:
 class Links:
     """All links of a layout."""
 
-    def __init__(self, crews: Mapping[str, Crew], registry: Callable[[], MeshRegistry]) -> None:
-        self._crews, self._registry = crews, registry
+    def __init__(self, crews: Mapping[str, Crew], registry: Callable[[], MeshRegistry], *, timeout_s: float) -> None:
+        self._crews, self._registry, self._timeout_s = crews, registry, timeout_s
+        self._renewing = asyncio.Lock()
         self._links: dict[str, Link] = {}
 
     async def connect(self, name: str, roles: tuple[str, ...], deadline: Deadline) -> None:
@@ -46,6 +47,10 @@ class Links:
 
     async def renew(self, pool: str, deadline: Deadline) -> None:
         """Makes the links that a recovered pool takes part in anew; those who lived on leave the old ones first."""
+        async with self._renewing:
+            await self._renew(pool, deadline)
+
+    async def _renew(self, pool: str, deadline: Deadline) -> None:
         registry = self._registry()
         for link in list(self._links.values()):
             if any(registry.mesh(role).pool == pool for role in link.roles):
@@ -68,6 +73,7 @@ class Links:
                 rank=rank,
                 world=len(workers),
                 deadline_s=deadline.left_s,
+                timeout_s=self._timeout_s,
             )
 
         # The workers' own deadline ends first: its message says more.
@@ -76,13 +82,17 @@ class Links:
     async def _order(
         self, workers: tuple[WorkerId, ...], order: Callable[[int], Order], what: str, deadline: Deadline
     ) -> list[Envelope]:
-        """To workers of several pools at once; each pool's failures are told in its own words."""
+        """To workers of several pools at once; each pool's failures are told in its own words. A worker that is busy,
+        or fails in this, is still in step with the rest of its pool."""
         members = [self._crews[worker.pool].living(worker) for worker in workers]  # all live, or nothing is sent
         by_pool: dict[str, list[Pending]] = {}
         for rank, member in enumerate(members):
             sent = Pending(worker=member.worker, answer=member.process.perform(order(rank)))
             by_pool.setdefault(member.worker.pool, []).append(sent)
         gathered = await asyncio.gather(
-            *(gather_answers(pending, what, deadline, self._crews[pool]) for pool, pending in by_pool.items())
+            *(
+                gather_answers(pending, what, deadline, self._crews[pool], in_step=False)
+                for pool, pending in by_pool.items()
+            )
         )
         return [envelope for envelopes in gathered for envelope in envelopes]

@@ -70,6 +70,7 @@ class Connect:
     rank: int
     world: int
     deadline_s: float
+    timeout_s: float  # of later transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,12 @@ Value = TypeVar("Value")
 
 # Longest wait for an object to come from another node.
 _FETCH_S = 120.0
+_DEATHS = (
+    ray.exceptions.RayActorError,
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.OutOfMemoryError,
+)
 # How every gRPC server, Ray's too, is greeted, and the kind of frame with which it answers.
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 _HTTP2_SETTINGS = 4
@@ -73,7 +79,13 @@ class RayTransport:
             raise ClusterError(f"{what}: {error}") from error
         return cls(owned=True)
 
+    def _check_open(self) -> None:
+        """Ray starts itself anew when it is used after its end."""
+        if not ray.is_initialized():
+            raise ClusterError("the cluster was closed: nothing can be asked of it any more.")
+
     def nodes(self) -> tuple[NodeState, ...]:
+        self._check_open()
         free = ray._private.state.available_resources_per_node()
         alive = sorted((node for node in ray.nodes() if self._lives(node)), key=lambda node: str(node["NodeID"]))
         names = [str(node["NodeManagerAddress"]) for node in alive]
@@ -150,7 +162,11 @@ class RayTransport:
             self._waiting -= 1
 
     def store(self, value: Value) -> Stored[Value]:
-        return RayStored(ray.put(value))
+        self._check_open()
+        try:
+            return RayStored(ray.put(value))
+        except (TypeError, pickle.PicklingError):
+            raise ClusterError(f"a {type(value).__name__} cannot be pickled, and so not be stored.") from None
 
     async def close(self) -> None:
         self._waiters.shutdown(wait=False)
@@ -257,8 +273,10 @@ class RayProcess:
         envelope, rows = _sent(self._actor.perform_storing, order, arguments, named)
         return self._answer(envelope), RayStored(rows)
 
-    async def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
-        items = _sent(self._actor.stream.options(num_returns="streaming"), order, arguments, named)
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+        return self._blocks(_sent(self._actor.stream.options(num_returns="streaming"), order, arguments, named))
+
+    async def _blocks(self, items: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
         while True:
             envelope = await self._answer(await self._next(items))
             rows = RayStored(await self._next(items))
@@ -303,7 +321,9 @@ class RayProcess:
             return ClusterError(f"a call could not be carried to or from its worker: {error.cause!r}\n{error}")
         if isinstance(error, ray.exceptions.ActorUnavailableError):
             self._suspect_node()
-        return GoneError(_cause(error))
+        if isinstance(error, _DEATHS):
+            return GoneError(_cause(error))
+        return ClusterError(f"an answer came and cannot be read here: {error}")
 
     def kill(self) -> None:
         if ray.is_initialized():
@@ -332,9 +352,23 @@ def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str
     try:
         by_name = dict(zip(named, _references(tuple(named.values())), strict=True))
         return method.remote(order, *_references(arguments), **by_name)
-    except (TypeError, pickle.PicklingError) as error:
-        what = f"{order.role}.{order.method}" if isinstance(order, Invoke) else type(order).__name__
-        raise ClusterError(f"{what}: its arguments cannot be sent to a worker: {error}") from error
+    except (TypeError, pickle.PicklingError):
+        what = f"{order.role}.{order.method}" if isinstance(order, Invoke) else type(order).__name__.lower()
+        bad = [f"number {at}" for at, value in enumerate(arguments) if not _travels(value)]
+        bad += [key for key, value in named.items() if not _travels(value)]
+        kinds = {type(value).__name__ for value in (*arguments, *named.values()) if not _travels(value)}
+        # Ray's own words show the values, which may be secret.
+        raise ClusterError(
+            f"{what}: its argument {', '.join(bad)} ({', '.join(sorted(kinds))}) cannot be pickled, and so not be sent."
+        ) from None
+
+
+def _travels(value: Any) -> bool:
+    try:
+        ray.cloudpickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 async def _awaited(ref: Any) -> Any:
@@ -359,9 +393,8 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         used = re.search(r"was ([^)]*)\)?", text)
         return f"Ray ended it because its node ran out of memory ({used.group(1) if used else 'see `ray logs`'})"
-    detail = re.search(r"Worker exit detail: ([^.]*\.)", text) or re.search(
-        r"The actor is dead because ([^.]*\.)", text
-    )
+    ways = ("Worker exit detail:", "The actor is dead because")
+    detail = next((found for way in ways if (found := re.search(rf"{way} (.*?)\.(?:\s|$)", text))), None)
     pid = re.search(r"pid: (\d+)", text)
     what = detail.group(1).rstrip(".") if detail else text.split("\n", 1)[0].rstrip(".")
     return f"process {pid.group(1)} is gone ({what})" if pid else what
@@ -380,6 +413,8 @@ class RayStored(Stored[Any]):
     def reference(self) -> Any:
         if self._ref is None:
             raise StoreError(f"a stored object is used and {self._gone}. Use it before, or let a later step hold it.")
+        if not ray.is_initialized():
+            raise StoreError("a stored object is used after its cluster was closed. Read it before.")
         return self._ref
 
     def read(self) -> Any:

@@ -89,6 +89,7 @@ class TransferGroup:
             self._group.allreduce([number]).wait()
             if number.item() != self.world * (self.world + 1) / 2:
                 raise RuntimeError(f"the probe all-reduce gave {number.item()}.")
+            self._group._set_default_timeout(timedelta(seconds=order.timeout_s))
         except (RuntimeError, ValueError, dist.DistError) as error:
             raise RendezvousError(
                 f"{what} was not formed: rank {order.rank} gave up after {time.monotonic() - began:.0f} s on "

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from podium.cluster.identity import WorkerId
 from podium.cluster.results import Span
 
 _DEEPEST = 30
+_MOST_SPANS = 10_000
 _HOST = str(Path(__file__).with_name("host.py"))
 
 
@@ -36,7 +38,7 @@ class SpanRecorder:
     def __init__(self) -> None:
         self._open: dict[int, list[tuple[str, float]]] = {}
         self._names: dict[int, str] = {}
-        self._done: list[tuple[str, float, float]] = []
+        self._done: deque[tuple[str, float, float]] = deque(maxlen=_MOST_SPANS)
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -56,14 +58,15 @@ class SpanRecorder:
 
     def drain(self, worker: WorkerId) -> tuple[Span, ...]:
         """The spans that ended since the last time."""
-        done, self._done = self._done, []
+        done, self._done = self._done, deque(maxlen=_MOST_SPANS)
         return tuple(Span(name, begin_s, end_s, worker) for name, begin_s, end_s in done)
 
     def doing(self, thread: str) -> tuple[str, float]:
         """The innermost open span of a named thread and for how long it has been open; ("", 0.0) when idle."""
         for ident, name in list(self._names.items()):
-            if name == thread and self._open.get(ident):
-                path, since_s = self._open[ident][-1]
+            open_spans = list(self._open.get(ident, ()))  # a copy: the thread goes on meanwhile
+            if name == thread and open_spans:
+                path, since_s = open_spans[-1]
                 return path, time.time() - since_s
         return "", 0.0
 

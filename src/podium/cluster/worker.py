@@ -12,9 +12,9 @@ from podium.cluster.host import RoleHost, extend_import_path
 from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
 
 
-# `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. `control` and
-# `pulse` answer while it is busy.
-@ray.remote(concurrency_groups={"work": 1, "control": 2, "pulse": 1}, max_restarts=0, max_task_retries=0)
+# `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
+# while it is busy; `ask` and `pulse` run none of the role's code, so nothing keeps them.
+@ray.remote(concurrency_groups={"work": 1, "control": 2, "ask": 1, "pulse": 1}, max_restarts=0, max_task_retries=0)
 class Worker:
     """One process on one device slot."""
 
@@ -54,11 +54,11 @@ class Worker:
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Envelope:
         return self._host.control(order, *arguments, **named)
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="ask")
     def hello(self) -> Hello:
         return self._host.hello()
 
-    @ray.method(concurrency_group="control")
+    @ray.method(concurrency_group="ask")
     def where(self) -> Whereabouts:
         return self._host.where()
 

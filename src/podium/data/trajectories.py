@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
@@ -45,7 +46,7 @@ class TrajectoryIds:
 
     @classmethod
     def of(cls, ids: Iterable[TrajectoryId]) -> Self:
-        return cls(np.array([tuple(each) for each in ids], np.int64).reshape(-1, 4))
+        return cls(np.array([tuple(map(operator.index, each)) for each in ids], np.int64).reshape(-1, 4))
 
     @classmethod
     def concatenate(cls, parts: Sequence[TrajectoryIds]) -> TrajectoryIds:
@@ -157,6 +158,8 @@ class _Jagged:
     def __post_init__(self) -> None:
         for name in ("offsets", *self._flat()):
             object.__setattr__(self, name, _read_only(getattr(self, name)))
+        if self.offsets.dtype != np.int64:
+            raise DataError(f"{type(self).__name__}: offsets are int64, not {self.offsets.dtype}.")
         total = int(self.offsets[-1]) if len(self.offsets) else -1
         if len(self.offsets) != len(self.ids) + 1 or self.offsets[0] != 0 or (np.diff(self.offsets) < 0).any():
             raise DataError(
