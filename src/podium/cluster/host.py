@@ -255,7 +255,7 @@ def _failure(error: BaseException) -> Failure:
             kept = error
         except Exception:
             kept = None
-    return Failure(kind=type(error).__name__, text=str(error), trace=trace, error=kept)
+    return Failure(kind=type(error).__name__, text=text, trace=trace, error=kept)
 
 
 def extend_import_path(path: tuple[str, ...]) -> None:

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hostile use once broke: each of these hung, answered wrongly, or blamed the wrong one."""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from dataclasses import dataclass
+from threading import Lock
+
+import numpy as np
+import pytest
+
+from helpers.clusters import Opener, in_cluster, one_role
+from helpers.roles import Counter, Request, ids, make_block
+from podium.cluster import Cluster, Computed, Seat, WorkerId, Workers
+from podium.data.trajectories import TrajectoryIds
+from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, StoreError, WorkerDiedError
+
+COUNTERS = one_role(Counter, (5,), slots=2)
+
+
+def test_only_the_owner_reaches_new_workers_before_their_state_is_back(open_cluster: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        group = workers.role("counter", Counter)
+        restoring, go = asyncio.Event(), asyncio.Event()
+
+        async def restore(new: tuple[WorkerId, ...]) -> None:
+            restoring.set()
+            await go.wait()
+            await group.call_one(1, Counter.add, 95)
+
+        workers.restore_with("counter", restore)
+        await workers.end_worker(group.workers[1])
+        recovery = asyncio.create_task(workers.recover("gen", deadline_s=30))
+        await restoring.wait()
+        with pytest.raises(WorkerDiedError, match="its links or its state are not restored"):
+            await group.call_all(Counter.value)
+        go.set()
+        await recovery
+        assert [answer.value for answer in await group.call_all(Counter.value)] == [5, 100]
+
+    in_cluster(open_cluster, COUNTERS, body)
+
+
+def test_a_recovery_waits_for_nobody_beyond_its_deadline(open_cluster: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        group = workers.role("counter", Counter)
+        never = asyncio.Event()
+
+        async def sleeps(new: tuple[WorkerId, ...]) -> None:
+            await never.wait()
+
+        workers.restore_with("counter", sleeps)
+        await workers.end_worker(group.workers[0])
+        first = asyncio.create_task(workers.recover("gen", deadline_s=8))
+        await asyncio.sleep(0)
+        with pytest.raises(DeadlineError, match="another recovery of pool gen is under way"):
+            await workers.recover("gen", deadline_s=0.2)
+        with pytest.raises(DeadlineError, match="role counter: its owner did not restore"):
+            await first
+
+        async def asks_again(new: tuple[WorkerId, ...]) -> None:
+            await workers.recover("gen")
+
+        workers.restore_with("counter", asks_again)
+        with pytest.raises(ClusterError, match="asks for it again"):
+            await workers.recover("gen", deadline_s=20)
+
+    in_cluster(open_cluster, COUNTERS, body)
+
+
+def test_a_trajectory_in_two_shards_is_refused_before_any_work(open_cluster: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        group = workers.role("counter", Counter)
+        one = Request(ids=ids(range(1), 1))
+        with pytest.raises(ResultError, match=r"given to several data ranks.*gen\[0\].*gen\[1\].*: 0\.0#0"):
+            await group.call_sharded(Counter.generate, [one, one])
+        with pytest.raises(ResultError, match="given to several data ranks"):
+            async for _ in group.stream_sharded(Counter.generate_slowly, [one, one]):
+                pass
+        twice = Request(ids=TrajectoryIds.concatenate([one.ids, one.ids]))
+        with pytest.raises(ResultError, match="twice to one"):
+            async for _ in group.stream_one(0, Counter.generate_slowly, twice):
+                pass
+
+    in_cluster(open_cluster, COUNTERS, body)
+
+
+class Strange(Counter):
+    """Raises what cannot be told easily."""
+
+    def interrupt(self) -> None:
+        raise KeyboardInterrupt("by the role")
+
+    def shout(self) -> None:
+        raise ValueError("x" * 1_000_000)
+
+    def mumble(self) -> None:
+        class MumbleError(Exception):
+            def __str__(self) -> str:
+                raise RuntimeError("no text")
+
+        raise MumbleError
+
+
+def test_exceptions_that_are_not_errors_or_too_long_or_without_text_are_the_roles_own(open_cluster: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        group = workers.role("counter", Strange)
+        with pytest.raises(RoleError, match="KeyboardInterrupt: by the role"):
+            await group.call_one(0, Strange.interrupt)
+        with pytest.raises(RoleError, match=r"ValueError: xxx.* \.\.\.") as shouted:
+            await group.call_one(0, Strange.shout)
+        assert len(str(shouted.value)) < 100_000
+        with pytest.raises(RoleError, match=r"MumbleError: .its text cannot be had"):
+            await group.call_one(0, Strange.mumble)
+        assert (await group.call_one(0, Strange.value)).value == 5
+
+    in_cluster(open_cluster, one_role(Strange, (5,), slots=1), body)
+
+
+def test_waiting_control_calls_do_not_keep_a_worker_from_saying_where_it_is(open_cluster: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        group = workers.role("counter", Counter)
+        waiting = [asyncio.create_task(group.control_one(0, Counter.nap, 3.0)) for _ in range(2)]
+        await asyncio.sleep(0.2)
+        assert [place for place, _ in (await workers.where("gen")).groups()] == ["idle"]
+        await asyncio.gather(*waiting)
+
+    in_cluster(open_cluster, one_role(Counter, (5,), slots=1), body)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Cannot be pickled, and holds what nobody should read."""
+
+    key: str
+    lock: Lock
+
+
+def test_an_argument_that_cannot_be_sent_is_named_without_its_value(open_on_ray: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        group = workers.role("counter", Counter)
+        secret = "".join(reversed("TERCES"))
+        with pytest.raises(ClusterError, match=r"counter.measure: its argument number 0 \(Settings\)") as told:
+            await group.call_one(0, Counter.measure, Settings(key=secret, lock=Lock()))  # type: ignore[arg-type]
+        assert "SECRET" not in "".join(traceback.format_exception(told.value))
+
+    in_cluster(open_on_ray, one_role(Counter, (5,), slots=1), body)
+
+
+class Unreadable:
+    """Can be pickled, and not read back by the controller."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _only_on_workers, ()
+
+
+def _only_on_workers() -> None:
+    raise ModuleNotFoundError("no module named only_on_workers")
+
+
+class Gives(Counter):
+    """Gives what cannot be read."""
+
+    def give(self) -> Unreadable:
+        return Unreadable()
+
+
+def test_an_answer_that_cannot_be_read_is_no_death(open_on_ray: Opener) -> None:
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        group = workers.role("counter", Gives)
+        with pytest.raises(ClusterError, match="only_on_workers") as told:
+            await group.call_one(0, Gives.give)
+        assert not isinstance(told.value, WorkerDiedError)
+        assert (await group.call_one(0, Gives.value)).value == 5
+
+    in_cluster(open_on_ray, one_role(Gives, (5,), slots=1), body)
+
+
+class Pair(Counter):
+    """One of a pair fails while the controller looks at a block of the other."""
+
+    def __init__(self, seat: Seat) -> None:
+        super().__init__(seat)
+
+    def blocks(self, request: Request) -> object:
+        for position in range(len(request.ids)):
+            if position == 1 and not self.seat.is_source:
+                raise ValueError("the peer fails")
+            if position == 1:
+                self.nap(1.5)
+            yield Computed(rows=make_block(request.ids.take(np.array([position]))))
+
+
+@pytest.mark.slow
+def test_a_peer_that_fails_while_nobody_waits_is_heard(open_on_ray: Opener) -> None:
+    from podium.cluster import Layout, MeshShape, Pool, RoleSpec
+
+    layout = Layout(
+        pools=(Pool(name="gen", slots=2),),
+        roles=(RoleSpec(name="pair", kind=Pair, pool="gen", mesh=MeshShape(tensor=2)),),
+    )
+
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        stream = workers.role("pair", Pair).stream_one(0, Pair.blocks, Request(ids=ids(range(2))))  # type: ignore[arg-type, var-annotated]
+        await anext(stream)
+        await asyncio.sleep(0.5)  # the consumer is away, and the peer fails meanwhile
+        with pytest.raises(RoleError, match="the peer fails"):
+            await anext(stream)
+        with pytest.raises(WorkerDiedError, match="cannot be called"):
+            await workers.role("pair", Pair).call_all(Pair.value)
+
+    in_cluster(open_on_ray, layout, body, limit_s=120)
+
+
+def test_a_closed_cluster_says_so(open_cluster: Opener) -> None:
+    async def main() -> None:
+        async with open_cluster() as cluster:
+            workers = await cluster.start(COUNTERS, deadline_s=60)
+            shards = [Request(ids=ids(range(1))), Request(ids=ids(range(1, 2)))]
+            merged = await workers.role("counter", Counter).call_sharded(Counter.generate, shards)
+            with cluster.step(7) as step:
+                assert merged.rows is not None
+                step.hold(merged.rows)
+        with pytest.raises(ClusterError, match="closed"):
+            await cluster.start(COUNTERS)
+        with pytest.raises(StoreError, match="step 7"):
+            merged.rows.read()
+
+    asyncio.run(asyncio.wait_for(main(), 90))
