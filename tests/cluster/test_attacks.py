@@ -5,16 +5,17 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from threading import Lock
 
 import numpy as np
 import pytest
 
-from helpers.clusters import Opener, in_cluster, one_role
-from helpers.roles import Counter, Request, ids, make_block
-from podium.cluster import Cluster, Computed, Seat, WorkerId, Workers
-from podium.data.trajectories import TrajectoryIds
+from helpers.clusters import Opener, drain, in_cluster, one_role
+from helpers.roles import Counter, Request, Summer, ids, make_block
+from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, Seat, WorkerId, Workers
+from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, StoreError, WorkerDiedError
 
 COUNTERS = one_role(Counter, (5,), slots=2)
@@ -195,8 +196,6 @@ class Pair(Counter):
 
 @pytest.mark.slow
 def test_a_peer_that_fails_while_nobody_waits_is_heard(open_on_ray: Opener) -> None:
-    from podium.cluster import Layout, MeshShape, Pool, RoleSpec
-
     layout = Layout(
         pools=(Pool(name="gen", slots=2),),
         roles=(RoleSpec(name="pair", kind=Pair, pool="gen", mesh=MeshShape(tensor=2)),),
@@ -212,6 +211,52 @@ def test_a_peer_that_fails_while_nobody_waits_is_heard(open_on_ray: Opener) -> N
             await workers.role("pair", Pair).call_all(Pair.value)
 
     in_cluster(open_on_ray, layout, body, limit_s=120)
+
+
+class Meets(Summer):
+    """Streams what all ranks agree on, or does not come to an end."""
+
+    def agreed(self, request: Request) -> Iterator[Computed[TrajectoryBlock]]:
+        assert self.all_sum(1.0) == 3.0
+        yield Computed(rows=make_block(request.ids))
+
+    def lingers(self, request: Request) -> Iterator[Computed[TrajectoryBlock]]:
+        yield Computed(rows=make_block(request.ids))
+        if not self.seat.is_source:
+            self.nap(30.0)
+
+
+@dataclass(frozen=True, eq=False)
+class LockedRequest(Request):
+    """Cannot be sent."""
+
+    lock: Lock = field(default_factory=Lock)
+
+
+@pytest.mark.slow
+def test_streams_keep_ranks_in_step_and_end_in_time(open_on_ray: Opener) -> None:
+    layout = Layout(
+        pools=(Pool(name="gen", slots=2),),
+        roles=(
+            RoleSpec(name="ranks", kind=Meets, pool="gen", mesh=MeshShape(shard=2)),
+            RoleSpec(name="pair", kind=Meets, pool="gen", mesh=MeshShape(tensor=2)),
+        ),
+    )
+
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        ranks, pair = workers.role("ranks", Meets), workers.role("pair", Meets)
+        good, bad = Request(ids=ids(range(1))), LockedRequest(ids=ids(range(1, 2)))
+        with pytest.raises(ClusterError, match="cannot be pickled"):
+            await drain(ranks.stream_sharded(Meets.agreed, [good, bad]))
+        with pytest.raises(WorkerDiedError, match="could not be sent to the others"):
+            await ranks.call_all(Meets.value)
+        assert len(await workers.recover("gen", deadline_s=60)) == 2
+        with pytest.raises(DeadlineError, match="not all others of its data rank have come to the end"):
+            await drain(pair.within(3).stream_one(0, Meets.lingers, good))
+        with pytest.raises(WorkerDiedError, match="came to no end"):
+            await pair.call_all(Meets.value)
+
+    in_cluster(open_on_ray, layout, body, limit_s=150)
 
 
 def test_a_closed_cluster_says_so(open_cluster: Opener) -> None:

@@ -13,7 +13,7 @@ import pytest
 from helpers.clusters import Opener, drain, in_cluster
 from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, WorkerId, Workers
-from podium.errors import ClusterError, RoleError, WorkerDiedError
+from podium.errors import ClusterError, DeadlineError, RoleError, WorkerDiedError
 
 # Policy ranks are 0 and 1 of the link, the generator is 2. `judge` sits with the policy, and its workers share one
 # data rank.
@@ -152,3 +152,45 @@ def test_all_workers_of_a_data_rank_get_its_shard_and_its_source_answers(open_on
             await judge.within(5).call_all(Counter.value)
 
     in_cluster(open_on_ray, LAYOUT, body, limit_s=120)
+
+
+class Late(Summer):
+    """Sends late."""
+
+    def receive_from_late(self, link: str, source: int, seconds: float) -> float:
+        if self.seat.transfer(link).rank == source:
+            self.nap(seconds)
+        return self.receive(link, SIZE, source)
+
+
+@pytest.mark.slow
+def test_a_link_outlives_its_making_and_a_busy_pool_the_renewal_of_its_link(open_on_ray: Opener) -> None:
+    pools = (Pool(name="train", slots=1), Pool(name="gen", slots=2))
+    layout = Layout(
+        pools=pools,
+        roles=(
+            RoleSpec(name="policy", kind=Late, pool="train", arguments=(7,)),
+            RoleSpec(name="generator", kind=Late, pool="gen", mesh=MeshShape(shard=2), arguments=(3,)),
+        ),
+    )
+
+    async def body(cluster: Cluster, workers: Workers) -> None:
+        policy, generator = workers.role("policy", Late), workers.role("generator", Late)
+        await workers.connect("weights", ("policy", "generator"), deadline_s=10)
+        # The sender comes later than the link's making was allowed to take.
+        answers = await asyncio.gather(
+            policy.call_all(Late.receive_from_late, "weights", 0, 11.0),
+            generator.call_all(Late.receive_from_late, "weights", 0, 11.0),
+        )
+        assert [answer.value for some in answers for answer in some] == [35.0] * 3
+
+        working = asyncio.create_task(generator.call_all(Late.nap, 14.0))
+        await workers.end_worker(policy.workers[0])
+        with pytest.raises(DeadlineError, match="workers of gen are still leaving"):
+            await workers.recover("train", deadline_s=8)
+        assert [answer.value for answer in await working] == ["rested"] * 2
+        assert [answer.value for answer in await generator.call_all(Late.all_sum, 1.0)] == [3.0] * 2
+        await workers.recover("train", deadline_s=30)
+        assert await sent_from(workers, 0) == [35.0] * 3
+
+    in_cluster(open_on_ray, layout, body, limit_s=150)

@@ -283,7 +283,7 @@ class RoleGroup(Generic[RoleT]):
                 order = Invoke(member.worker, self._role, name, "value")
                 send = member.process.control if control else member.process.perform
                 pending.append(Pending(worker=member.worker, answer=send(order, *args, **kwargs)))
-        envelopes = await self._gather(pending, name, crew)
+        envelopes = await self._gather(pending, name, crew, in_step=not control)
         return tuple(
             Answer(
                 worker=worker,
@@ -294,8 +294,11 @@ class RoleGroup(Generic[RoleT]):
             for worker, envelope in zip(workers, envelopes, strict=True)
         )
 
-    async def _gather(self, pending: Sequence[Pending], name: str, crew: Crew) -> list[Envelope]:
-        envelopes = await gather_answers(pending, f"in {self._role}.{name}", Deadline(self._deadline_s), crew)
+    async def _gather(
+        self, pending: Sequence[Pending], name: str, crew: Crew, *, in_step: bool = True
+    ) -> list[Envelope]:
+        deadline = Deadline(self._deadline_s)
+        envelopes = await gather_answers(pending, f"in {self._role}.{name}", deadline, crew, in_step=in_step)
         for each, envelope in zip(pending, envelopes, strict=True):
             self._check_sender(each.worker, envelope, name)
         return envelopes
