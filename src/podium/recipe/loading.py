@@ -59,9 +59,14 @@ class _StrictLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-_StrictLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a string which the loader would take for a number: a folder named 0e1."""
+
+
+for _kind in (_StrictLoader, _Dumper):
+    _kind.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def load_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -115,7 +120,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
 
 def dump_recipe(recipe: Recipe) -> str:
     """The fully resolved recipe as YAML; reading it back gives an equal recipe."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _copied(value: Any) -> Any:

@@ -238,6 +238,13 @@ def test_a_recipe_is_frozen_all_the_way_down() -> None:
     assert isinstance(recipe.data.train, tuple)
 
 
+def test_a_folder_whose_name_looks_like_a_number_stays_a_folder(tmp_path):
+    recipe = make_recipe("model.path='0E0'", "run.folder='1e-5'")
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert (recipe.model.path, recipe.run.folder) == ("0E0", "1e-5")
+
+
 @given(
     lr=st.floats(min_value=1e-12, max_value=1e3),
     steps=st.integers(min_value=1, max_value=10**9),
