@@ -72,3 +72,11 @@ class ResultError(ClusterError):
 
 class StoreError(ClusterError):
     """An object of the store is gone or does not come in time."""
+
+
+class RolloutError(PodiumError):
+    """A rollout engine cannot do what was asked of it: says in which state it is and what to do."""
+
+
+class WeightMismatchError(RolloutError):
+    """Weights arrived that are not those of their version: names the tensors that differ."""

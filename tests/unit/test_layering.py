@@ -14,8 +14,8 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "recipe", "observe", "algorithms", "data", "models", "engine", "cluster", "spmd", "programs", "checks",
-    "api", "cli",
+    "errors", "recipe", "observe", "algorithms", "data", "models", "engine", "weights", "rollout", "cluster", "spmd",
+    "programs", "checks", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -32,10 +32,13 @@ TORCH_FREE = (
     "models.folder",
     "engine.addresses",
     "cluster",
+    "weights.versions",
+    "rollout.requests",
+    "rollout.engine",
 )
 # Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
 NOT_TORCH_FREE = ("cluster.rendezvous",)
-FREE_PACKAGES = ("spmd", "models", "engine")
+FREE_PACKAGES = ("spmd", "models", "engine", "weights", "rollout")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

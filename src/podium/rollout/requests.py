@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is asked of a rollout engine and what comes back: token ids in, token ids out. Torch-free."""
+
+# L new tokens of one answer
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.documents import Tokens
+from podium.data.trajectories import TrajectoryId
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. The defaults draw from the policy itself: temperature 1, nothing cut off."""
+
+    max_new_tokens: int
+    min_new_tokens: int = 0  # stop tokens and stop strings do not end an answer before
+    temperature: float = 1.0  # 0 takes the most likely token
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0  # relative to the most likely token
+    repetition_penalty: float = 1.0  # of every token of prompt and answer so far
+    stop_tokens: frozenset[int] = frozenset()  # the one that ends an answer is part of it
+    stop_strings: tuple[str, ...] = ()  # an answer ends with the token that completes one
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_tokens: frozenset[int] | None = None  # None: all
+
+    @property
+    def changes_the_policy(self) -> bool:
+        """Whether tokens come from another distribution than softmax(logits / temperature)."""
+        return (
+            self.top_k > 0
+            or self.top_p < 1.0
+            or self.min_p > 0.0
+            or self.repetition_penalty != 1.0
+            or self.min_new_tokens > 0
+            or bool(self.logit_bias)
+            or self.allowed_tokens is not None
+        )
+
+    def problems(self, vocab_size: int) -> Iterator[str]:
+        """What is wrong with these values for a model of this vocabulary, one sentence each."""
+        if self.max_new_tokens < 1:
+            yield f"max_new_tokens is {self.max_new_tokens}; at least one token must be asked for."
+        if not 0 <= self.min_new_tokens <= max(self.max_new_tokens, 0):
+            yield f"min_new_tokens is {self.min_new_tokens}; it lies between 0 and max_new_tokens."
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            yield f"temperature is {self.temperature}; it is 0 (the most likely token) or a positive number."
+        if self.top_k < 0:
+            yield f"top_k is {self.top_k}; 0 switches it off, else it is positive."
+        if not 0 < self.top_p <= 1:
+            yield f"top_p is {self.top_p}; it lies above 0 and at most at 1, which switches it off."
+        if not 0 <= self.min_p <= 1:
+            yield f"min_p is {self.min_p}; it lies between 0, which switches it off, and 1."
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            yield f"repetition_penalty is {self.repetition_penalty}; it is positive, and 1 switches it off."
+        if any(not text for text in self.stop_strings):
+            yield "stop_strings has an empty string, which would end every answer at once. Remove it."
+        if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
+            yield "logit_bias has a value that is not a number or is infinite upwards; -inf forbids a token."
+        if self.allowed_tokens is not None and not self.allowed_tokens:
+            yield "allowed_tokens is empty, so no token could be drawn. Leave it out to allow all."
+        named = {"stop_tokens": self.stop_tokens, "logit_bias": self.logit_bias, "allowed_tokens": self.allowed_tokens}
+        for name, tokens in named.items():
+            unknown = sorted(token for token in tokens or () if not 0 <= token < vocab_size)
+            if unknown:
+                yield f"{name} names token {unknown[0]}, and the vocabulary ends at token {vocab_size - 1}."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Request:
+    """One answer wanted. Its random stream is keyed by seed, id (without the attempt) and position in the sequence, so
+    what it was batched with changes nothing, and a second attempt draws the same tokens from the same weights."""
+
+    id: TrajectoryId
+    prompt: Tokens
+    sampling: Sampling
+    seed: int = 0
+
+    def problem(self, *, vocab_size: int, max_length: int) -> str | None:
+        """Why this cannot be served by a model of this vocabulary and context, or None."""
+        length = len(self.prompt)
+        if length == 0:
+            return (
+                "the prompt is empty; a model needs at least one token to go on from (its begin token, for instance)."
+            )
+        if length >= max_length:
+            return (
+                f"the prompt has {length} tokens and the context {max_length}, which leaves no room for an answer. "
+                "Shorten the prompt, or raise the engine's max_length if the model allows it."
+            )
+        low, high = int(self.prompt.min()), int(self.prompt.max())
+        if low < 0 or high >= vocab_size:
+            wrong = low if low < 0 else high
+            return f"the prompt has token {wrong}, and the vocabulary ends at token {vocab_size - 1}."
+        found = list(self.sampling.problems(vocab_size))
+        return " ".join(found) if found else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Completion:
+    """An answer, finished or cut short. Tokens that were drawn are never thrown away, whatever ended it."""
+
+    id: TrajectoryId
+    prompt: Tokens
+    tokens_L: NDArray[np.int32]
+    logprobs_L: NDArray[np.float32]  # log softmax(logits / temperature) over the real vocabulary; temperature 0 as 1
+    versions_L: NDArray[np.int32]  # of the weights that drew each token
+    finish: Finish
+    stop: int | str | None = None  # the stop token or stop string that ended it
+    error: str | None = None  # with finish `error`: what was wrong with this request
+    reused_tokens: int = 0  # prompt tokens that were in the cache already
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens_L)
+
+
+def failed(request: Request, error: str) -> Completion:
+    """The answer to a request that cannot be served."""
+    return Completion(
+        id=request.id,
+        prompt=request.prompt,
+        tokens_L=np.empty(0, np.int32),
+        logprobs_L=np.empty(0, np.float32),
+        versions_L=np.empty(0, np.int32),
+        finish="error",
+        error=error,
+    )
