@@ -19,7 +19,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from podium.errors import UnsupportedModelError
-from podium.models.packing import Packing, Run, runs_of
+from podium.models.packing import AttentionStep, Packing, Run, runs_of
 
 PACKED_ATTENTION = "podium_packed"
 
@@ -41,7 +41,7 @@ def packed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    packing: Packing | None = None,
+    packing: Packing | AttentionStep | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -57,34 +57,47 @@ def packed_attention(
         )
     if getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{type(module).__name__} attends in both directions; Podium trains causal models.")
+    if not isinstance(packing, Packing):
+        out = packing.attend(
+            module, query, key, value, scaling=scaling, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+        return out, None
     if packing.windows is not None:
         packing.windows.append(sliding_window)
     has_kernel = query.is_cuda and query.dtype != torch.float32 and softcap is None and s_aux is None
     if has_kernel:
         if dropout > 0:
             raise UnsupportedModelError("attention dropout has no variable-length kernel; set attention_dropout to 0.")
-        return _variable_length(query, key, value, packing, scaling, sliding_window), None
+        q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+        bounds, longest = packing.boundaries, packing.longest
+        out = varlen_attention(q, k, v, (bounds, bounds), (longest, longest), scaling=scaling, window=sliding_window)
+        return out.unsqueeze(0), None
     return _by_document(query, key, value, packing, scaling, dropout, sliding_window, softcap, s_aux), None
 
 
-def _variable_length(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float | None, window: int | None
+def varlen_attention(
+    query: Tensor,  # [queries, H, E]
+    key: Tensor,  # [keys, K, E]
+    value: Tensor,
+    bounds: tuple[Tensor, Tensor],  # of queries and of keys
+    longest: tuple[int, int],
+    *,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
+    """Causal attention within each document on CUDA; the last query of a document sees its last key."""
     out: Any = varlen_attn(
-        query[0].transpose(0, 1),
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        packing.boundaries,
-        packing.boundaries,
-        packing.longest,
-        packing.longest,
+        query,
+        key,
+        value,
+        *bounds,
+        *longest,
         scale=scaling,
         # transformers counts the query itself as part of its window, the kernel counts what lies to the left of it.
         window_size=(-1 if window is None else window - 1, 0),
         **_GROUPED_HEADS,
     )
-    packed: Tensor = out.unsqueeze(0)
-    return packed
+    return out  # type: ignore[no-any-return]
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -116,7 +129,8 @@ def _by_document(
                 enable_gqa=q.shape[1] != k.shape[1],
             )  # fmt: skip
         else:
-            out = _plain_attention(q, k, v, scaling, dropout, window, softcap, sinks)
+            visible = _visible(run.length, window, q.device)
+            out = plain_attention(q, k, v, visible, scaling=scaling, dropout=dropout, softcap=softcap, sinks=sinks)
         outs.append(out.transpose(1, 2).reshape(run.num_documents * run.length, *out.shape[1:2], out.shape[-1]))
     return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
 
@@ -140,25 +154,26 @@ def _visible(length: int, window: int | None, device: torch.device) -> Tensor:
     return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def _plain_attention(
-    q: Tensor,
-    k: Tensor,
+def plain_attention(
+    q: Tensor,  # [D, H, queries, E]
+    k: Tensor,  # [D, K, keys, E]
     v: Tensor,
+    visible: Tensor,  # bool, broadcast to [D, H, queries, keys]
+    *,
     scaling: float | None,
-    dropout: float,
-    window: int | None,
+    dropout: float = 0.0,
     softcap: float | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None,  # [H]
 ) -> Tensor:
     """Attention written out, for what no fused kernel offers: soft-capped scores and attention sinks."""
-    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-1, -2)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_visible(length, window, q.device), float("-inf")).float()
+    scores = scores.masked_fill(~visible, float("-inf")).float()
     if sinks is not None:
-        sink = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, length, 1).float()
+        sink = sinks.reshape(1, -1, 1, 1).expand(q.shape[0], -1, q.shape[2], 1).float()
         probabilities = torch.softmax(torch.cat([scores, sink], dim=-1), dim=-1)[..., :-1]
     else:
         probabilities = torch.softmax(scores, dim=-1)

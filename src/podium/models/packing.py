@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from podium.data.documents import PackedBatch
 
@@ -30,6 +31,24 @@ class Packing:
     longest: int
     runs: tuple[Run, ...]  # for kernels that go document by document; empty where a variable-length kernel is used
     windows: list[int | None] | None = None  # where given, every attention call notes the sliding window it was told
+
+
+class AttentionStep(Protocol):
+    """What may stand in the place of a Packing: attention that reads more than the tokens of this forward."""
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """[1, H, T, E] and twice [1, K, T, E] -> [1, T, H, E]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -11,6 +11,7 @@ from podium.recipe.schema import (
     OptimizerSection,
     PlacementSection,
     Recipe,
+    RolloutSection,
     RunSection,
     SourceSection,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "OptimizerSection",
     "PlacementSection",
     "Recipe",
+    "RolloutSection",
     "RunSection",
     "SourceSection",
     "apply_overrides",

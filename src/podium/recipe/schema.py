@@ -155,6 +155,36 @@ class GenerationSection(Section):
     )
 
 
+class RolloutSection(Section):
+    """How tokens are generated: for evaluation in every program, and for training where it is on-policy."""
+
+    engine: Literal["native", "vllm"] = Field(
+        "native", description="`native` generates with the learner's own weights; `vllm` needs the extra of that name."
+    )
+    memory_gib: Real | None = Field(
+        None,
+        gt=0,
+        description="Device memory for keys and values. Default: on CUDA 80% of what is free, on CPU at most 2 GiB.",
+    )
+    max_length: Count | None = Field(
+        None, description="Longest prompt and answer together, in tokens; default: what the model was made for."
+    )
+    max_running: Count | None = Field(
+        None, description="Answers drawn at the same time; default: 256 on CUDA, 64 on CPU, as far as memory goes."
+    )
+    prefill_tokens: Count | None = Field(
+        None, description="Most prompt tokens of one step beside the answers; default: 8192 on CUDA, 1024 on CPU."
+    )
+    page_tokens: Count | None = Field(
+        None, description="Tokens of a page of the cache; default: 64 on CUDA, a whole sequence on CPU."
+    )
+    reuse_prefixes: Switch = Field(True, description="Keep what is computed, for prompts that begin alike.")
+    graphs: Literal["auto", "off"] = Field("auto", description="CUDA graphs for decoding; auto: on CUDA.")
+    offload_optimizer: Switch = Field(
+        False, description="Optimizer state leaves the device while tokens are generated, and comes back after."
+    )
+
+
 class EvaluationSection(Section):
     """Held-out loss and generated answers, during the run and at its end."""
 

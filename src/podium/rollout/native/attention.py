@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over the cache in plain torch: on CPU the way to generate, on CUDA the way to take in prompts.
+
+One forward holds the newest token of every answer and pieces of prompts. Each layer first writes the keys and values of
+all of them into its pages and then attends over the pages.
+"""
+
+# T tokens of this forward · N rows · H query heads · K key-value heads · E head width
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from podium.models.attention import plain_attention, varlen_attention
+from podium.rollout.native.cache import LayerCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRun:
+    """Rows whose slots are neighbours: read in one call, each as far as the longest."""
+
+    first: int  # position of the first row's token in the forward
+    count: int
+    first_slot: int
+    longest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """Tokens [first, first + count) of the forward are the last `count` of the first `length` of a sequence."""
+
+    first: int
+    count: int
+    length: int
+    pages: Tensor  # that hold the sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedPieces:
+    """All pieces of a forward on CUDA, for one variable-length call."""
+
+    first: int  # where they begin in the forward
+    query_bounds: Tensor
+    key_bounds: Tensor
+    longest_query: int
+    longest_key: int
+    key_page: Tensor | None  # of every key that is read; None: all are fresh, and the forward's own
+    key_offset: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CachedStep:
+    """Travels to the attention of every layer in the place of a packing."""
+
+    layers: Mapping[int, LayerCache]  # by the attention module's id
+    page_T: Tensor  # where each token's keys and values go
+    offset_T: Tensor
+    slot_runs: Sequence[SlotRun] = ()
+    lengths_N: Tensor | None = None  # of the rows of the slot runs, this forward's token included
+    pieces: Sequence[Piece] = ()
+    packed: PackedPieces | None = None
+    masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)  # shared by the layers
+    places: dict[int, Tensor] = field(default_factory=dict)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        layer = self.layers[id(module)]
+        self._write(layer.keys, key)
+        self._write(layer.values, value)
+        plain = softcap is not None or sinks is not None
+        outs = [self._of_slots(layer, query, run, scaling, window, softcap, sinks) for run in self.slot_runs]
+        if self.packed is not None and query.dtype != torch.float32 and not plain:
+            outs.append(self._of_packed(layer, query, key, value, self.packed, scaling, window))
+        else:
+            outs.extend(self._of_piece(layer, query, piece, scaling, window, softcap, sinks) for piece in self.pieces)
+        return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
+
+    def _write(self, store: Tensor, fresh: Tensor) -> None:
+        heads = store.shape[1]
+        place = self.places.get(heads)
+        if place is None:
+            # Flat index of (page, head, offset) for every token and head.
+            page_and_head = self.page_T[:, None] * heads + torch.arange(heads, device=self.page_T.device)
+            place = (page_and_head * store.shape[2] + self.offset_T[:, None]).flatten()
+            self.places[heads] = place
+        store.view(-1, store.shape[-1]).index_copy_(0, place, fresh[0].transpose(0, 1).reshape(-1, fresh.shape[-1]))
+
+    def _of_slots(
+        self,
+        layer: LayerCache,
+        query: Tensor,
+        run: SlotRun,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """One token of each of some rows -> [N, H, E]. Query heads that share keys are read as rows of one product."""
+        heads, shared = query.shape[1], layer.keys.shape[1]
+        q = query[0, :, run.first : run.first + run.count].transpose(0, 1)
+        slots = slice(run.first_slot, run.first_slot + run.count)
+        k, v = layer.keys[slots, :, : run.longest], layer.values[slots, :, : run.longest]
+        if softcap is None and sinks is None:
+            q = q.reshape(run.count, shared, heads // shared, q.shape[-1])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._slot_mask(run, window), scale=scaling)
+            return out.reshape(run.count, heads, v.shape[-1])
+        visible = self._slot_mask(run, window) == 0
+        return plain_attention(q.unsqueeze(2), k, v, visible, scaling=scaling, softcap=softcap, sinks=sinks).squeeze(2)
+
+    def _slot_mask(self, run: SlotRun, window: int | None) -> Tensor:
+        """[N, 1, 1, keys]: 0 where a row sees, -inf where it does not."""
+        known = self.masks.get((run.first, run.count, window))
+        if known is None:
+            assert self.lengths_N is not None
+            length = self.lengths_N[run.first : run.first + run.count, None]
+            at = torch.arange(run.longest, device=length.device)
+            hidden = at >= length
+            if window is not None:
+                hidden |= at < length - window
+            known = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))[:, None, None]
+            self.masks[(run.first, run.count, window)] = known
+        return known
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return next(iter(self.layers.values())).keys.dtype
+
+    def _of_piece(
+        self,
+        layer: LayerCache,
+        query: Tensor,
+        piece: Piece,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        """Some tokens of one sequence -> [T, H, E]."""
+        q = query[:, :, piece.first : piece.first + piece.count]
+        k, v = (_sequence(store, piece) for store in (layer.keys, layer.values))
+        whole = piece.count == piece.length and (window is None or piece.length <= window)
+        if softcap is None and sinks is None:
+            mask = None if whole or _sees_all(piece, window) else _trailing_mask(piece, window, q.device)
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=whole, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        else:
+            visible = _trailing_mask(piece, window, q.device)
+            out = plain_attention(q, k, v, visible, scaling=scaling, softcap=softcap, sinks=sinks)
+        return out[0].transpose(0, 1)
+
+    def _of_packed(
+        self,
+        layer: LayerCache,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        packed: PackedPieces,
+        scaling: float | None,
+        window: int | None,
+    ) -> Tensor:
+        q = query[0, :, packed.first :].transpose(0, 1)
+        if packed.key_page is None:
+            k, v = (fresh[0, :, packed.first :].transpose(0, 1) for fresh in (key, value))
+        else:
+            k, v = (store[packed.key_page, :, packed.key_offset] for store in (layer.keys, layer.values))
+        return varlen_attention(
+            q,
+            k,
+            v,
+            (packed.query_bounds, packed.key_bounds),
+            (packed.longest_query, packed.longest_key),
+            scaling=scaling,
+            window=window,
+        )
+
+
+def _sequence(store: Tensor, piece: Piece) -> Tensor:
+    """[1, K, length, E] of one sequence: a view of its slot, or its pages one after the other."""
+    if len(piece.pages) == 1:
+        page = int(piece.pages[0])
+        return store[page : page + 1, :, : piece.length]
+    pages = store[piece.pages].transpose(0, 1)
+    return pages.reshape(1, store.shape[1], -1, store.shape[-1])[:, :, : piece.length]
+
+
+def _sees_all(piece: Piece, window: int | None) -> bool:
+    return piece.count == 1 and (window is None or piece.length <= window)
+
+
+def _trailing_mask(piece: Piece, window: int | None, device: torch.device) -> Tensor:
+    """[queries, keys] for the last tokens of a sequence."""
+    keys = torch.arange(piece.length, device=device)
+    distance = keys[piece.length - piece.count :, None] - keys[None, :]
+    return (distance >= 0) if window is None else (distance >= 0) & (distance < window)

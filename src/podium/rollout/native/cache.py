@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys and values of all layers in pages: allocated once, copied and moved page by page, given up while asleep."""
+
+# L layers · K key-value heads · P positions of a page · E head width · T tokens
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from podium.errors import RolloutError
+from podium.models.causal_lm import PackedCausalLM
+from podium.rollout.native.pages import PageCopy
+from podium.rollout.native.slots import Arrangement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerShape:
+    """What one attention layer stores for a token. Keys and values may differ in width."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+    @property
+    def elements(self) -> int:
+        return self.heads * (self.key_width + self.value_width)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LayerCache:
+    """Keys and values of one layer: [pages, K, P, E]."""
+
+    keys: Tensor
+    values: Tensor
+
+
+class _Shapes:
+    """Stands in the place of a cache for one forward, and notes what every attention layer hands over."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+        self.shapes: list[LayerShape] = []
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        self.modules.append(module)
+        self.shapes.append(
+            LayerShape(heads=key.shape[1], key_width=key.shape[-1], value_width=value.shape[-1]),
+        )
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+
+@torch.no_grad()
+def attention_layers(model: PackedCausalLM, device: torch.device) -> tuple[list[nn.Module], list[LayerShape]]:
+    """The attention modules in the order in which they run, and what each stores; found by running one token through
+    the model, so that no config of any architecture needs to be understood."""
+    noted = _Shapes()
+    one = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    with torch.compiler.set_stance("force_eager"):
+        model.hf.get_decoder()(input_ids=one, position_ids=one, use_cache=False, packing=noted)
+    if not noted.modules or len(set(map(id, noted.modules))) != len(noted.modules):
+        raise RolloutError(
+            f"{type(model.hf).__name__} does not run each of its attention layers once for a token, so the native "
+            "engine cannot keep a cache for it. Use another engine."
+        )
+    return noted.modules, noted.shapes
+
+
+def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    return sum(shape.elements for shape in shapes) * dtype.itemsize
+
+
+class KVCache:
+    """All layers in as few tensors as their shapes allow: a page is copied in one or two operations."""
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], *, num_pages: int, page_tokens: int, storage: Tensor, dtype: torch.dtype
+    ) -> None:
+        """`storage`: bytes on the device, as many as `bytes_needed` says; they stay the caller's."""
+        self.num_pages, self.page_tokens = num_pages, page_tokens
+        self._stores: list[Tensor] = []  # [layers of one shape, pages, K, P, E]
+        self.layers: list[LayerCache] = []
+        keys: dict[int, Tensor] = {}
+        values: dict[int, Tensor] = {}
+        begin = 0
+        for shape in dict.fromkeys(shapes):
+            members = [index for index, each in enumerate(shapes) if each == shape]
+            for width, found in ((shape.key_width, keys), (shape.value_width, values)):
+                size = (len(members), num_pages, shape.heads, page_tokens, width)
+                end = begin + math.prod(size) * dtype.itemsize
+                store = storage[begin:end].view(dtype).view(size)
+                begin = end
+                self._stores.append(store)
+                found.update(zip(members, store.unbind(0), strict=True))
+        self.layers = [LayerCache(keys=keys[index], values=values[index]) for index in range(len(shapes))]
+
+    def copy(self, copies: Sequence[PageCopy]) -> None:
+        """Beginnings of pages into other pages. No page is read and written in one call."""
+        if not copies:
+            return
+        if self.page_tokens <= 256:  # whole pages in one operation; what lies behind the part is overwritten later
+            device = self._stores[0].device
+            pairs = torch.tensor([(copy.source, copy.target) for copy in copies], device=device)
+            for store in self._stores:
+                store.index_copy_(1, pairs[:, 1], store.index_select(1, pairs[:, 0]))
+            return
+        for copy in copies:
+            for store in self._stores:
+                store[:, copy.target, :, : copy.tokens] = store[:, copy.source, :, : copy.tokens]
+
+    def move(self, moves: Arrangement) -> None:
+        """Slots change places."""
+        sources, targets = (torch.tensor(list(each)) for each in (moves.target_of.keys(), moves.target_of.values()))
+        for store in self._stores:
+            part = store[:, :, :, : moves.tokens]
+            part[:, targets] = part[:, sources]

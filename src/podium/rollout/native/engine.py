@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The native engine: plan a step, run it, take in what it drew; until every request has its answer."""
+
+# B rows of one step
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from podium.data.trajectories import TrajectoryId
+from podium.errors import RolloutError, WeightMismatchError
+from podium.models.causal_lm import PackedCausalLM, persistent_buffers
+from podium.recipe import RolloutSection
+from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
+from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
+from podium.rollout.native.door import Door
+from podium.rollout.native.holding import DeviceHolding, free_bytes
+from podium.rollout.native.pages import PageBook
+from podium.rollout.native.randomness import signed, stream_key
+from podium.rollout.native.rows import Answer, Rows, RowTable
+from podium.rollout.native.runner import DrawTable, Runner, StepResult, make_runner
+from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
+from podium.rollout.native.sizing import choose_sizes
+from podium.rollout.requests import Completion, Request, failed
+from podium.weights.receiving import Verified, verify_in_place
+from podium.weights.transports import Delivery
+from podium.weights.versions import WeightVersion
+from podium.weights.whole_copy import WholeCopy
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Launched:
+    plan: StepPlan
+    version: int
+    result: StepResult
+
+
+class NativeEngine:
+    """Generates with `model` itself. On one device that is the learner's own module: an update of the learner is seen
+    by the next step, and `install` only proves it. Where the learner is sharded, it is the module of a WholeCopy."""
+
+    def __init__(
+        self,
+        model: PackedCausalLM,
+        device: torch.device,
+        section: RolloutSection | None = None,
+        *,
+        decode: Decode | None = None,
+        copy: WholeCopy | None = None,
+        version: int = 0,
+    ) -> None:
+        """`decode`: token ids to text, needed for stop strings only. `copy`: given up while the engine sleeps."""
+        section = section or RolloutSection()
+        self._model, self._device, self._decode, self._copy = model, device, decode, copy
+        self._version = version
+        self._door = Door()
+        model.eval()
+        modules, shapes = attention_layers(model, device)
+        dtype = model.head_weight.dtype
+        token_bytes = bytes_per_token(shapes, dtype)
+        self._sizes = choose_sizes(
+            section,
+            context=int(model.hf.config.get_text_config().max_position_embeddings),
+            token_bytes=token_bytes,
+            cuda=device.type == "cuda",
+            free_bytes=free_bytes(device),
+        )
+        sizes = self._sizes
+        self._holding = DeviceHolding(sizes.cache_tokens * token_bytes, device)
+        cache = KVCache(
+            shapes,
+            num_pages=sizes.num_pages,
+            page_tokens=sizes.page_tokens,
+            storage=self._holding.bytes,
+            dtype=dtype,
+        )
+        self._book = PageBook(sizes.num_pages, sizes.page_tokens, remember=section.reuse_prefixes)
+        self._rows = RowTable(sizes.max_running, page_tokens=sizes.page_tokens, max_length=sizes.max_length)
+        self._draws = DrawTable(sizes.max_running)
+        self._scheduler = Scheduler(self._book, self._rows, prefill_tokens=sizes.prefill_tokens, slots=sizes.slots)
+        self._runner: Runner = make_runner(
+            model, modules, cache, self._rows, self._draws, device, slots=sizes.slots, graphs=section.graphs == "auto"
+        )
+        self._answers: dict[TrajectoryId, Answer] = {}
+        self._launched: deque[_Launched] = deque()
+        self._done: deque[Completion] = deque()
+        self._arrivals = 0
+        self._paused = self._asleep = self._closed = False
+        self._refusal: str | None = None
+        self._finished = self._drawn = self._prefilled = self._reused = 0
+
+    # What is asked
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        """Takes requests. One that cannot be served is answered with an error."""
+        with self._door.visit():
+            self._check_open()
+            new = [request.id for request in requests]
+            known = [id for id in new if id in self._answers]
+            if known or len(set(new)) != len(new):
+                twice = known[0] if known else next(id for id in new if new.count(id) > 1)
+                raise RolloutError(
+                    f"request {twice} is under way already; an id stands for one answer. Give a second attempt another "
+                    "attempt number, or wait for the first."
+                )
+            for request in requests:
+                problem = self._problem(request)
+                if problem is not None:
+                    self._finish(failed(request, problem))
+                    continue
+                answer = Answer(request=request, arrival=self._arrivals, tokens=request.prompt.astype(np.int32))
+                answer.limit = min(answer.limit, self._sizes.max_length)
+                self._arrivals += 1
+                self._answers[request.id] = answer
+                self._scheduler.waiting.append(answer)
+
+    def results(self, *, deadline_s: float) -> Iterator[Completion]:
+        """Answers as they finish, until none is left. Works in the thread that iterates; waits only while the engine
+        is paused or asleep, for `resume`, `wake` or `cancel` from another thread, and at most `deadline_s`."""
+        last = time.monotonic()
+        while True:
+            idle = None
+            with self._door.step():
+                self._check_open()
+                if self._done:
+                    found = self._done.popleft()
+                elif not self._answers:
+                    return
+                else:
+                    found = None
+                    idle = self._why_idle()
+                    if idle is None:
+                        self._advance()
+            if found is not None:
+                yield found
+                last = time.monotonic()
+            elif idle is None:
+                last = time.monotonic()
+            else:
+                left = last + deadline_s - time.monotonic()
+                if left <= 0:
+                    raise RolloutError(
+                        f"the engine {idle}, and has been so for {deadline_s:g} s with {len(self._answers)} answers "
+                        "under way. Another thread must end that, or cancel them."
+                    )
+                self._door.wait_for_a_visit(left)
+
+    def cancel(self, ids: Iterable[TrajectoryId]) -> None:
+        """Ends these answers with what has been drawn so far."""
+        with self._door.visit():
+            self._take_in(lag=0)
+            for id in ids:
+                answer = self._answers.get(id)
+                if answer is None:
+                    continue
+                if answer.row >= 0:
+                    self._scheduler.end(answer.row)
+                else:
+                    self._scheduler.waiting.remove(answer)
+                self._finish(answer.completion("cancelled"))
+
+    def pause(self) -> None:
+        """Draws no more tokens until `resume`."""
+        with self._door.visit():
+            self._paused = True
+
+    def resume(self) -> None:
+        """Goes on after `pause`."""
+        with self._door.visit():
+            self._paused = False
+
+    # Weights
+
+    @property
+    def version(self) -> int:
+        """Number of the weights that draw now."""
+        return self._version
+
+    def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
+        """Takes weights of `version` between two steps; see the protocol."""
+        with self._door.visit():
+            self._check_open()
+            if self._asleep:
+                raise RolloutError("the engine is asleep, so weights cannot be installed. Wake it first.")
+            self._take_in(lag=0)
+            if in_flight == "recompute":
+                self._put_all_back()
+            self._book.forget()
+            self._version = version.number
+            try:
+                mine = _tensors(self._model)
+                if delivery is None:
+                    verify_in_place(mine, version)
+                else:
+                    _fill(mine, Verified(delivery, version))
+            except BaseException as error:
+                self._refusal = str(error) if isinstance(error, WeightMismatchError) else "the last install failed"
+                raise
+            self._refusal = None
+
+    # Memory
+
+    def sleep(self) -> MemoryChange:
+        """Gives up the cache, and the whole copy of the weights where there is one."""
+        with self._door.visit():
+            self._check_open()
+            if self._asleep:
+                return MemoryChange(measured_bytes=0, accounted_bytes=0)
+            self._take_in(lag=0)
+            self._put_all_back()
+            self._book.forget()
+            before = free_bytes(self._device)
+            accounted = self._holding.release() + (self._copy.release() if self._copy is not None else 0)
+            self._asleep = True
+            return MemoryChange(measured_bytes=self._measured(before), accounted_bytes=accounted)
+
+    def wake(self) -> MemoryChange:
+        """Takes the memory back."""
+        with self._door.visit():
+            self._check_open()
+            if not self._asleep:
+                return MemoryChange(measured_bytes=0, accounted_bytes=0)
+            before = free_bytes(self._device)
+            accounted = self._holding.restore()
+            if self._copy is not None:
+                moved = self._copy.restore()
+                accounted += self._copy.nbytes
+                if moved:
+                    self._runner.forget_addresses()
+                self._refusal = "its copy of the weights was given up while it slept, and none has been installed since"
+            self._asleep = False
+            return MemoryChange(measured_bytes=-self._measured(before), accounted_bytes=accounted)
+
+    def _measured(self, before: int) -> int:
+        return free_bytes(self._device) - before if self._device.type == "cuda" else 0
+
+    # What it is and does
+
+    @property
+    def capacity(self) -> Capacity:
+        """What the engine can hold."""
+        return Capacity(
+            vocab_size=self._model.vocab_size,
+            max_length=self._sizes.max_length,
+            max_running=self._sizes.max_running,
+            cache_tokens=self._sizes.cache_tokens,
+            cache_bytes=self._holding.nbytes,
+        )
+
+    def load(self) -> Load:
+        """What the engine is doing."""
+        page = self._sizes.page_tokens
+        return Load(
+            waiting=len(self._scheduler.waiting),
+            running=self._scheduler.num_running,
+            cache_tokens_used=self._book.num_held * page,
+            cache_tokens_kept=self._book.num_kept * page,
+            finished=self._finished,
+            drawn_tokens=self._drawn,
+            prefilled_tokens=self._prefilled,
+            reused_tokens=self._reused,
+            preemptions=self._scheduler.preemptions,
+        )
+
+    def close(self) -> None:
+        """Ends the engine. The model stays the caller's."""
+        with self._door.visit():
+            if self._closed:
+                return
+            self._closed = True
+            self._answers.clear()
+            self._launched.clear()
+            self._runner.close()
+            self._holding.close()
+
+    # One step
+
+    @torch.inference_mode()
+    def _advance(self) -> None:
+        """Launches the next step and takes in what earlier ones drew."""
+        if self._model.training:
+            self._model.eval()
+        plan = self._scheduler.plan()
+        while isinstance(plan, Drain):
+            self._take_in(lag=0)
+            plan = self._scheduler.plan()
+        if plan is None:
+            self._take_in(lag=0)
+            return
+        self._note(plan)
+        self._launched.append(_Launched(plan, self._version, self._runner.run(plan)))
+        self._take_in(lag=self._runner.lag)
+
+    def _note(self, plan: StepPlan) -> None:
+        self._prefilled += sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        for row in plan.seated:
+            answer = self._rows.answers[row]
+            assert answer is not None
+            assert answer.lease is not None
+            sampling = answer.request.sampling
+            self._draws.temperature_R[row] = sampling.temperature
+            self._draws.key_R[row] = signed(stream_key(answer.request.seed, answer.id))
+            self._draws.narrowed_R[row] = sampling.changes_the_policy
+            self._draws.wants_history_R[row] = sampling.repetition_penalty != 1.0
+            self._reused += answer.lease.reused
+
+    def _take_in(self, lag: int) -> None:
+        """Results of launched steps, all but the newest `lag`."""
+        while len(self._launched) > lag:
+            self._take_in_one(self._launched.popleft())
+
+    def _take_in_one(self, launched: _Launched) -> None:
+        plan, table = launched.plan, self._rows
+        drawn = launched.result.read()
+        # A row that has ended since drew a token too many: it is not counted.
+        same_B = table.epoch_R[plan.draw_rows] == plan.draw_epochs
+        sound_B = same_B & np.isfinite(drawn.logprobs_B)
+        rows_B = plan.draw_rows[sound_B]
+        table.append(rows_B, drawn.tokens_B[sound_B], drawn.logprobs_B[sound_B], launched.version)
+        self._drawn += len(rows_B)
+        for row in plan.draw_rows[same_B & ~sound_B].tolist():
+            self._end_broken(row)
+        stopped_B = table.at_a_stop(rows_B)
+        full_B = table.known_R[rows_B] >= table.limit_R[rows_B]
+        for row in rows_B[stopped_B].tolist():
+            answer = self._scheduler.end(row)
+            self._finish(answer.completion("stop", stop=int(answer.tokens[-1])))
+        self._end_at_strings(rows_B[~stopped_B])
+        for row in rows_B[full_B & ~stopped_B].tolist():
+            if table.answers[row] is not None:
+                self._finish(self._scheduler.end(row).completion("length"))
+
+    def _end_broken(self, row: int) -> None:
+        answer = self._scheduler.end(row, keep=False)
+        self._finish(
+            answer.completion(
+                "error",
+                error=f"after {len(answer.tokens)} tokens the logits were not numbers, or what narrows the draw left "
+                "nothing to draw. The weights may have diverged (look at the learner's loss), or allowed_tokens and "
+                "logit_bias forbid every token.",
+            )
+        )
+
+    def _end_at_strings(self, rows_B: Rows) -> None:
+        for row in rows_B.tolist():
+            answer = self._rows.answers[row]
+            assert answer is not None
+            strings = answer.request.sampling.stop_strings
+            known = int(self._rows.known_R[row])
+            if not strings or known < self._rows.earliest_R[row]:
+                continue
+            assert self._decode is not None
+            # A character is at most four tokens, so this many tokens hold the longest string and what it begins in.
+            tail = max(int(self._rows.prompt_R[row]), known - 4 * max(map(len, strings)) - 4)
+            text = self._decode(self._rows.tokens_RL[row, tail:known].tolist())
+            found = next((string for string in strings if string in text), None)
+            if found is not None:
+                self._finish(self._scheduler.end(row).completion("stop", stop=found))
+
+    def _finish(self, completion: Completion) -> None:
+        self._answers.pop(completion.id, None)
+        self._done.append(completion)
+        self._finished += 1
+
+    def _put_all_back(self) -> None:
+        for row in self._rows.active.tolist():
+            self._scheduler.put_back(row)
+
+    # What is wrong
+
+    def _problem(self, request: Request) -> str | None:
+        problem = request.problem(vocab_size=self._model.vocab_size, max_length=self._sizes.max_length)
+        if problem is not None:
+            return problem
+        if request.sampling.stop_strings and self._decode is None:
+            return "stop_strings need a tokenizer, and this engine was built without one. Use stop_tokens."
+        length = min(len(request.prompt) + request.sampling.max_new_tokens, self._sizes.max_length)
+        needed = self._book.pages_for(length)
+        if needed > self._sizes.num_pages:
+            return (
+                f"prompt and answer may take {length} tokens and the whole cache has room for "
+                f"{self._sizes.cache_tokens}. Lower max_new_tokens, or raise rollout.memory_gib."
+            )
+        return None
+
+    def _why_idle(self) -> str | None:
+        if self._refusal is not None:
+            raise WeightMismatchError(f"the engine does not generate: {self._refusal}")
+        if self._asleep:
+            return "is asleep"
+        return "is paused" if self._paused else None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("the engine is closed.")
+
+
+def _tensors(model: PackedCausalLM) -> dict[str, torch.Tensor]:
+    """What the model computes with, by name."""
+    parameters = {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
+    return {**parameters, **persistent_buffers(model.hf)}
+
+
+@torch.no_grad()
+def _fill(mine: dict[str, torch.Tensor], delivery: Verified) -> None:
+    """Values change, addresses do not."""
+    for name, tensor in delivery.tensors():
+        copy = mine[name]
+        copy[: len(tensor)].copy_(tensor)
+        copy[len(tensor) :].zero_()  # padding rows

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The answers under way as one table: a row each, so that a step of hundreds of them costs a few array operations."""
+
+# R rows of the table · B rows of one step · L positions · M pages of the longest sequence · S stop tokens
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.documents import Tokens
+from podium.data.trajectories import TrajectoryId
+from podium.rollout.native.pages import Lease
+from podium.rollout.requests import Completion, Finish, Request
+
+Rows = NDArray[np.int64]
+
+_FIRST_WIDTH = 256
+_NO_TOKEN = -1
+
+
+@dataclass(slots=True, eq=False)
+class Answer:
+    """One request on its way: where it stands when it has no row (waiting, or put back for want of memory)."""
+
+    request: Request
+    arrival: int
+    tokens: Tokens  # prompt and what has been drawn
+    logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
+    versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    row: int = -1
+    lease: Lease | None = None
+    limit: int = 0  # tokens of prompt and answer together at which it ends
+    reused: int = 0
+    deferred: int = 0
+
+    def __post_init__(self) -> None:
+        self.limit = len(self.request.prompt) + self.request.sampling.max_new_tokens
+
+    @property
+    def id(self) -> TrajectoryId:
+        return self.request.id
+
+    def completion(self, finish: Finish, *, stop: int | str | None = None, error: str | None = None) -> Completion:
+        prompt = self.request.prompt
+        return Completion(
+            id=self.id,
+            prompt=prompt,
+            tokens_L=self.tokens[len(prompt) :].copy(),
+            logprobs_L=self.logprobs.copy(),
+            versions_L=self.versions.copy(),
+            finish=finish,
+            stop=stop,
+            error=error,
+            reused_tokens=self.reused,
+        )
+
+
+class RowTable:
+    """`length_R` counts tokens that are drawn or being drawn, `known_R` those that the host has seen, `fed_R` those
+    whose keys and values are (or, after the steps in flight, will be) in the cache."""
+
+    def __init__(self, num_rows: int, *, page_tokens: int, max_length: int) -> None:
+        self.num_rows, self.page_tokens = num_rows, page_tokens
+        self.pages_RM = np.zeros((num_rows, -(-max_length // page_tokens)), np.int64)
+        self.answers: list[Answer | None] = [None] * num_rows
+        self.epoch_R = np.zeros(num_rows, np.int64)  # counts the answers that a row has served
+        self.length_R = np.zeros(num_rows, np.int64)
+        self.known_R = np.zeros(num_rows, np.int64)
+        self.fed_R = np.zeros(num_rows, np.int64)
+        self.prompt_R = np.zeros(num_rows, np.int64)
+        self.limit_R = np.zeros(num_rows, np.int64)
+        self.earliest_R = np.zeros(num_rows, np.int64)  # length before which a stop does not count
+        self.room_R = np.zeros(num_rows, np.int64)  # positions in the pages that it holds
+        self.arrival_R = np.zeros(num_rows, np.int64)
+        self.tokens_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
+        self.logprobs_RL: NDArray[np.float32] = np.zeros((num_rows, _FIRST_WIDTH), np.float32)
+        self.versions_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
+        self._stops_RS = np.full((num_rows, 1), _NO_TOKEN, np.int32)
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def active(self) -> Rows:
+        """Rows in use, the oldest answer first."""
+        rows = np.array([row for row, answer in enumerate(self.answers) if answer is not None], np.int64)
+        return rows[np.argsort(self.arrival_R[rows])]
+
+    def seat(self, answer: Answer, lease: Lease) -> int:
+        """Gives an answer a row."""
+        row = self._free.pop()
+        size, drawn = len(answer.tokens), len(answer.logprobs)
+        self._widen(max(size + 1, min(answer.limit, 2 * _FIRST_WIDTH)))
+        self.answers[row] = answer
+        answer.row, answer.lease = row, lease
+        sampling = answer.request.sampling
+        self.length_R[row] = self.known_R[row] = size
+        self.fed_R[row] = lease.reused
+        self.prompt_R[row] = size - drawn
+        self.limit_R[row] = answer.limit
+        self.earliest_R[row] = size - drawn + max(sampling.min_new_tokens, 1)
+        self.set_pages(row, lease)
+        self.arrival_R[row] = answer.arrival
+        self.tokens_RL[row, :size] = answer.tokens
+        self.logprobs_RL[row, size - drawn : size] = answer.logprobs
+        self.versions_RL[row, size - drawn : size] = answer.versions
+        self._set_stops(row, sampling.stop_tokens)
+        return row
+
+    def set_pages(self, row: int, lease: Lease) -> None:
+        """The pages of a row's lease, after it has grown or they were moved."""
+        self.pages_RM[row, : len(lease.pages)] = lease.pages
+        self.room_R[row] = len(lease.pages) * self.page_tokens
+
+    def unseat(self, row: int) -> Answer:
+        """Takes an answer out of its row, with all that the host has seen of it. Its lease stays with it."""
+        answer = self.answers[row]
+        assert answer is not None
+        known, prompt = int(self.known_R[row]), int(self.prompt_R[row])
+        answer.tokens = self.tokens_RL[row, :known].copy()
+        answer.logprobs = self.logprobs_RL[row, prompt:known].copy()
+        answer.versions = self.versions_RL[row, prompt:known].copy()
+        answer.row = -1
+        self.answers[row] = None
+        self.epoch_R[row] += 1
+        self._free.append(row)
+        return answer
+
+    def append(self, rows_B: Rows, tokens_B: Tokens, logprobs_B: NDArray[np.float32], version: int) -> None:
+        """What one step drew, for rows that are still the same answers."""
+        at_B = self.known_R[rows_B]
+        if len(rows_B):
+            self._widen(int(at_B.max()) + 1)
+        self.tokens_RL[rows_B, at_B] = tokens_B
+        self.logprobs_RL[rows_B, at_B] = logprobs_B
+        self.versions_RL[rows_B, at_B] = version
+        self.known_R[rows_B] = at_B + 1
+
+    def at_a_stop(self, rows_B: Rows) -> NDArray[np.bool_]:
+        """Rows whose newest token is one of their stop tokens, and that may stop already."""
+        known_B = self.known_R[rows_B]
+        newest_B = self.tokens_RL[rows_B, known_B - 1]
+        hit_B: NDArray[np.bool_] = (self._stops_RS[rows_B] == newest_B[:, None]).any(axis=1)
+        return np.logical_and(hit_B, known_B >= self.earliest_R[rows_B])
+
+    def _set_stops(self, row: int, tokens: frozenset[int]) -> None:
+        if len(tokens) > self._stops_RS.shape[1]:
+            wider = np.full((self.num_rows, len(tokens)), _NO_TOKEN, np.int32)
+            wider[:, : self._stops_RS.shape[1]] = self._stops_RS
+            self._stops_RS = wider
+        self._stops_RS[row] = _NO_TOKEN
+        self._stops_RS[row, : len(tokens)] = sorted(tokens)
+
+    def _widen(self, width: int) -> None:
+        have = self.tokens_RL.shape[1]
+        if width <= have:
+            return
+        more = ((0, 0), (0, max(width, 2 * have) - have))
+        self.tokens_RL = np.pad(self.tokens_RL, more)
+        self.logprobs_RL = np.pad(self.logprobs_RL, more)
+        self.versions_RL = np.pad(self.versions_RL, more)

@@ -1,0 +1,254 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step through the model in plain torch: all that is fed in one forward, then one draw."""
+
+# T tokens fed · B rows that draw · N decode rows · V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from podium.data.documents import Tokens
+from podium.models.causal_lm import PackedCausalLM
+from podium.models.head import next_token_scores
+from podium.rollout.native.attention import CachedStep, PackedPieces, Piece, SlotRun
+from podium.rollout.native.cache import KVCache
+from podium.rollout.native.randomness import uniforms
+from podium.rollout.native.rows import Rows, RowTable
+from podium.rollout.native.sampling import Drawn, Narrowing, draw
+from podium.rollout.native.scheduler import Chunk, StepPlan
+from podium.rollout.native.slots import Segment, segments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepDraws:
+    """What the draw rows of a plan drew."""
+
+    tokens_B: Tokens
+    logprobs_B: NDArray[np.float32]
+
+
+class StepResult(Protocol):
+    """A step that has been launched."""
+
+    def read(self) -> StepDraws:
+        """What it drew; waits for the device."""
+
+
+class Runner(Protocol):
+    """Runs plans in the order in which they are made."""
+
+    lag: int  # steps that may be launched before the first of them is read
+
+    def run(self, plan: StepPlan) -> StepResult: ...
+
+    def forget_addresses(self) -> None:
+        """Weights or cache lie elsewhere from now on."""
+
+    def close(self) -> None: ...
+
+
+class DrawTable:
+    """How each row draws: temperature, key of its random stream, and what narrows it."""
+
+    def __init__(self, num_rows: int) -> None:
+        self.temperature_R = np.ones(num_rows, np.float32)
+        self.key_R = np.zeros(num_rows, np.int64)
+        self.narrowed_R = np.zeros(num_rows, np.bool_)
+        self.wants_history_R = np.zeros(num_rows, np.bool_)
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A result that is there already."""
+
+    draws: StepDraws
+
+    def read(self) -> StepDraws:
+        return self.draws
+
+
+class EagerRunner:
+    """Feeds and draws in one go; its results are known when `run` returns."""
+
+    lag = 0
+
+    def __init__(
+        self,
+        model: PackedCausalLM,
+        modules: Sequence[nn.Module],
+        cache: KVCache,
+        rows: RowTable,
+        draws: DrawTable,
+        device: torch.device,
+        *,
+        slots: bool,
+    ) -> None:
+        self._model, self._cache, self._rows, self._draws, self._device = model, cache, rows, draws, device
+        self._slots = slots
+        self._layers = {id(module): layer for module, layer in zip(modules, cache.layers, strict=True)}
+        self._segments: tuple[bytes, list[Segment]] = (b"", [])
+
+    def run(self, plan: StepPlan) -> StepResult:
+        drawn = self._draw(self.logits(plan, plan.decode_rows, plan.chunks), plan.draw_rows)
+        return Known(
+            StepDraws(tokens_B=drawn.tokens_B.to(torch.int32).cpu().numpy(), logprobs_B=drawn.logprobs_B.cpu().numpy())
+        )
+
+    def forget_addresses(self) -> None:
+        """Nothing is remembered."""
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def logits(self, plan: StepPlan, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
+        """Moves, copies, one forward -> float32 logits [B, V] of the rows that draw."""
+        if plan.moves is not None:
+            self._cache.move(plan.moves)
+        self._cache.copy(plan.copies)
+        rows = self._rows
+        at_N = rows.fed_R[decode] - 1
+        parts = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
+        row_T = np.concatenate([decode, *(np.full(c.stop - c.start, c.row) for c in chunks)])
+        position_T = np.concatenate([at_N, *parts])
+        step = CachedStep(
+            layers=self._layers,
+            page_T=self._moved(rows.pages_RM[row_T, position_T // rows.page_tokens]),
+            offset_T=self._moved(position_T % rows.page_tokens),
+            slot_runs=self._slot_runs(decode, at_N + 1),
+            lengths_N=self._moved(at_N + 1),
+            pieces=self._pieces(decode, chunks),
+            packed=self._packed(chunks) if self._device.type == "cuda" and chunks and not len(decode) else None,
+        )
+        out = self._model.hf.get_decoder()(
+            input_ids=self._moved(rows.tokens_RL[row_T, position_T].astype(np.int64))[None],
+            position_ids=self._moved(position_T)[None],
+            use_cache=False,
+            packing=step,
+        )
+        hidden = out.last_hidden_state[0]
+        ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
+        reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.stop == rows.length_R[c.row] - 1]
+        if len(reached) < len(hidden) - len(decode):
+            drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])
+            hidden = hidden.index_select(0, self._moved(drawing))
+        return next_token_scores(hidden, self._model.head_weight, self._model.head_spec)
+
+    def _draw(self, logits_BV: Tensor, rows: Rows) -> Drawn:
+        table = self._draws
+        # The token's own place in its sequence keys the stream. `length` counts the token that is being drawn.
+        position_B = self._rows.length_R[rows] - 1
+        return draw(
+            logits_BV,
+            self._moved(table.temperature_R[rows]),
+            uniforms(self._moved(table.key_R[rows]), self._moved(position_B)),
+            self.narrowings(rows),
+        )
+
+    def narrowings(self, rows: Rows) -> list[Narrowing]:
+        """For the rows of a step that do not draw from the plain distribution."""
+        table = self._rows
+        found = []
+        for at in np.flatnonzero(self._draws.narrowed_R[rows]).tolist():
+            row = int(rows[at])
+            answer = table.answers[row]
+            assert answer is not None
+            length = int(table.length_R[row]) - 1
+            found.append(
+                Narrowing(
+                    row=at,
+                    sampling=answer.request.sampling,
+                    tokens=table.tokens_RL[row, :length],
+                    num_new=length - int(table.prompt_R[row]),
+                )
+            )
+        return found
+
+    def _slot_runs(self, decode: Rows, lengths_N: Rows) -> list[SlotRun]:
+        if not self._slots or not len(decode):
+            return []
+        slots = self._rows.pages_RM[decode, 0]
+        return [
+            SlotRun(
+                first=segment.start,
+                count=segment.stop - segment.start,
+                first_slot=int(slots[segment.start]),
+                longest=int(lengths_N[segment.start : segment.stop].max()),
+            )
+            for segment in self._read_together(slots, lengths_N)
+        ]
+
+    def _read_together(self, slots: Rows, lengths_N: Rows) -> list[Segment]:
+        """Neighbouring slots in as many calls as pay. All rows grow alike, so this holds until the rows change."""
+        key = slots.tobytes()
+        if self._segments[0] != key:
+            breaks = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
+            found = [
+                Segment(begin + each.start, begin + each.stop)
+                for begin, end in pairwise(breaks)
+                for each in segments(lengths_N[begin:end])
+            ]
+            self._segments = (key, found)
+        return self._segments[1]
+
+    def _pieces(self, decode: Rows, chunks: Sequence[Chunk]) -> list[Piece]:
+        """Prompts, and without slots every decode row, are read sequence by sequence."""
+        rows, first, pieces = self._rows, len(decode), []
+        if not self._slots:
+            singles = zip(decode.tolist(), rows.fed_R[decode].tolist(), strict=True)
+            pieces = [self._piece(row, at, 1, length) for at, (row, length) in enumerate(singles)]
+        for chunk in chunks:
+            pieces.append(self._piece(chunk.row, first, chunk.stop - chunk.start, chunk.stop))
+            first += chunk.stop - chunk.start
+        return pieces
+
+    def _piece(self, row: int, first: int, count: int, length: int) -> Piece:
+        pages = self._rows.pages_RM[row, : -(-length // self._rows.page_tokens)]
+        return Piece(first=first, count=count, length=length, pages=self._moved(pages))
+
+    def _packed(self, chunks: Sequence[Chunk]) -> PackedPieces:
+        counts = np.array([chunk.stop - chunk.start for chunk in chunks])
+        lengths = np.array([chunk.stop for chunk in chunks])
+        page = offset = None
+        if any(chunk.start for chunk in chunks):
+            at = np.concatenate([np.arange(length) for length in lengths])
+            row = np.repeat([chunk.row for chunk in chunks], lengths)
+            page = self._moved(self._rows.pages_RM[row, at // self._rows.page_tokens])
+            offset = self._moved(at % self._rows.page_tokens)
+        return PackedPieces(
+            first=0,
+            query_bounds=self._moved(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            key_bounds=self._moved(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+            longest_query=int(counts.max()),
+            longest_key=int(lengths.max()),
+            key_page=page,
+            key_offset=offset,
+        )
+
+    def _moved(self, array: NDArray[np.generic]) -> Tensor:
+        tensor = torch.from_numpy(np.ascontiguousarray(array))
+        if self._device.type == "cuda":
+            return tensor.pin_memory().to(self._device, non_blocking=True)
+        return tensor
+
+
+def make_runner(
+    model: PackedCausalLM,
+    modules: Sequence[nn.Module],
+    cache: KVCache,
+    rows: RowTable,
+    draws: DrawTable,
+    device: torch.device,
+    *,
+    slots: bool,
+    graphs: bool,
+) -> Runner:
+    """The fastest runner for the device."""
+    return EagerRunner(model, modules, cache, rows, draws, device, slots=slots)

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much the engine can hold: pages, rows and the longest sequence, from the recipe and the memory there is. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from podium.errors import RolloutError
+from podium.recipe import RolloutSection
+
+GIB = 1 << 30
+_CUDA_SHARE = 0.8
+_CPU_GIB = 2.0
+_CUDA_PAGE = 64
+# On CPU, pages of this size stand in for slots where slots of the longest sequence would be too few.
+_CPU_PAGE = 256
+_FEWEST_SLOTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the engine is built with."""
+
+    max_length: int
+    max_running: int
+    prefill_tokens: int
+    page_tokens: int
+    num_pages: int
+    slots: bool  # a page holds a whole sequence
+
+    @property
+    def cache_tokens(self) -> int:
+        return self.num_pages * self.page_tokens
+
+
+def choose_sizes(
+    section: RolloutSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int, page_multiple: int = 1
+) -> Sizes:
+    """`context`: longest sequence of the model; `token_bytes`: keys and values of one token in all layers."""
+    max_length = min(section.max_length or context, context)
+    running = section.max_running or (256 if cuda else 64)
+    budget = _budget(section, cuda=cuda, free_bytes=free_bytes)
+    page = section.page_tokens or (_CUDA_PAGE if cuda else max_length)
+    slots = not cuda and page >= max_length
+    if slots and section.page_tokens is None and budget // (page * token_bytes) < min(_FEWEST_SLOTS, running):
+        page, slots = min(_CPU_PAGE, max_length), False
+    page = min(page, max_length) if not cuda else -(-page // page_multiple) * page_multiple
+    num_pages = budget // (page * token_bytes)
+    if slots:
+        running = min(running, num_pages)
+        num_pages = min(num_pages, 2 * running)  # as many again to remember finished ones
+    else:
+        most = -(-max_length // page) * running
+        num_pages = min(num_pages, 2 * most)
+    if num_pages < 1:
+        raise RolloutError(
+            f"rollout.memory_gib: {budget / GIB:.2f} GiB do not hold a single page of the cache "
+            f"({page} tokens of {token_bytes} bytes each). Raise rollout.memory_gib, or lower rollout.max_length."
+        )
+    return Sizes(
+        max_length=max_length,
+        max_running=running,
+        prefill_tokens=section.prefill_tokens or (8192 if cuda else 1024),
+        page_tokens=page,
+        num_pages=num_pages,
+        slots=slots,
+    )
+
+
+def _budget(section: RolloutSection, *, cuda: bool, free_bytes: int) -> int:
+    if section.memory_gib is None:
+        return int(_CUDA_SHARE * free_bytes) if cuda else min(int(_CPU_GIB * GIB), free_bytes // 2)
+    asked = int(section.memory_gib * GIB)
+    if asked > free_bytes:
+        raise RolloutError(
+            f"rollout.memory_gib: {section.memory_gib:g} GiB are asked for and {free_bytes / GIB:.2f} GiB are free. "
+            "Lower it, or leave it out for a share of what is free."
+        )
+    return asked
