@@ -44,14 +44,16 @@ def fused_token_loss(
     return result
 
 
-def target_logprobs(hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, spec: HeadSpec) -> Tensor:
-    """log softmax of the target tokens in float32; not differentiable."""
+def target_logprobs(
+    hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, spec: HeadSpec, temperature: float = 1.0
+) -> Tensor:
+    """log softmax(logits / temperature) of the target tokens in float32; not differentiable."""
     parts = []
     with torch.no_grad():
         for start in range(0, len(targets_S), spec.chunk_tokens):
             chunk = slice(start, start + spec.chunk_tokens)
             logits = _logits(hidden_SE[chunk], weight_VE)
-            parts.append(_kernels(spec).statistics(logits, targets_S[chunk], spec)[0])
+            parts.append(_kernels(spec).statistics(logits, targets_S[chunk], spec, temperature)[0])
     return torch.cat(parts) if parts else hidden_SE.new_zeros(0, dtype=torch.float32)
 
 
@@ -59,6 +61,16 @@ def next_token_scores(hidden_SE: Tensor, weight_VE: Tensor, spec: HeadSpec) -> T
     """Float32 logits over the real vocabulary [S, vocab_size]."""
     with torch.no_grad():
         return _shaped(_logits(hidden_SE, weight_VE), spec)[:, : spec.vocab_size]
+
+
+def full_logits(hidden_SE: Tensor, weight_VE: Tensor) -> Tensor:
+    """Float32 logits as the head's product leaves them: padding rows included, before scale and soft cap."""
+    return _logits(hidden_SE, weight_VE)
+
+
+def shaped_scores(logits_SV: Tensor, spec: HeadSpec) -> Tensor:
+    """`full_logits` -> what `next_token_scores` gives."""
+    return _shaped(logits_SV, spec)[:, : spec.vocab_size]
 
 
 class _FusedHead(torch.autograd.Function):
@@ -81,7 +93,7 @@ class _FusedHead(torch.autograd.Function):
             chunk = slice(start, start + spec.chunk_tokens)
             hidden_CE, targets_C = hidden_SE[chunk], targets_S[chunk]
             logits_CV = _logits(hidden_CE, weight_VE)
-            logprobs_C, log_sum_C = kernels.statistics(logits_CV, targets_C, spec)
+            logprobs_C, log_sum_C = kernels.statistics(logits_CV, targets_C, spec, 1.0)
             loss_value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], loss)
             total += loss_value
             grad_logits_CV = kernels.gradient(logits_CV, log_sum_C, targets_C, grad_logprobs_C, spec, hidden_SE.dtype)
@@ -145,9 +157,11 @@ def _masked(logits_CV: Tensor, spec: HeadSpec) -> Tensor:
     return logits_CV.masked_fill(padded, float("-inf"))
 
 
-def _statistics(logits_CV: Tensor, targets_C: Tensor, spec: HeadSpec) -> tuple[Tensor, Tensor]:
+def _statistics(logits_CV: Tensor, targets_C: Tensor, spec: HeadSpec, temperature: float) -> tuple[Tensor, Tensor]:
     """(log-prob of the target, log of the sum of exponentials) of each row."""
     shaped = _masked(_shaped(logits_CV, spec), spec)
+    if temperature != 1.0:
+        shaped = shaped / temperature
     log_sum_C = torch.logsumexp(shaped, dim=-1)
     return shaped.gather(1, targets_C[:, None]).squeeze(1) - log_sum_C, log_sum_C
 
@@ -181,7 +195,7 @@ def _gradient_in_place(
 
 @dataclass(frozen=True, slots=True)
 class _Kernels:
-    statistics: Callable[[Tensor, Tensor, HeadSpec], tuple[Tensor, Tensor]]
+    statistics: Callable[[Tensor, Tensor, HeadSpec, float], tuple[Tensor, Tensor]]
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, HeadSpec, torch.dtype], Tensor]
 
 

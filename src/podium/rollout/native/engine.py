@@ -20,7 +20,7 @@ from podium.recipe import RolloutSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
 from podium.rollout.native.door import Door
-from podium.rollout.native.holding import DeviceHolding, free_bytes
+from podium.rollout.native.holding import free_bytes, hold
 from podium.rollout.native.pages import PageBook
 from podium.rollout.native.randomness import signed, stream_key
 from podium.rollout.native.rows import Answer, Rows, RowTable
@@ -74,10 +74,12 @@ class NativeEngine:
             free_bytes=free_bytes(device),
         )
         sizes = self._sizes
-        self._holding = DeviceHolding(sizes.cache_tokens * token_bytes, device)
+        # One page more than are given out: lanes of a graph that have nothing to do write there.
+        num_pages = sizes.num_pages + (0 if sizes.slots else 1)
+        self._holding = hold(num_pages * sizes.page_tokens * token_bytes, device)
         cache = KVCache(
             shapes,
-            num_pages=sizes.num_pages,
+            num_pages=num_pages,
             page_tokens=sizes.page_tokens,
             storage=self._holding.bytes,
             dtype=dtype,
@@ -229,13 +231,14 @@ class NativeEngine:
             if not self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
             before = free_bytes(self._device)
-            accounted = self._holding.restore()
+            moved = self._holding.restore()
+            accounted = self._holding.nbytes
             if self._copy is not None:
-                moved = self._copy.restore()
+                moved |= self._copy.restore()
                 accounted += self._copy.nbytes
-                if moved:
-                    self._runner.forget_addresses()
                 self._refusal = "its copy of the weights was given up while it slept, and none has been installed since"
+            if moved:
+                self._runner.forget_addresses()
             self._asleep = False
             return MemoryChange(measured_bytes=-self._measured(before), accounted_bytes=accounted)
 

@@ -80,6 +80,7 @@ class RowTable:
         self.versions_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
         self._stops_RS = np.full((num_rows, 1), _NO_TOKEN, np.int32)
         self._free = list(range(num_rows - 1, -1, -1))
+        self._changed_pages: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -116,6 +117,12 @@ class RowTable:
         """The pages of a row's lease, after it has grown or they were moved."""
         self.pages_RM[row, : len(lease.pages)] = lease.pages
         self.room_R[row] = len(lease.pages) * self.page_tokens
+        self._changed_pages.add(row)
+
+    def take_changed_pages(self) -> list[int]:
+        """Rows whose pages have changed since this was asked last."""
+        changed, self._changed_pages = sorted(self._changed_pages), set()
+        return changed
 
     def unseat(self, row: int) -> Answer:
         """Takes an answer out of its row, with all that the host has seen of it. Its lease stays with it."""

@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -45,7 +47,9 @@ class StepResult(Protocol):
 class Runner(Protocol):
     """Runs plans in the order in which they are made."""
 
-    lag: int  # steps that may be launched before the first of them is read
+    @property
+    def lag(self) -> int:
+        """Steps that may be launched before the first of them is read."""
 
     def run(self, plan: StepPlan) -> StepResult: ...
 
@@ -97,7 +101,10 @@ class EagerRunner:
         self._segments: tuple[bytes, list[Segment]] = (b"", [])
 
     def run(self, plan: StepPlan) -> StepResult:
-        drawn = self._draw(self.logits(plan, plan.decode_rows, plan.chunks), plan.draw_rows)
+        if plan.moves is not None:
+            self._cache.move(plan.moves)
+        self._cache.copy(plan.copies)
+        drawn = self.draw(self.forward(plan.decode_rows, plan.chunks), plan.draw_rows)
         return Known(
             StepDraws(tokens_B=drawn.tokens_B.to(torch.int32).cpu().numpy(), logprobs_B=drawn.logprobs_B.cpu().numpy())
         )
@@ -108,11 +115,8 @@ class EagerRunner:
     def close(self) -> None:
         """Nothing is held."""
 
-    def logits(self, plan: StepPlan, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
-        """Moves, copies, one forward -> float32 logits [B, V] of the rows that draw."""
-        if plan.moves is not None:
-            self._cache.move(plan.moves)
-        self._cache.copy(plan.copies)
+    def forward(self, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
+        """Float32 logits [B, V] of the rows that draw: the decode rows, then the chunks that reach their end."""
         rows = self._rows
         at_N = rows.fed_R[decode] - 1
         parts = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
@@ -120,35 +124,38 @@ class EagerRunner:
         position_T = np.concatenate([at_N, *parts])
         step = CachedStep(
             layers=self._layers,
-            page_T=self._moved(rows.pages_RM[row_T, position_T // rows.page_tokens]),
-            offset_T=self._moved(position_T % rows.page_tokens),
+            page_T=self.moved(rows.pages_RM[row_T, position_T // rows.page_tokens]),
+            offset_T=self.moved(position_T % rows.page_tokens),
             slot_runs=self._slot_runs(decode, at_N + 1),
-            lengths_N=self._moved(at_N + 1),
+            lengths_N=self.moved(at_N + 1),
             pieces=self._pieces(decode, chunks),
             packed=self._packed(chunks) if self._device.type == "cuda" and chunks and not len(decode) else None,
         )
-        out = self._model.hf.get_decoder()(
-            input_ids=self._moved(rows.tokens_RL[row_T, position_T].astype(np.int64))[None],
-            position_ids=self._moved(position_T)[None],
-            use_cache=False,
-            packing=step,
-        )
+        # Compiled layers would be compiled again for every shape that a step can have.
+        with torch.compiler.set_stance("force_eager") if self._device.type == "cuda" else nullcontext():
+            out = self._model.hf.get_decoder()(
+                input_ids=self.moved(rows.tokens_RL[row_T, position_T].astype(np.int64))[None],
+                position_ids=self.moved(position_T)[None],
+                use_cache=False,
+                packing=step,
+            )
         hidden = out.last_hidden_state[0]
         ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
         reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.stop == rows.length_R[c.row] - 1]
         if len(reached) < len(hidden) - len(decode):
             drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])
-            hidden = hidden.index_select(0, self._moved(drawing))
+            hidden = hidden.index_select(0, self.moved(drawing))
         return next_token_scores(hidden, self._model.head_weight, self._model.head_spec)
 
-    def _draw(self, logits_BV: Tensor, rows: Rows) -> Drawn:
+    def draw(self, logits_BV: Tensor, rows: Rows) -> Drawn:
+        """One token for each of these rows."""
         table = self._draws
         # The token's own place in its sequence keys the stream. `length` counts the token that is being drawn.
         position_B = self._rows.length_R[rows] - 1
         return draw(
             logits_BV,
-            self._moved(table.temperature_R[rows]),
-            uniforms(self._moved(table.key_R[rows]), self._moved(position_B)),
+            self.moved(table.temperature_R[rows]),
+            uniforms(self.moved(table.key_R[rows]), self.moved(position_B)),
             self.narrowings(rows),
         )
 
@@ -211,7 +218,7 @@ class EagerRunner:
 
     def _piece(self, row: int, first: int, count: int, length: int) -> Piece:
         pages = self._rows.pages_RM[row, : -(-length // self._rows.page_tokens)]
-        return Piece(first=first, count=count, length=length, pages=self._moved(pages))
+        return Piece(first=first, count=count, length=length, pages=self.moved(pages))
 
     def _packed(self, chunks: Sequence[Chunk]) -> PackedPieces:
         counts = np.array([chunk.stop - chunk.start for chunk in chunks])
@@ -220,19 +227,20 @@ class EagerRunner:
         if any(chunk.start for chunk in chunks):
             at = np.concatenate([np.arange(length) for length in lengths])
             row = np.repeat([chunk.row for chunk in chunks], lengths)
-            page = self._moved(self._rows.pages_RM[row, at // self._rows.page_tokens])
-            offset = self._moved(at % self._rows.page_tokens)
+            page = self.moved(self._rows.pages_RM[row, at // self._rows.page_tokens])
+            offset = self.moved(at % self._rows.page_tokens)
         return PackedPieces(
             first=0,
-            query_bounds=self._moved(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
-            key_bounds=self._moved(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
+            query_bounds=self.moved(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
+            key_bounds=self.moved(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
             longest_query=int(counts.max()),
             longest_key=int(lengths.max()),
             key_page=page,
             key_offset=offset,
         )
 
-    def _moved(self, array: NDArray[np.generic]) -> Tensor:
+    def moved(self, array: NDArray[Any]) -> Tensor:
+        """On the device, without waiting for it."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)
@@ -251,4 +259,8 @@ def make_runner(
     graphs: bool,
 ) -> Runner:
     """The fastest runner for the device."""
+    if graphs and device.type == "cuda" and find_spec("triton") is not None:
+        from podium.rollout.native.graphs import GraphRunner
+
+        return GraphRunner(model, modules, cache, rows, draws, device)
     return EagerRunner(model, modules, cache, rows, draws, device, slots=slots)

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoding on CUDA: the state of every answer lives on the device, a step is one replay of a captured graph, and the
+host reads what a step drew while the next one runs.
+
+A token drawn by step n is fed by step n + 1 without the host having seen it. An answer that ends at a stop token is
+found to have ended one step late; what it drew after that is not counted.
+"""
+
+# R rows and one more for idle lanes · B lanes of a graph · M pages of the longest sequence
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from podium.models.causal_lm import PackedCausalLM
+from podium.models.head import full_logits, shaped_scores
+from podium.rollout.native.cache import KVCache
+from podium.rollout.native.kernels import cut_for, draw_on_device, paged_decode
+from podium.rollout.native.randomness import uniforms
+from podium.rollout.native.rows import Rows, RowTable
+from podium.rollout.native.runner import DrawTable, EagerRunner, StepDraws
+from podium.rollout.native.sampling import draw
+from podium.rollout.native.scheduler import StepPlan
+
+_FEWEST_LANES = 8
+
+
+class PagedDecode:
+    """One token of each lane over its pages; travels to the attention of every layer in the place of a packing. The
+    cache of a layer hangs at its attention module, so that all layers are one compiled piece of code."""
+
+    def __init__(self, table: Tensor, rows: Tensor, lengths: Tensor, cut: Tensor) -> None:
+        self.table, self.rows, self.lengths, self.cut = table, rows, lengths, cut
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        held: Any = module
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        out: Tensor = paged_decode(
+            query, key, value, held.podium_keys, held.podium_values, self.table, self.rows, self.lengths, self.cut,
+            sinks, scale, softcap or 0.0, window or 0,
+        )  # fmt: skip
+        return out
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _OnItsWay:
+    """A step whose draws are being copied to the host."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    done: torch.cuda.Event
+
+    def read(self) -> StepDraws:
+        self.done.synchronize()
+        return StepDraws(tokens_B=self.tokens.numpy().astype(np.int32), logprobs_B=self.logprobs.numpy().copy())
+
+
+class GraphRunner:
+    """Prompts go through an eager forward, answers through graphs; both on one stream, in order."""
+
+    def __init__(
+        self,
+        model: PackedCausalLM,
+        modules: Sequence[nn.Module],
+        cache: KVCache,
+        rows: RowTable,
+        draws: DrawTable,
+        device: torch.device,
+    ) -> None:
+        self._model, self._modules, self._cache, self._rows, self._draws = model, modules, cache, rows, draws
+        self._device = device
+        self._eager = EagerRunner(model, modules, cache, rows, draws, device, slots=False)
+        self._attach()
+        count, width = rows.num_rows + 1, rows.pages_RM.shape[1]
+        self._token_R = torch.zeros(count, dtype=torch.int64, device=device)
+        self._length_R = torch.ones(count, dtype=torch.int64, device=device)
+        self._key_R = torch.zeros(count, dtype=torch.int64, device=device)
+        self._temperature_R = torch.ones(count, dtype=torch.float32, device=device)
+        self._table_RM = torch.zeros(count, width, dtype=torch.int32, device=device)
+        # The idle row writes into the page behind those that are given out.
+        self._table_RM[-1] = cache.num_pages - 1
+        self._lanes_B = torch.full((rows.num_rows,), rows.num_rows, dtype=torch.int64, device=device)
+        self._drawn_B = torch.zeros(rows.num_rows, dtype=torch.int64, device=device)
+        self._logprob_B = torch.zeros(rows.num_rows, dtype=torch.float32, device=device)
+        self._logits: dict[tuple[int, torch.Size], Tensor] = {}
+        self._graphs: dict[tuple[int, torch.Size], torch.cuda.CUDAGraph] = {}
+        self._pool: Any = None
+        self._lanes_now = b""
+
+    @property
+    def lag(self) -> int:
+        """A penalty must see the token before it draws the next."""
+        return 0 if self._draws.wants_history_R[self._rows.active].any() else 1
+
+    def run(self, plan: StepPlan) -> _OnItsWay:
+        self._cache.copy(plan.copies)
+        self._update_rows(plan)
+        tokens, logprobs = [], []
+        if len(plan.decode_rows):
+            self._decode(plan.decode_rows)
+            count = len(plan.decode_rows)
+            # Cloned on the device: the next replay overwrites them before the host may have read these.
+            tokens.append(self._drawn_B[:count].clone())
+            logprobs.append(self._logprob_B[:count].clone())
+        if plan.chunks:
+            fresh = self._take_prompts(plan)
+            if fresh is not None:
+                tokens.append(fresh[0])
+                logprobs.append(fresh[1])
+        return self._sent(tokens, logprobs)
+
+    def forget_addresses(self) -> None:
+        """Graphs read weights and cache where they lay; they are captured again when needed."""
+        self._graphs.clear()
+        self._logits.clear()
+        self._attach()
+
+    def close(self) -> None:
+        """Lets go of graphs and of what hangs at the model."""
+        self._graphs.clear()
+        self._logits.clear()
+        for module in self._modules:
+            held: Any = module
+            del held.podium_keys, held.podium_values
+
+    def _attach(self) -> None:
+        for module, layer in zip(self._modules, self._cache.layers, strict=True):
+            held: Any = module
+            held.podium_keys, held.podium_values = layer.keys, layer.values
+
+    def _sent(self, tokens: list[Tensor], logprobs: list[Tensor]) -> _OnItsWay:
+        if not tokens:
+            tokens, logprobs = [self._drawn_B[:0]], [self._logprob_B[:0]]
+        both = (torch.cat(each) if len(each) > 1 else each[0] for each in (tokens, logprobs))
+        on_host = [
+            torch.empty(len(each), dtype=each.dtype, pin_memory=True).copy_(each, non_blocking=True) for each in both
+        ]
+        done = torch.cuda.Event()
+        done.record()
+        return _OnItsWay(on_host[0], on_host[1], done)
+
+    # The device's own table of rows
+
+    def _update_rows(self, plan: StepPlan) -> None:
+        """What the host has decided since the last step: new answers, new pages."""
+        rows = self._rows
+        changed = rows.take_changed_pages()
+        if changed:
+            where = np.array(changed, np.int64)
+            self._table_RM.index_copy_(0, self._moved(where), self._moved(rows.pages_RM[where].astype(np.int32)))
+        if plan.seated:
+            where = np.array(plan.seated, np.int64)
+            # Lengths of rows that draw in this very step count that token already; the device has not drawn it yet.
+            length = rows.known_R[where]
+            packed = np.stack([rows.tokens_RL[where, length - 1].astype(np.int64), length, self._draws.key_R[where]])
+            target, (token, length_t, key) = self._moved(where), self._moved(packed)
+            self._token_R.index_copy_(0, target, token)
+            self._length_R.index_copy_(0, target, length_t)
+            self._key_R.index_copy_(0, target, key)
+            self._temperature_R.index_copy_(0, target, self._moved(self._draws.temperature_R[where]))
+
+    def _take_prompts(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
+        """Prompt chunks, eagerly; those that reach their end draw their first token."""
+        none = plan.decode_rows[:0]
+        logits_BV = self._eager.forward(none, plan.chunks)
+        ending = plan.draw_rows[len(plan.decode_rows) :]
+        if not len(ending):
+            return None
+        drawn = self._eager.draw(logits_BV, ending)
+        target = self._moved(ending)
+        self._token_R.index_copy_(0, target, drawn.tokens_B)
+        self._length_R.index_copy_(0, target, self._moved(self._rows.length_R[ending]))
+        return drawn.tokens_B, drawn.logprobs_B
+
+    # Decoding
+
+    def _decode(self, rows: Rows) -> None:
+        lanes = self._bucket(len(rows))
+        now = rows.tobytes() + bytes([0]) + lanes.to_bytes(4, "little")
+        if now != self._lanes_now:
+            padded = np.full(lanes, self._rows.num_rows, np.int64)
+            padded[: len(rows)] = rows
+            self._lanes_B[:lanes].copy_(self._moved(padded), non_blocking=True)
+            self._lanes_now = now
+        # Lengths without the token that this step draws, with the one that it feeds.
+        cut = cut_for(int(self._rows.length_R[rows].max()) - 1, self._device)
+        key = (lanes, cut.shape)
+        if key not in self._graphs:
+            self._capture(key, cut)
+        self._graphs[key].replay()
+        self._narrow(rows, self._logits[key])
+
+    def _narrow(self, rows: Rows, logits_BV: Tensor) -> None:
+        """Rows that do not draw from the plain distribution are drawn again from the same logits."""
+        narrowings = self._eager.narrowings(rows)
+        if not narrowings:
+            return
+        at = self._moved(np.array([each.row for each in narrowings], np.int64))
+        which = self._moved(rows[np.array([each.row for each in narrowings])])
+        renumbered = [replace(each, row=index) for index, each in enumerate(narrowings)]
+        position = self._length_R[which] - 1
+        drawn = draw(
+            shaped_scores(logits_BV.index_select(0, at), self._model.head_spec).clone(),
+            self._temperature_R[which],
+            uniforms(self._key_R[which], position),
+            renumbered,
+        )
+        self._drawn_B.index_copy_(0, at, drawn.tokens_B)
+        self._logprob_B.index_copy_(0, at, drawn.logprobs_B)
+        self._token_R.index_copy_(0, which, drawn.tokens_B)
+
+    def _step(self, lanes: int, cut: Tensor) -> Tensor:
+        """What a graph holds: feed, draw, advance. Returns the logits."""
+        rows = self._lanes_B[:lanes]
+        length = self._length_R.index_select(0, rows)
+        step = PagedDecode(self._table_RM, rows, length.to(torch.int32), cut)
+        out = self._model.hf.get_decoder()(
+            input_ids=self._token_R.index_select(0, rows)[None],
+            position_ids=(length - 1)[None],
+            use_cache=False,
+            packing=step,
+        )
+        logits_BV = full_logits(out.last_hidden_state[0], self._model.head_weight)
+        spec = self._model.head_spec
+        draw_on_device(
+            logits_BV,
+            self._temperature_R.index_select(0, rows),
+            uniforms(self._key_R.index_select(0, rows), length),
+            vocab_size=spec.vocab_size,
+            scale=spec.scale,
+            softcap=spec.softcap,
+            tokens_B=self._drawn_B,
+            logprobs_B=self._logprob_B,
+        )
+        self._token_R.index_copy_(0, rows, self._drawn_B[:lanes])
+        self._length_R.index_copy_(0, rows, length + 1)
+        self._length_R[-1:].fill_(1)  # the idle row goes nowhere
+        return logits_BV
+
+    def _capture(self, key: tuple[int, torch.Size], cut: Tensor) -> None:
+        """Warm-up and capture draw for real, so the rows are put back as they were."""
+        lanes = key[0]
+        saved = [each.clone() for each in (self._token_R, self._length_R)]
+        side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self._step(lanes, cut)
+            self._token_R.copy_(saved[0])
+            self._length_R.copy_(saved[1])
+            torch.cuda.synchronize()
+            # Not through torch's context manager: it collects garbage and empties caches every time.
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                self._logits[key] = self._step(lanes, cut)
+            finally:
+                graph.capture_end()
+        torch.cuda.current_stream().wait_stream(side)
+        self._pool = self._pool or graph.pool()
+        self._graphs[key] = graph
+
+    def _bucket(self, count: int) -> int:
+        """Lanes of the graph for so many rows: powers of two, and steps of 32 from 64 on."""
+        lanes = max(_FEWEST_LANES, 1 << (count - 1).bit_length()) if count <= 64 else -(-count // 32) * 32
+        return min(lanes, self._rows.num_rows)
+
+    def _moved(self, array: NDArray[Any]) -> Tensor:
+        return self._eager.moved(array)
