@@ -80,3 +80,7 @@ class RolloutError(PodiumError):
 
 class WeightMismatchError(RolloutError):
     """Weights arrived that are not those of their version: names the tensors that differ."""
+
+
+class OffloadError(PodiumError):
+    """Tensors are asked to leave the device twice, or to come back without having left."""

@@ -32,6 +32,8 @@ TORCH_FREE = (
     "models.folder",
     "engine.addresses",
     "cluster",
+    "weights.canary",
+    "weights.parcels",
     "weights.versions",
     "rollout.requests",
     "rollout.engine",

@@ -16,10 +16,7 @@ from podium.engine.parameters import TrainedParameter
 from podium.engine.sharding import local_tensor
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import TokenLoss
-from podium.models.packing import to_device
-
-# Matrix kernels on CUDA want round token counts.
-_CUDA_MULTIPLE = 64
+from podium.models.packing import round_tokens, to_device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +65,7 @@ class TrainEngine:
         self.mesh = mesh
         self._trained = [each for each in trained if each.parameter.requires_grad]
         self._clip_norm = clip_norm
-        self._multiple = _CUDA_MULTIPLE if mesh.device.type == "cuda" else 1
+        self._multiple = round_tokens(mesh.device)
 
     def train_step(
         self,

@@ -36,10 +36,13 @@ class PackedCausalLM(nn.Module):
         self.layers = _decoder_layers(model)
         model.set_attn_implementation(PACKED_ATTENTION)
 
-    def forward(self, batch: TokenBatch, loss: TokenLoss | None, kind: ForwardKind = "loss") -> Tensor:
-        """`loss`: the weighted sum of the loss over trained tokens; `logprobs`: of the targets [S]; `scores`: float32
-        logits at the trained positions; `plain`: the same logits through transformers' own attention and head, one
-        document at a time, to compare with."""
+    def forward(
+        self, batch: TokenBatch, loss: TokenLoss | None, kind: ForwardKind = "loss", temperature: float = 1.0
+    ) -> Tensor:
+        """`loss`: the weighted sum of the loss over trained tokens; `logprobs`: of the targets [S] at the temperature
+        that they were sampled with (which the other kinds do not look at); `scores`: float32 logits at the trained
+        positions; `plain`: the same logits through transformers' own attention and head, one document at a time, to
+        compare with."""
         if kind == "plain":
             return self._plain_scores(batch)
         hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
@@ -49,7 +52,7 @@ class PackedCausalLM(nn.Module):
                 assert loss is not None
                 return fused_token_loss(hidden_SE, weight_VE, batch.targets_S, batch.weights_S, loss, self.head_spec)
             case "logprobs":
-                return target_logprobs(hidden_SE, weight_VE, batch.targets_S, self.head_spec)
+                return target_logprobs(hidden_SE, weight_VE, batch.targets_S, self.head_spec, temperature)
             case "scores":
                 return next_token_scores(hidden_SE, weight_VE, self.head_spec)
             case other:

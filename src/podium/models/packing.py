@@ -73,6 +73,11 @@ def runs_of(offsets: np.ndarray) -> tuple[Run, ...]:
     )
 
 
+def round_tokens(device: torch.device) -> int:
+    """What token counts are padded to a multiple of: matrix kernels on CUDA want round ones."""
+    return 64 if device.type == "cuda" else 1
+
+
 def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) -> TokenBatch:
     """Copies a packed batch to the device, padded to a multiple of `multiple` tokens with a document of its own
     that trains nothing (matrix kernels want round shapes; on CPU there is no padding)."""

@@ -1,12 +1,34 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How published weights travel: one interface, and a class for every way."""
+"""How published weights travel: one interface, and a class for every way.
+
+A sender takes a parcel and something that delivers tensors (PublishedWeights), a receiver takes the same parcel and
+delivers the same tensors. Weights of a sharded model are gathered while they are sent, so all its ranks send together
+and one of them has the bytes on their way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, assert_never
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from podium.errors import RolloutError, WeightMismatchError
+from podium.weights.parcels import Bucket, ByBroadcast, ByFile, ByStore, Parcel, Shared, WeightBucket
+from podium.weights.versions import TensorSpec
+
+_INDEX = "model.safetensors.index.json"
 
 
 class Delivery(Protocol):
@@ -15,3 +37,288 @@ class Delivery(Protocol):
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Name and value of every tensor of the manifest, in its order, in the published dtype, without padding rows.
         A tensor is the caller's to read until the next one is asked for; it may share a buffer with it."""
+
+
+class Arrival(Delivery, Protocol):
+    """A delivery that comes from elsewhere and counts what came."""
+
+    @property
+    def moved_bytes(self) -> int: ...
+
+
+class Link(Protocol):
+    """A process group as a transport needs it; a link between pools of workers is one."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Fills `tensor` on all with what the rank `source` has."""
+
+
+class GroupLink:
+    """A plain torch process group as a link; None is the default group."""
+
+    def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = group
+        self.rank = dist.get_rank(group)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        dist.broadcast(tensor, group=self._group, group_src=source)
+        return tensor
+
+
+def received(parcel: Parcel, *, device: torch.device, link: Callable[[str], Link]) -> Arrival | None:
+    """The receiving end of a parcel; None where nothing travels. `link` finds a link by its name."""
+    match parcel:
+        case Shared():
+            return None
+        case ByBroadcast():
+            return BroadcastArrival(parcel, link(parcel.link), device)
+        case ByStore():
+            return StoreArrival(parcel, device)
+        case ByFile():
+            return FileArrival(parcel, device)
+        case other:
+            assert_never(other)
+
+
+def send_by_broadcast(parcel: ByBroadcast, weights: Delivery, link: Link, device: torch.device) -> int:
+    """Bytes put on the link: by its source; the sender's other ranks help to gather and only listen. Collective over
+    the link."""
+    is_source, moved = link.rank == parcel.source, 0
+    staging = _Staging(parcel, device)
+    for bucket, tensors in _by_bucket(parcel.buckets, weights):
+        if is_source and len(bucket.specs) == 1:
+            buffer = _bytes_of(next(tensors))  # as it is: large ones are not copied
+        elif is_source:
+            buffer = staging.buffer(bucket)
+            _pack(bucket, tensors, buffer)
+        else:
+            buffer = staging.buffer(bucket)
+            _exhaust(tensors)  # the source waits for this rank's shards before it sends
+        _broadcast(buffer, parcel, link)
+        moved += bucket.nbytes if is_source else 0
+    return moved
+
+
+class BroadcastArrival:
+    """What comes over a link. Whoever stops early still takes part to the end: others wait for it."""
+
+    def __init__(self, parcel: ByBroadcast, link: Link, device: torch.device) -> None:
+        self._parcel, self._link, self._device = parcel, link, device
+        self.moved_bytes = 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        staging, buckets = _Staging(self._parcel, self._device), iter(self._parcel.buckets)
+        try:
+            for bucket in buckets:
+                buffer = _broadcast(staging.buffer(bucket), self._parcel, self._link)
+                self.moved_bytes += bucket.nbytes
+                yield from _views(bucket, buffer)
+        except GeneratorExit:
+            for bucket in buckets:
+                _broadcast(staging.buffer(bucket), self._parcel, self._link)
+            raise
+
+
+def send_by_store(parcel: ByStore, weights: Delivery, *, is_sender: bool = True) -> Iterator[WeightBucket]:
+    """Buckets for a worker to stream as its answer. The sender's other ranks iterate too, and have none to yield."""
+    for number, (bucket, tensors) in enumerate(_by_bucket(parcel.buckets, weights)):
+        if is_sender:
+            buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
+            _pack(bucket, tensors, buffer)
+            yield WeightBucket(number=number, bytes_B=buffer.numpy())
+
+
+class StoreArrival:
+    """What lies in the object store, read where it lies."""
+
+    def __init__(self, parcel: ByStore, device: torch.device) -> None:
+        self._parcel, self._device = parcel, device
+        self.moved_bytes = 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        buckets, stored = self._parcel.buckets, self._parcel.stored
+        if len(stored) != len(buckets):
+            raise RolloutError(
+                f"weights of version {self._parcel.version.number} are {len(buckets)} stored buckets, and the parcel "
+                f"refers to {len(stored)}. Gather all answers of the sender before the parcel is handed on."
+            )
+        for number, (bucket, reference) in enumerate(zip(buckets, stored, strict=True)):
+            held: WeightBucket = reference.read()
+            if held.number != number or held.nbytes != bucket.nbytes:
+                raise WeightMismatchError(
+                    f"bucket {number} of version {self._parcel.version.number} has {bucket.nbytes} bytes, and the "
+                    f"object stored for it is bucket {held.number} with {held.nbytes}. References of another version "
+                    "or in another order were put into the parcel: publish again."
+                )
+            self.moved_bytes += held.nbytes
+            for name, tensor in _views(bucket, _read_only(held.bytes_B)):
+                yield name, tensor.to(self._device)
+
+
+def send_by_file(parcel: ByFile, weights: Delivery, *, is_sender: bool = True) -> int:
+    """Writes one file for each bucket and an index; returns the bytes of weights written. The sender's other ranks take
+    part and write nothing."""
+    folder = _PartialFolder(parcel) if is_sender else None
+    for bucket, tensors in _by_bucket(parcel.buckets, weights):
+        if folder is not None:
+            folder.write(bucket, tensors)
+    return 0 if folder is None else folder.complete()
+
+
+class _PartialFolder:
+    """Files of one version that are being written. A failure is told at the end: others are gathering with this rank,
+    and would wait for it."""
+
+    def __init__(self, parcel: ByFile) -> None:
+        self._parcel, self._path = parcel, parcel.path.with_name(parcel.path.name + ".partial")
+        self._where: dict[str, str] = {}
+        self._count, self._moved = 0, 0
+        self._failure: Exception | None = None
+        self._try(self._begin)
+
+    def write(self, bucket: Bucket, tensors: Iterator[Tensor]) -> None:
+        # Copies: a tensor is gone when the next one comes, and the file is written from all of them.
+        pairs = zip(bucket.specs, tensors, strict=True)
+        named = {spec.name: tensor.to("cpu", copy=True).contiguous() for spec, tensor in pairs}
+        self._count += 1
+        file = f"model-{self._count:05d}-of-{len(self._parcel.buckets):05d}.safetensors"
+        self._try(lambda: save_file(named, self._path / file, metadata={"format": "pt"}))
+        self._where.update(dict.fromkeys(named, file))
+        self._moved += sum(tensor.nbytes for tensor in named.values())
+
+    def complete(self) -> int:
+        self._try(self._end)
+        if self._failure is not None:
+            shutil.rmtree(self._path, ignore_errors=True)
+            raise RolloutError(
+                f"version {self._parcel.version.number} cannot be written to {self._parcel.path} ({self._failure}), so "
+                "no engine gets it. Make room there, or give another folder."
+            ) from self._failure
+        return self._moved
+
+    def _begin(self) -> None:
+        shutil.rmtree(self._path, ignore_errors=True)
+        self._path.mkdir(parents=True)
+
+    def _end(self) -> None:
+        (self._path / _INDEX).write_text(json.dumps({"weight_map": self._where}), encoding="utf-8")
+        shutil.rmtree(self._parcel.path, ignore_errors=True)  # of an attempt before
+        self._path.replace(self._parcel.path)
+
+    def _try(self, part: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                part()
+            except (OSError, SafetensorError) as error:
+                self._failure = error
+
+
+class FileArrival:
+    """What lies in files: each tensor is read when it is asked for."""
+
+    def __init__(self, parcel: ByFile, device: torch.device) -> None:
+        self._parcel, self._device = parcel, device
+        self.moved_bytes = 0
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        path = self._parcel.path
+        try:
+            where: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
+            for bucket in self._parcel.buckets:
+                with _opened(path / where[bucket.specs[0].name], self._device) as file:
+                    for spec in bucket.specs:
+                        tensor = file.get_tensor(spec.name)
+                        self.moved_bytes += tensor.nbytes
+                        yield spec.name, tensor
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            raise RolloutError(
+                f"version {self._parcel.version.number} cannot be read from {path} ({error}). The folder must be one "
+                "that sender and engine both reach, and must not be removed before all have read it."
+            ) from error
+
+
+def remove_files(parcel: ByFile) -> None:
+    """When all have read it."""
+    shutil.rmtree(parcel.path, ignore_errors=True)
+
+
+def _opened(path: Path, device: torch.device) -> Any:
+    return safe_open(str(path), framework="pt", device=str(device))
+
+
+def _by_bucket(buckets: Sequence[Bucket], weights: Delivery) -> Iterator[tuple[Bucket, Iterator[Tensor]]]:
+    """Each bucket with its tensors, which come as they are asked for: each is gone when the next one comes."""
+    arriving = weights.tensors()
+    for bucket in buckets:
+        tensors = _of_bucket(bucket, arriving)
+        yield bucket, tensors
+        _exhaust(tensors)  # those who keep none take part in the gathering all the same
+
+
+def _exhaust(tensors: Iterator[Tensor]) -> None:
+    for _ in tensors:
+        pass
+
+
+def _of_bucket(bucket: Bucket, arriving: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    for spec in bucket.specs:
+        name, tensor = next(arriving, ("nothing", torch.empty(0)))
+        if (name, tuple(tensor.shape), tensor.dtype) != (spec.name, spec.shape, torch_dtype(spec.dtype)):
+            raise WeightMismatchError(
+                f"the version's manifest says {spec} and the model has {name} {list(tensor.shape)} {tensor.dtype} in "
+                "its place: the version was described from another model. Describe this one, and publish that."
+            )
+        yield tensor
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _view(buffer: Tensor, spec: TensorSpec, offset: int) -> Tensor:
+    return buffer[offset : offset + spec.nbytes].view(torch_dtype(spec.dtype)).view(spec.shape)
+
+
+def _views(bucket: Bucket, buffer: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for spec, offset in zip(bucket.specs, bucket.offsets, strict=True):
+        yield spec.name, _view(buffer, spec, offset)
+
+
+def _pack(bucket: Bucket, tensors: Iterator[Tensor], buffer: Tensor) -> None:
+    for spec, offset, tensor in zip(bucket.specs, bucket.offsets, tensors, strict=True):
+        _view(buffer, spec, offset).copy_(tensor)
+
+
+class _Staging:
+    """One buffer for all buckets of a parcel; a tensor that is larger than a bucket has one of its own for a while."""
+
+    def __init__(self, parcel: ByBroadcast, device: torch.device) -> None:
+        sizes = [bucket.nbytes for bucket in parcel.buckets if bucket.nbytes <= parcel.bucket_bytes]
+        self._device = device
+        self._shared = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
+
+    def buffer(self, bucket: Bucket) -> Tensor:
+        if bucket.nbytes > len(self._shared):
+            return torch.empty(bucket.nbytes, dtype=torch.uint8, device=self._device)
+        return self._shared[: bucket.nbytes]
+
+
+def _broadcast(buffer: Tensor, parcel: ByBroadcast, link: Link) -> Tensor:
+    for part in buffer.split(parcel.bucket_bytes):
+        link.broadcast(part, parcel.source)
+    return buffer
+
+
+def _read_only(array: NDArray[np.uint8]) -> Tensor:
+    """The same memory. Torch warns that it could be written to; nobody who is delivered a tensor does."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*not writable.*")
+        return torch.from_numpy(array)

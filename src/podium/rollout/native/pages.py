@@ -206,7 +206,10 @@ class PageBook:
             found.append(child)
         rest, best, most = tokens[at:], None, 0
         if len(rest):
+            first = rest[0]
             for child in islice(reversed(node.children.values()), _CANDIDATES):
+                if child.tokens[0] != first:  # most differ at once, and this is cheaper than comparing arrays
+                    continue
                 shared = common_prefix(child.tokens, rest)
                 if shared > most:
                     best, most = child, shared

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -196,13 +195,7 @@ class EagerRunner:
         """Neighbouring slots in as many calls as pay. All rows grow alike, so this holds until the rows change."""
         key = slots.tobytes()
         if self._segments[0] != key:
-            breaks = [0, *(np.flatnonzero(np.diff(slots) != 1) + 1).tolist(), len(slots)]
-            found = [
-                Segment(begin + each.start, begin + each.stop)
-                for begin, end in pairwise(breaks)
-                for each in segments(lengths_N[begin:end])
-            ]
-            self._segments = (key, found)
+            self._segments = (key, segments(slots, lengths_N))
         return self._segments[1]
 
     def _pieces(self, decode: Rows, chunks: Sequence[Chunk]) -> list[Piece]:

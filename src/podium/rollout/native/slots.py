@@ -11,11 +11,12 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# A call costs as much as reading this many positions.
+# In units of reading one position of one row in one layer.
 _CALL_COST = 600
-# Moving a position costs as much as reading it this many times; an arrangement is worth as many steps as it may last.
-_MOVE_COST = 3.0
-_HORIZON = 24
+_MOVE_COST = 3.0  # of a position, layer by layer
+_ANY_MOVE_COST = 2000
+# Steps that an arrangement may last: rows come and go.
+_HORIZON = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -28,22 +29,26 @@ class Arrangement:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Neighbouring slots [start, stop) that are read together."""
+    """Rows [start, stop), in the order of their slots, that are read together."""
 
     start: int
     stop: int
 
 
-def segments(lengths: Ints) -> list[Segment]:
-    """Cuts neighbours into calls so that the positions read, padding included, and the calls cost least."""
-    count = len(lengths)
+def segments(slots: Ints, lengths: Ints) -> list[Segment]:
+    """Cuts rows, ordered by slot, into calls over neighbouring slots, so that the positions read (padding included) and
+    the calls cost least."""
+    count = len(slots)
     best = np.zeros(count + 1)
     cut = np.zeros(count + 1, np.int64)
+    first = 0  # of the run of neighbours that ends here
     for stop in range(1, count + 1):
-        longest = np.maximum.accumulate(lengths[stop - 1 :: -1])[::-1]  # of [start, stop) for every start
-        cost = best[:stop] + _CALL_COST + longest[:stop] * np.arange(stop, 0, -1)
-        cut[stop] = int(cost.argmin())
-        best[stop] = cost[cut[stop]]
+        if stop > 1 and slots[stop - 1] != slots[stop - 2] + 1:
+            first = stop - 1
+        longest = np.maximum.accumulate(lengths[first:stop][::-1])[::-1]  # of [start, stop) for every start
+        cost = best[first:stop] + _CALL_COST + longest * np.arange(stop - first, 0, -1)
+        at = int(cost.argmin())
+        best[stop], cut[stop] = cost[at], first + at
     found: list[Segment] = []
     stop = count
     while stop > 0:
@@ -52,31 +57,32 @@ def segments(lengths: Ints) -> list[Segment]:
     return found[::-1]
 
 
-def reading_cost(lengths: Ints) -> float:
-    """What one layer's attention over neighbours of these lengths costs, cut as `segments` cuts them."""
-    return float(sum(_CALL_COST + int(lengths[s.start : s.stop].max()) * (s.stop - s.start) for s in segments(lengths)))
+def reading_cost(slots: Ints, lengths: Ints) -> float:
+    """What one layer's attention over rows in these slots costs, cut as `segments` cuts them."""
+    order = np.argsort(slots)
+    slots, lengths = slots[order], lengths[order]
+    cuts = segments(slots, lengths)
+    return float(sum(_CALL_COST + int(lengths[s.start : s.stop].max()) * (s.stop - s.start) for s in cuts))
 
 
 def arrange(slots: Ints, lengths: Ints) -> Arrangement | None:
-    """Moves the rows that are under way to the front, and sorts them by length where that soon pays."""
-    count = len(slots)
-    if count == 0:
+    """Leaves rows where they are, moves some to the front so that they are neighbours, or sorts all by length:
+    whichever soon costs least."""
+    if len(slots) == 0:
         return None
-    filled = _filled(slots)
-    in_place = np.argsort(filled)
-    by_length = np.argsort(-lengths, kind="stable")
-    gain = reading_cost(lengths[in_place]) - reading_cost(lengths[by_length])
-    target = filled
-    if gain > 0:
-        sorted_target = np.empty(count, np.int64)
-        sorted_target[by_length] = np.arange(count)
-        price = _MOVE_COST * float(lengths[sorted_target != slots].sum() - lengths[filled != slots].sum())
-        if gain * _HORIZON > price:
-            target = sorted_target
-    moved = np.flatnonzero(target != slots)
+    tokens = int(lengths.max())
+    best, least = slots, _HORIZON * reading_cost(slots, lengths)
+    if least <= _HORIZON * (_CALL_COST + float(lengths.sum())) + _ANY_MOVE_COST:
+        return None  # no arrangement could win
+    for target in (_filled(slots), _sorted(slots, lengths)):
+        price = _ANY_MOVE_COST + 2 * _MOVE_COST * tokens * int((target != slots).sum())
+        cost = _HORIZON * reading_cost(target, lengths) + price
+        if cost < least:
+            best, least = target, cost
+    moved = np.flatnonzero(best != slots)
     if not len(moved):
         return None
-    return Arrangement(target_of=_permutation(slots, target, moved), tokens=int(lengths.max()))
+    return Arrangement(target_of=_permutation(slots, best, moved), tokens=tokens)
 
 
 def _filled(slots: Ints) -> Ints:
@@ -84,6 +90,12 @@ def _filled(slots: Ints) -> Ints:
     target = slots.copy()
     holes = np.setdiff1d(np.arange(len(slots)), slots)
     target[np.flatnonzero(slots >= len(slots))] = holes
+    return target
+
+
+def _sorted(slots: Ints, lengths: Ints) -> Ints:
+    target = np.empty(len(slots), np.int64)
+    target[np.argsort(-lengths, kind="stable")] = np.arange(len(slots))
     return target
 
 

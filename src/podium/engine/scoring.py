@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner's log-probs of sampled tokens: packed forward passes without gradient, within a budget of tokens."""
+
+# T tokens of all trajectories · S sampled tokens of one micro-batch
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from podium.data.documents import Document, PackedBatch, pack
+from podium.data.splitting import split_step
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
+from podium.engine.mesh import Mesh
+from podium.models.causal_lm import PackedCausalLM
+from podium.models.packing import round_tokens, to_device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ScoringBatch:
+    """A packed micro-batch, and where in the block its sampled tokens stand, in the order of the forward's results."""
+
+    packed: PackedBatch
+    places_S: Ints
+
+
+def scoring_batches(block: TrajectoryBlock, *, max_tokens: int) -> list[ScoringBatch]:
+    """The trajectories with sampled tokens in as few micro-batches as hold them. What follows a trajectory's last
+    sampled token is left out; a trajectory longer than the budget has a micro-batch to itself."""
+    documents, begins = _documents(block)
+    if not documents:
+        return []
+    lengths = [document.num_inputs for document in documents]
+    plan = split_step(lengths, num_ranks=1, max_tokens=max(max_tokens, *lengths))
+    batches = []
+    for rows in plan.micro_batches[0]:
+        # Neighbours of one length are attended to in one call.
+        ordered = sorted(rows, key=lambda row: (lengths[row], row))
+        places = [begins[row] + np.flatnonzero(documents[row].trained) for row in ordered]
+        batches.append(ScoringBatch(packed=pack([documents[row] for row in ordered]), places_S=np.concatenate(places)))
+    return batches
+
+
+@torch.no_grad()
+def score(
+    model: PackedCausalLM, mesh: Mesh, block: TrajectoryBlock, *, temperature: float = 1.0, max_tokens: int = 16384
+) -> TokenColumn:
+    """log softmax(logits / temperature) of every sampled token under the model's weights, 0 elsewhere. Temperature 0
+    counts as 1, as engines have it. Collective: ranks without (or with fewer) trajectories run empty passes."""
+    batches = scoring_batches(block, max_tokens=max_tokens)
+    most = max(mesh.gather(len(batches)))
+    empty = ScoringBatch(packed=pack([]), places_S=np.empty(0, np.int64))
+    logprobs_T = np.zeros(len(block.tokens_T), np.float32)
+    was_training = model.training
+    model.eval()
+    try:
+        pending = [_forward(model, mesh, each, temperature or 1.0) for each in _filled(batches, most, empty)]
+    finally:
+        model.train(was_training)
+    for batch, logprobs_S in zip(batches, pending, strict=False):
+        logprobs_T[batch.places_S] = logprobs_S.cpu().numpy()
+    return TokenColumn.like(block, logprobs_T)
+
+
+def _forward(model: PackedCausalLM, mesh: Mesh, batch: ScoringBatch, temperature: float) -> torch.Tensor:
+    tokens = to_device(batch.packed, mesh.device, multiple=round_tokens(mesh.device))
+    found: torch.Tensor = model(tokens, None, "logprobs", temperature)
+    return found
+
+
+def _filled(batches: Sequence[ScoringBatch], count: int, empty: ScoringBatch) -> list[ScoringBatch]:
+    return [*batches, *[empty] * (count - len(batches))]
+
+
+def sampled_mask(block: TrajectoryBlock) -> NDArray[np.bool_]:
+    """Which tokens some version sampled."""
+    mask: NDArray[np.bool_] = block.versions_T >= 0
+    return mask
+
+
+def _documents(block: TrajectoryBlock) -> tuple[list[Document], list[int]]:
+    """Each trajectory up to its last sampled token, and where in the block it begins."""
+    sampled_T = sampled_mask(block)
+    documents, begins = [], []
+    for begin, end in pairwise(block.offsets.tolist()):
+        trained = sampled_T[begin:end].copy()
+        trained[:1] = False  # nothing stands before the first token to predict it from
+        last = int(np.flatnonzero(trained)[-1]) + 1 if trained.any() else 0
+        if last:
+            documents.append(Document(tokens=block.tokens_T[begin : begin + last], trained=trained[:last]))
+            begins.append(begin)
+    return documents, begins

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fingerprints of tensors: sums over elements, so that the parts of any sharding add up to that of the whole.
+
+The fingerprint is the sum modulo 2^64 of bits(element) · weight(index), where the bits are those of the published
+dtype read as a signed integer, the index is the element's place in the whole tensor without padding rows, and weights
+are odd and pseudo-random: weight(index) = inner[index mod BLOCK] · outer(index div BLOCK). One changed element always
+changes it; any other difference goes unseen with a chance of some 2^-32 (differences in the sign bits of float32
+alone) to 2^-64. It guards against mistakes and broken transfers, not against somebody who wants to deceive it.
+"""
+
+# B elements of one block
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from podium.models.weights import Box
+
+# The inner weights of one block stay in the cache of a CPU core; a kernel on a GPU reads them through its own.
+BLOCK = 1 << 17
+# How many elements are cast to the published dtype at a time: the scratch that a fingerprint needs.
+_CHUNK = 1 << 23
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_OUTER_SALT = 0x51ED_270B_9A5F_1C3D
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """Of a whole tensor, as it is."""
+    return unsigned(partial_fingerprint(tensor, first=0, dtype=tensor.dtype).reshape(1))[0]
+
+
+def piece_fingerprint(local: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """What this rank's rows add to the fingerprint of a tensor of `shape`, the shape without padding rows: rows behind
+    it count for nothing. An int64 scalar on the tensor's device; those of all ranks are added with wrap-around."""
+    assert Box(box.starts[1:], box.stops[1:]) == Box.whole(shape[1:]), "only rows are sharded"
+    if not shape:
+        return partial_fingerprint(local, first=0, dtype=dtype)
+    rows = max(0, min(box.stops[0], shape[0]) - box.starts[0])
+    return partial_fingerprint(local[:rows], first=box.starts[0] * math.prod(shape[1:]), dtype=dtype)
+
+
+def partial_fingerprint(values: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
+    """Of elements that follow one another in the whole tensor, the first of them at index `first`."""
+    flat = values.detach().reshape(-1)
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    add_up = _one_pass if flat.is_cuda and find_spec("triton") is not None else _block_by_block
+    for start in range(0, flat.numel(), _CHUNK):
+        total += add_up(bits_of(flat[start : start + _CHUNK].to(dtype)), first + start)
+    return total
+
+
+def unsigned(totals: Tensor) -> list[int]:
+    """int64 sums as the numbers from 0 to 2^64 - 1 that a version holds. Waits for the device."""
+    return [value & 0xFFFF_FFFF_FFFF_FFFF for value in totals.tolist()]
+
+
+def bits_of(values: Tensor) -> Tensor:
+    """The same memory as signed integers: -0.0 and every NaN are bits like any other."""
+    return values.view(_INTEGERS[values.element_size()])
+
+
+def _block_by_block(bits: Tensor, first: int) -> Tensor:
+    inner_B, outer = inner_weights(bits.device), outer_weights(first, len(bits), bits.device).tolist()
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    at = 0
+    for weight in outer:
+        begin = (first + at) % BLOCK
+        part = bits[at : at + BLOCK - begin]
+        total += (part * inner_B[begin : begin + len(part)]).sum() * weight
+        at += len(part)
+    return total
+
+
+def _one_pass(bits: Tensor, first: int) -> Tensor:
+    from podium.weights.fingerprint_kernel import weighted_sum
+
+    outer = outer_weights(first, len(bits), bits.device)
+    return weighted_sum(bits, first, inner_weights(bits.device), outer)
+
+
+@functools.cache
+def inner_weights(device: torch.device) -> Tensor:
+    return _mixed(torch.arange(BLOCK, dtype=torch.int64, device=device)) | 1
+
+
+def outer_weights(first: int, count: int, device: torch.device) -> Tensor:
+    """One for each block that the elements from index `first` on touch."""
+    blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, dtype=torch.int64, device=device)
+    return _mixed(blocks + _OUTER_SALT) | 1
+
+
+def _mixed(values: Tensor) -> Tensor:
+    """Neighbouring numbers become unlike ones (the finaliser of splitmix64), the same on every device: int64
+    arithmetic wraps around, and a shift is made logical by its mask."""
+    values = (values + 1) * -0x61C8_8646_80B5_83EB
+    values = _shifted_in(values, 30) * -0x40A7_B892_E31B_1A47
+    values = _shifted_in(values, 27) * -0x6B2F_B644_ECCE_EE15
+    return _shifted_in(values, 31)
+
+
+def _shifted_in(values: Tensor, shift: int) -> Tensor:
+    return values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))

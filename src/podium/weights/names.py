@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names and layouts of Hugging Face checkpoints for tensors that transformers keeps differently in memory.
+
+Loaders of other engines know checkpoints: one tensor for each expert, gate and up apart. What transformers fuses on
+loading is taken apart again by its own reversed conversions, one tensor (or group of tensors that belong together) at
+a time.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightConverter,
+    WeightRenaming,
+    apply_converters,
+    apply_renamings,
+)
+
+from podium.errors import UnsupportedModelError
+from podium.models.causal_lm import persistent_buffers
+
+
+def checkpoint_tensors(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Published tensors under their names in memory -> the same values as a checkpoint of the model names and cuts
+    them. Like what comes in, a tensor is the caller's until the next one is asked for."""
+    names = CheckpointNames(model)
+    for name, tensor in tensors:
+        yield from names.converted(name, tensor)
+    names.finish()
+
+
+class CheckpointNames:
+    """The reversed conversions of one model. Holds tensors back only where several make one of the checkpoint's."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # Prefixes that some checkpoints have and others lack are left as the model has them.
+        known = list(get_model_conversion_mapping(model, add_legacy=False))[::-1]
+        reverse = [each.reverse_transform() for each in known if not isinstance(each, PrefixChange)]
+        self._renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in reverse if isinstance(each, WeightConverter)]
+        self._by_pattern = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        all_names = [name for name, _ in model.named_parameters()] + list(persistent_buffers(model))
+        self._awaited = Counter(target for name in all_names if (target := self._target(name)[0]))
+        self._held: dict[str, list[_Held]] = {}
+
+    def converted(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What this tensor, with those held back for it, is in a checkpoint; nothing, as long as others are awaited."""
+        target, pattern = self._target(name)
+        if not target:
+            yield apply_renamings(name, self._renamings), tensor
+            return
+        held = self._held.setdefault(target, [])
+        held.append(_Held(name=name, pattern=pattern, tensor=tensor))
+        if len(held) < self._awaited[target]:
+            held[-1].tensor = tensor.clone()  # the caller's tensor is gone when the next one comes
+            return
+        yield from self._convert(target, self._held.pop(target))
+
+    def finish(self) -> None:
+        """All tensors have come: none is left that waits for another."""
+        if self._held:
+            waiting = ", ".join(each.name for held in self._held.values() for each in held)
+            raise UnsupportedModelError(
+                f"{waiting}: a checkpoint of {type(self._model).__name__} joins these with tensors that were not among "
+                "the published ones, so its names cannot be given to an engine that loads checkpoints. Use the native "
+                "engine for this model."
+            )
+
+    def _target(self, name: str) -> tuple[str, str]:
+        """The first checkpoint name that this tensor is part of, and the pattern by which; empty where it is only
+        renamed."""
+        target, pattern = apply_converters(name, self._converters)
+        return (target, pattern) if pattern is not None else ("", "")
+
+    def _convert(self, target: str, held: list[_Held]) -> Iterator[tuple[str, Tensor]]:
+        converter = copy.deepcopy(self._by_pattern[held[0].pattern])
+        for each in held:
+            converter.add_tensor(target, each.name, each.pattern, each.tensor)
+        made = converter.convert(target, model=self._model, config=self._model.config)
+        for name, value in made.items():
+            yield apply_renamings(name, self._renamings), value[0] if isinstance(value, list) else value
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Held:
+    name: str
+    pattern: str
+    tensor: Tensor

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trained model's weights as others see them: whole tensors in the compute dtype, without padding rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from podium.engine.mesh import Mesh
+from podium.engine.parameters import TrainedParameter
+from podium.engine.sharding import local_tensor
+from podium.models.causal_lm import PackedCausalLM, padded_parameters, persistent_buffers
+from podium.models.weights import Box
+from podium.weights.fingerprints import piece_fingerprint, unsigned
+from podium.weights.parcels import BUCKET_BYTES, large, plan_buckets
+from podium.weights.versions import TensorSpec, WeightVersion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Part:
+    """One published tensor and what this rank holds of it."""
+
+    spec: TensorSpec
+    dtype: torch.dtype
+    tensor: Tensor  # the parameter itself: its storage may be swapped, the object stays
+    box: Box
+    num_rows: int  # padding included
+
+    @property
+    def local(self) -> Tensor:
+        return local_tensor(self.tensor)
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """Over whose ranks it is sharded; None where each has it whole."""
+        return self.tensor.device_mesh.get_group() if isinstance(self.tensor, DTensor) else None
+
+
+class PublishedWeights:
+    """Reads the weights where they are trained, at the moment it is asked. A tied head is its embedding, named once;
+    buffers that a checkpoint holds are part of it. What says "collective" runs on all ranks of the mesh together."""
+
+    def __init__(
+        self,
+        model: PackedCausalLM,
+        trained: Sequence[TrainedParameter],
+        mesh: Mesh,
+        dtype: torch.dtype,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """`dtype` is what the model computes in; `bucket_bytes` bounds what is gathered at a time (but for a single
+        tensor that is larger)."""
+        self._mesh, self._bucket_bytes = mesh, bucket_bytes
+        padded = padded_parameters(model)
+        self._parts = [_of_parameter(each, padded.get(each.name), dtype) for each in trained]
+        self._parts += [_of_buffer(name, buffer) for name, buffer in persistent_buffers(model.hf).items()]
+
+    @property
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        return tuple(part.spec for part in self._parts)
+
+    def describe(self, number: int) -> WeightVersion:
+        """These weights as version `number`, fingerprints computed where each rank's part lies. Collective."""
+        with torch.no_grad():
+            sums = torch.stack([self._partial(part) for part in self._parts])
+        fingerprints = unsigned(self._mesh.sum(sums))
+        return WeightVersion(number=number, manifest=self.manifest, fingerprints=tuple(fingerprints))
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors in the manifest's order, on all ranks. Collective: all iterate to the end."""
+        size = self._bucket_bytes
+        by_name = {part.spec.name: part for part in self._parts}
+        for bucket in plan_buckets(self.manifest, size, alone_bytes=large(size)):
+            yield from _whole([by_name[spec.name] for spec in bucket.specs])
+
+    def _partial(self, part: _Part) -> Tensor:
+        if part.group is None and not self._mesh.is_main:  # all have it whole: one of them counts it
+            return torch.zeros((), dtype=torch.int64, device=self._mesh.device)
+        return piece_fingerprint(part.local, part.box, part.spec.shape, part.dtype)
+
+
+def _of_parameter(each: TrainedParameter, real_rows: int | None, dtype: torch.dtype) -> _Part:
+    shape = each.shape if real_rows is None else (real_rows, *each.shape[1:])
+    return _Part(
+        spec=TensorSpec(name=each.name, shape=tuple(shape), dtype=_name_of(dtype)),
+        dtype=dtype,
+        tensor=each.parameter,
+        box=each.box,
+        num_rows=each.shape[0] if each.shape else 1,
+    )
+
+
+def _of_buffer(name: str, buffer: Tensor) -> _Part:
+    """Buffers keep their dtype, as they do in every forward pass."""
+    shape = tuple(buffer.shape)
+    return _Part(
+        spec=TensorSpec(name=name, shape=shape, dtype=_name_of(buffer.dtype)),
+        dtype=buffer.dtype,
+        tensor=buffer,
+        box=Box.whole(shape),
+        num_rows=shape[0] if shape else 1,
+    )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@torch.no_grad()
+def _whole(parts: Sequence[_Part]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one bucket. What is sharded is gathered in one collective, bytes in the published dtype."""
+    sharded = [part for part in parts if part.group is not None]
+    gathered = _Gathered(sharded) if sharded else None
+    for part in parts:
+        if part.group is None:
+            values = part.local.to(part.dtype)
+        else:
+            assert gathered is not None
+            values = gathered.whole(part)
+        yield part.spec.name, values[: part.spec.shape[0]] if part.spec.shape else values
+
+
+class _Gathered:
+    """The shards of some tensors from all ranks: a row for each rank, in it a stretch for each tensor."""
+
+    def __init__(self, parts: Sequence[_Part]) -> None:
+        group = parts[0].group
+        assert group is not None
+        assert all(part.group == group for part in parts)
+        self._world = group.size()
+        self._stretches: dict[str, slice] = {}
+        end = 0
+        for part in parts:
+            start = -(-end // 16) * 16
+            end = start + self._rows_each(part) * _row_bytes(part)
+            self._stretches[part.spec.name] = slice(start, end)
+        mine = torch.empty(end, dtype=torch.uint8, device=parts[0].local.device)
+        for part in parts:
+            local = part.local.reshape(-1)
+            mine[self._stretches[part.spec.name]].view(part.dtype)[: local.numel()].copy_(local)
+        self._bytes = torch.empty(self._world, end, dtype=torch.uint8, device=mine.device)
+        dist.all_gather_into_tensor(self._bytes.view(-1), mine, group=group)
+
+    def whole(self, part: _Part) -> Tensor:
+        """All rows, padding included and the filling of the last ranks behind them."""
+        flat = self._bytes[:, self._stretches[part.spec.name]].reshape(-1)  # a view, where it is alone
+        return flat.view(part.dtype).view(self._world * self._rows_each(part), *part.spec.shape[1:])
+
+    def _rows_each(self, part: _Part) -> int:
+        return -(-part.num_rows // self._world)
+
+
+def _row_bytes(part: _Part) -> int:
+    return math.prod(part.spec.shape[1:]) * part.dtype.itemsize

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Proof that weights which came, or are in place already, are those of their version."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from podium.errors import WeightMismatchError
+from podium.models.weights import Box
+from podium.weights.fingerprints import partial_fingerprint, piece_fingerprint, unsigned
+from podium.weights.transports import Delivery, torch_dtype
+from podium.weights.versions import TensorSpec, WeightVersion
+
+_NAMED = 5
+
+
+class Verified:
+    """A delivery whose tensors are checked as they pass: one of another name, shape or dtype is refused before it is
+    handed on; fingerprints are computed on the device and compared when all have come, without waiting in between."""
+
+    def __init__(self, delivery: Delivery, version: WeightVersion) -> None:
+        self._delivery, self._version = delivery, version
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Raises after the last tensor if any differs. Whoever has installed them must not generate with them."""
+        sums: list[Tensor] = []
+        arriving = self._delivery.tensors()
+        try:
+            for spec in self._version.manifest:
+                tensor = self._checked(spec, next(arriving, None))
+                sums.append(partial_fingerprint(tensor, first=0, dtype=tensor.dtype))
+                yield spec.name, tensor
+            extra = next(arriving, None)
+            if extra is not None:
+                raise _wrong(self._version, f"{extra[0]} comes after the manifest's last tensor")
+        finally:
+            if isinstance(arriving, Generator):
+                arriving.close()  # now, not when the error is forgotten: others may wait for this end
+        _compare(self._version, sums)
+
+    def _checked(self, spec: TensorSpec, came: tuple[str, Tensor] | None) -> Tensor:
+        if came is None:
+            raise _wrong(self._version, f"the delivery ends before {spec.name}")
+        name, tensor = came
+        if name != spec.name:
+            raise _wrong(self._version, f"{name} comes where the manifest has {spec.name}")
+        if tuple(tensor.shape) != spec.shape or tensor.dtype != torch_dtype(spec.dtype):
+            raise _wrong(self._version, f"{spec} comes as {list(tensor.shape)} {_short(tensor.dtype)}")
+        return tensor
+
+
+def verify_in_place(tensors: Mapping[str, Tensor], version: WeightVersion) -> None:
+    """The same for tensors that an engine has already: the learner's own, or a copy of them. Whole tensors by name;
+    rows beyond the manifest's are padding and do not count."""
+    sums = []
+    for spec in version.manifest:
+        tensor = tensors.get(spec.name)
+        if tensor is None:
+            raise _wrong(version, f"the model has no {spec.name}")
+        if not _fits(tensor, spec):
+            raise _wrong(version, f"{spec} is {list(tensor.shape)} {_short(tensor.dtype)} in the model")
+        sums.append(piece_fingerprint(tensor, Box.whole(tensor.shape), spec.shape, tensor.dtype))
+    _compare(version, sums)
+
+
+def _fits(tensor: Tensor, spec: TensorSpec) -> bool:
+    shape = tuple(tensor.shape)
+    same = shape == spec.shape or (bool(shape) and shape[1:] == spec.shape[1:] and shape[0] > spec.shape[0])
+    return same and tensor.dtype == torch_dtype(spec.dtype)
+
+
+def _compare(version: WeightVersion, sums: list[Tensor]) -> None:
+    values = unsigned(torch.stack(sums)) if sums else []
+    found = {spec.name: value for spec, value in zip(version.manifest, values, strict=True)}
+    differing = version.differing(found)
+    if differing:
+        more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
+        raise WeightMismatchError(
+            f"{len(differing)} of {len(version.manifest)} tensors are not those of weight version {version.number} "
+            f"({version.fingerprint}): {', '.join(differing[:_NAMED])}{more}. Tokens drawn from them would belong to "
+            "no version, so nothing is generated until weights are installed that are right. Publish again; if the "
+            "same tensors differ again, the learner has changed them since it described the version, or the way they "
+            "travel changes them."
+        )
+
+
+def _wrong(version: WeightVersion, what: str) -> WeightMismatchError:
+    return WeightMismatchError(
+        f"weight version {version.number} does not fit: {what}. The sender's model and this one are not the same, or "
+        "the parcel is of another version. Build both from the same model folder, and publish again."
+    )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

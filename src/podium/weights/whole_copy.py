@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A second, whole copy of a sharded model for generation: plain tensors that no sharding hook touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from podium.errors import RolloutError
+from podium.models.causal_lm import PackedCausalLM, build, persistent_buffers, restore_buffers
+from podium.recipe import ModelSection
+from podium.weights.published import PublishedWeights
+from podium.weights.transports import torch_dtype
+
+
+class WholeCopy:
+    """The model on this rank's device in the dtype that it computes in. Its tensors stay where they are from `restore`
+    to `release`, so that captured graphs may read them; `refill` changes values only."""
+
+    def __init__(
+        self, weights: PublishedWeights, section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._weights = weights
+        self.model = _empty_model(weights, section, config, device=device, dtype=dtype)
+        self._sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in self.tensors.items()}
+        self._addresses = self._where()
+        self._is_resident = True
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Every published tensor by name, padding rows included."""
+        parameters = {name: parameter.detach() for name, parameter in self.model.hf.named_parameters()}
+        return {**parameters, **persistent_buffers(self.model.hf)}
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the device while it is there."""
+        return sum(self._sizes.values())
+
+    @property
+    def is_resident(self) -> bool:
+        return self._is_resident
+
+    @torch.no_grad()
+    def refill(self) -> None:
+        """The learner's weights of this moment, bucket by bucket. Collective over the learner's ranks."""
+        if not self._is_resident:
+            raise RolloutError("the whole copy of the weights is released, so it cannot be filled. Restore it first.")
+        mine = self.tensors
+        for name, tensor in self._weights.tensors():
+            copy = mine[name]
+            if copy.shape == tensor.shape:
+                copy.copy_(tensor)
+            else:
+                copy[: len(tensor)].copy_(tensor)
+                copy[len(tensor) :].zero_()  # padding
+
+    def release(self) -> int:
+        """Gives the memory back and returns how much. The model must not run until it is restored and refilled."""
+        if not self._is_resident:
+            return 0
+        for tensor in self.tensors.values():
+            tensor.untyped_storage().resize_(0)
+        self._is_resident = False
+        return self.nbytes
+
+    def restore(self) -> bool:
+        """Takes the memory again; values are undefined until `refill`. True if some tensor now lies elsewhere: what
+        was captured for the old addresses must be captured again."""
+        if self._is_resident:
+            return False
+        for name, tensor in self.tensors.items():
+            tensor.untyped_storage().resize_(self._sizes[name])
+        self._is_resident = True
+        before, self._addresses = self._addresses, self._where()
+        return self._addresses != before
+
+    def _where(self) -> dict[str, int]:
+        return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+
+
+def _empty_model(
+    weights: PublishedWeights, section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype
+) -> PackedCausalLM:
+    model = build(section, config, device=torch.device("meta"), dtype=dtype)
+    _match_buffers(model.hf, {spec.name: torch_dtype(spec.dtype) for spec in weights.manifest})
+    model.to_empty(device=device)
+    model.hf.tie_weights()
+    restore_buffers(model.hf)
+    model.requires_grad_(False)
+    model.eval()
+    return model
+
+
+def _match_buffers(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
+    """A sharded learner is built in float32, and its buffers with it; the copy's are of the same dtype."""
+    for name, buffer in list(model.named_buffers()):
+        if name in dtypes and buffer.dtype != dtypes[name]:
+            owner, _, leaf = name.rpartition(".")
+            model.get_submodule(owner)._buffers[leaf] = buffer.to(dtypes[name])

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Canaries are of one version and always the same; the gap between log-probs is measured and alarmed on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from podium.data.trajectories import TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.errors import DataError
+from podium.weights.canary import GapLimits, LogprobGap, choose_canaries
+
+
+def block_of(versions: Sequence[Sequence[int]], draws: Sequence[int] | None = None) -> TrajectoryBlock:
+    flat = np.array([each for row in versions for each in row], np.int32)
+    return TrajectoryBlock(
+        ids=TrajectoryIds.of(TrajectoryId(draw, 0) for draw in (draws or range(len(versions)))),
+        offsets=np.cumsum([0, *map(len, versions)]).astype(np.int64),
+        tokens_T=np.zeros(len(flat), np.int32),
+        loss_mask_T=flat >= 0,
+        behavior_logprobs_T=np.where(flat >= 0, -1.0, 0.0).astype(np.float32),
+        versions_T=flat,
+    )
+
+
+def learner(block: TrajectoryBlock, delta: float | Sequence[float]) -> TokenColumn:
+    return TokenColumn.like(block, (block.behavior_logprobs_T + np.float32(delta)).astype(np.float32))
+
+
+def test_only_trajectories_that_the_current_version_sampled_throughout_are_chosen() -> None:
+    block = block_of([[-1, 3, 3], [-1, 2, 3], [-1, -1], [3, -1, 3], [-1, 4], []])
+    assert choose_canaries(block, 3, 10).tolist() == [0, 3]
+    assert choose_canaries(block, 2, 10).tolist() == []
+
+
+def test_few_of_many_are_spread_over_the_ids_whatever_order_they_lie_in() -> None:
+    draws = [5, 0, 4, 1, 3, 2, 6]
+    block = block_of([[-1, 3]] * 7, draws)
+    chosen = choose_canaries(block, 3, 3)
+    assert [draws[row] for row in chosen.tolist()] == [0, 3, 6]
+    assert choose_canaries(block, 3, 1).tolist() == [1]
+    assert choose_canaries(block, 3, 0).tolist() == []
+
+
+def test_the_gap_is_over_sampled_tokens_that_something_stands_before() -> None:
+    block = block_of([[-1, 3, 3], [3, 3, -1]])
+    gap = LogprobGap.between(block, learner(block, [9.0, 0.1, -0.3, 9.0, 0.2, 9.0]))
+    assert gap.count == 3
+    assert gap.mean == pytest.approx(0.2, abs=1e-6)
+    assert gap.largest == pytest.approx(0.3, abs=1e-6)
+    assert gap.mean_ratio == pytest.approx((math.exp(0.1) + math.exp(-0.3) + math.exp(0.2)) / 3, abs=1e-6)
+
+
+def test_gaps_of_ranks_add_up() -> None:
+    first, second = block_of([[-1, 3, 3]]), block_of([[-1, 3]], [1])
+    both = TrajectoryBlock.concatenate([first, second])
+    parts = [LogprobGap.between(first, learner(first, 0.5)), LogprobGap.between(second, learner(second, -0.25))]
+    whole = LogprobGap.between(both, learner(both, [0, 0.5, 0.5, 0, -0.25]))
+    assert LogprobGap.merge(parts) == whole
+    assert LogprobGap.merge([]) == LogprobGap(count=0, sum_abs=0.0, sum_ratio=0.0, largest=0.0)
+
+
+def test_the_alarm_says_how_much_and_what_may_be_wrong() -> None:
+    block = block_of([[-1, 3, 3]])
+    float32, bfloat16 = GapLimits.of("float32"), GapLimits.of("bfloat16")
+    assert LogprobGap.between(block, learner(block, 5e-5)).alarm(float32) is None
+    assert LogprobGap.between(block, learner(block, 0.02)).alarm(bfloat16) is None
+    said = LogprobGap.between(block, learner(block, 0.02)).alarm(float32)
+    assert said is not None
+    assert "differ by 0.02 in the mean (limit 0.0001)" in said
+    assert "another temperature" in said
+    assert LogprobGap.between(block, learner(block, [0, 1.1e-3, 0])).alarm(GapLimits(mean=1, largest=1e-3)) is not None
+    assert LogprobGap.between(block, learner(block, 0.2)).alarm(bfloat16) is not None
+
+
+def test_a_gap_that_is_not_a_number_is_alarmed_on_and_none_at_all_is_not() -> None:
+    block = block_of([[-1, 3, 3]])
+    broken = LogprobGap.between(block, learner(block, [0, math.nan, 0]))
+    assert broken.alarm(GapLimits.of("bfloat16")) is not None
+    assert LogprobGap.merge([broken, LogprobGap.between(block, learner(block, 0.0))]).alarm(GapLimits.of("bfloat16"))
+    empty = block_of([])
+    assert LogprobGap.between(empty, learner(empty, 0.0)).alarm(GapLimits.of("float32")) is None
+
+
+def test_log_probs_of_other_trajectories_are_refused() -> None:
+    block = block_of([[-1, 3], [-1, 3]])
+    other = block_of([[-1, 3], [-1, 3]], [1, 0])
+    with pytest.raises(DataError, match="of other trajectories than the block"):
+        LogprobGap.between(block, learner(other, 0.0))
