@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VLLM_VENV ?= .venv-vllm
+VLLM_INSTALLED := $(VLLM_VENV)/.installed
 
-.PHONY: install demo test test-slow test-all lint types format clean
+.PHONY: install install-vllm demo test test-slow test-vllm test-all lint types format clean
 
 install: $(INSTALLED)
 
@@ -25,6 +27,17 @@ test: lint types  ## what every change must pass
 
 test-slow: $(INSTALLED)  ## the rest: several ranks, kills, restarts
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
+
+install-vllm: $(VLLM_INSTALLED)  ## an environment of its own, with vLLM's CPU build
+
+$(VLLM_INSTALLED): constraints-vllm.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r constraints-vllm.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-vllm: $(VLLM_INSTALLED)  ## the rollout engines' tests with vLLM behind them
+	VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/rollout
 
 test-all: test test-slow
 

@@ -6,13 +6,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from podium.recipe.programs import SIGNALS
+
 if TYPE_CHECKING:
     from podium.recipe.schema import Recipe
 
 
 def broken_rules(recipe: Recipe) -> list[str]:
     """All rules that span several keys and do not hold."""
-    return [*_lengths(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
+    return [*_lengths(recipe), *_schedule(recipe), *_evaluation(recipe), *_rollout(recipe), *_names(recipe)]
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
@@ -67,6 +69,14 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
                 f"checkpoint.keep_best: checkpoint.every {saved} is not a multiple of evaluation.every {every}, so "
                 f"some saved steps would have no held-out loss. Set evaluation.every to a divisor of {saved}."
             )
+
+
+def _rollout(recipe: Recipe) -> Iterator[str]:
+    if recipe.rollout.engine != "native" and SIGNALS[recipe.program].execution == "spmd":
+        yield (
+            f"rollout.engine: {recipe.rollout.engine} does not answer in {recipe.program}, whose evaluation uses the "
+            "learner's own weights. Remove it; `podium generate --engine vllm` answers with an exported model."
+        )
 
 
 def _names(recipe: Recipe) -> Iterator[str]:

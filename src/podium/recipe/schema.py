@@ -179,7 +179,11 @@ class RolloutSection(Section):
         None, description="Tokens of a page of the cache; default: 64 on CUDA, a whole sequence on CPU."
     )
     reuse_prefixes: Switch = Field(True, description="Keep what is computed, for prompts that begin alike.")
-    graphs: Literal["auto", "off"] = Field("auto", description="CUDA graphs for decoding; auto: on CUDA.")
+    decode: Literal["auto", "compiled", "captured", "eager"] = Field(
+        "auto",
+        description="On CUDA: `compiled` layers in captured graphs are fastest and take half a minute to compile, "
+        "`captured` graphs start at once, `eager` has neither. auto: compiled, but captured for a small evaluation.",
+    )
     offload_optimizer: Switch = Field(
         False, description="Optimizer state leaves the device while tokens are generated, and comes back after."
     )
@@ -224,6 +228,7 @@ class Recipe(Section):
     placement: PlacementSection = PlacementSection()
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
+    rollout: RolloutSection = RolloutSection()
     run: RunSection = RunSection()
 
     @model_validator(mode="before")

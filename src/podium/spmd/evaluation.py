@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -15,13 +14,14 @@ from podium.data.chat import DocumentMaker, Prompt
 from podium.data.documents import PackedBatch, pack
 from podium.data.reading import read_documents, read_prompts
 from podium.data.splitting import split_step
+from podium.data.tokenizer import stop_tokens
 from podium.engine.train_step import TrainEngine
 from podium.errors import RecipeError
 from podium.models.head import TokenLoss
 from podium.observe import EvaluationView, SampleView
 from podium.recipe import GenerationSection, Recipe
 from podium.recipe.plugins import load as load_plugin
-from podium.spmd.generation import greedy_answers
+from podium.spmd.answering import Answerer
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 
@@ -42,7 +42,6 @@ class Evaluator:
     def __init__(self, recipe: Recipe, engine: TrainEngine, tokenizer: Any, folder: Path, *, max_tokens: int) -> None:
         self._engine, self._mesh = engine, engine.mesh
         self._generation = recipe.evaluation.generation
-        self._max_tokens = max_tokens
         self._tokenizer = tokenizer
         assert recipe.data.max_length is not None
         # What is too long to train on is cut, not refused, when it is only measured.
@@ -59,10 +58,20 @@ class Evaluator:
             for part in plan.rows(self._mesh.rank)[0]
         ]
         self._prompts: list[Prompt] = []
+        self._answerer: Answerer | None = None
         self._score: Score | None = None
         if self._generation is not None:
             self._prompts = read_prompts(recipe.data.heldout, "data.heldout", maker, self._generation.prompts)
-            self._stop_tokens = stop_tokens(self._tokenizer, folder)
+            self._answerer = Answerer(
+                engine,
+                recipe.model,
+                recipe.rollout,
+                folder,
+                [prompt.tokens for prompt in self._prompts],
+                max_new_tokens=self._generation.max_new_tokens,
+                stop_tokens=stop_tokens(self._tokenizer, folder),
+                max_batch_tokens=max(max_tokens, 2048),
+            )
             self._score = _score_function(self._generation)
 
     def run(self, step: int, loss: TokenLoss) -> Evaluation:
@@ -90,16 +99,9 @@ class Evaluator:
 
     def _answers(self) -> tuple[SampleView, ...]:
         assert self._generation is not None
-        made = greedy_answers(
-            self._engine.model,
-            self._mesh,
-            [prompt.tokens for prompt in self._prompts],
-            max_new_tokens=self._generation.max_new_tokens,
-            stop_tokens=self._stop_tokens,
-            max_batch_tokens=max(self._max_tokens, 2048),
-        )
+        assert self._answerer is not None
         views = []
-        for prompt, tokens in zip(self._prompts, made, strict=True):
+        for prompt, tokens in zip(self._prompts, self._answerer.answers(), strict=True):
             answer = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
             score = None if self._score is None else _scored(self._score, answer, prompt)
             views.append(
@@ -108,18 +110,6 @@ class Evaluator:
                 )
             )
         return tuple(views)
-
-
-def stop_tokens(tokenizer: Any, folder: Path) -> frozenset[int]:
-    """Where an answer ends: the tokenizer's end token and those of the generation config."""
-    found: set[int] = set()
-    if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
-    file = folder / "generation_config.json"
-    if file.is_file():
-        ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        found |= {int(end) for end in (ends if isinstance(ends, list) else [ends] if ends is not None else [])}
-    return frozenset(found)
 
 
 def exact_match(answer: str, reference: str, row: Mapping[str, Any]) -> float:

@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightConverter,
-    WeightRenaming,
-    apply_converters,
-    apply_renamings,
-)
+from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
 from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import persistent_buffers
@@ -56,7 +50,7 @@ class CheckpointNames:
         """What this tensor, with those held back for it, is in a checkpoint; nothing, as long as others are awaited."""
         target, pattern = self._target(name)
         if not target:
-            yield apply_renamings(name, self._renamings), tensor
+            yield self._renamed(name), tensor
             return
         held = self._held.setdefault(target, [])
         held.append(_Held(name=name, pattern=pattern, tensor=tensor))
@@ -78,8 +72,11 @@ class CheckpointNames:
     def _target(self, name: str) -> tuple[str, str]:
         """The first checkpoint name that this tensor is part of, and the pattern by which; empty where it is only
         renamed."""
-        target, pattern = apply_converters(name, self._converters)
-        return (target, pattern) if pattern is not None else ("", "")
+        for converter in self._converters:
+            target, pattern = converter.rename_source_key(name)
+            if pattern is not None:
+                return target, pattern
+        return "", ""
 
     def _convert(self, target: str, held: list[_Held]) -> Iterator[tuple[str, Tensor]]:
         converter = copy.deepcopy(self._by_pattern[held[0].pattern])
@@ -87,7 +84,12 @@ class CheckpointNames:
             converter.add_tensor(target, each.name, each.pattern, each.tensor)
         made = converter.convert(target, model=self._model, config=self._model.config)
         for name, value in made.items():
-            yield apply_renamings(name, self._renamings), value[0] if isinstance(value, list) else value
+            yield self._renamed(name), value[0] if isinstance(value, list) else value
+
+    def _renamed(self, name: str) -> str:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

@@ -19,15 +19,15 @@ from podium.models.causal_lm import PackedCausalLM, persistent_buffers
 from podium.recipe import RolloutSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
-from podium.rollout.native.door import Door
 from podium.rollout.native.holding import free_bytes, hold
 from podium.rollout.native.pages import PageBook
-from podium.rollout.native.randomness import signed, stream_key
 from podium.rollout.native.rows import Answer, Rows, RowTable
 from podium.rollout.native.runner import DrawTable, Runner, StepResult, make_runner
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.native.sizing import choose_sizes
+from podium.rollout.randomness import signed, stream_key
 from podium.rollout.requests import Completion, Request, failed
+from podium.rollout.turns import Turns
 from podium.weights.receiving import Verified, verify_in_place
 from podium.weights.transports import Delivery
 from podium.weights.versions import WeightVersion
@@ -61,7 +61,7 @@ class NativeEngine:
         section = section or RolloutSection()
         self._model, self._device, self._decode, self._copy = model, device, decode, copy
         self._version = version
-        self._door = Door()
+        self._turns = Turns()
         model.eval()
         modules, shapes = attention_layers(model, device)
         dtype = model.head_weight.dtype
@@ -89,7 +89,7 @@ class NativeEngine:
         self._draws = DrawTable(sizes.max_running)
         self._scheduler = Scheduler(self._book, self._rows, prefill_tokens=sizes.prefill_tokens, slots=sizes.slots)
         self._runner: Runner = make_runner(
-            model, modules, cache, self._rows, self._draws, device, slots=sizes.slots, graphs=section.graphs == "auto"
+            model, modules, cache, self._rows, self._draws, device, slots=sizes.slots, decode=section.decode
         )
         self._answers: dict[TrajectoryId, Answer] = {}
         self._launched: deque[_Launched] = deque()
@@ -103,7 +103,7 @@ class NativeEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Takes requests. One that cannot be served is answered with an error."""
-        with self._door.visit():
+        with self._turns:
             self._check_open()
             new = [request.id for request in requests]
             known = [id for id in new if id in self._answers]
@@ -130,7 +130,8 @@ class NativeEngine:
         last = time.monotonic()
         while True:
             idle = None
-            with self._door.step():
+            with self._turns:
+                taken = self._turns.taken
                 self._check_open()
                 if self._done:
                     found = self._done.popleft()
@@ -153,11 +154,11 @@ class NativeEngine:
                         f"the engine {idle}, and has been so for {deadline_s:g} s with {len(self._answers)} answers "
                         "under way. Another thread must end that, or cancel them."
                     )
-                self._door.wait_for_a_visit(left)
+                self._turns.wait_for_another(taken + 1, timeout_s=left)  # this one is counted too
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
         """Ends these answers with what has been drawn so far."""
-        with self._door.visit():
+        with self._turns:
             self._take_in(lag=0)
             for id in ids:
                 answer = self._answers.get(id)
@@ -171,12 +172,12 @@ class NativeEngine:
 
     def pause(self) -> None:
         """Draws no more tokens until `resume`."""
-        with self._door.visit():
+        with self._turns:
             self._paused = True
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        with self._door.visit():
+        with self._turns:
             self._paused = False
 
     # Weights
@@ -188,7 +189,7 @@ class NativeEngine:
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
         """Takes weights of `version` between two steps; see the protocol."""
-        with self._door.visit():
+        with self._turns:
             self._check_open()
             if self._asleep:
                 raise RolloutError("the engine is asleep, so weights cannot be installed. Wake it first.")
@@ -212,7 +213,7 @@ class NativeEngine:
 
     def sleep(self) -> MemoryChange:
         """Gives up the cache, and the whole copy of the weights where there is one."""
-        with self._door.visit():
+        with self._turns:
             self._check_open()
             if self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
@@ -226,7 +227,7 @@ class NativeEngine:
 
     def wake(self) -> MemoryChange:
         """Takes the memory back."""
-        with self._door.visit():
+        with self._turns:
             self._check_open()
             if not self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
@@ -275,7 +276,7 @@ class NativeEngine:
 
     def close(self) -> None:
         """Ends the engine. The model stays the caller's."""
-        with self._door.visit():
+        with self._turns:
             if self._closed:
                 return
             self._closed = True
@@ -314,6 +315,7 @@ class NativeEngine:
             self._draws.narrowed_R[row] = sampling.changes_the_policy
             self._draws.wants_history_R[row] = sampling.repetition_penalty != 1.0
             self._reused += answer.lease.reused
+            self._prefilled += len(answer.tokens) - answer.lease.reused == 1  # fed beside the answers
 
     def _take_in(self, lag: int) -> None:
         """Results of launched steps, all but the newest `lag`."""
@@ -363,8 +365,10 @@ class NativeEngine:
             assert self._decode is not None
             # A character is at most four tokens, so this many tokens hold the longest string and what it begins in.
             tail = max(int(self._rows.prompt_R[row]), known - 4 * max(map(len, strings)) - 4)
-            text = self._decode(self._rows.tokens_RL[row, tail:known].tolist())
-            found = next((string for string in strings if string in text), None)
+            tokens = self._rows.tokens_RL[row, tail:known].tolist()
+            text, before = self._decode(tokens), self._decode(tokens[:-1])
+            # Only what the newest token has completed: one that came too early to count does not count later.
+            found = next((string for string in strings if text.count(string) > before.count(string)), None)
             if found is not None:
                 self._finish(self._scheduler.end(row).completion("stop", stop=found))
 

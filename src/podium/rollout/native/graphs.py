@@ -11,6 +11,7 @@ found to have ended one step late; what it drew after that is not counted.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,11 +24,11 @@ from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import full_logits, shaped_scores
 from podium.rollout.native.cache import KVCache
 from podium.rollout.native.kernels import cut_for, draw_on_device, paged_decode
-from podium.rollout.native.randomness import uniforms
 from podium.rollout.native.rows import Rows, RowTable
 from podium.rollout.native.runner import DrawTable, EagerRunner, StepDraws
 from podium.rollout.native.sampling import draw
 from podium.rollout.native.scheduler import StepPlan
+from podium.rollout.randomness import uniforms
 
 _FEWEST_LANES = 8
 
@@ -84,9 +85,12 @@ class GraphRunner:
         rows: RowTable,
         draws: DrawTable,
         device: torch.device,
+        *,
+        compiled: bool,
     ) -> None:
+        """`compiled`: layers that the learner compiles are compiled for decoding too."""
         self._model, self._modules, self._cache, self._rows, self._draws = model, modules, cache, rows, draws
-        self._device = device
+        self._device, self._compiled = device, compiled
         self._eager = EagerRunner(model, modules, cache, rows, draws, device, slots=False)
         self._attach()
         count, width = rows.num_rows + 1, rows.pages_RM.shape[1]
@@ -204,7 +208,8 @@ class GraphRunner:
         cut = cut_for(int(self._rows.length_R[rows].max()) - 1, self._device)
         key = (lanes, cut.shape)
         if key not in self._graphs:
-            self._capture(key, cut)
+            with nullcontext() if self._compiled else torch.compiler.set_stance("force_eager"):
+                self._capture(key, cut)
         self._graphs[key].replay()
         self._narrow(rows, self._logits[key])
 

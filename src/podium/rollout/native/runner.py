@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import next_token_scores
 from podium.rollout.native.attention import CachedStep, PackedPieces, Piece, SlotRun
 from podium.rollout.native.cache import KVCache
-from podium.rollout.native.randomness import uniforms
 from podium.rollout.native.rows import Rows, RowTable
 from podium.rollout.native.sampling import Drawn, Narrowing, draw
 from podium.rollout.native.scheduler import Chunk, StepPlan
 from podium.rollout.native.slots import Segment, segments
+from podium.rollout.randomness import uniforms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -249,11 +249,11 @@ def make_runner(
     device: torch.device,
     *,
     slots: bool,
-    graphs: bool,
+    decode: Literal["auto", "compiled", "captured", "eager"],
 ) -> Runner:
     """The fastest runner for the device."""
-    if graphs and device.type == "cuda" and find_spec("triton") is not None:
+    if decode != "eager" and device.type == "cuda" and find_spec("triton") is not None:
         from podium.rollout.native.graphs import GraphRunner
 
-        return GraphRunner(model, modules, cache, rows, draws, device)
+        return GraphRunner(model, modules, cache, rows, draws, device, compiled=decode != "captured")
     return EagerRunner(model, modules, cache, rows, draws, device, slots=slots)

@@ -33,9 +33,7 @@ class Sizes:
         return self.num_pages * self.page_tokens
 
 
-def choose_sizes(
-    section: RolloutSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int, page_multiple: int = 1
-) -> Sizes:
+def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int) -> Sizes:
     """`context`: longest sequence of the model; `token_bytes`: keys and values of one token in all layers."""
     max_length = min(section.max_length or context, context)
     running = section.max_running or (256 if cuda else 64)
@@ -44,14 +42,14 @@ def choose_sizes(
     slots = not cuda and page >= max_length
     if slots and section.page_tokens is None and budget // (page * token_bytes) < min(_FEWEST_SLOTS, running):
         page, slots = min(_CPU_PAGE, max_length), False
-    page = min(page, max_length) if not cuda else -(-page // page_multiple) * page_multiple
+    page = page if cuda else min(page, max_length)
     num_pages = budget // (page * token_bytes)
     if slots:
         running = min(running, num_pages)
         num_pages = min(num_pages, 2 * running)  # as many again to remember finished ones
     else:
         most = -(-max_length // page) * running
-        num_pages = min(num_pages, 2 * most)
+        num_pages = min(num_pages - 1, 2 * most)  # one is the engine's own, for lanes with nothing to do
     if num_pages < 1:
         raise RolloutError(
             f"rollout.memory_gib: {budget / GIB:.2f} GiB do not hold a single page of the cache "

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A lock that serves whoever asks in the order of asking, so that a loop of steps lets every caller in between two."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from types import TracebackType
+
+
+class Turns:
+    """`with turns:` waits for one's turn. A thread that takes turn after turn stands in line each time."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._line: deque[object] = deque()  # the first one has the turn
+        self._taken = 0
+
+    def __enter__(self) -> None:
+        me = object()
+        with self._changed:
+            self._line.append(me)
+            try:
+                self._changed.wait_for(lambda: self._line[0] is me)
+            except BaseException:  # an interrupt: those behind must not wait for somebody who is gone
+                self._line.remove(me)
+                self._changed.notify_all()
+                raise
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with self._changed:
+            self._line.popleft()
+            self._taken += 1
+            self._changed.notify_all()
+
+    @property
+    def taken(self) -> int:
+        """How many turns are over. Read within a turn it does not count that one."""
+        with self._changed:
+            return self._taken
+
+    @property
+    def waiting(self) -> int:
+        """How many stand in line behind whoever has the turn."""
+        with self._changed:
+            return max(len(self._line) - 1, 0)
+
+    def wait_for_another(self, taken: int, *, timeout_s: float) -> None:
+        """Waits, outside any turn, until more than `taken` turns are over. Every caller of the engine unblocks this."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._taken > taken, timeout=timeout_s)

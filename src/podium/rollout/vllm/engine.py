@@ -1,0 +1,395 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM as a rollout engine."""
+
+# L new tokens of one answer
+
+from __future__ import annotations
+
+import gc
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from podium.data.trajectories import TrajectoryId
+from podium.errors import RolloutError, WeightMismatchError
+from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
+from podium.rollout.requests import Completion, Finish, Request, failed
+from podium.rollout.turns import Turns
+from podium.rollout.vllm.installing import load_weights
+from podium.rollout.vllm.sampling import limits, sampling_params
+from podium.rollout.vllm.settings import VllmSettings, has_tokenizer, make_engine
+
+if TYPE_CHECKING:
+    from podium.weights.transports import Delivery
+    from podium.weights.versions import WeightVersion
+
+
+@dataclass(slots=True, eq=False)
+class _Answer:
+    """One request under way, and what has been drawn for it."""
+
+    request: Request
+    handle: str  # its name inside vLLM
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    reused_tokens: int = 0
+
+    def completion(self, finish: Finish, *, stop: int | str | None = None, error: str | None = None) -> Completion:
+        return Completion(
+            id=self.request.id,
+            prompt=self.request.prompt,
+            tokens_L=np.array(self.tokens, np.int32),
+            logprobs_L=np.array(self.logprobs, np.float32),
+            versions_L=np.array(self.versions, np.int32),
+            finish=finish,
+            stop=stop,
+            error=error,
+            reused_tokens=self.reused_tokens,
+        )
+
+
+class VllmEngine:
+    """The protocol of `podium.rollout.engine.RolloutEngine` on vLLM's engine core, stepped by `results`.
+
+    Every method takes a turn (`Turns`), and a step is a turn: so each takes effect between two steps, whichever thread
+    it comes from. One engine at a time in a process: vLLM's process groups are global.
+    """
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self._has_tokenizer = has_tokenizer(settings.folder)
+        self._turns = Turns()
+        self._answers: dict[TrajectoryId, _Answer] = {}
+        self._by_handle: dict[str, _Answer] = {}
+        self._ready: deque[Completion] = deque()
+        self._handles = itertools.count()
+        self._version = settings.version
+        self._paused = self._asleep = self._closed = False
+        self._cache_is_soiled = False  # with NaN
+        self._refusal: str | None = None  # why the weights in place must not draw
+        self._finished = self._drawn = self._prefilled = self._reused = self._preemptions = 0
+        self._engine = make_engine(settings)
+        self._capacity = self._measure()
+
+    def submit(self, requests: Sequence[Request]) -> None:
+        ids = [request.id for request in requests]
+        with self._turns:
+            self._require_open()
+            taken = sorted({each for each in ids if each in self._answers or ids.count(each) > 1})
+            if taken:
+                raise RolloutError(
+                    f"request {taken[0]} is already under way{f' (and {len(taken) - 1} more)' if taken[1:] else ''}: "
+                    "two answers of one id could not be told apart. Give a new attempt a new id; nothing was taken."
+                )
+            for request in requests:
+                self._admit(request)
+
+    def results(self, *, deadline_s: float) -> Iterator[Completion]:
+        """Steps the engine. While it is paused or asleep this waits for somebody's turn: `resume`, `wake`, `cancel`,
+        `install` and `close` unblock it."""
+        progress, mark = time.monotonic(), None
+        while True:
+            with self._turns:
+                self._require_open()
+                reason = self._why_still()
+                if not self._ready and not self._answers:
+                    return
+                if not self._ready and reason is None:
+                    self._require_weights()
+                    self._step()
+                ready = self._ready.popleft() if self._ready else None
+                if reason is None and mark != (now := self._mark()):
+                    progress, mark = time.monotonic(), now
+                seen = self._turns.taken + 1  # read here: whoever comes before the wait is not missed
+            if ready is not None:
+                yield ready
+                progress = time.monotonic()  # what the caller did meanwhile is not the engine's
+            else:
+                self._wait(reason, seen, until=progress + deadline_s, deadline_s=deadline_s)
+
+    def cancel(self, ids: Iterable[TrajectoryId]) -> None:
+        with self._turns:
+            self._require_open()
+            for each in ids:
+                if (answer := self._answers.get(each)) is not None:
+                    self._abort(answer)
+                    self._end(answer, answer.completion("cancelled"))
+
+    def pause(self) -> None:
+        with self._turns:
+            self._paused = True
+
+    def resume(self) -> None:
+        with self._turns:
+            self._paused = False
+
+    def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
+        if delivery is None:
+            raise RolloutError(
+                f"version {version.number} was to be installed without a delivery, and vLLM has its own copy of the "
+                "weights: nothing would have changed. Hand over the receiving end of a transport."
+            )
+        with self._turns:
+            self._require_open()
+            if self._asleep:
+                raise RolloutError("weights cannot be installed while the engine sleeps: wake it first.")
+            try:
+                load_weights(self._engine, version, delivery, self._settings.folder)
+            except BaseException as error:
+                self._refusal = f"version {version.number} was not installed ({error})"
+                raise
+            self._version, self._refusal = version.number, None
+            self._forget_cache(in_flight)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def sleep(self) -> MemoryChange:
+        """On a GPU vLLM gives back cache and weights; on a CPU it cannot, and only forgets what is in the cache."""
+        with self._turns:
+            self._require_open()
+            if self._asleep:
+                return MemoryChange(measured_bytes=0, accounted_bytes=0)
+            before = _free_bytes()
+            self._engine.sleep(level=self._settings.sleep_level, mode="keep")
+            self._asleep = True
+            return MemoryChange(measured_bytes=_free_bytes() - before, accounted_bytes=self._sleeping_bytes())
+
+    def wake(self) -> MemoryChange:
+        with self._turns:
+            self._require_open()
+            if not self._asleep:
+                return MemoryChange(measured_bytes=0, accounted_bytes=0)
+            before = _free_bytes()
+            self._engine.wake_up()
+            self._asleep = False
+            if self._settings.sleep_level == 2 and torch.cuda.is_available():
+                self._refusal = "the weights were dropped in sleep (sleep_level 2)"
+            return MemoryChange(measured_bytes=before - _free_bytes(), accounted_bytes=self._sleeping_bytes())
+
+    @property
+    def capacity(self) -> Capacity:
+        return self._capacity
+
+    def load(self) -> Load:
+        with self._turns:
+            self._require_open()
+            running, waiting = self._scheduler.get_request_counts()
+            pool = self._scheduler.kv_cache_manager.block_pool
+            free = pool.get_num_free_blocks()
+            kept = sum(block.block_hash is not None and block.ref_cnt == 0 for block in pool.blocks)
+            under_way = sum(self._scheduler.requests[name].num_preemptions for name in self._scheduler.requests)
+            return Load(
+                waiting=waiting,
+                running=running,
+                cache_tokens_used=(pool.num_gpu_blocks - 1 - free) * self._page_tokens,
+                cache_tokens_kept=kept * self._page_tokens,
+                finished=self._finished,
+                drawn_tokens=self._drawn,
+                prefilled_tokens=self._prefilled,
+                reused_tokens=self._reused,
+                preemptions=self._preemptions + under_way,
+            )
+
+    def close(self) -> None:
+        with self._turns:
+            if self._closed:
+                return
+            self._closed = True
+            self._answers.clear()
+            self._by_handle.clear()
+            self._ready.clear()
+            self._engine.engine_core.shutdown()
+            del self._engine
+            gc.collect()
+
+    # What follows runs inside a turn.
+
+    @property
+    def _scheduler(self) -> Any:
+        return self._engine.engine_core.engine_core.scheduler
+
+    @property
+    def _page_tokens(self) -> int:
+        return int(self._engine.vllm_config.cache_config.block_size)
+
+    def _admit(self, request: Request) -> None:
+        problem = self._problem(request)
+        if problem is None:
+            answer = _Answer(request, "")
+            try:
+                self._start(answer)
+            except ValueError as error:  # what vLLM alone knows to be wrong
+                problem = f"vLLM refuses this request: {error}"
+            else:
+                self._answers[request.id] = answer
+        if problem is not None:
+            self._finished += 1
+            self._ready.append(failed(request, problem))
+
+    def _problem(self, request: Request) -> str | None:
+        capacity = self._capacity
+        found = request.problem(vocab_size=capacity.vocab_size, max_length=capacity.max_length)
+        if found is not None:
+            return found
+        length = min(len(request.prompt) + request.sampling.max_new_tokens, capacity.max_length)
+        if length > capacity.cache_tokens:
+            return (
+                f"prompt and answer take up to {length} tokens of cache, and all of it holds {capacity.cache_tokens}. "
+                "Ask for fewer new tokens, or give the engine more memory."
+            )
+        return limits(request, has_tokenizer=self._has_tokenizer)
+
+    def _start(self, answer: _Answer) -> None:
+        from vllm.inputs.engine import tokens_input
+
+        answer.handle = f"{next(self._handles)}"
+        # With the version in it a cached prefix is never found by answers that begin under other weights.
+        prompt = tokens_input(answer.request.prompt.tolist(), cache_salt=f"version {self._version}")
+        params = sampling_params(answer.request, max_length=self._capacity.max_length)
+        self._engine.add_request(answer.handle, prompt, params)
+        self._by_handle[answer.handle] = answer
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            self._refusal = f"vLLM failed within a step ({type(error).__name__}: {error})"
+            raise RolloutError(
+                f"{self._refusal}. Its state is not to be trusted any more: close this engine and make a new one."
+            ) from error
+        for output in outputs:
+            if (answer := self._by_handle.get(output.request_id)) is not None:
+                self._advance(answer, output)
+        if self._cache_is_soiled:  # before its pages are given to others
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            self._engine.collective_rpc("podium_clean_cache")
+            self._cache_is_soiled = False
+
+    def _advance(self, answer: _Answer, output: Any) -> None:
+        [part] = output.outputs
+        drawn, logprobs = list(part.token_ids), part.logprobs.logprobs if part.token_ids else []
+        if drawn and not answer.tokens:
+            answer.reused_tokens = output.num_cached_tokens or 0
+            self._reused += answer.reused_tokens
+            self._prefilled += len(answer.request.prompt) - answer.reused_tokens
+        if not all(map(math.isfinite, logprobs)):
+            self._end_broken(answer, is_nan=any(map(math.isnan, logprobs)), still_inside=part.finish_reason is None)
+            return
+        answer.tokens += drawn
+        answer.logprobs += logprobs
+        answer.versions += [self._version] * len(drawn)
+        self._drawn += len(drawn)
+        if part.finish_reason is not None:
+            self._end(answer, _finished(answer, part))
+
+    def _end_broken(self, answer: _Answer, *, is_nan: bool, still_inside: bool) -> None:
+        if still_inside:
+            self._abort(answer)
+        if is_nan:
+            self._cache_is_soiled = True
+            why = "the model's logits were not numbers (NaN): its weights have diverged or were damaged."
+        else:
+            why = "logit_bias and allowed_tokens leave nothing to draw. Allow some token."
+        self._end(answer, answer.completion("error", error=f"at token {len(answer.tokens)} of the answer {why}"))
+
+    def _abort(self, answer: _Answer) -> None:
+        inside = self._inside(answer)
+        self._preemptions += inside.num_preemptions if inside is not None else 0
+        self._engine.abort_request([answer.handle])
+
+    def _inside(self, answer: _Answer) -> Any:
+        state = self._engine.output_processor.external_req_ids.get(answer.handle)
+        return self._scheduler.requests.get(state[0]) if state else None
+
+    def _end(self, answer: _Answer, completion: Completion) -> None:
+        del self._answers[answer.request.id], self._by_handle[answer.handle]
+        self._finished += 1
+        self._ready.append(completion)
+
+    def _forget_cache(self, in_flight: InFlight) -> None:
+        if in_flight == "recompute":
+            self._engine.reset_prefix_cache(reset_running_requests=True)
+            return
+        self._engine.reset_prefix_cache()
+        # Nothing is kept for answers that have not begun: they start again, and find no prefix of older weights.
+        for answer in [each for each in self._answers.values() if not each.tokens]:
+            self._abort(answer)
+            del self._by_handle[answer.handle]
+            self._start(answer)
+
+    def _mark(self) -> tuple[int, int]:
+        """Changes with every step that computes something: draws, or prompt that is taken in."""
+        return self._drawn, sum(each.num_computed_tokens for each in self._scheduler.running)
+
+    def _why_still(self) -> str | None:
+        if self._asleep:
+            return "asleep: call wake"
+        return "paused: call resume" if self._paused else None
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise RolloutError("this engine is closed and has freed its model. Make a new one.")
+
+    def _require_weights(self) -> None:
+        if self._refusal is not None:
+            raise WeightMismatchError(
+                f"the engine does not generate: {self._refusal}. Answers under way are kept; install weights that are "
+                "right, then ask for results again."
+            )
+
+    def _wait(self, reason: str | None, seen: int, *, until: float, deadline_s: float) -> None:
+        """Outside a turn. Returns at once unless there is nothing to do."""
+        left = until - time.monotonic()
+        if left <= 0:
+            raise RolloutError(
+                f"no answer advanced for {deadline_s:g} s, and {len(self._answers)} are under way. The engine is "
+                f"{reason or 'running, and vLLM draws nothing'}."
+            )
+        if reason is not None:
+            self._turns.wait_for_another(seen, timeout_s=left)
+
+    def _measure(self) -> Capacity:
+        cache = self._engine.vllm_config.cache_config
+        groups = self._scheduler.kv_cache_config
+        return Capacity(
+            vocab_size=self._engine.model_config.get_vocab_size(),
+            max_length=self._settings.max_length,
+            max_running=self._settings.max_running,
+            cache_tokens=(cache.num_gpu_blocks - 1) * self._page_tokens,  # vLLM keeps one block for itself
+            cache_bytes=sum(each.size for each in groups.kv_cache_tensors),
+        )
+
+    def _sleeping_bytes(self) -> int:
+        if not torch.cuda.is_available():
+            return 0
+        weights: list[int] = self._engine.collective_rpc("podium_weight_bytes")
+        return self._capacity.cache_bytes + sum(weights)
+
+
+def _finished(answer: _Answer, part: Any) -> Completion:
+    match part.finish_reason:
+        case "stop":
+            return answer.completion("stop", stop=part.stop_reason)
+        case "length":
+            return answer.completion("length")
+        case other:
+            return answer.completion("error", error=f"vLLM ended the answer by itself ({other}).")
+
+
+def _free_bytes() -> int:
+    """Of the device; 0 where it cannot tell."""
+    if not torch.cuda.is_available():
+        return 0
+    torch.cuda.synchronize()
+    free, _ = torch.cuda.mem_get_info()
+    return int(free)

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a vLLM engine is made with, and the making."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from podium.data.tokenizer import require_tokenizer_files
+from podium.errors import MissingExtraError, ModelError, RolloutError
+
+# The only switches that vLLM has for these, so they are set while an engine is made and put back afterwards.
+_VARIABLES = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so that steps are ours to time
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # worker.py's sampler is written for the first one
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the thread count and cores of this process stay as they are
+    "VLLM_NO_USAGE_STATS": "1",  # nothing is reported to anybody
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmSettings:
+    """Plain values. `cache_bytes` and `memory_share` both bound the cache: the first by its own size, the second by
+    what the whole engine may take of the device (cache_bytes None)."""
+
+    folder: str  # a Hugging Face checkpoint
+    dtype: Literal["float32", "bfloat16", "float16"]
+    max_length: int  # prompt and answer together
+    max_running: int = 256
+    cache_bytes: int | None = None
+    memory_share: float = 0.85
+    page_tokens: int | None = None  # None: vLLM's choice
+    step_tokens: int | None = None  # prompt and answer tokens of one step; None: vLLM's choice
+    seed: int = 0
+    tensor_parallel: int = 1
+    compiled: bool = True  # compiled layers and captured graphs: slower to start, faster to run
+    sleep_level: Literal[1, 2] = 1  # 1 keeps the weights in host memory; 2 drops them, an install follows waking
+    version: int = 0  # the number of the weights in `folder`
+
+
+def require_vllm() -> None:
+    """Raises what to install when vLLM is missing."""
+    if importlib.util.find_spec("vllm") is None:
+        raise MissingExtraError(
+            "the rollout engine vLLM is asked for and not installed. Install it with pip install 'podium[vllm]' (on a "
+            "machine without a GPU: `make install-vllm`, see docs/vllm.md), or use the native engine."
+        )
+
+
+def has_tokenizer(folder: str) -> bool:
+    try:
+        require_tokenizer_files(folder, "folder")
+    except ModelError:
+        return False
+    return True
+
+
+def make_engine(settings: VllmSettings) -> Any:
+    """vLLM's LLMEngine in this process, with Podium's worker methods mixed in."""
+    require_vllm()
+    if not Path(settings.folder).is_dir():
+        raise ModelError(f"there is no folder {settings.folder} to load a model from. Give a Hugging Face checkpoint.")
+    with _variables(), _unchanged_process():
+        from vllm import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
+        from vllm.v1.executor import Executor
+
+        arguments = EngineArgs(
+            model=settings.folder,
+            skip_tokenizer_init=not has_tokenizer(settings.folder),
+            dtype=settings.dtype,
+            seed=settings.seed,
+            max_model_len=settings.max_length,
+            max_num_seqs=settings.max_running,
+            max_num_batched_tokens=settings.step_tokens,
+            kv_cache_memory_bytes=settings.cache_bytes,
+            gpu_memory_utilization=settings.memory_share,
+            block_size=settings.page_tokens,
+            tensor_parallel_size=settings.tensor_parallel,
+            enforce_eager=not settings.compiled,
+            enable_prefix_caching=True,
+            enable_sleep_mode=current_platform.is_cuda(),
+            async_scheduling=False,  # a token's step is over when the next begins: its version is the engine's
+            generation_config="vllm",  # a checkpoint's own defaults for sampling are not asked
+            worker_extension_cls="podium.rollout.vllm.worker.PodiumWorker",
+            disable_log_stats=True,
+        )
+        try:
+            config = arguments.create_engine_config()
+            # A cache smaller than max_length is allowed: requests that do not fit are refused one by one.
+            config.model_config.original_max_model_len = -1
+            engine = LLMEngine(
+                vllm_config=config, executor_class=Executor.get_class(config), log_stats=False, multiprocess_mode=False
+            )
+        except (ValueError, RuntimeError, NotImplementedError) as error:
+            raise RolloutError(
+                f"vLLM could not start with {settings.folder} ({type(error).__name__}: {error}). See the sizes in its "
+                "settings (cache_bytes, memory_share, max_length), and whether vLLM has this architecture."
+            ) from error
+    engine.collective_rpc("podium_use_policy_sampler")
+    return engine
+
+
+@contextlib.contextmanager
+def _variables() -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in _VARIABLES}
+    os.environ.update(_VARIABLES)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _unchanged_process() -> Iterator[None]:
+    """vLLM seeds all random numbers of the process, and on a CPU replaces torch.set_num_threads by nothing at all. Both
+    belong to whoever else works here."""
+    threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state(), torch.get_rng_state())
+    try:
+        yield
+    finally:
+        torch.set_num_threads = threads
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])

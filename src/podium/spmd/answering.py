@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Greedy answers for evaluation, by the native engine on every rank: with the learner's own modules on one device, and
+with a whole copy of them where they are sharded. A model too large for a copy answers sharded, and slowly."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from podium.data.documents import Tokens
+from podium.data.trajectories import TrajectoryId
+from podium.engine.offload import OffloadedTensors, what_can_leave
+from podium.engine.sharding import compute_dtype
+from podium.engine.train_step import TrainEngine
+from podium.errors import DataError
+from podium.models.causal_lm import load_config
+from podium.recipe import ModelSection, RolloutSection
+from podium.rollout.native.engine import NativeEngine
+from podium.rollout.native.holding import free_bytes
+from podium.rollout.requests import Request, Sampling
+from podium.spmd.generation import greedy_answers
+from podium.weights.published import PublishedWeights
+from podium.weights.whole_copy import WholeCopy
+
+# A step of decoding takes milliseconds, so this is a bug and not a wait.
+_DEADLINE_S = 600.0
+# Of the memory that is free, a whole copy may take this share.
+_COPY_SHARE = 0.6
+# Compiling the layers for decoding takes half a minute; fewer tokens are drawn sooner without.
+_WORTH_COMPILING = 200_000
+
+
+class Answerer:
+    """Holds an engine that sleeps between evaluations. Collective throughout."""
+
+    def __init__(
+        self,
+        engine: TrainEngine,
+        model: ModelSection,
+        rollout: RolloutSection,
+        folder: Path,
+        prompts: Sequence[Tokens],
+        *,
+        max_new_tokens: int,
+        stop_tokens: frozenset[int],
+        max_batch_tokens: int,
+    ) -> None:
+        self._engine, self._mesh, self._prompts = engine, engine.mesh, prompts
+        self._sampling = Sampling(max_new_tokens=max_new_tokens, temperature=0.0, stop_tokens=stop_tokens)
+        self._max_batch_tokens = max_batch_tokens
+        self._round = 0
+        self._copy: WholeCopy | None = None
+        self._native: NativeEngine | None = None
+        context = int(engine.model.hf.config.get_text_config().max_position_embeddings)
+        longest = max(len(prompt) for prompt in prompts)
+        if longest >= context:
+            raise DataError(
+                f"data.heldout: a prompt has {longest} tokens and the model's context {context}, which leaves no room "
+                "for an answer. Drop such rows with the source's `map`, or lower evaluation.generation.prompts."
+            )
+        few = len(prompts) * max_new_tokens < _WORTH_COMPILING
+        self._section = rollout.model_copy(
+            update={
+                "max_length": min(rollout.max_length or context, longest + max_new_tokens),
+                "decode": "captured" if few and rollout.decode == "auto" else rollout.decode,
+            }
+        )
+        self._weights = PublishedWeights(
+            engine.model, engine.optimizer.trained, self._mesh, compute_dtype(model, self._mesh.device)
+        )
+        self._model, self._folder = model, folder
+        leaving = what_can_leave(engine.optimizer) if rollout.offload_optimizer else []
+        self._leaving = OffloadedTensors(leaving) if leaving else None
+
+    def answers(self) -> list[Tokens]:
+        """The most likely continuation of each prompt, without the token that ended it; in order, on every rank."""
+        mesh = self._mesh
+        if self._native is None and not self._open():
+            return greedy_answers(
+                self._engine.model, mesh, self._prompts, max_new_tokens=self._sampling.max_new_tokens,
+                stop_tokens=self._sampling.stop_tokens, max_batch_tokens=self._max_batch_tokens,
+            )  # fmt: skip
+        assert self._native is not None
+        if self._leaving is not None:
+            self._leaving.offload()
+        self._native.wake()
+        if self._copy is not None:
+            self._copy.refill()
+            self._native.install(self._weights.describe(self._round), None)
+        self._round += 1
+        mine = range(mesh.rank, len(self._prompts), mesh.world)
+        self._native.submit(
+            [Request(id=TrajectoryId(row, 0), prompt=self._prompts[row], sampling=self._sampling) for row in mine]
+        )
+        made = {done.id.draw: self._without_end(done.tokens_L) for done in self._native.results(deadline_s=_DEADLINE_S)}
+        self._native.sleep()
+        if self._leaving is not None:
+            self._leaving.restore()
+        self._engine.model.train()
+        merged = {row: answer for part in mesh.gather(made) for row, answer in part.items()}
+        return [merged[row] for row in range(len(self._prompts))]
+
+    def _open(self) -> bool:
+        """Builds the engine; False where a whole copy of a sharded model does not fit on some rank."""
+        mesh, model = self._mesh, self._engine.model
+        if mesh.world > 1:
+            size = sum(spec.nbytes for spec in self._weights.manifest)
+            if size > _COPY_SHARE * min(mesh.gather(free_bytes(mesh.device))):
+                return False
+            config = load_config(self._folder, trust_remote_code=self._model.trust_remote_code)
+            dtype = compute_dtype(self._model, mesh.device)
+            self._copy = WholeCopy(self._weights, self._model, config, device=mesh.device, dtype=dtype)
+            self._copy.refill()
+            model = self._copy.model
+        with torch.no_grad():
+            self._native = NativeEngine(model, mesh.device, self._section, copy=self._copy)
+        return True
+
+    def _without_end(self, tokens: Tokens) -> Tokens:
+        ended = len(tokens) and int(tokens[-1]) in self._sampling.stop_tokens
+        return np.asarray(tokens[:-1] if ended else tokens, np.int32)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is vLLM's own: its limits, chunked prompts, experts' names, and what it must leave alone in the process."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.tiny import save_tiny_model
+from podium.errors import MissingExtraError, ModelError, RolloutError
+from podium.rollout.vllm.engine import VllmEngine
+from podium.rollout.vllm.sampling import position_seed
+from podium.rollout.vllm.settings import VllmSettings, require_vllm
+from rollout.judge import PROMPT, Judge, Weights, answer, answers, ask
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None, reason="vLLM is not installed in this environment: run `make test-vllm`"
+)
+
+
+def settings(folder: Path, **changes: Any) -> VllmSettings:
+    sizes = {"max_length": 256, "max_running": 8, "cache_bytes": 4 * 2**20, "page_tokens": 32, "compiled": False}
+    return VllmSettings(folder=str(folder), dtype="float32", **{**sizes, **changes})
+
+
+def test_without_the_extra_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match=r"podium\[vllm\]"):
+        require_vllm()
+
+
+def test_seeds_of_positions_and_keys_are_unlike_each_other() -> None:
+    seeds = {position_seed(key, position) & 0xFFFF_FFFF for key in range(40) for position in range(50)}
+    assert len(seeds) == 2000
+    assert all(0 <= position_seed(key, 3) < 2**63 for key in (0, 2**64 - 1))
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="nowhere"):
+        VllmEngine(settings(tmp_path / "nowhere"))
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_cache_too_small_to_begin_with_says_which_setting(rollout_folder: Path) -> None:
+    with pytest.raises(RolloutError, match="cache_bytes"):
+        VllmEngine(settings(rollout_folder, cache_bytes=1000))
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_the_rest_of_the_process_stays_as_it_was(rollout_folder: Path) -> None:
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING"), torch.set_num_threads, torch.get_num_threads()
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    expected = torch.rand(1).item(), random.random(), float(np.random.rand())
+    torch.manual_seed(7)
+    random.seed(7)
+    np.random.seed(7)
+    engine = VllmEngine(settings(rollout_folder))
+    try:
+        assert (torch.rand(1).item(), random.random(), float(np.random.rand())) == expected
+        after = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING"), torch.set_num_threads, torch.get_num_threads()
+        assert after == before
+    finally:
+        engine.close()
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_limits_of_vllm_are_errors_of_single_requests(other_folder: Path, other_judge: Judge) -> None:
+    """The folder has no tokenizer."""
+    engine = VllmEngine(settings(other_folder))
+    try:
+        requests = [ask(0, temperature=2.5), ask(1, temperature=1e-3), ask(2, stop_strings=("a",)), ask(3)]
+        found = answers(engine, requests)
+        for draw, word in ((0, "temperature"), (1, "temperature"), (2, "tokenizer")):
+            assert found[ask(draw).id].finish == "error"
+            assert word in (found[ask(draw).id].error or "")
+        np.testing.assert_allclose(found[ask(3).id].logprobs_L, other_judge.logprobs_L(found[ask(3).id]), atol=1e-4)
+        weights = Weights.of(other_judge.model)
+        with pytest.raises(RolloutError, match="delivery"):
+            engine.install(weights.version(1), None)
+        engine.sleep()
+        with pytest.raises(RolloutError, match="wake"):
+            engine.install(weights.version(1), weights)
+    finally:
+        engine.close()
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_prompt_taken_in_parts_draws_the_same(rollout_folder: Path, judge: Judge) -> None:
+    """Also beside answers that draw meanwhile; vLLM's own generators would not come through this on a CPU."""
+    requests = [ask(0, PROMPT, new=60), ask(1, range(1, 200), new=20), ask(2, range(3, 180), new=20)]
+    found = []
+    for step_tokens in (512, 16):
+        engine = VllmEngine(settings(rollout_folder, step_tokens=step_tokens))
+        try:
+            found.append(answers(engine, requests))
+        finally:
+            engine.close()
+    for request in requests:
+        whole, parts = found[0][request.id], found[1][request.id]
+        assert whole.tokens_L.tolist() == parts.tokens_L.tolist()
+        np.testing.assert_allclose(parts.logprobs_L, judge.logprobs_L(parts), atol=1e-4)
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_a_mixture_of_experts_draws_and_refuses_new_weights_on_cpu(tmp_path: Path) -> None:
+    """vLLM's own reload leaves it wrong there, so it is refused, never silently wrong."""
+    shape = {"head_dim": 32, "max_position_embeddings": 512, "hidden_size": 64, "moe_intermediate_size": 64}
+    folder = save_tiny_model("qwen3_moe", tmp_path / "mixture", **shape)
+    judge, engine = Judge(folder), VllmEngine(settings(folder))
+    try:
+        completion = answer(engine, ask(0, new=12))
+        np.testing.assert_allclose(completion.logprobs_L, judge.logprobs_L(completion), atol=1e-4)
+        weights = Weights.of(judge.model)
+        with pytest.raises(RolloutError, match="experts"):
+            engine.install(weights.version(1), weights)
+        engine.submit([ask(1)])
+        with pytest.raises(RolloutError, match="experts"):
+            list(engine.results(deadline_s=1.0))
+    finally:
+        engine.close()
