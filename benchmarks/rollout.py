@@ -118,9 +118,10 @@ class Continuous:
         return drawn
 
 
-def vllm_figures(folder: Path, work_arguments: dict[str, Any], turns: int) -> list[float]:
+def vllm_figures(folder: Path, sizes: dict[str, Any], arguments: Any) -> list[float]:
     """Seconds of each turn, from a process of vLLM's environment."""
-    task = json.dumps({"folder": str(folder), "work": work_arguments, "turns": turns})
+    same = {name: getattr(arguments, name) for name in ("turns", "running", "threads", "onednn")}
+    task = json.dumps({"folder": str(folder), "work": sizes, **same})
     command = [str(VLLM), str(HERE / "rollout_vllm.py"), task]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1200)
     if done.returncode != 0:
@@ -229,12 +230,9 @@ def main() -> None:
             elif name == "native":
                 print(f"native, first time (compiling, capturing): {taken:.1f} s", flush=True)
     if "vllm" in names and VLLM.exists():
-        native.model.hf.config.save_pretrained(folder)
         with tempfile.TemporaryDirectory() as saved:
-            transformers.AutoModelForCausalLM.from_config(
-                transformers.AutoConfig.from_pretrained(folder)
-            ).save_pretrained(saved)
-            times["vllm"] = vllm_figures(Path(saved), sizes, arguments.turns)
+            peer.save_pretrained(saved)
+            times["vllm"] = vllm_figures(Path(saved), sizes, arguments)
     report(arguments, work, times, native, cuda)
 
 

@@ -50,9 +50,11 @@ class Workload:
 def workload(
     *, prompts: int, samples: int, shortest: int, longest: int, most_new: int, mean: float, vocabulary: int
 ) -> Workload:
-    """Prompt lengths uniform; answers log-normal, clipped and scaled to the mean, one of them as long as allowed."""
+    """Prompt lengths uniform in their logarithm, one of each extreme; answers log-normal, clipped and scaled to the
+    mean, one of them as long as allowed."""
     draw = np.random.default_rng(0)
-    lengths = draw.integers(shortest, longest + 1, prompts)
+    lengths = np.exp(draw.uniform(np.log(shortest), np.log(longest + 1), prompts)).astype(np.int64)
+    lengths[0], lengths[-1] = shortest, longest
     raw = draw.lognormal(0.0, 0.9, (prompts, samples))
     scale = mean / raw.mean()
     for _ in range(20):  # clipping lowers the mean

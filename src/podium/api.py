@@ -1,21 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the command line for Python: train, resume, export, check, verify."""
+"""The verbs of the command line for Python: train, resume, export, check, verify, generate."""
 
 from __future__ import annotations
 
 import errno
+import sys
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from podium.checks import check_recipe, deep_report
-from podium.errors import RecipeError, RunFolderError
+from podium.data.tokenizer import require_tokenizer_files
+from podium.errors import ModelError, RecipeError, RunFolderError
 from podium.models.folder import is_hub_id
 from podium.recipe import (
     ModelSection,
     PlacementSection,
     Recipe,
+    RolloutSection,
+    SourceSection,
     apply_overrides,
     load_recipe,
     parse_recipe,
@@ -33,6 +37,8 @@ _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EI
 
 if TYPE_CHECKING:
     from podium.models.verify import Comparison
+    from podium.rollout.jobs import GenerationSummary
+    from podium.rollout.requests import Sampling
     from podium.spmd.export import ExportDtype, Which
     from podium.spmd.launch import RankPlace
     from podium.spmd.rank import Program
@@ -126,6 +132,83 @@ def verify(
     )
     task = VerifyTask(model=section, placement=PlacementSection(devices=devices, device=device))
     return launch(verify_rank, (task,), ranks=devices, restarts=0, stop_file=None)
+
+
+def generate(
+    model: str | Path,
+    prompts: str | Path | SourceSection,
+    out: str | Path,
+    *,
+    sampling: Sampling,
+    samples: int = 1,
+    seed: int = 0,
+    limit: int | None = None,
+    logprobs: bool = False,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto",
+    rollout: RolloutSection | None = None,
+    tokenizer: str | Path | None = None,
+    chat_template: str | Path | None = None,
+    trust_remote_code: bool = False,
+    progress: bool = True,
+) -> GenerationSummary:
+    """Answers every prompt of a file or other data source into the JSONL file `out`; called again after it was broken
+    off, it continues that file. `progress` shows on standard error how far it is."""
+    folder = _generating_folder(str(model), needs_tokenizer=tokenizer is None)
+    section = ModelSection(
+        path=str(folder),
+        tokenizer=None if tokenizer is None else str(tokenizer),
+        chat_template=None if chat_template is None else str(chat_template),
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+    )
+    from podium.rollout.jobs import GenerationJob
+
+    job = GenerationJob(
+        model=section,
+        prompts=prompts if isinstance(prompts, SourceSection) else SourceSection(path=str(prompts)),
+        out=Path(out).expanduser(),
+        sampling=sampling,
+        samples=samples,
+        seed=seed,
+        limit=limit,
+        logprobs=logprobs,
+        device=device,
+        rollout=rollout or RolloutSection(),
+    )
+    rows = job.open_prompts()
+    from podium.rollout.batch import generate_file  # heavy: what can be wrong so far has been looked at
+
+    return generate_file(job, rows, stream=sys.stderr if progress else None)
+
+
+def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
+    """The model's folder, fetched where it is a hub id; what lacks something to generate with is refused."""
+    from podium.models.folder import check_model_folder, local_folder
+
+    given = Path(model)
+    if (given / "recipe.yaml").is_file() or (given / "checkpoint.json").is_file():
+        run = given if (given / "recipe.yaml").is_file() else given.parent.parent
+        raise RunFolderError(
+            f"MODEL: {model} belongs to a run of Podium and is not a Hugging Face checkpoint. Export it first with "
+            f"`podium export {run} OUT`, then give OUT."
+        )
+    check_model_folder(model, "MODEL", weights=False, tokenizer=False)
+    folder = local_folder(model, "MODEL")
+    if not list(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"MODEL: {model} has no *.safetensors weights to generate with. Convert other weights with transformers' "
+            "save_pretrained."
+        )
+    if needs_tokenizer:
+        try:
+            require_tokenizer_files(str(folder), "MODEL")
+        except ModelError as error:
+            raise ModelError(
+                f"MODEL: {model} has no tokenizer, and prompts are text. Save one there with "
+                "tokenizer.save_pretrained, or give --tokenizer a folder or hub id that has one."
+            ) from error
+    return folder
 
 
 def _check_launcher(placement: PlacementSection, under: RankPlace | None) -> None:

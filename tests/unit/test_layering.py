@@ -37,6 +37,9 @@ TORCH_FREE = (
     "weights.versions",
     "rollout.requests",
     "rollout.engine",
+    "rollout.jobs",
+    "rollout.answers_file",
+    "rollout.progress",
 )
 # Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
 NOT_TORCH_FREE = ("cluster.rendezvous",)

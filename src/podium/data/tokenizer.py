@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 from podium.errors import ModelError
@@ -73,3 +75,21 @@ def require_embeddings(tokenizer: Any, rows: int) -> None:
             f"model.path: the tokenizer has {len(tokenizer)} tokens and the model {rows} embedding rows, so some "
             "tokens have no embedding. They do not belong together."
         )
+
+
+def stop_tokens(tokenizer: Any, folder: Path) -> frozenset[int]:
+    """Where an answer ends: the tokenizer's end token and those of the model's generation config."""
+    found: set[int] = set()
+    if tokenizer.eos_token_id is not None:
+        found.add(int(tokenizer.eos_token_id))
+    file = folder / "generation_config.json"
+    if file.is_file():
+        try:
+            ends = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ModelError(
+                f"{file} does not hold a JSON object ({error}), so where answers end is not known. Restore it from "
+                "where the model came from, or remove it."
+            ) from error
+        found |= {int(end) for end in (ends if isinstance(ends, list) else [ends] if ends is not None else [])}
+    return frozenset(found)

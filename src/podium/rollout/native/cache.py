@@ -73,10 +73,11 @@ def attention_layers(model: PackedCausalLM, device: torch.device) -> tuple[list[
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with torch.compiler.set_stance("force_eager"):
         model.hf.get_decoder()(input_ids=one, position_ids=one, use_cache=False, packing=noted)
-    if not noted.modules or len(set(map(id, noted.modules))) != len(noted.modules):
+    if len(noted.modules) != len(model.layers) or len(set(map(id, noted.modules))) != len(noted.modules):
         raise RolloutError(
-            f"{type(model.hf).__name__} does not run each of its attention layers once for a token, so the native "
-            "engine cannot keep a cache for it. Use another engine."
+            f"{type(model.hf).__name__} has layers that do not attend exactly once (linear attention or state space, "
+            "for instance); what they remember is not in the native engine's cache, so it would generate wrongly. Use "
+            "another engine for it."
         )
     return noted.modules, noted.shapes
 
@@ -122,6 +123,11 @@ class KVCache:
         for copy in copies:
             for store in self._stores:
                 store[:, copy.target, :, : copy.tokens] = store[:, copy.source, :, : copy.tokens]
+
+    def clear(self, pages: Sequence[int]) -> None:
+        """Zeros in place of what is no number: a mask does not hide it from attention."""
+        for store in self._stores:
+            store[:, list(pages)] = 0
 
     def move(self, moves: Arrangement) -> None:
         """Slots change places."""

@@ -15,7 +15,7 @@ import torch
 
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
-from podium.models.causal_lm import PackedCausalLM, persistent_buffers
+from podium.models.causal_lm import PackedCausalLM, longest_packable, persistent_buffers
 from podium.recipe import RolloutSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
@@ -68,7 +68,7 @@ class NativeEngine:
         token_bytes = bytes_per_token(shapes, dtype)
         self._sizes = choose_sizes(
             section,
-            context=int(model.hf.config.get_text_config().max_position_embeddings),
+            context=_context(model),
             token_bytes=token_bytes,
             cuda=device.type == "cuda",
             free_bytes=free_bytes(device),
@@ -84,6 +84,7 @@ class NativeEngine:
             storage=self._holding.bytes,
             dtype=dtype,
         )
+        self._cache = cache
         self._book = PageBook(sizes.num_pages, sizes.page_tokens, remember=section.reuse_prefixes)
         self._rows = RowTable(sizes.max_running, page_tokens=sizes.page_tokens, max_length=sizes.max_length)
         self._draws = DrawTable(sizes.max_running)
@@ -344,6 +345,10 @@ class NativeEngine:
                 self._finish(self._scheduler.end(row).completion("length"))
 
     def _end_broken(self, row: int) -> None:
+        broken = self._rows.answers[row]
+        assert broken is not None
+        assert broken.lease is not None
+        self._cache.clear(broken.lease.pages)
         answer = self._scheduler.end(row, keep=False)
         self._finish(
             answer.completion(
@@ -408,6 +413,12 @@ class NativeEngine:
     def _check_open(self) -> None:
         if self._closed:
             raise RolloutError("the engine is closed.")
+
+
+def _context(model: PackedCausalLM) -> int:
+    """The longest sequence that is right whatever runs beside it."""
+    limits = [int(model.hf.config.get_text_config().max_position_embeddings), longest_packable(model.hf.config)]
+    return min(limit for limit in limits if limit is not None)
 
 
 def _tensors(model: PackedCausalLM) -> dict[str, torch.Tensor]:

@@ -37,6 +37,7 @@ class Lease:
 
     pages: list[int]
     reused: int  # tokens at the beginning whose keys and values are (or will be, after the copies) in place
+    age: int = 0  # how often all had been forgotten when it began
 
 
 @dataclass(slots=True, eq=False)
@@ -62,6 +63,7 @@ class PageBook:
         # Remembered pages that nobody holds and no other remembered page builds on, the longest unused first.
         self._spare: OrderedDict[int, None] = OrderedDict()
         self._num_kept = 0
+        self._age = 0
         self._pins: list[int] = []
         self._copies: list[PageCopy] = []
 
@@ -95,7 +97,7 @@ class PageBook:
         pages = [node.page for node in full]
         for page in pages:
             self._hold(page)
-        lease = Lease(pages=pages, reused=len(pages) * self.page_tokens)
+        lease = Lease(pages=pages, reused=len(pages) * self.page_tokens, age=self._age)
         if source is not None and self._can_take_over(source, copied):
             self._take_over(lease, source, copied)
         elif source is not None:
@@ -144,6 +146,7 @@ class PageBook:
         self._spare.clear()
         self._num_kept = 0
         self._root.children.clear()
+        self._age += 1
 
     def take_copies(self) -> list[PageCopy]:
         """The copies to make before the next forward; from here on their sources may be given away."""
@@ -216,6 +219,8 @@ class PageBook:
         return found, best, most
 
     def _insert(self, lease: Lease, tokens: Tokens) -> None:
+        if lease.age != self._age:  # part of it was computed before all was forgotten
+            return
         parent = self._root
         for index, page in enumerate(lease.pages):
             part = tokens[index * self.page_tokens : (index + 1) * self.page_tokens]

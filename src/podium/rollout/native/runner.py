@@ -140,7 +140,7 @@ class EagerRunner:
             )
         hidden = out.last_hidden_state[0]
         ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
-        reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.stop == rows.length_R[c.row] - 1]
+        reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.draws]
         if len(reached) < len(hidden) - len(decode):
             drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])
             hidden = hidden.index_select(0, self.moved(drawing))

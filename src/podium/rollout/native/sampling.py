@@ -79,8 +79,8 @@ def _inverse(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
     parts = padded.view(len(padded), -1, _STRETCH)
     part_B, before_B = _first_beyond(parts.sum(dim=-1, dtype=torch.float64), uniforms_B)
     inside_BC = parts.gather(1, part_B[:, None, None].expand(-1, 1, _STRETCH)).squeeze(1)
-    offset_B, _ = _first_beyond(inside_BC, uniforms_B - before_B)
-    return part_B * _STRETCH + offset_B
+    offset_B, _ = _first_beyond(inside_BC, (uniforms_B - before_B).clamp_(min=0))
+    return (part_B * _STRETCH + offset_B).clamp_(max=size - 1)
 
 
 def _first_beyond(weights_BC: Tensor, marks_B: Tensor) -> tuple[Tensor, Tensor]:

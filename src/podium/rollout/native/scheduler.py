@@ -31,6 +31,7 @@ class Chunk:
     row: int
     start: int
     stop: int
+    draws: bool  # it reaches the end of what is known, so the row draws its next token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -114,7 +115,7 @@ class Scheduler:
             assert answer is not None
             assert answer.lease is not None
             self.book.remember(answer.lease, rows.tokens_RL[chunk.row, : chunk.stop])
-        ending = [chunk.row for chunk in chunks if chunk.stop == rows.length_R[chunk.row]]
+        ending = [chunk.row for chunk in chunks if chunk.draws]
         draw = np.concatenate([decode, np.array(ending, np.int64)])
         rows.length_R[draw] += 1
         return StepPlan(
@@ -128,10 +129,10 @@ class Scheduler:
         )
 
     def _take_chunk(self, row: int, budget: int, chunks: list[Chunk]) -> int:
-        start, stop = int(self.rows.fed_R[row]), int(self.rows.length_R[row])
-        stop = min(stop, start + budget)
+        start, length = int(self.rows.fed_R[row]), int(self.rows.length_R[row])
+        stop = min(length, start + budget)
         if stop > start:
-            chunks.append(Chunk(row, start, stop))
+            chunks.append(Chunk(row, start, stop, stop == length))
         return max(stop - start, 0)
 
     def _make_room(self, running: Rows) -> bool:

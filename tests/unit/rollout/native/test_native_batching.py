@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a request draws does not depend on its company, the order of work, the size of pages or the room there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from native_world import Learner, answer, answers, ask, cache_gib, prompt_of
+
+from podium.data.trajectories import TrajectoryId
+from podium.rollout.requests import Completion, Request
+
+LENGTHS = (3, 20, 1, 40, 11, 20, 33)
+# Kernels on CPU sum in another order for another number of rows, so log-probs differ in their last bits: 9.5e-7 at most
+# was seen here in float32. A token would differ only where a random number lies that near to the border of two tokens.
+ROUNDING = 2e-5
+
+
+def requests() -> list[Request]:
+    """Prompts of unlike length, two samples each; some begin alike, some are narrowed, one is greedy."""
+    shared = prompt_of(16, 99)
+    plain = [ask(draw, length, new=14, sample=s) for draw, length in enumerate(LENGTHS) for s in range(2)]
+    alike = [ask(20 + i, np.concatenate([shared, prompt_of(5, i)]), new=9) for i in range(3)]
+    narrowed = [
+        ask(30, 12, new=14, top_k=20, temperature=0.8),
+        ask(31, 7, new=14, top_p=0.9, repetition_penalty=1.3),
+        ask(32, 7, new=14, temperature=0),
+    ]
+    return [*plain, *alike, *narrowed]
+
+
+@pytest.fixture(scope="module")
+def alone(learner: Learner) -> dict[TrajectoryId, Completion]:
+    """Each in an engine of its own, whole prompts, nothing reused."""
+    return {each.id: answer(learner.engine(max_running=1, reuse_prefixes=False), each) for each in requests()}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "all together": {},
+    "two at a time": {"max_running": 2},
+    "prompts in parts": {"prefill_tokens": 5},
+    "pages of one": {"page_tokens": 1},
+    "pages of 8": {"page_tokens": 8},
+    "nothing reused": {"reuse_prefixes": False},
+    "pages of 64, two at a time, in parts": {"page_tokens": 64, "max_running": 2, "prefill_tokens": 5},
+}
+
+
+def assert_all_same(found: dict[TrajectoryId, Completion], wanted: dict[TrajectoryId, Completion]) -> None:
+    for id, completion in wanted.items():
+        assert found[id].tokens_L.tolist() == completion.tokens_L.tolist(), id
+        assert found[id].finish == completion.finish == "length"
+    worst = max(np.abs(found[id].logprobs_L - each.logprobs_L).max() for id, each in wanted.items())
+    assert worst < ROUNDING
+
+
+@pytest.mark.parametrize("way", list(WAYS))
+def test_tokens_are_the_same_in_any_company(learner: Learner, alone: dict[TrajectoryId, Completion], way: str) -> None:
+    assert_all_same(answers(learner.engine(**WAYS[way]), requests()), alone)
+
+
+def test_the_order_of_arrival_changes_nothing(learner: Learner, alone: dict[TrajectoryId, Completion]) -> None:
+    assert_all_same(answers(learner.engine(max_running=5), reversed(requests())), alone)
+
+
+@pytest.mark.parametrize("page_tokens", [4, 8])
+def test_a_cache_too_small_for_all_computes_again_and_draws_the_same(
+    learner: Learner, alone: dict[TrajectoryId, Completion], page_tokens: int
+) -> None:
+    """96 tokens for 20 requests of up to 54: some are put back and come again."""
+    budget = cache_gib(learner, 96, page_tokens=page_tokens)
+    engine = learner.engine(page_tokens=page_tokens, memory_gib=budget, reuse_prefixes=False)
+    assert engine.capacity.cache_tokens == 96
+    assert_all_same(answers(engine, requests()), alone)
+    load = engine.load()
+    assert load.preemptions > 0
+    assert (load.waiting, load.running, load.cache_tokens_used) == (0, 0, 0)
+    assert load.finished == len(requests())
+
+
+@pytest.mark.parametrize("page_tokens", [4, 8])
+def test_what_is_remembered_gives_way_when_room_is_needed(
+    learner: Learner, alone: dict[TrajectoryId, Completion], page_tokens: int
+) -> None:
+    engine = learner.engine(page_tokens=page_tokens, memory_gib=cache_gib(learner, 96, page_tokens=page_tokens))
+    assert_all_same(answers(engine, requests()), alone)
+    assert engine.load().cache_tokens_used == 0
+    assert engine.load().cache_tokens_kept > 0
+
+
+@pytest.mark.parametrize("budget", range(1, 10))
+def test_a_prompt_is_fed_in_parts_of_any_size(learner: Learner, budget: int) -> None:
+    """Also where one token is left for the last part."""
+    request = ask(0, 8, new=3, temperature=0)
+    whole = answer(learner.engine(), request)
+    assert answer(learner.engine(prefill_tokens=budget), request).tokens_L.tolist() == whole.tokens_L.tolist()

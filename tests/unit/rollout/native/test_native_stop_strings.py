@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stop strings are looked for in the text of the newest tokens: across tokens, and only where a token completes one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from native_world import Learner, answer, ask
+
+from podium.rollout.requests import Completion
+
+
+def letters(tokens: Sequence[int]) -> str:
+    """One character a token."""
+    return "".join(chr(0x4E00 + int(token)) for token in tokens)
+
+
+def halves(tokens: Sequence[int]) -> str:
+    """A character takes two tokens; half of one is shown as a replacement."""
+    pairs = [tokens[i : i + 2] for i in range(0, len(tokens), 2)]
+    return "".join(chr(0x4E00 + int(a[0])) if len(a) == 2 else "\ufffd" for a in pairs)
+
+
+@pytest.fixture(scope="module")
+def free(learner: Learner) -> Completion:
+    """Twelve tokens without repetition, drawn without a stop."""
+    for draw in range(100):
+        found = answer(learner.engine(), ask(draw, 5, new=12))
+        if len(set(found.tokens_L.tolist())) == 12:
+            return found
+    raise AssertionError("no answer without repetition")
+
+
+def stopped(learner: Learner, free: Completion, decode: Any, **how: Any) -> Completion:
+    return answer(learner.engine(decode=decode), ask(free.id.draw, 5, new=12, **how))
+
+
+def test_a_string_over_three_tokens_ends_the_answer_with_the_third(learner: Learner, free: Completion) -> None:
+    string = letters(free.tokens_L[4:7])
+    found = stopped(learner, free, letters, stop_strings=("nowhere", string))
+    assert (found.finish, found.stop, found.tokens_L.tolist()) == ("stop", string, free.tokens_L[:7].tolist())
+
+
+def test_a_prompt_that_ends_with_a_string_does_not_count(learner: Learner, free: Completion) -> None:
+    found = stopped(learner, free, letters, stop_strings=(letters(free.prompt[-1:]),))
+    assert found.finish == "length"
+    straddling = letters([free.prompt[-1], free.tokens_L[0]])
+    assert stopped(learner, free, letters, stop_strings=(straddling,)).finish == "length"
+
+
+def test_a_character_of_two_tokens_ends_the_answer_when_it_is_whole(learner: Learner, free: Completion) -> None:
+    string = halves(free.tokens_L[:2])
+    found = stopped(learner, free, halves, stop_strings=(string,))
+    assert found.tokens_L.tolist() == free.tokens_L[:2].tolist()
+
+
+def test_a_string_that_came_too_early_does_not_end_the_answer_later(learner: Learner, free: Completion) -> None:
+    """It was complete after the third token and the answer has five at least; no later token completes it."""
+    string = letters(free.tokens_L[2:3])
+    assert stopped(learner, free, letters, stop_strings=(string,)).num_tokens == 3
+    assert stopped(learner, free, letters, stop_strings=(string,), min_new_tokens=5).finish == "length"
