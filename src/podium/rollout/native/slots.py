@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Ints = NDArray[np.int64]
 
 # In units of reading one position of one row in one layer.
-_CALL_COST = 600
+_CALL_COST = 1200
 _MOVE_COST = 3.0  # of a position, layer by layer
 _ANY_MOVE_COST = 2000
 # Steps that an arrangement may last: rows come and go.

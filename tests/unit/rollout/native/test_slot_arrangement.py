@@ -62,11 +62,11 @@ def test_segments_are_a_partition_into_neighbours_and_never_dearer_than_a_call_f
 
 
 def test_like_lengths_are_read_together_and_a_long_one_alone() -> None:
-    """Padding three rows of 10 to 5000 would cost 14,970 positions, a second call costs 600."""
-    assert CALL == 600
+    """Padding three rows of 10 to 5000 would cost 14,970 positions, a second call costs 1200."""
+    assert CALL == 1200
     assert segments(ints([4, 5, 6]), ints([10, 12, 11])) == [Segment(0, 3)]
     assert segments(ints([0, 1, 2, 3]), ints([5000, 10, 12, 11])) == [Segment(0, 1), Segment(1, 4)]
-    assert reading_cost(ints([0, 1, 2, 3]), ints([5000, 10, 12, 11])) == 600 + 5000 + 600 + 3 * 12
+    assert reading_cost(ints([0, 1, 2, 3]), ints([5000, 10, 12, 11])) == 1200 + 5000 + 1200 + 3 * 12
 
 
 def test_a_gap_between_slots_takes_a_call_more() -> None:
