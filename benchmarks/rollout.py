@@ -6,8 +6,8 @@ and vLLM in-process, on one model, one workload, in one run.
     .venv/bin/python benchmarks/rollout.py --samples 8           the same with 8 samples each
     python benchmarks/rollout.py --shape 0.6b --device cuda      32 prompts x 8 samples on a GPU
 
-Every engine draws exactly the same number of tokens; each runs once to warm up and `--turns` times for the figure, in
-turns. vLLM runs in an environment and process of its own (`make install-vllm`) and is left out without it.
+Every engine draws exactly the same number of tokens, `--turns` times, in turns; native runs once before (it compiles
+and captures), the peers warm up with answers of at most 8 tokens. vLLM runs in an environment and process of its own (`make install-vllm`) and is left out without it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,24 +212,29 @@ def main() -> None:
     folder = make_model(arguments.shape, Path(tempfile.mkdtemp()))
     native = Native(folder, arguments.device, work, arguments.running)
     sides: dict[str, Callable[[], int]] = {"native": native.run}
+    warm_ups: list[Callable[[], int]] = []
     names = [name for name in arguments.peers.split(",") if name]
     if names:
         # The peers hold the same weights in a module of their own.
         config = transformers.AutoConfig.from_pretrained(folder)
         with torch.device(arguments.device):
             peer = transformers.AutoModelForCausalLM.from_config(config, dtype=native.model.head_weight.dtype).eval()
+        short = replace(work, answers_NS=np.minimum(work.answers_NS, 8))
         if "padded" in names:
             sides["padded"] = Padded(peer, work, arguments.rows).run
+            warm_ups.append(Padded(peer, short, arguments.rows).run)
         if "continuous" in names:
             sides["continuous"] = Continuous(peer, work).run
+            warm_ups.append(Continuous(peer, short).run)
     times: dict[str, list[float]] = {name: [] for name in sides}
-    for turn in range(arguments.turns + 1):
+    taken = timed(native.run, work.num_tokens)
+    print(f"native, first time (compiling, capturing): {taken:.1f} s", flush=True)
+    for warm in warm_ups:
+        warm()
+    for _ in range(arguments.turns):
         for name, run in sides.items():
-            taken = timed(run, work.num_tokens)
-            if turn:
-                times[name].append(taken)
-            elif name == "native":
-                print(f"native, first time (compiling, capturing): {taken:.1f} s", flush=True)
+            times[name].append(timed(run, work.num_tokens))
+            print(f"{name}: {times[name][-1]:.2f} s", flush=True)
     if "vllm" in names and VLLM.exists():
         with tempfile.TemporaryDirectory() as saved:
             peer.save_pretrained(saved)

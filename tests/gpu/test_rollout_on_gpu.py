@@ -141,8 +141,8 @@ def test_in_float32_graphs_and_plain_torch_draw_the_same_tokens(
         ask(3, 20, 50, top_k=5), ask(4, 20, 50, top_p=0.5, repetition_penalty=1.2), ask(5, 9, 50, min_new_tokens=5),
     ]  # fmt: skip
     eager, captured = (answers(opened(trainer, decode=way), requests) for way in ("eager", "captured"))
-    same = [np.mean(eager[id].tokens_L == captured[id].tokens_L) for id in eager if eager[id].num_tokens == 50]
-    assert np.mean(same) > 0.95  # a random number may lie on the border of two tokens
+    same = [eager[id].tokens_L.tolist() == captured[id].tokens_L.tolist() for id in eager]
+    assert sum(same) >= len(same) - 1  # a random number may lie on the border of two tokens
     assert gap(trainer, [each for each in captured.values() if each.id.draw == 0]).largest < 1e-3
 
 
@@ -185,13 +185,14 @@ def test_weights_that_are_not_those_of_the_version_are_refused(
 
 
 def test_eight_samples_hold_their_prompt_once(folder: Path, mesh: Mesh, opened: Callable[..., NativeEngine]) -> None:
-    """A prompt of 640 tokens is ten full pages of 64. Eight answers of 10 tokens add a page each."""
+    """A prompt of 650 tokens is ten full pages of 64 and a part. Eight answers have that part and 10 tokens of their own
+    in a page each; apart they would hold 88 pages."""
     engine = opened(learner(folder, mesh))
-    engine.submit([ask(0, 640, 10, sample=sample) for sample in range(8)])
+    engine.submit([ask(0, 650, 10, sample=sample) for sample in range(8)])
     most = 0
     for _ in engine.results(deadline_s=60.0):
         most = max(most, engine.load().cache_tokens_used)
-    assert engine.load().prefilled_tokens == 640 + 7
+    assert engine.load().prefilled_tokens == 650 + 7
     assert 10 * 64 < most <= (10 + 8) * 64
 
 

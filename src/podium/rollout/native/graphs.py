@@ -133,17 +133,20 @@ class GraphRunner:
 
     def forget_addresses(self) -> None:
         """Graphs read weights and cache where they lay; they are captured again when needed."""
-        self._graphs.clear()
-        self._logits.clear()
+        self._drop_graphs()
         self._attach()
 
     def close(self) -> None:
         """Lets go of graphs and of what hangs at the model."""
-        self._graphs.clear()
-        self._logits.clear()
+        self._drop_graphs()
         for module in self._modules:
             held: Any = module
             del held.podium_keys, held.podium_values
+
+    def _drop_graphs(self) -> None:
+        self._logits.clear()
+        self._graphs.clear()
+        self._pool = None  # it goes with the last graph that was captured into it
 
     def _attach(self) -> None:
         for module, layer in zip(self._modules, self._cache.layers, strict=True):
