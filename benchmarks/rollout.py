@@ -7,7 +7,8 @@ and vLLM in-process, on one model, one workload, in one run.
     python benchmarks/rollout.py --shape 0.6b --device cuda      32 prompts x 8 samples on a GPU
 
 Every engine draws exactly the same number of tokens, `--turns` times, in turns; native runs once before (it compiles
-and captures), the peers warm up with answers of at most 8 tokens. vLLM runs in an environment and process of its own (`make install-vllm`) and is left out without it.
+and captures), the peers warm up with answers of at most 8 tokens. vLLM runs in an environment and process of its own
+(`make install-vllm`) and is left out without it.
 """
 
 from __future__ import annotations

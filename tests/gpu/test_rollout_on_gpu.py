@@ -185,8 +185,8 @@ def test_weights_that_are_not_those_of_the_version_are_refused(
 
 
 def test_eight_samples_hold_their_prompt_once(folder: Path, mesh: Mesh, opened: Callable[..., NativeEngine]) -> None:
-    """A prompt of 650 tokens is ten full pages of 64 and a part. Eight answers have that part and 10 tokens of their own
-    in a page each; apart they would hold 88 pages."""
+    """A prompt of 650 tokens is ten full pages of 64 and a part. Eight answers have that part and 10 tokens of their
+    own in a page each; apart they would hold 88 pages."""
     engine = opened(learner(folder, mesh))
     engine.submit([ask(0, 650, 10, sample=sample) for sample in range(8)])
     most = 0
