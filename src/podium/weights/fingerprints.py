@@ -50,8 +50,10 @@ def partial_fingerprint(values: Tensor, *, first: int, dtype: torch.dtype) -> Te
     flat = values.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     add_up = _one_pass if flat.is_cuda and find_spec("triton") is not None else _block_by_block
-    for start in range(0, flat.numel(), _CHUNK):
-        total += add_up(bits_of(flat[start : start + _CHUNK].to(dtype)), first + start)
+    # Without a cast there is no scratch to bound, and one kernel reads all of it.
+    chunk = max(1, flat.numel()) if add_up is _one_pass and flat.dtype == dtype else _CHUNK
+    for start in range(0, flat.numel(), chunk):
+        total += add_up(bits_of(flat[start : start + chunk].to(dtype)), first + start)
     return total
 
 

@@ -142,13 +142,14 @@ def paged_decode(
     mixes = query.new_empty(lanes * heads * count * depth, dtype=torch.float32)
     stats = query.new_empty(2, lanes * heads * count, dtype=torch.float32)
     grouped = heads // shared
-    common: dict[str, Any] = {"EV": depth, "EVP": triton.next_power_of_2(depth)}
+    # A matrix product of the hardware is at least 16 wide.
+    common: dict[str, Any] = {"EV": depth, "EVP": max(16, triton.next_power_of_2(depth))}
     _attend[(lanes, shared, count)](
         query, key, value, keys, values, table, rows, lengths, mixes, stats[0], stats[1],
         scale, softcap, window, table.shape[1], part_tokens,
         query.stride(1), query.stride(2), key.stride(1), key.stride(2), value.stride(1), value.stride(2),
         K=shared, G=grouped, GP=max(16, triton.next_power_of_2(grouped)), EK=width,
-        EKP=triton.next_power_of_2(width), PAGE=page, BLOCK=min(_BLOCK, page), PARTS=count, CAPPED=softcap > 0,
+        EKP=max(16, triton.next_power_of_2(width)), PAGE=page, BLOCK=min(_BLOCK, page), PARTS=count, CAPPED=softcap > 0,
         num_warps=4, num_stages=3, **common,
     )  # fmt: skip
     _join_parts[(lanes, heads)](
