@@ -258,7 +258,7 @@ def test_an_in_flight_update_splits_an_answer_between_versions(
     ("shared", "group", "width", "depth", "page", "window", "cap", "sunk"),
     [
         (8, 2, 128, 128, 64, 0, 0.0, False), (2, 4, 64, 32, 64, 0, 0.0, False), (1, 3, 24, 24, 32, 50, 0.0, True),
-        (2, 1, 16, 16, 16, 0, 5.0, False), (2, 8, 96, 96, 64, 300, 0.0, False), (2, 2, 8, 8, 8, 0, 0.0, False),
+        (2, 1, 16, 16, 16, 0, 5.0, False), (2, 8, 96, 96, 64, 300, 0.0, False), (2, 2, 8, 8, 16, 0, 0.0, False),
     ],
 )  # fmt: skip
 def test_the_paged_kernel_attends_as_plain_attention_does(

@@ -42,7 +42,8 @@ def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cud
     slots = not cuda and page >= max_length
     if slots and section.page_tokens is None and budget // (page * token_bytes) < min(_FEWEST_SLOTS, running):
         page, slots = min(_CPU_PAGE, max_length), False
-    page = page if cuda else min(page, max_length)
+    # The kernel reads tiles that lie in one page each.
+    page = max(16, 1 << (page - 1).bit_length()) if cuda else min(page, max_length)
     num_pages = budget // (page * token_bytes)
     if slots:
         running = min(running, num_pages)

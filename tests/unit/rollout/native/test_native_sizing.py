@@ -65,6 +65,11 @@ def test_a_page_is_never_longer_than_a_sequence() -> None:
     assert (found.page_tokens, found.slots) == (40, True)
 
 
+@pytest.mark.parametrize(("asked", "taken"), [(1, 16), (16, 16), (48, 64), (96, 128), (256, 256)])
+def test_on_cuda_a_page_is_a_power_of_two(asked: int, taken: int) -> None:
+    assert sizes(RolloutSection(page_tokens=asked), cuda=True).page_tokens == taken
+
+
 def test_nothing_is_longer_than_the_context() -> None:
     assert sizes(RolloutSection(max_length=5000)).max_length == 1024
 
