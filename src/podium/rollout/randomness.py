@@ -2,12 +2,14 @@
 """The random stream of a request: one number for every position, from the request's own key and nothing else.
 
 A counter-based generator: the number at a position does not depend on what was drawn before, in which order or with
-whom. The same integers come out of torch on any device and out of the CUDA kernel.
+whom. The same integers come out of torch on any device and out of NumPy.
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from podium.data.trajectories import TrajectoryId
@@ -31,6 +33,16 @@ def uniforms(keys_B: Tensor, positions_B: Tensor) -> Tensor:
     """Float64 in (0, 1) for each (key, position), both int64: 32 random bits each."""
     mixed = _mixed_tensor(keys_B + positions_B * signed(GOLDEN))
     return (_shifted(mixed, 32).double() + 0.5) * 2.0**-32
+
+
+def uniforms_on_host(keys_B: NDArray[np.int64], positions_B: NDArray[np.int64]) -> NDArray[np.float64]:
+    """The same numbers without torch, which takes ten times as long for a few rows."""
+    words = keys_B.view(np.uint64) + positions_B.view(np.uint64) * np.uint64(GOLDEN)
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(FIRST)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(SECOND)
+    words = words ^ (words >> np.uint64(31))
+    numbers: NDArray[np.float64] = ((words >> np.uint64(32)).astype(np.float64) + 0.5) * 2.0**-32
+    return numbers
 
 
 def signed(word: int) -> int:

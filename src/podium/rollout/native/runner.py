@@ -25,7 +25,7 @@ from podium.rollout.native.rows import Rows, RowTable
 from podium.rollout.native.sampling import Drawn, Narrowing, draw
 from podium.rollout.native.scheduler import Chunk, StepPlan
 from podium.rollout.native.slots import Segment, segments
-from podium.rollout.randomness import uniforms
+from podium.rollout.randomness import uniforms_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -154,7 +154,7 @@ class EagerRunner:
         return draw(
             logits_BV,
             self.moved(table.temperature_R[rows]),
-            uniforms(self.moved(table.key_R[rows]), self.moved(position_B)),
+            self.moved(uniforms_on_host(table.key_R[rows], position_B)),
             self.narrowings(rows),
         )
 

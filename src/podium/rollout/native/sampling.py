@@ -48,8 +48,7 @@ def draw(logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, narrowin
         rows = torch.tensor([each.row for each in narrowings], device=logits_BV.device)
         narrowed = _narrowed(logits_BV.index_select(0, rows), temperatures_B[rows], narrowings)
     greedy_B = temperatures_B == 0
-    scale_B = torch.where(greedy_B, 1.0, temperatures_B)
-    scaled_BV = logits_BV.div_(scale_B[:, None])
+    scaled_BV = logits_BV.div_(temperatures_B.masked_fill(greedy_B, 1.0)[:, None])
     log_sum_B = torch.logsumexp(scaled_BV, dim=-1)
     tokens_B = _pick(scaled_BV, log_sum_B, greedy_B, uniforms_B)
     if narrowed is not None:
@@ -62,10 +61,11 @@ def draw(logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, narrowin
 
 
 def _pick(scaled_BV: Tensor, log_sum_B: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> Tensor:
-    if bool(greedy_B.all()):
+    num_greedy = int(greedy_B.sum())
+    if num_greedy == len(greedy_B):
         return scaled_BV.argmax(dim=-1)
     picked_B = _inverse((scaled_BV - log_sum_B[:, None]).exp_(), uniforms_B)
-    if bool(greedy_B.any()):
+    if num_greedy:
         picked_B = torch.where(greedy_B, scaled_BV.argmax(dim=-1), picked_B)
     return picked_B
 

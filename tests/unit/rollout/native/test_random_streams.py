@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.data.trajectories import TrajectoryId
-from podium.rollout.randomness import signed, stream_key, uniforms
+from podium.rollout.randomness import signed, stream_key, uniforms, uniforms_on_host
 
 WORD = 1 << 64
 
@@ -104,3 +104,11 @@ def test_the_ends_of_the_interval_are_never_reached() -> None:
     """The integers 0 and 2^32 - 1 stand for half a step inside."""
     assert (0 + 0.5) * 2.0**-32 > 0
     assert (2**32 - 1 + 0.5) * 2.0**-32 < 1
+
+
+def test_numpy_and_torch_draw_the_same_numbers() -> None:
+    keys = np.array([signed(stream_key(seed, TrajectoryId(seed, 3))) for seed in range(500)])
+    positions = np.arange(500) * 7919
+    assert (
+        uniforms(torch.from_numpy(keys), torch.from_numpy(positions)).numpy() == uniforms_on_host(keys, positions)
+    ).all()
