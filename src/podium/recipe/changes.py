@@ -14,6 +14,7 @@ _HARMLESS = (
     "placement",
     "checkpoint",
     "evaluation",
+    "rollout",  # where data is fixed, only evaluation generates
     "micro_batch_tokens",
     "run.loggers",
     "run.log_every",

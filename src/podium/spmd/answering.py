@@ -15,12 +15,12 @@ from podium.data.trajectories import TrajectoryId
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.sharding import compute_dtype
 from podium.engine.train_step import TrainEngine
-from podium.errors import DataError
+from podium.errors import DataError, RolloutError
 from podium.models.causal_lm import load_config
 from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.holding import free_bytes
-from podium.rollout.requests import Request, Sampling
+from podium.rollout.requests import Completion, Request, Sampling
 from podium.spmd.generation import greedy_answers
 from podium.weights.published import PublishedWeights
 from podium.weights.whole_copy import WholeCopy
@@ -83,25 +83,37 @@ class Answerer:
                 self._engine.model, mesh, self._prompts, max_new_tokens=self._sampling.max_new_tokens,
                 stop_tokens=self._sampling.stop_tokens, max_batch_tokens=self._max_batch_tokens,
             )  # fmt: skip
-        assert self._native is not None
         if self._leaving is not None:
             self._leaving.offload()
-        self._native.wake()
-        if self._copy is not None:
-            self._copy.refill()
-            self._native.install(self._weights.describe(self._round), None)
-        self._round += 1
-        mine = range(mesh.rank, len(self._prompts), mesh.world)
-        self._native.submit(
-            [Request(id=TrajectoryId(row, 0), prompt=self._prompts[row], sampling=self._sampling) for row in mine]
-        )
-        made = {done.id.draw: self._without_end(done.tokens_L) for done in self._native.results(deadline_s=_DEADLINE_S)}
-        self._native.sleep()
-        if self._leaving is not None:
-            self._leaving.restore()
-        self._engine.model.train()
-        merged = {row: answer for part in mesh.gather(made) for row, answer in part.items()}
-        return [merged[row] for row in range(len(self._prompts))]
+        try:
+            done = self._generated()
+        finally:
+            if self._leaving is not None:
+                self._leaving.restore()
+            self._engine.model.train()
+        merged = {each.id.draw: each for part in mesh.gather(done) for each in part}
+        for row, each in sorted(merged.items()):
+            if each.error is not None:  # on all ranks alike
+                raise RolloutError(f"evaluation.generation: held-out prompt {row} cannot be answered: {each.error}")
+        return [self._without_end(merged[row].tokens_L) for row in range(len(self._prompts))]
+
+    def _generated(self) -> list[Completion]:
+        """This rank's share of the prompts, answered; the engine is awake only meanwhile."""
+        native = self._native
+        assert native is not None
+        native.wake()
+        try:
+            if self._copy is not None:
+                self._copy.refill()
+                native.install(self._weights.describe(self._round), None)
+            self._round += 1
+            mine = range(self._mesh.rank, len(self._prompts), self._mesh.world)
+            native.submit(
+                [Request(id=TrajectoryId(row, 0), prompt=self._prompts[row], sampling=self._sampling) for row in mine]
+            )
+            return list(native.results(deadline_s=_DEADLINE_S))
+        finally:
+            native.sleep()
 
     def _open(self) -> bool:
         """Builds the engine; False where a whole copy of a sharded model does not fit on some rank."""

@@ -432,5 +432,8 @@ def _fill(mine: dict[str, torch.Tensor], delivery: Verified) -> None:
     """Values change, addresses do not."""
     for name, tensor in delivery.tensors():
         copy = mine[name]
-        copy[: len(tensor)].copy_(tensor)
-        copy[len(tensor) :].zero_()  # padding rows
+        if copy.shape == tensor.shape:
+            copy.copy_(tensor)
+        else:
+            copy[: len(tensor)].copy_(tensor)
+            copy[len(tensor) :].zero_()  # padding rows

@@ -2,7 +2,8 @@
 """Triton kernels for decoding on CUDA: attention over pages, and drawing a token. Imported only where there is Triton.
 
 Attention is cut along the sequence into parts of a fixed length, so that a long answer does not hold up the others and
-the order of additions within one answer does not depend on what it is batched with.
+the order of additions within one answer does not depend on what it is batched with (up to 8192 tokens of the longest;
+beyond, parts grow with it).
 """
 
 # B lanes (answers of this step) · H query heads · K key-value heads · G = H / K · E head width · V vocabulary
