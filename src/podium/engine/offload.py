@@ -23,6 +23,8 @@ class OffloadedTensors:
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """Each tensor has a storage of its own, as parameters, masters and moments do."""
         held = [local_tensor(tensor) for tensor in tensors]
+        if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in held):
+            raise OffloadError("one of the tensors to offload is away already. Restore it first.")
         self._tensors = [tensor for tensor in held if tensor.untyped_storage().nbytes()]
         places = [tensor.untyped_storage().data_ptr() for tensor in self._tensors]
         if len(set(places)) != len(places):

@@ -78,6 +78,7 @@ class AnswersFile:
         """Takes hold of the file, new or begun with the same settings. `about` is noted beside them and not compared.
         Where no answer came to be written, nothing is left of a new file."""
         check_place(path)
+        path = path.resolve()  # a link stays a link when the file is put in order
         with _held(path) as stream:
             file = cls(path, stream)
             if os.fstat(stream.fileno()).st_size:
@@ -91,8 +92,9 @@ class AnswersFile:
                 yield file
             finally:
                 if not file._lines:
-                    path.unlink(missing_ok=True)
+                    # The settings first: whoever takes the file up in between writes its own.
                     settings_file(path).unlink(missing_ok=True)
+                    path.unlink(missing_ok=True)
 
     def __contains__(self, key: AnswerKey) -> bool:
         return key in self._lines
@@ -182,6 +184,10 @@ def check_place(path: Path) -> None:
     """Raises unless a file can be made there."""
     if path.is_dir():
         raise RolloutError(f"--out: {path} is a folder. Name a file, for instance {path / 'answers.jsonl'}.")
+    if path.exists() and not path.is_file():
+        raise RolloutError(
+            f"--out: {path} is a device or a pipe, and answers are put in order at the end. Name a file."
+        )
     if not path.parent.is_dir():
         raise RolloutError(f"--out: there is no folder {path.parent} to write {path.name} in. Make it first.")
 

@@ -18,6 +18,9 @@ from podium.data.trajectories import TrajectoryId
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
+# Far beyond any logit, and still a number after division by a small temperature.
+_LARGEST_BIAS = 1e6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
@@ -66,8 +69,8 @@ class Sampling:
             yield f"repetition_penalty is {self.repetition_penalty}; it is positive, and 1 switches it off."
         if any(not text for text in self.stop_strings):
             yield "stop_strings has an empty string, which would end every answer at once. Remove it."
-        if any(math.isnan(bias) or bias == math.inf for bias in self.logit_bias.values()):
-            yield "logit_bias has a value that is not a number or is infinite upwards; -inf forbids a token."
+        if any(math.isnan(bias) or bias > _LARGEST_BIAS for bias in self.logit_bias.values()):
+            yield f"logit_bias has a value that is not a number or above {_LARGEST_BIAS:g}; -inf forbids a token."
         if self.allowed_tokens is not None and not self.allowed_tokens:
             yield "allowed_tokens is empty, so no token could be drawn. Leave it out to allow all."
         named = {"stop_tokens": self.stop_tokens, "logit_bias": self.logit_bias, "allowed_tokens": self.allowed_tokens}
@@ -89,6 +92,8 @@ class Request:
 
     def problem(self, *, vocab_size: int, max_length: int) -> str | None:
         """Why this cannot be served by a model of this vocabulary and context, or None."""
+        if not (isinstance(self.prompt, np.ndarray) and self.prompt.ndim == 1 and self.prompt.dtype.kind in "iu"):
+            return "the prompt is not a one-dimensional array of integers; give token ids as np.int32."
         length = len(self.prompt)
         if length == 0:
             return (
@@ -128,9 +133,10 @@ class Completion:
 
 def failed(request: Request, error: str) -> Completion:
     """The answer to a request that cannot be served."""
+    whole = isinstance(request.prompt, np.ndarray) and request.prompt.ndim == 1
     return Completion(
         id=request.id,
-        prompt=request.prompt,
+        prompt=request.prompt.copy() if whole else np.empty(0, np.int32),
         tokens_L=np.empty(0, np.int32),
         logprobs_L=np.empty(0, np.float32),
         versions_L=np.empty(0, np.int32),

@@ -52,6 +52,25 @@ class Verified:
         return tensor
 
 
+def check_manifest(version: WeightVersion, tensors: Mapping[str, Tensor], real_rows: Mapping[str, int]) -> None:
+    """Whether a version is one of this very model: every tensor, whole, in its dtype. `tensors` are the model's,
+    `real_rows` tells for some of them how many rows are not padding."""
+    wanted = {
+        name: TensorSpec(
+            name=name, shape=(real_rows.get(name, shape[0]), *shape[1:]) if shape else (), dtype=_short(dtype)
+        )
+        for name, shape, dtype in ((name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items())
+    }
+    came = {spec.name: spec for spec in version.manifest}
+    for name in [*wanted, *came]:
+        if name not in came:
+            raise _wrong(version, f"it has no {name}, and the model does")
+        if name not in wanted:
+            raise _wrong(version, f"it has {name}, and the model does not")
+        if came[name] != wanted[name]:
+            raise _wrong(version, f"it has {came[name]}, and the model {wanted[name]}")
+
+
 def verify_in_place(tensors: Mapping[str, Tensor], version: WeightVersion) -> None:
     """The same for tensors that an engine has already: the learner's own, or a copy of them. Whole tensors by name;
     rows beyond the manifest's are padding and do not count."""

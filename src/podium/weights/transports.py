@@ -233,7 +233,7 @@ class FileArrival:
                         tensor = file.get_tensor(spec.name)
                         self.moved_bytes += tensor.nbytes
                         yield spec.name, tensor
-        except (OSError, ValueError, KeyError, SafetensorError) as error:
+        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RolloutError(
                 f"version {self._parcel.version.number} cannot be read from {path} ({error}). The folder must be one "
                 "that sender and engine both reach, and must not be removed before all have read it."

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ import torch
 
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
-from podium.models.causal_lm import PackedCausalLM, longest_packable, persistent_buffers
+from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters, persistent_buffers
 from podium.recipe import RolloutSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
@@ -28,7 +28,7 @@ from podium.rollout.native.sizing import choose_sizes
 from podium.rollout.randomness import signed, stream_key
 from podium.rollout.requests import Completion, Request, failed
 from podium.rollout.turns import Turns
-from podium.weights.receiving import Verified, verify_in_place
+from podium.weights.receiving import Verified, check_manifest, verify_in_place
 from podium.weights.transports import Delivery
 from podium.weights.versions import WeightVersion
 from podium.weights.whole_copy import WholeCopy
@@ -109,13 +109,13 @@ class NativeEngine:
             new = [request.id for request in requests]
             known = [id for id in new if id in self._answers]
             if known or len(set(new)) != len(new):
-                twice = known[0] if known else next(id for id in new if new.count(id) > 1)
+                twice = known[0] if known else Counter(new).most_common(1)[0][0]
                 raise RolloutError(
                     f"request {twice} is under way already; an id stands for one answer. Give a second attempt another "
                     "attempt number, or wait for the first."
                 )
-            for request in requests:
-                problem = self._problem(request)
+            problems = [self._problem(request) for request in requests]  # all are looked at before any is taken
+            for request, problem in zip(requests, problems, strict=True):
                 if problem is not None:
                     self._finish(failed(request, problem))
                     continue
@@ -161,14 +161,12 @@ class NativeEngine:
         """Ends these answers with what has been drawn so far."""
         with self._turns:
             self._take_in(lag=0)
-            for id in ids:
-                answer = self._answers.get(id)
-                if answer is None:
-                    continue
+            ending = [self._answers[id] for id in dict.fromkeys(ids) if id in self._answers]
+            self._scheduler.cancel([answer for answer in ending if answer.row < 0])
+            for answer in ending:
                 if answer.row >= 0:
+                    self._distrust(answer.row)
                     self._scheduler.end(answer.row)
-                else:
-                    self._scheduler.waiting.remove(answer)
                 self._finish(answer.completion("cancelled"))
 
     def pause(self) -> None:
@@ -194,13 +192,15 @@ class NativeEngine:
             self._check_open()
             if self._asleep:
                 raise RolloutError("the engine is asleep, so weights cannot be installed. Wake it first.")
+            if in_flight not in ("recompute", "keep"):
+                raise RolloutError(f"in_flight is {in_flight!r}; answers under way are `recompute`d, or `keep` theirs.")
             self._take_in(lag=0)
             if in_flight == "recompute":
                 self._put_all_back()
             self._book.forget()
-            self._version = version.number
             try:
                 mine = _tensors(self._model)
+                check_manifest(version, mine, padded_parameters(self._model))
                 if delivery is None:
                     verify_in_place(mine, version)
                 else:
@@ -208,7 +208,7 @@ class NativeEngine:
             except BaseException as error:
                 self._refusal = str(error) if isinstance(error, WeightMismatchError) else "the last install failed"
                 raise
-            self._refusal = None
+            self._version, self._refusal = version.number, None
 
     # Memory
 
@@ -290,19 +290,26 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Launches the next step and takes in what earlier ones drew."""
+        """Launches the next step and takes in what earlier ones drew. If it fails, all begin again from what the host
+        has seen, so that a caller who mends the reason can go on."""
         if self._model.training:
             self._model.eval()
-        plan = self._scheduler.plan()
-        while isinstance(plan, Drain):
-            self._take_in(lag=0)
+        try:
             plan = self._scheduler.plan()
-        if plan is None:
-            self._take_in(lag=0)
-            return
-        self._note(plan)
-        self._launched.append(_Launched(plan, self._version, self._runner.run(plan)))
-        self._take_in(lag=self._runner.lag)
+            while isinstance(plan, Drain):
+                self._take_in(lag=0)
+                plan = self._scheduler.plan()
+            if plan is None:
+                assert self._launched, "answers are under way and none can be advanced"
+                self._take_in(lag=0)
+                return
+            self._note(plan)
+            self._launched.append(_Launched(plan, self._version, self._runner.run(plan)))
+            self._take_in(lag=self._runner.lag)
+        except BaseException:
+            self._launched.clear()
+            self._scheduler.restart(self._answers.values())
+            raise
 
     def _note(self, plan: StepPlan) -> None:
         self._prefilled += sum(chunk.stop - chunk.start for chunk in plan.chunks)
@@ -345,10 +352,7 @@ class NativeEngine:
                 self._finish(self._scheduler.end(row).completion("length"))
 
     def _end_broken(self, row: int) -> None:
-        broken = self._rows.answers[row]
-        assert broken is not None
-        assert broken.lease is not None
-        self._cache.clear(broken.lease.pages)
+        self._disown(row)
         answer = self._scheduler.end(row, keep=False)
         self._finish(
             answer.completion(
@@ -359,6 +363,18 @@ class NativeEngine:
             )
         )
 
+    def _disown(self, row: int) -> None:
+        """What is no number in a row's pages must not be read by anybody, not even with weight zero."""
+        answer = self._rows.answers[row]
+        assert answer is not None
+        assert answer.lease is not None
+        self._cache.clear(self._book.disown(answer.lease))
+
+    def _distrust(self, row: int) -> None:
+        """Of a row that has drawn nothing yet it is not known whether what it computed are numbers."""
+        if self._sizes.slots and self._rows.known_R[row] == self._rows.seated_R[row]:
+            self._disown(row)
+
     def _end_at_strings(self, rows_B: Rows) -> None:
         for row in rows_B.tolist():
             answer = self._rows.answers[row]
@@ -367,15 +383,28 @@ class NativeEngine:
             known = int(self._rows.known_R[row])
             if not strings or known < self._rows.earliest_R[row]:
                 continue
-            assert self._decode is not None
             # A character is at most four tokens, so this many tokens hold the longest string and what it begins in.
             tail = max(int(self._rows.prompt_R[row]), known - 4 * max(map(len, strings)) - 4)
-            tokens = self._rows.tokens_RL[row, tail:known].tolist()
-            text, before = self._decode(tokens), self._decode(tokens[:-1])
-            # Only what the newest token has completed: one that came too early to count does not count later.
-            found = next((string for string in strings if text.count(string) > before.count(string)), None)
+            try:
+                found = self._completed(row, tail, strings)
+            except Exception as error:  # the tokenizer is not ours
+                broken = self._scheduler.end(row)
+                why = f"the tokenizer cannot decode the answer to look for stop strings ({error!r})."
+                self._finish(broken.completion("error", error=why))
+                continue
             if found is not None:
                 self._finish(self._scheduler.end(row).completion("stop", stop=found))
+
+    def _completed(self, row: int, tail: int, strings: Sequence[str]) -> str | None:
+        """The string that the newest token has completed: one that came too early to count does not count later."""
+        assert self._decode is not None
+        first, known = int(self._rows.prompt_R[row]), int(self._rows.known_R[row])
+        text = self._decode(self._rows.tokens_RL[row, tail:known].tolist())
+        while text.startswith("\ufffd") and tail > first:  # begun inside a character
+            tail = max(first, tail - 4)
+            text = self._decode(self._rows.tokens_RL[row, tail:known].tolist())
+        before = self._decode(self._rows.tokens_RL[row, tail : known - 1].tolist())
+        return next((string for string in strings if text.count(string) > before.count(string)), None)
 
     def _finish(self, completion: Completion) -> None:
         self._answers.pop(completion.id, None)
@@ -384,6 +413,7 @@ class NativeEngine:
 
     def _put_all_back(self) -> None:
         for row in self._rows.active.tolist():
+            self._distrust(row)
             self._scheduler.put_back(row)
 
     # What is wrong

@@ -56,14 +56,18 @@ class PageBook:
     def __init__(self, num_pages: int, page_tokens: int, *, remember: bool = True) -> None:
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self._remember = remember
-        self._free = list(range(num_pages - 1, -1, -1))  # the lowest page first
-        self._holders = [0] * num_pages
+        self._age = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """As at the beginning: whoever had pages has none."""
+        self._free = list(range(self.num_pages - 1, -1, -1))  # the lowest page first
+        self._holders = [0] * self.num_pages
         self._root = _Node(tokens=np.empty(0, np.int32), page=-1, parent=None)
         self._nodes: dict[int, _Node] = {}
         # Remembered pages that nobody holds and no other remembered page builds on, the longest unused first.
         self._spare: OrderedDict[int, None] = OrderedDict()
         self._num_kept = 0
-        self._age = 0
         self._pins: list[int] = []
         self._copies: list[PageCopy] = []
 
@@ -135,6 +139,15 @@ class PageBook:
         if tokens is not None and self._remember:
             self._insert(lease, tokens)
         self._give_back(lease)
+
+    def disown(self, lease: Lease) -> list[int]:
+        """What is in these pages is not to be trusted: neither they nor what was built on them is reused. Returns the
+        pages that nobody else holds."""
+        for page in lease.pages:
+            node = self._nodes.get(page)
+            if node is not None:
+                self._unlink_with_all_behind(node)
+        return [page for page in lease.pages if self._holders[page] == 1]
 
     def forget(self) -> None:
         """What has been computed is worthless from now on (the weights changed)."""
@@ -251,6 +264,14 @@ class PageBook:
         self._nodes.pop(node.page, None)
         self._spare.pop(node.page, None)
         self._maybe_spare(parent)
+
+    def _unlink_with_all_behind(self, node: _Node) -> None:
+        for child in list(node.children.values()):
+            self._unlink_with_all_behind(child)
+        self._unlink(node)
+        if self._holders[node.page] == 0:
+            self._num_kept -= 1
+            self._free.append(node.page)
 
     def _maybe_spare(self, node: _Node) -> None:
         if node.page >= 0 and not node.children and self._holders[node.page] == 0 and node.page in self._nodes:

@@ -44,11 +44,11 @@ class Answer:
         return self.request.id
 
     def completion(self, finish: Finish, *, stop: int | str | None = None, error: str | None = None) -> Completion:
-        prompt = self.request.prompt
+        drawn = len(self.tokens) - len(self.logprobs)
         return Completion(
             id=self.id,
-            prompt=prompt,
-            tokens_L=self.tokens[len(prompt) :].copy(),
+            prompt=self.tokens[:drawn].copy(),  # the caller's array may have been written to since
+            tokens_L=self.tokens[drawn:].copy(),
             logprobs_L=self.logprobs.copy(),
             versions_L=self.versions.copy(),
             finish=finish,
@@ -73,6 +73,7 @@ class RowTable:
         self.prompt_R = np.zeros(num_rows, np.int64)
         self.limit_R = np.zeros(num_rows, np.int64)
         self.earliest_R = np.zeros(num_rows, np.int64)  # length before which a stop does not count
+        self.seated_R = np.zeros(num_rows, np.int64)  # length when it got its row
         self.room_R = np.zeros(num_rows, np.int64)  # positions in the pages that it holds
         self.arrival_R = np.zeros(num_rows, np.int64)
         self.tokens_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
@@ -104,7 +105,8 @@ class RowTable:
         self.fed_R[row] = lease.reused
         self.prompt_R[row] = size - drawn
         self.limit_R[row] = answer.limit
-        self.earliest_R[row] = size - drawn + max(sampling.min_new_tokens, 1)
+        self.earliest_R[row] = min(size - drawn + max(sampling.min_new_tokens, 1), answer.limit + 1)
+        self.seated_R[row] = size
         self.set_pages(row, lease)
         self.arrival_R[row] = answer.arrival
         self.tokens_RL[row, :size] = answer.tokens
@@ -137,6 +139,13 @@ class RowTable:
         self.epoch_R[row] += 1
         self._free.append(row)
         return answer
+
+    def empty(self) -> None:
+        """Takes all answers out of their rows."""
+        for row, answer in enumerate(self.answers):
+            if answer is not None:
+                self.unseat(row)
+        self._free = list(range(self.num_rows - 1, -1, -1))
 
     def append(self, rows_B: Rows, tokens_B: Tokens, logprobs_B: NDArray[np.float32], version: int) -> None:
         """What one step drew, for rows that are still the same answers."""

@@ -54,9 +54,9 @@ def draw(logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, narrowin
     if narrowed is not None:
         tokens_B[rows] = _pick(narrowed, torch.logsumexp(narrowed, dim=-1), greedy_B[rows], uniforms_B[rows])
     logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_sum_B
-    if narrowed is not None:  # nothing left to draw: say so the way that broken logits do
-        empty = torch.isneginf(narrowed).all(dim=-1)
-        logprobs_B[rows] = torch.where(empty, torch.nan, logprobs_B[rows])
+    if narrowed is not None:  # nothing left to draw, or beyond all numbers: say so the way that broken logits do
+        nothing = ~torch.isfinite(torch.logsumexp(narrowed, dim=-1))
+        logprobs_B[rows] = torch.where(nothing, torch.nan, logprobs_B[rows])
     return Drawn(tokens_B, logprobs_B)
 
 

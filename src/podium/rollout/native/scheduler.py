@@ -8,7 +8,7 @@ always advances, and whoever waits becomes the oldest in the end: nobody starves
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,6 +52,11 @@ class Drain:
     """Memory has run out while steps are in flight: their results are needed before an answer can be put back."""
 
 
+def _share(budget: int) -> int:
+    """What one prompt gets of a step's budget at first: a long one does not keep short ones waiting."""
+    return -(-budget // 2)
+
+
 class Scheduler:
     """Waiting answers, rows and pages."""
 
@@ -84,6 +89,20 @@ class Scheduler:
         self._rows_changed = True
         return self.rows.unseat(row)
 
+    def restart(self, answers: Iterable[Answer]) -> None:
+        """After a step that failed nothing is certain but what the host has seen: all begin again from there."""
+        self.rows.empty()
+        self.book.reset()
+        self.waiting = deque(sorted(answers, key=lambda answer: answer.arrival))
+        for answer in self.waiting:
+            answer.row, answer.lease = -1, None
+        self._rows_changed = True
+
+    def cancel(self, answers: Collection[Answer]) -> None:
+        """These wait no longer."""
+        gone = {id(answer) for answer in answers}
+        self.waiting = deque(answer for answer in self.waiting if id(answer) not in gone)
+
     def plan(self) -> StepPlan | Drain | None:
         """The next step, or None when there is nothing to do. Rows and pages are advanced as if it had been run."""
         rows = self.rows
@@ -95,8 +114,9 @@ class Scheduler:
         chunks: list[Chunk] = []
         budget = self._prefill_tokens
         for row in running[rows.length_R[running] - rows.fed_R[running] > 1].tolist():
-            budget -= self._take_chunk(row, budget, chunks)
-        seated = self._admit(budget, chunks)
+            budget -= self._take_chunk(row, _share(budget), chunks)
+        seated, budget = self._admit(budget, chunks)
+        self._lengthen(chunks, budget)
         running = rows.active
         decode = running[self._draws_next(running)]
         decode = decode[~np.isin(decode, [chunk.row for chunk in chunks])]
@@ -163,8 +183,18 @@ class Scheduler:
         found: NDArray[np.bool_] = (length - fed == 1) & (length < limit)
         return found
 
-    def _admit(self, budget: int, chunks: list[Chunk]) -> list[int]:
-        """Gives rows to those that wait, as far as rows, pages and budget go; returns the rows."""
+    def _lengthen(self, chunks: list[Chunk], budget: int) -> None:
+        """What the short prompts have left of the budget goes to the long ones, the oldest first."""
+        for at, chunk in enumerate(chunks):
+            length = int(self.rows.length_R[chunk.row])
+            more = min(length - chunk.stop, budget)
+            if more > 0:
+                stop = chunk.stop + more
+                chunks[at] = Chunk(chunk.row, chunk.start, stop, stop == length)
+                budget -= more
+
+    def _admit(self, budget: int, chunks: list[Chunk]) -> tuple[list[int], int]:
+        """Gives rows to those that wait, as far as rows, pages and budget go; returns the rows and what is left."""
         put_off: list[Answer] = []
         seated: list[int] = []
         while self.waiting and self.rows.num_free and budget > 0:
@@ -182,9 +212,9 @@ class Scheduler:
             seated.append(row)
             self._rows_changed = True
             if len(answer.tokens) - lease.reused > 1:
-                budget -= self._take_chunk(row, budget, chunks)
+                budget -= self._take_chunk(row, _share(budget), chunks)
         self.waiting.extendleft(reversed(put_off))
-        return seated
+        return seated, budget
 
     def _has_room_for(self, answer: Answer) -> bool:
         """Those that run need room to grow: an answer that takes the last pages would soon be put back."""
@@ -201,7 +231,9 @@ class Scheduler:
         if not len(wanted):
             return False
         rows = self.rows
-        shared = max(common_prefix(wanted, rows.tokens_RL[c.row, : rows.known_R[c.row]]) for c in chunks)
+        # Most differ at once, and this is cheaper than comparing arrays.
+        alike = [chunk.row for chunk in chunks if rows.tokens_RL[chunk.row, 0] == wanted[0]]
+        shared = max((common_prefix(wanted, rows.tokens_RL[row, : rows.known_R[row]]) for row in alike), default=0)
         if shared < min(_WORTH_WAITING, len(wanted)):
             return False
         gain = shared - self.book.common_with_remembered(wanted)

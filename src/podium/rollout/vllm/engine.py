@@ -9,9 +9,9 @@ import gc
 import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -75,6 +75,7 @@ class VllmEngine:
         self._paused = self._asleep = self._closed = False
         self._cache_is_soiled = False  # with NaN
         self._refusal: str | None = None  # why the weights in place must not draw
+        self._failure: str | None = None  # what broke the engine for good
         self._finished = self._drawn = self._prefilled = self._reused = self._preemptions = 0
         self._engine = make_engine(settings)
         self._capacity = self._measure()
@@ -83,7 +84,7 @@ class VllmEngine:
         ids = [request.id for request in requests]
         with self._turns:
             self._require_open()
-            taken = sorted({each for each in ids if each in self._answers or ids.count(each) > 1})
+            taken = sorted(each for each, times in Counter(ids).items() if times > 1 or each in self._answers)
             if taken:
                 raise RolloutError(
                     f"request {taken[0]} is already under way{f' (and {len(taken) - 1} more)' if taken[1:] else ''}: "
@@ -225,7 +226,8 @@ class VllmEngine:
     def _admit(self, request: Request) -> None:
         problem = self._problem(request)
         if problem is None:
-            answer = _Answer(request, "")
+            # A copy: the caller's array may be written to later.
+            answer = _Answer(replace(request, prompt=request.prompt.astype(np.int32)), "")
             try:
                 self._start(answer)
             except ValueError as error:  # what vLLM alone knows to be wrong
@@ -263,10 +265,8 @@ class VllmEngine:
         try:
             outputs = self._engine.step()
         except Exception as error:
-            self._refusal = f"vLLM failed within a step ({type(error).__name__}: {error})"
-            raise RolloutError(
-                f"{self._refusal}. Its state is not to be trusted any more: close this engine and make a new one."
-            ) from error
+            self._failure = f"vLLM failed within a step ({type(error).__name__}: {error})"
+            self._require_open()
         for output in outputs:
             if (answer := self._by_handle.get(output.request_id)) is not None:
                 self._advance(answer, output)
@@ -339,6 +339,10 @@ class VllmEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise RolloutError("this engine is closed and has freed its model. Make a new one.")
+        if self._failure is not None:  # no install mends that
+            raise RolloutError(
+                f"{self._failure}. Its state is not to be trusted any more: close this engine and make a new one."
+            )
 
     def _require_weights(self) -> None:
         if self._refusal is not None:
