@@ -49,7 +49,9 @@ class Native:
         mesh = join(PlacementSection.model_validate({"device": device}), rank=0, world=1, local_rank=0)
         self.model, _ = place(ModelSection(path=str(folder), init="random"), folder, mesh, seed=0)
         longest = max(len(prompt) for prompt in work.prompts) + int(work.answers_NS.max())
-        section = RolloutSection(max_length=longest, max_running=running)
+        # The peers need memory too: their caches are copied as they grow.
+        memory = 40.0 if device == "cuda" else None
+        section = RolloutSection(max_length=longest, max_running=running, memory_gib=memory)
         self.engine = NativeEngine(self.model, mesh.device, section)
         self.work, self._turn = work, 0
 

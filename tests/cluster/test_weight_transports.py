@@ -142,6 +142,7 @@ def test_store_and_files_carry_weights_on_any_cluster(open_cluster: Opener, fold
     in_cluster(open_cluster, layout(folder, 1), body)
 
 
+@pytest.mark.slow
 def test_a_sharded_policy_sends_over_a_link_and_through_the_store(open_on_ray: Opener, folder: Path) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, generator = workers.role("policy", Policy), workers.role("generator", Generator)
@@ -159,4 +160,4 @@ def test_a_sharded_policy_sends_over_a_link_and_through_the_store(open_on_ray: O
         parcel_by_store = await stored(policy, ByStore(version=await described(policy, 3), bucket_bytes=BUCKET))
         assert (await generator.call_all(Generator.install, parcel_by_store))[0].value >= version.nbytes
 
-    in_cluster(open_on_ray, layout(folder, 2), body, limit_s=120)
+    in_cluster(open_on_ray, layout(folder, 2), body, limit_s=240)
