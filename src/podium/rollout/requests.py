@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from podium.data.documents import Tokens
 from podium.data.trajectories import TrajectoryId
+from podium.errors import RolloutError
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -89,6 +90,10 @@ class Request:
     prompt: Tokens
     sampling: Sampling
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.id, TrajectoryId):
+            raise RolloutError(f"a request's id is a TrajectoryId (draw, sample, ...), not {self.id!r}.")
 
     def problem(self, *, vocab_size: int, max_length: int) -> str | None:
         """Why this cannot be served by a model of this vocabulary and context, or None."""

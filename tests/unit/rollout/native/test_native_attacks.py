@@ -296,3 +296,8 @@ def test_a_start_that_leaves_nothing_takes_nothing_from_the_next(
     entered[0].__exit__(None, None, None)
     with AnswersFile.open(out, {"seed": 1}, about={}) as file:
         assert (0, 0) in file
+
+
+def test_an_id_that_is_none_is_told_where_the_request_is_made() -> None:
+    with pytest.raises(RolloutError, match="TrajectoryId"):
+        Request(id=(0, 1), prompt=np.arange(3, dtype=np.int32), sampling=Sampling(max_new_tokens=1))  # type: ignore[arg-type]
