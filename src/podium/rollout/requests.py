@@ -41,7 +41,8 @@ class Sampling:
 
     @property
     def changes_the_policy(self) -> bool:
-        """Whether tokens come from another distribution than softmax(logits / temperature)."""
+        """Whether something narrows or bends the draw from softmax(logits / temperature). Temperature 0 does neither,
+        though it draws nothing: whoever weighs tokens by their log-probs must not train on greedy ones."""
         return (
             self.top_k > 0
             or self.top_p < 1.0
