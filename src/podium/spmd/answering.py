@@ -15,7 +15,7 @@ from podium.data.trajectories import TrajectoryId
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.sharding import compute_dtype
 from podium.engine.train_step import TrainEngine
-from podium.errors import DataError, RolloutError
+from podium.errors import DataError, RecipeError, RolloutError
 from podium.models.causal_lm import load_config
 from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.native.engine import NativeEngine
@@ -61,10 +61,16 @@ class Answerer:
                 f"data.heldout: a prompt has {longest} tokens and the model's context {context}, which leaves no room "
                 "for an answer. Drop such rows with the source's `map`, or lower evaluation.generation.prompts."
             )
+        needed = min(context, longest + max_new_tokens)
+        if rollout.max_length is not None and rollout.max_length < needed:
+            raise RecipeError(
+                f"rollout.max_length: {rollout.max_length} would cut answers: the longest held-out prompt has {longest}"
+                f" tokens and evaluation.generation.max_new_tokens is {max_new_tokens}. Raise it to {needed} or more."
+            )
         few = len(prompts) * max_new_tokens < _WORTH_COMPILING
         self._section = rollout.model_copy(
             update={
-                "max_length": min(rollout.max_length or context, longest + max_new_tokens),
+                "max_length": needed,
                 "decode": "captured" if few and rollout.decode == "auto" else rollout.decode,
             }
         )
@@ -74,11 +80,12 @@ class Answerer:
         self._model, self._folder = model, folder
         leaving = what_can_leave(engine.optimizer) if rollout.offload_optimizer else []
         self._leaving = OffloadedTensors(leaving) if leaving else None
+        self._open()  # now, so that a size that cannot be had is told before the first step
 
     def answers(self) -> list[Tokens]:
         """The most likely continuation of each prompt, without the token that ended it; in order, on every rank."""
         mesh = self._mesh
-        if self._native is None and not self._open():
+        if self._native is None:
             return greedy_answers(
                 self._engine.model, mesh, self._prompts, max_new_tokens=self._sampling.max_new_tokens,
                 stop_tokens=self._sampling.stop_tokens, max_batch_tokens=self._max_batch_tokens,
@@ -115,13 +122,13 @@ class Answerer:
         finally:
             native.sleep()
 
-    def _open(self) -> bool:
-        """Builds the engine; False where a whole copy of a sharded model does not fit on some rank."""
+    def _open(self) -> None:
+        """Builds the engine and lets it sleep; none where a whole copy of a sharded model does not fit on some rank."""
         mesh, model = self._mesh, self._engine.model
         if mesh.world > 1:
             size = sum(spec.nbytes for spec in self._weights.manifest)
             if size > _COPY_SHARE * min(mesh.gather(free_bytes(mesh.device))):
-                return False
+                return
             config = load_config(self._folder, trust_remote_code=self._model.trust_remote_code)
             dtype = compute_dtype(self._model, mesh.device)
             self._copy = WholeCopy(self._weights, self._model, config, device=mesh.device, dtype=dtype)
@@ -129,7 +136,8 @@ class Answerer:
             model = self._copy.model
         with torch.no_grad():
             self._native = NativeEngine(model, mesh.device, self._section, copy=self._copy)
-        return True
+        self._native.sleep()
+        self._engine.model.train()
 
     def _without_end(self, tokens: Tokens) -> Tokens:
         ended = len(tokens) and int(tokens[-1]) in self._sampling.stop_tokens

@@ -53,7 +53,7 @@ def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cud
         num_pages = min(num_pages - 1, 2 * most)  # one is the engine's own, for lanes with nothing to do
     if num_pages < 1:
         raise RolloutError(
-            f"rollout.memory_gib: {budget / GIB:.2f} GiB do not hold a single page of the cache "
+            f"rollout.memory_gib: {budget / GIB:.3g} GiB do not hold a single page of the cache "
             f"({page} tokens of {token_bytes} bytes each). Raise rollout.memory_gib, or lower rollout.max_length."
         )
     return Sizes(

@@ -237,11 +237,10 @@ def answerer(folder: Path, **rollout: Any) -> tuple[Answerer, Any]:
     return made, engine
 
 
-@pytest.mark.parametrize("why", ["too little memory", "max_length below the prompts", "broken weights"])
+@pytest.mark.parametrize("why", ["too little memory", "broken weights"])
 def test_an_evaluation_without_answers_says_why(learner: Learner, qwen3_folder: Path, why: str) -> None:
     how: dict[str, dict[str, Any]] = {
         "too little memory": {"memory_gib": cache_gib(learner, 8, page_tokens=4), "page_tokens": 4},
-        "max_length below the prompts": {"max_length": 4},
         "broken weights": {},
     }
     made, engine = answerer(qwen3_folder, **how[why])
@@ -250,6 +249,13 @@ def test_an_evaluation_without_answers_says_why(learner: Learner, qwen3_folder: 
             engine.model.hf.get_decoder().layers[0].self_attn.v_proj.weight.fill_(torch.nan)
     with pytest.raises(PodiumError):
         made.answers()
+
+
+@pytest.mark.parametrize("rollout", [{"memory_gib": 1e5}, {"memory_gib": 1e-9}, {"max_length": 8}])
+def test_a_size_that_cannot_be_had_is_told_before_the_first_step(qwen3_folder: Path, rollout: dict[str, float]) -> None:
+    """Prompts of 5 tokens and 4 new ones are 9."""
+    with pytest.raises(PodiumError, match="rollout"):
+        answerer(qwen3_folder, **rollout)
 
 
 def test_optimizer_state_comes_back_when_an_evaluation_fails(qwen3_folder: Path) -> None:
