@@ -42,7 +42,12 @@ def started(arguments: Sequence[str], output: Path) -> Iterator[subprocess.Popen
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, *arguments], stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            [sys.executable, *arguments],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=_hears_interrupts,
         )
     try:
         yield process
@@ -50,6 +55,11 @@ def started(arguments: Sequence[str], output: Path) -> Iterator[subprocess.Popen
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
+
+
+def _hears_interrupts() -> None:
+    """What a shell runs in the background ignores Ctrl-C, and so do its children; these tests must not depend on it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def assert_gone(group: int) -> None:
