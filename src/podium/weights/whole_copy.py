@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from podium.errors import RolloutError
-from podium.models.causal_lm import PackedCausalLM, build, persistent_buffers, restore_buffers
+from podium.models.causal_lm import PackedCausalLM, build, restore_buffers
 from podium.recipe import ModelSection
+from podium.weights.held import fill_held, held_tensors
 from podium.weights.published import PublishedWeights
 from podium.weights.transports import torch_dtype
 
@@ -31,8 +32,7 @@ class WholeCopy:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every published tensor by name, padding rows included."""
-        parameters = {name: parameter.detach() for name, parameter in self.model.hf.named_parameters()}
-        return {**parameters, **persistent_buffers(self.model.hf)}
+        return held_tensors(self.model)
 
     @property
     def nbytes(self) -> int:
@@ -43,19 +43,11 @@ class WholeCopy:
     def is_resident(self) -> bool:
         return self._is_resident
 
-    @torch.no_grad()
     def refill(self) -> None:
         """The learner's weights of this moment, bucket by bucket. Collective over the learner's ranks."""
         if not self._is_resident:
             raise RolloutError("the whole copy of the weights is released, so it cannot be filled. Restore it first.")
-        mine = self.tensors
-        for name, tensor in self._weights.tensors():
-            copy = mine[name]
-            if copy.shape == tensor.shape:
-                copy.copy_(tensor)
-            else:
-                copy[: len(tensor)].copy_(tensor)
-                copy[len(tensor) :].zero_()  # padding
+        fill_held(self.tensors, self._weights)
 
     def release(self) -> int:
         """Gives the memory back and returns how much. The model must not run until it is restored and refilled."""

@@ -16,9 +16,10 @@ from helpers.engines import make_engine, one_rank
 from helpers.tiny import save_tiny_model
 from podium.data.trajectories import TrajectoryId
 from podium.errors import PodiumError, RolloutError, WeightMismatchError
-from podium.rollout.native.engine import NativeEngine, _fill
+from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Request, Sampling
 from podium.weights.fingerprints import fingerprint
+from podium.weights.held import fill_held
 from podium.weights.parcels import ByFile
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified
@@ -114,7 +115,7 @@ def test_a_tensor_that_the_model_does_not_have_is_refused_by_name(world: World) 
 def test_a_buffer_without_dimensions_is_installed() -> None:
     sent = Sent({"scale": torch.tensor(3.0), "empty": torch.zeros(0, 3)})
     mine = {"scale": torch.zeros(()), "empty": torch.zeros(0, 3)}
-    _fill(mine, Verified(sent, sent.version))
+    fill_held(mine, Verified(sent, sent.version))
     assert mine["scale"].item() == 3.0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import torch
 
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
-from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters, persistent_buffers
+from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters
 from podium.recipe import RolloutSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
@@ -25,15 +25,15 @@ from podium.rollout.native.rows import Answer, Rows, RowTable
 from podium.rollout.native.runner import DrawTable, Runner, StepResult, make_runner
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.native.sizing import choose_sizes
+from podium.rollout.native.stop_strings import Decode, completed_string
 from podium.rollout.randomness import signed, stream_key
 from podium.rollout.requests import Completion, Request, failed
 from podium.rollout.turns import Turns
+from podium.weights.held import fill_held, held_tensors
 from podium.weights.receiving import Verified, check_manifest, verify_in_place
 from podium.weights.transports import Delivery
 from podium.weights.versions import WeightVersion
 from podium.weights.whole_copy import WholeCopy
-
-Decode = Callable[[Sequence[int]], str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,12 +199,12 @@ class NativeEngine:
                 self._put_all_back()
             self._book.forget()
             try:
-                mine = _tensors(self._model)
+                mine = held_tensors(self._model)
                 check_manifest(version, mine, padded_parameters(self._model))
                 if delivery is None:
                     verify_in_place(mine, version)
                 else:
-                    _fill(mine, Verified(delivery, version))
+                    fill_held(mine, Verified(delivery, version))
             except BaseException as error:
                 self._refusal = str(error) if isinstance(error, WeightMismatchError) else "the last install failed"
                 raise
@@ -376,17 +376,15 @@ class NativeEngine:
             self._disown(row)
 
     def _end_at_strings(self, rows_B: Rows) -> None:
-        for row in rows_B.tolist():
-            answer = self._rows.answers[row]
+        table = self._rows
+        may_end_B = table.has_strings_R[rows_B] & (table.known_R[rows_B] >= table.earliest_R[rows_B])
+        for row in rows_B[may_end_B].tolist():
+            answer = table.answers[row]
             assert answer is not None
-            strings = answer.request.sampling.stop_strings
-            known = int(self._rows.known_R[row])
-            if not strings or known < self._rows.earliest_R[row]:
-                continue
-            # A character is at most four tokens, so this many tokens hold the longest string and what it begins in.
-            tail = max(int(self._rows.prompt_R[row]), known - 4 * max(map(len, strings)) - 4)
+            assert self._decode is not None
+            drawn = table.tokens_RL[row, table.prompt_R[row] : table.known_R[row]]
             try:
-                found = self._completed(row, tail, strings)
+                found = completed_string(drawn, answer.request.sampling.stop_strings, self._decode)
             except Exception as error:  # the tokenizer is not ours
                 broken = self._scheduler.end(row)
                 why = f"the tokenizer cannot decode the answer to look for stop strings ({error!r})."
@@ -394,17 +392,6 @@ class NativeEngine:
                 continue
             if found is not None:
                 self._finish(self._scheduler.end(row).completion("stop", stop=found))
-
-    def _completed(self, row: int, tail: int, strings: Sequence[str]) -> str | None:
-        """The string that the newest token has completed: one that came too early to count does not count later."""
-        assert self._decode is not None
-        first, known = int(self._rows.prompt_R[row]), int(self._rows.known_R[row])
-        text = self._decode(self._rows.tokens_RL[row, tail:known].tolist())
-        while text.startswith("\ufffd") and tail > first:  # begun inside a character
-            tail = max(first, tail - 4)
-            text = self._decode(self._rows.tokens_RL[row, tail:known].tolist())
-        before = self._decode(self._rows.tokens_RL[row, tail : known - 1].tolist())
-        return next((string for string in strings if text.count(string) > before.count(string)), None)
 
     def _finish(self, completion: Completion) -> None:
         self._answers.pop(completion.id, None)
@@ -449,21 +436,3 @@ def _context(model: PackedCausalLM) -> int:
     """The longest sequence that is right whatever runs beside it."""
     limits = [int(model.hf.config.get_text_config().max_position_embeddings), longest_packable(model.hf.config)]
     return min(limit for limit in limits if limit is not None)
-
-
-def _tensors(model: PackedCausalLM) -> dict[str, torch.Tensor]:
-    """What the model computes with, by name."""
-    parameters = {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
-    return {**parameters, **persistent_buffers(model.hf)}
-
-
-@torch.no_grad()
-def _fill(mine: dict[str, torch.Tensor], delivery: Verified) -> None:
-    """Values change, addresses do not."""
-    for name, tensor in delivery.tensors():
-        copy = mine[name]
-        if copy.shape == tensor.shape:
-            copy.copy_(tensor)
-        else:
-            copy[: len(tensor)].copy_(tensor)
-            copy[len(tensor) :].zero_()  # padding rows

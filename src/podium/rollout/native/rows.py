@@ -74,6 +74,7 @@ class RowTable:
         self.limit_R = np.zeros(num_rows, np.int64)
         self.earliest_R = np.zeros(num_rows, np.int64)  # length before which a stop does not count
         self.seated_R = np.zeros(num_rows, np.int64)  # length when it got its row
+        self.has_strings_R = np.zeros(num_rows, np.bool_)  # that end it
         self.room_R = np.zeros(num_rows, np.int64)  # positions in the pages that it holds
         self.arrival_R = np.zeros(num_rows, np.int64)
         self.tokens_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
@@ -112,6 +113,7 @@ class RowTable:
         self.tokens_RL[row, :size] = answer.tokens
         self.logprobs_RL[row, size - drawn : size] = answer.logprobs
         self.versions_RL[row, size - drawn : size] = answer.versions
+        self.has_strings_R[row] = bool(sampling.stop_strings)
         self._set_stops(row, sampling.stop_tokens)
         return row
 

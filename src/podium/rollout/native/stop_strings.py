@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether the newest token of an answer completes one of its stop strings. Pure but for the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from podium.data.documents import Tokens
+
+Decode = Callable[[Sequence[int]], str]
+
+# What decoders put where bytes are no whole character.
+_NO_CHARACTER = "\ufffd"
+# A character is at most so many tokens.
+_MOST_TOKENS = 4
+
+
+def completed_string(answer: Tokens, strings: Sequence[str], decode: Decode) -> str | None:
+    """The string that the last token has completed; one that was there before does not count. Only the end of the
+    answer is decoded: as much as holds the longest string and what it begins in."""
+    first = max(0, len(answer) - _MOST_TOKENS * (max(map(len, strings)) + 1))
+    text = decode(answer[first:].tolist())
+    while text.startswith(_NO_CHARACTER) and first > 0:  # begun inside a character
+        first = max(0, first - _MOST_TOKENS)
+        text = decode(answer[first:].tolist())
+    before = decode(answer[first:-1].tolist())
+    return next((string for string in strings if text.count(string) > before.count(string)), None)

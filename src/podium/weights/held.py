@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tensors that a model computes with, by their published names, and filling them where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from podium.models.causal_lm import PackedCausalLM, persistent_buffers
+from podium.weights.transports import Delivery
+
+
+def held_tensors(model: PackedCausalLM) -> dict[str, Tensor]:
+    """Whole tensors, padding rows included."""
+    parameters = {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
+    return {**parameters, **persistent_buffers(model.hf)}
+
+
+@torch.no_grad()
+def fill_held(tensors: Mapping[str, Tensor], delivery: Delivery) -> None:
+    """Values change, addresses do not: captured graphs may go on reading them. Padding rows become zero."""
+    for name, tensor in delivery.tensors():
+        held = tensors[name]
+        if held.shape == tensor.shape:
+            held.copy_(tensor)
+        else:
+            held[: len(tensor)].copy_(tensor)
+            held[len(tensor) :].zero_()
