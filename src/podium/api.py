@@ -215,7 +215,7 @@ def _check_launcher(placement: PlacementSection, under: RankPlace | None) -> Non
     """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
     from podium.engine.mesh import check_devices
 
-    if under is None and placement.launcher == "local":
+    if under is None and placement.launcher in ("auto", "local"):
         check_devices(placement, placement.devices)
     if under is not None and placement.launcher == "ray":
         raise RecipeError(

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from podium import api
 from podium.errors import PodiumError, RecipeError
 from podium.recipe import Recipe, RolloutSection, SourceSection
-from podium.recipe.schema import Section
+from podium.recipe.fields import Section
 from podium.spmd.launch import place_under_torchrun
 
 app = typer.Typer(

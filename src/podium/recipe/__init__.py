@@ -2,6 +2,17 @@
 """Frozen pydantic models of a run; torch-free; every cross-field check."""
 
 from podium.recipe.loading import apply_overrides, dump_recipe, load_recipe, parse_recipe
+from podium.recipe.on_policy import (
+    AlgorithmSection,
+    CorrectionSection,
+    CriticSection,
+    EnvironmentSection,
+    GradingSection,
+    KlSection,
+    OverlongSection,
+    RewardSection,
+    TeacherSection,
+)
 from podium.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -17,17 +28,26 @@ from podium.recipe.schema import (
 )
 
 __all__ = [
+    "AlgorithmSection",
     "CheckpointSection",
+    "CorrectionSection",
+    "CriticSection",
     "DataSection",
+    "EnvironmentSection",
     "EvaluationSection",
     "GenerationSection",
+    "GradingSection",
+    "KlSection",
     "ModelSection",
     "OptimizerSection",
+    "OverlongSection",
     "PlacementSection",
     "Recipe",
+    "RewardSection",
     "RolloutSection",
     "RunSection",
     "SourceSection",
+    "TeacherSection",
     "apply_overrides",
     "dump_recipe",
     "load_recipe",

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from podium.recipe.programs import SIGNALS
 from podium.recipe.schema import Recipe
 
 # Keys that change speed, place or what is recorded, never the weights that come out.
@@ -14,7 +15,6 @@ _HARMLESS = (
     "placement",
     "checkpoint",
     "evaluation",
-    "rollout",  # where data is fixed, only evaluation generates
     "micro_batch_tokens",
     "run.loggers",
     "run.log_every",
@@ -27,6 +27,21 @@ _HARMLESS = (
     "model.self_check",
     "model.trust_remote_code",
     "optimizer.max_skipped_in_a_row",
+    "grading.workers",
+    "grading.timeout_s",
+    "grading.max_failed_share",
+    "environment.runners",
+    "environment.concurrency",
+)
+# What generates is harmless where only evaluation does; else its sizes are, and what is drawn is not.
+_ENGINE_SIZES = (
+    "rollout.memory_gib",
+    "rollout.max_running",
+    "rollout.prefill_tokens",
+    "rollout.page_tokens",
+    "rollout.reuse_prefixes",
+    "rollout.decode",
+    "rollout.offload_optimizer",
 )
 
 
@@ -54,7 +69,9 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
 
 
 def _reason(key: str, recipe: Recipe) -> str | None:
-    if any(key == harmless or key.startswith(harmless + ".") for harmless in _HARMLESS):
+    is_spmd = SIGNALS[recipe.program].execution == "spmd"
+    harmless = (*_HARMLESS, "rollout") if is_spmd else (*_HARMLESS, *_ENGINE_SIZES)
+    if any(key == each or key.startswith(each + ".") for each in harmless):
         return None
     if key == "steps":
         if recipe.optimizer.schedule == "constant":

@@ -22,4 +22,10 @@ class SignalShape:
         return "spmd" if self.data == "fixed" else "controlled"
 
 
-SIGNALS: dict[ProgramName, SignalShape] = {"sft": SignalShape(density="dense", data="fixed")}
+SIGNALS: dict[ProgramName, SignalShape] = {
+    "sft": SignalShape(density="dense", data="fixed"),
+    "grpo": SignalShape(density="sparse", data="on_policy"),
+    "ppo": SignalShape(density="sparse", data="on_policy"),
+    "on_policy_distill": SignalShape(density="dense", data="on_policy"),
+    "expert_iteration": SignalShape(density="sparse", data="on_policy"),
+}

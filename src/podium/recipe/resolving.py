@@ -10,6 +10,7 @@ from typing import Any
 from podium.errors import RecipeError
 from podium.recipe import plugins
 from podium.recipe.loading import parse_recipe
+from podium.recipe.programs import SIGNALS
 from podium.recipe.schema import Recipe
 
 
@@ -25,6 +26,20 @@ def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
     generation = values["evaluation"]["generation"]
     if generation is not None:
         generation["score"] = _absolute_plugin(generation["score"])
+    for reward in values["reward"]:
+        reward["function"], reward["model"] = _absolute_plugin(reward["function"]), _absolute(reward["model"])
+    for teacher in values["teachers"]:
+        teacher["path"] = _absolute(teacher["path"])
+    values["critic"]["path"] = _absolute(values["critic"]["path"])
+    algorithm = values["algorithm"]
+    for key in ("advantage", "loss"):
+        algorithm[key] = _absolute_plugin(algorithm[key])
+    if algorithm["kl"] is not None:
+        algorithm["kl"]["reference"] = _absolute(algorithm["kl"]["reference"])
+    environment = values["environment"]
+    if environment is not None:
+        environment["environment"] = _absolute_plugin(environment["environment"])
+        environment["tools"] = [_absolute_plugin(tool) for tool in environment["tools"]]
     values["run"]["loggers"] = [_absolute_plugin(logger) for logger in values["run"]["loggers"]]
     values["data"]["max_length"] = _max_length(recipe, model_config)
     return parse_recipe(values)
@@ -44,6 +59,9 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
                 f"Lower it to {context}."
             )
         return asked
+    if SIGNALS[recipe.program].execution == "controlled":
+        # Prompts are read as they come; what bounds an episode is the model's context.
+        return int(context or recipe.tokens_per_step)
     return int(min(recipe.tokens_per_step, context or recipe.tokens_per_step))
 
 

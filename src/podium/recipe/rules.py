@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from podium.recipe.on_policy_rules import on_policy_rules
 from podium.recipe.programs import SIGNALS
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 def broken_rules(recipe: Recipe) -> list[str]:
     """All rules that span several keys and do not hold."""
-    return [*_lengths(recipe), *_schedule(recipe), *_evaluation(recipe), *_rollout(recipe), *_names(recipe)]
+    controlled = SIGNALS[recipe.program].execution == "controlled"
+    own = on_policy_rules(recipe) if controlled else [*_lengths(recipe), *_only_on_policy(recipe)]
+    return [*own, *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
@@ -71,16 +74,31 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def _rollout(recipe: Recipe) -> Iterator[str]:
-    if recipe.rollout.engine != "native" and SIGNALS[recipe.program].execution == "spmd":
+def _only_on_policy(recipe: Recipe) -> Iterator[str]:
+    """Sections that a program with fixed data would leave unread."""
+    if recipe.rollout.engine != "native":
         yield (
             f"rollout.engine: {recipe.rollout.engine} does not answer in {recipe.program}, whose evaluation uses the "
             "learner's own weights. Remove it; `podium generate --engine vllm` answers with an exported model."
+        )
+    fields = type(recipe).model_fields
+    for name in ("reward", "grading", "algorithm", "critic", "teachers", "environment"):
+        if getattr(recipe, name) != fields[name].get_default(call_default_factory=True):
+            yield (
+                f"{name}: {recipe.program} learns from data that is known in advance and has no use for it. Remove "
+                "the section, or choose an on-policy program (grpo, ppo, on_policy_distill, expert_iteration)."
+            )
+    if recipe.placement.launcher == "inline" or recipe.placement.layout != "colocated":
+        yield (
+            f"placement: layout {recipe.placement.layout} and launcher {recipe.placement.launcher} are for on-policy "
+            f"programs; {recipe.program} runs with launcher local or ray."
         )
 
 
 def _names(recipe: Recipe) -> Iterator[str]:
     known = {"messages", "prompt", "completion", "text"}
+    if SIGNALS[recipe.program].execution == "controlled":
+        known |= {"reference", "source", "tools"}
     for part in ("train", "heldout"):
         for index, source in enumerate(getattr(recipe.data, part)):
             for name in source.columns:

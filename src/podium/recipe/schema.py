@@ -3,44 +3,22 @@
 
 from __future__ import annotations
 
-import os
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    Strict,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import Field, StringConstraints, model_validator
 
+from podium.recipe.fields import Count, NonNegative, Place, Real, Section, Switch, Text
+from podium.recipe.on_policy import (
+    AlgorithmSection,
+    CriticSection,
+    EnvironmentSection,
+    GradingSection,
+    RewardSection,
+    TeacherSection,
+)
 from podium.recipe.plugins import PluginPath
 
-Count = Annotated[int, Strict(), Field(ge=1)]
-Switch = Annotated[bool, Strict()]
-NonNegative = Annotated[int, Strict(), Field(ge=0)]
-Text = Annotated[str, StringConstraints(min_length=1, strip_whitespace=True)]
-Place = Annotated[Text, AfterValidator(os.path.expanduser)]
-
-
-def _not_a_bool(value: Any) -> Any:
-    if isinstance(value, bool):
-        raise ValueError(f"expected a number, found {value}")
-    return value
-
-
-Real = Annotated[float, BeforeValidator(_not_a_bool)]
-
-ProgramName = Literal["sft"]
-
-
-class Section(BaseModel):
-    """Base of every part of a recipe: frozen, unknown keys forbidden, defaults checked too."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
+ProgramName = Literal["sft", "grpo", "ppo", "on_policy_distill", "expert_iteration"]
 
 
 class ModelSection(Section):
@@ -120,12 +98,20 @@ class OptimizerSection(Section):
 class PlacementSection(Section):
     """Which devices the run takes."""
 
-    launcher: Literal["local", "ray"] = Field(
-        "local",
-        description="`ray` runs the ranks on a Ray cluster: RAY_ADDRESS's, the submitted job's, or a local one.",
+    launcher: Literal["auto", "local", "ray", "inline"] = Field(
+        "auto",
+        description="`ray` runs the workers on a Ray cluster: RAY_ADDRESS's, the submitted job's, or a local one; "
+        "`local` starts ranks as processes; `inline` runs a controlled program in one process, for a debugger. auto: "
+        "local where data is fixed, ray where the program is controlled.",
     )
     devices: Count = Field(
-        1, description="Ranks on this machine, or in the Ray cluster. Under torchrun its world size is used instead."
+        1, description="Devices of this machine, or of the Ray cluster. Under torchrun its world size is used instead."
+    )
+    layout: Literal["colocated", "split"] = Field(
+        "colocated", description="Controlled programs: all roles share all devices, or generators have their own."
+    )
+    rollout_devices: Count | None = Field(
+        None, description="layout split: how many of `devices` generate; default: half of them."
     )
     device: Literal["auto", "cpu", "cuda"] = "auto"
     restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
@@ -151,8 +137,12 @@ class GenerationSection(Section):
     max_new_tokens: Count = 64
     show: NonNegative = Field(3, description="How many answers are printed.")
     score: Literal["exact_match"] | PluginPath | None = Field(
-        None, description="`exact_match`, or `file.py:function` taking (answer, reference, row) -> float."
+        None,
+        description="`exact_match`, or `file.py:function` taking (answer, reference, row) -> float. On-policy programs "
+        "score with the recipe's rewards unless told otherwise.",
     )
+    samples: Count = Field(1, description="On-policy programs: also draw this many answers a prompt, for pass@k.")
+    temperature: Real = Field(1.0, gt=0, description="Of those samples.")
 
 
 class RolloutSection(Section):
@@ -161,6 +151,14 @@ class RolloutSection(Section):
     engine: Literal["native", "vllm"] = Field(
         "native", description="`native` generates with the learner's own weights; `vllm` needs the extra of that name."
     )
+    prompts_per_step: Count = Field(32, description="On-policy: prompts of one step.")
+    samples_per_prompt: Count = Field(8, description="On-policy: episodes of one prompt; together they are a group.")
+    max_new_tokens: Count = Field(256, description="On-policy: longest answer (of one turn).")
+    temperature: Real = Field(1.0, gt=0, description="On-policy: of the draw, and of the learner's log-probs.")
+    top_p: Real = Field(1.0, gt=0, le=1, description="Below 1 the draw is not from the policy: needs a correction.")
+    top_k: NonNegative = Field(0, description="0: off. Else the draw is not from the policy: needs a correction.")
+    min_p: Real = Field(0.0, ge=0, le=1, description="Above 0 the draw is not from the policy: needs a correction.")
+    stop: tuple[str, ...] = Field((), description="Texts that end an answer, beside the tokenizer's end tokens.")
     memory_gib: Real | None = Field(
         None,
         gt=0,
@@ -186,8 +184,10 @@ class RolloutSection(Section):
         description="On CUDA: `compiled` layers in captured graphs are fastest and take half a minute to compile, "
         "`captured` graphs start at once, `eager` has neither. auto: compiled, but captured for a small evaluation.",
     )
-    offload_optimizer: Switch = Field(
-        False, description="Optimizer state leaves the device while tokens are generated, and comes back after."
+    offload_optimizer: Switch | None = Field(
+        None,
+        description="Optimizer state leaves the device while tokens are generated, and comes back after. Default: "
+        "where roles of a controlled program share a CUDA device.",
     )
 
 
@@ -231,6 +231,12 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     rollout: RolloutSection = RolloutSection()
+    reward: tuple[RewardSection, ...] = Field((), description="On-policy programs: what makes an episode good.")
+    grading: GradingSection = GradingSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection = CriticSection()
+    teachers: tuple[TeacherSection, ...] = Field((), description="on_policy_distill: whom to learn from.")
+    environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
     run: RunSection = RunSection()
 
     @model_validator(mode="before")

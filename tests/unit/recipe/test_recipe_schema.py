@@ -143,7 +143,7 @@ def test_an_unknown_key_like_nothing_else_lists_what_is_known_there() -> None:
         ("run.seed=-1", "run.seed:", "-1"),
         ("run.loggers=[wandbb]", "run.loggers.0", "wandbb"),
         ("evaluation.generation.score=nearly", "evaluation.generation.score", "nearly"),
-        ("program=grpo", "program:", "'grpo'"),
+        ("program=grpoo", "program:", "'grpoo'"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_key(override: str, key: str, value: str) -> None:
