@@ -23,7 +23,7 @@ class TrainedParameter:
 
     @property
     def has_own_master(self) -> bool:
-        return self.parameter.dtype != torch.float32
+        return self.master.dtype != self.parameter.dtype
 
     def publish(self) -> None:
         """Master -> compute copy, where they are two."""

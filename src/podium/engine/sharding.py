@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from podium.engine.mesh import Mesh
 from podium.engine.parameters import TrainedParameter
+from podium.errors import ModelError
 from podium.models.causal_lm import (
     PackedCausalLM,
     build,
@@ -22,8 +23,11 @@ from podium.models.causal_lm import (
     persistent_buffers,
     restore_buffers,
 )
+from podium.models.scalar import PackedScalarLM, build_scalar
 from podium.models.weights import Box, CheckpointWeights, MemoryWeights, Piece, WeightSource, fill
 from podium.recipe import ModelSection
+
+PackedModel = PackedCausalLM | PackedScalarLM
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -34,25 +38,17 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
 
 
 def place(
-    section: ModelSection, folder: Path, mesh: Mesh, *, seed: int, weights: bool = True
+    section: ModelSection, folder: Path, mesh: Mesh, *, seed: int, weights: bool = True, masters: bool = True
 ) -> tuple[PackedCausalLM, list[TrainedParameter]]:
     """The model on this rank's device, sharded over the mesh, with float32 masters of what it trains.
 
-    `weights=False` leaves the values undefined, for a checkpoint to fill.
+    `weights=False` leaves the values undefined, for a checkpoint to fill. `masters=False`: it is not trained, so its
+    weights exist once, in the dtype that it computes in.
     """
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
-    # Sharded parameters are float32 and cast as they are gathered; a single device keeps the cast copy itself, so that
-    # forward, backward and generation read compute-dtype weights without casting them again.
-    held = dtype if mesh.world == 1 else torch.float32
-    model = build(section, config, device=torch.device("meta"), dtype=held)
-    _prepare_layers(model, section, mesh.device)
-    if mesh.devices is not None:
-        _shard(model, mesh, dtype)
-    model.to_empty(device=mesh.device)
-    model.hf.tie_weights()
-    restore_buffers(model.hf)
-    trained = [_trained(name, parameter) for name, parameter in model.hf.named_parameters()]
+    model = build(section, config, device=torch.device("meta"), dtype=_held_dtype(dtype, mesh, masters))
+    trained = _spread(model, section, mesh, dtype, masters=masters)
     if weights:
         padded = padded_parameters(model)
         if section.init == "random":
@@ -63,6 +59,60 @@ def place(
         for each in trained:
             each.publish()
     return model, trained
+
+
+def place_scalar(
+    section: ModelSection,
+    folder: Path,
+    mesh: Mesh,
+    *,
+    labels: int | None,
+    weights: bool = True,
+    masters: bool = True,
+) -> tuple[PackedScalarLM, list[TrainedParameter]]:
+    """The same for a body with a scalar head. A head that the checkpoint does not have, or not of this shape, begins
+    at zero: every value is 0 until it has learned."""
+    config = load_config(folder, trust_remote_code=section.trust_remote_code)
+    dtype = compute_dtype(section, mesh.device)
+    held = _held_dtype(dtype, mesh, masters)
+    model = build_scalar(section, config, device=torch.device("meta"), dtype=held, labels=labels)
+    trained = _spread(model, section, mesh, dtype, masters=masters)
+    if weights:
+        source = CheckpointWeights(folder, model.hf)
+        shapes, pieces = source.shapes(), list(_pieces(model, trained))
+        new = [piece for piece in pieces if piece.name == "score.weight" and shapes.get(piece.name) != piece.shape]
+        for piece in new:
+            if labels is None:
+                raise ModelError(
+                    f"{folder} has no head `score.weight` of shape {list(piece.shape)}, so it cannot score anything. "
+                    "Give a sequence-classification checkpoint; a language model alone is none."
+                )
+            piece.local.zero_()
+        fill([piece for piece in pieces if piece not in new], source, padded_rows={})
+        for each in trained:
+            each.publish()
+    return model, trained
+
+
+def _held_dtype(dtype: torch.dtype, mesh: Mesh, masters: bool) -> torch.dtype:
+    """Sharded parameters that are trained are float32 and cast as they are gathered; a single device keeps the cast
+    copy itself, so that forward, backward and generation read compute-dtype weights without casting them again."""
+    return dtype if mesh.world == 1 or not masters else torch.float32
+
+
+def _spread(
+    model: PackedModel, section: ModelSection, mesh: Mesh, dtype: torch.dtype, *, masters: bool
+) -> list[TrainedParameter]:
+    """Compiles and shards, and gives every parameter memory; values are undefined."""
+    _prepare_layers(model, section, mesh.device)
+    if mesh.devices is not None:
+        _shard(model, mesh, dtype)
+    model.to_empty(device=mesh.device)
+    model.hf.tie_weights()
+    restore_buffers(model.hf)
+    if not masters:
+        model.requires_grad_(False)
+    return [_trained(name, parameter, masters=masters) for name, parameter in model.hf.named_parameters()]
 
 
 def local_box(parameter: Tensor) -> Box:
@@ -83,15 +133,16 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _trained(name: str, parameter: nn.Parameter) -> TrainedParameter:
+def _trained(name: str, parameter: nn.Parameter, *, masters: bool) -> TrainedParameter:
     local = local_tensor(parameter)
-    master = local if local.dtype == torch.float32 else torch.empty_like(local, dtype=torch.float32)
+    own = masters and local.dtype != torch.float32
+    master = torch.empty_like(local, dtype=torch.float32) if own else local
     return TrainedParameter(
         name=name, parameter=parameter, master=master, box=local_box(parameter), shape=tuple(parameter.shape)
     )
 
 
-def _pieces(model: PackedCausalLM, trained: list[TrainedParameter]) -> Iterator[Piece]:
+def _pieces(model: PackedModel, trained: list[TrainedParameter]) -> Iterator[Piece]:
     for each in trained:
         yield Piece(name=each.name, local=each.master, box=each.box, shape=each.shape)
     for name, buffer in persistent_buffers(model.hf).items():
@@ -114,11 +165,12 @@ def _zero_padding(trained: list[TrainedParameter], padded: dict[str, int]) -> No
             each.master[max(0, real.stops[0] - each.box.starts[0]) :] = 0
 
 
-def _prepare_layers(model: PackedCausalLM, section: ModelSection, device: torch.device) -> None:
+def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.device) -> None:
     if section.activation_checkpointing == "layers":
         model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if section.compile == "on" or (section.compile == "auto" and device.type == "cuda"):
-        model.head_spec = replace(model.head_spec, compiled=True)
+        if isinstance(model, PackedCausalLM):
+            model.head_spec = replace(model.head_spec, compiled=True)
         # Layers share their code; kinds of layers, gradient mode and token counts each want a variant of it, and over
         # the limit torch would go on uncompiled without a word.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 64)
@@ -126,7 +178,7 @@ def _prepare_layers(model: PackedCausalLM, section: ModelSection, device: torch.
             layer.compile()
 
 
-def _shard(model: PackedCausalLM, mesh: Mesh, dtype: torch.dtype) -> None:
+def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh.devices, mp_policy=policy)

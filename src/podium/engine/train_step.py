@@ -13,10 +13,11 @@ from podium.data.documents import PackedBatch
 from podium.engine.mesh import Mesh
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
-from podium.engine.sharding import local_tensor
+from podium.engine.sharding import PackedModel, local_tensor
 from podium.models.causal_lm import PackedCausalLM
-from podium.models.head import TokenLoss
+from podium.models.head import Objective, TokenLoss
 from podium.models.packing import round_tokens, to_device
+from podium.models.scalar import ScalarObjective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +50,20 @@ class PendingReport:
         return StepReport(loss=loss, grad_norm=grad_norm, skipped=skipped > 0, stop_requested=stops > 0)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ObjectiveBatch:
+    """A micro-batch and what is to be minimised over its trained tokens."""
+
+    packed: PackedBatch
+    objective: Objective | ScalarObjective
+
+
 class TrainEngine:
     """Model, optimizer and mesh of one rank. Knows losses, not methods, and nothing of where it runs."""
 
     def __init__(
         self,
-        model: PackedCausalLM,
+        model: PackedModel,
         trained: Sequence[TrainedParameter],
         optimizer: AdamW,
         mesh: Mesh,
@@ -66,6 +75,12 @@ class TrainEngine:
         self._trained = [each for each in trained if each.parameter.requires_grad]
         self._clip_norm = clip_norm
         self._multiple = round_tokens(mesh.device)
+
+    @property
+    def language_model(self) -> PackedCausalLM:
+        """The model, where it is one that generates."""
+        assert isinstance(self.model, PackedCausalLM)
+        return self.model
 
     def train_step(
         self,
@@ -79,6 +94,37 @@ class TrainEngine:
         """Forward and backward over this rank's micro-batches (equal in number on all ranks), then one update."""
         self.model.train()
         total, gradients = self.gradients(micro_batches, loss, normalizer=normalizer)
+        return self._apply(total, gradients, normalizer=normalizer, lr=lr, stop_requested=stop_requested)
+
+    def objective_step(
+        self, micro_batches: Sequence[ObjectiveBatch], *, normalizer: float, lr: float
+    ) -> tuple[PendingReport, list[tuple[Tensor, ...]]]:
+        """The same with an objective for each micro-batch. Also gives what the forward passes saw of each trained
+        token: log-probs and entropies of a language model, values of a critic."""
+        self.model.train()
+        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+        sums: dict[int, Tensor] = {}
+        seen: list[tuple[Tensor, ...]] = []
+        for batch in micro_batches:
+            tokens = to_device(batch.packed, self.mesh.device, multiple=self._multiple)
+            value, *rest = self.model(tokens, batch.objective, "objective")
+            (value / normalizer).backward()
+            total += value.detach()
+            seen.append(tuple(rest))
+            if len(micro_batches) > 1:
+                self._add_in_float32(sums)
+        gradients = {id(each): self._gradient(each, sums) for each in self._trained}
+        return self._apply(total, gradients, normalizer=normalizer, lr=lr), seen
+
+    def _apply(
+        self,
+        total: Tensor,
+        gradients: dict[int, Tensor],
+        *,
+        normalizer: float,
+        lr: float,
+        stop_requested: bool = False,
+    ) -> PendingReport:
         held = [gradients[id(each)] for each in self._trained if each.master.numel()]
         norms = torch._foreach_norm(held, 2, dtype=torch.float32) if held else [total.new_zeros(())]
         squares = torch.stack(norms).square().sum()

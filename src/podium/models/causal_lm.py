@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal, assert_never
+from typing import Any, Literal, assert_never, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,21 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from podium.errors import ModelError, UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
-from podium.models.head import HeadSpec, TokenLoss, fused_token_loss, next_token_scores, target_logprobs
+from podium.models.head import (
+    HeadSpec,
+    Objective,
+    TokenLoss,
+    fused_objective,
+    fused_token_loss,
+    next_token_scores,
+    target_logprobs,
+)
 from podium.models.packing import TokenBatch
 from podium.recipe import ModelSection
 
-ForwardKind = Literal["loss", "logprobs", "scores", "plain"]
+ForwardKind = Literal["loss", "objective", "logprobs", "scores", "plain"]
+ObjectiveOutput = tuple[Tensor, Tensor, Tensor]
+"""Σ weight · loss, and of each trained token its log-prob and entropy."""
 
 
 class PackedCausalLM(nn.Module):
@@ -33,24 +43,35 @@ class PackedCausalLM(nn.Module):
         self.vocab_size = vocab_size  # without padding rows
         self.head_spec = _head_spec(model, vocab_size)
         # Found once: sharding renames the classes later.
-        self.layers = _decoder_layers(model)
+        self.layers = decoder_layers(model)
         model.set_attn_implementation(PACKED_ATTENTION)
 
     def forward(
-        self, batch: TokenBatch, loss: TokenLoss | None, kind: ForwardKind = "loss", temperature: float = 1.0
-    ) -> Tensor:
-        """`loss`: the weighted sum of the loss over trained tokens; `logprobs`: of the targets [S] at the temperature
-        that they were sampled with (which the other kinds do not look at); `scores`: float32 logits at the trained
-        positions; `plain`: the same logits through transformers' own attention and head, one document at a time, to
-        compare with."""
+        self,
+        batch: TokenBatch,
+        loss: TokenLoss | Objective | None,
+        kind: ForwardKind = "loss",
+        temperature: float = 1.0,
+    ) -> Tensor | ObjectiveOutput:
+        """`loss`: the weighted sum of a token loss over trained tokens; `objective`: that of an objective, with each
+        token's log-prob and entropy; `logprobs`: of the targets [S] at the temperature that they were sampled with
+        (which the other kinds do not look at); `scores`: float32 logits at the trained positions; `plain`: the same
+        logits through transformers' own attention and head, one document at a time, to compare with."""
         if kind == "plain":
             return self._plain_scores(batch)
         hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
         weight_VE = self.head_weight
         match kind:
             case "loss":
-                assert loss is not None
-                return fused_token_loss(hidden_SE, weight_VE, batch.targets_S, batch.weights_S, loss, self.head_spec)
+                token_loss = cast("TokenLoss", loss)
+                return fused_token_loss(
+                    hidden_SE, weight_VE, batch.targets_S, batch.weights_S, token_loss, self.head_spec
+                )
+            case "objective":
+                objective = cast("Objective", loss)
+                return fused_objective(
+                    hidden_SE, weight_VE, batch.targets_S, batch.weights_S, objective, self.head_spec
+                )
             case "logprobs":
                 return target_logprobs(hidden_SE, weight_VE, batch.targets_S, self.head_spec, temperature)
             case "scores":
@@ -156,7 +177,7 @@ def padded_parameters(model: PackedCausalLM) -> dict[str, int]:
     return names
 
 
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers: what is sharded, compiled and checkpointed one by one."""
     names = set(model._no_split_modules or ())
     found = [module for module in model.modules() if type(module).__name__ in names]

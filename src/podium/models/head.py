@@ -3,7 +3,8 @@
 
 A loss that is a weighted sum over tokens of a function of each token's log-prob needs the logits only while its chunk
 is at hand, so the gradients for hidden states and head are made in the forward pass: three matrix products a chunk
-where recomputation would take four.
+where recomputation would take four. A loss that ties tokens together (a ratio of whole sequences) needs all log-probs
+first and pays the fourth.
 """
 
 # S trained tokens · C tokens of one chunk · V vocabulary rows (padded) · E hidden width
@@ -13,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,38 @@ from torch.autograd.function import FunctionCtx
 
 TokenLoss = Callable[[Tensor], Tensor]
 """Log-probs of the targets [C] -> loss of each [C]; differentiable, one token at a time."""
+
+
+class Objective(Protocol):
+    """A loss over the trained tokens of one micro-batch that knows which tokens they are."""
+
+    @property
+    def temperature(self) -> float:
+        """Log-probs are log softmax(logits / temperature)."""
+
+    @property
+    def entropy(self) -> float:
+        """Coefficient of the entropy bonus: the loss of each token is less by this times its entropy."""
+
+    @property
+    def ties_tokens(self) -> bool:
+        """Whether a token's loss depends on other tokens' log-probs; it is then given all tokens at once."""
+
+    def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
+        """The loss of each of these tokens, differentiable in their log-probs."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Separate:
+    """A token loss as an objective."""
+
+    loss: TokenLoss
+    temperature: float = 1.0
+    entropy: float = 0.0
+    ties_tokens: bool = False
+
+    def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
+        return self.loss(logprobs_C)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +73,17 @@ def fused_token_loss(
     """Σ over tokens of weight · loss(log-prob of the target), differentiable in hidden states and head."""
     if not torch.is_grad_enabled():
         return (loss(target_logprobs(hidden_SE, weight_VE, targets_S, spec)) * weights_S).sum()
-    result: Tensor = _FusedHead.apply(hidden_SE, weight_VE, targets_S, weights_S, loss, spec)  # type: ignore[no-untyped-call]
+    result: Tensor = _FusedHead.apply(hidden_SE, weight_VE, targets_S, weights_S, _Separate(loss), spec, False)[0]  # type: ignore[no-untyped-call]
+    return result
+
+
+def fused_objective(
+    hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, weights_S: Tensor, objective: Objective, spec: HeadSpec
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(Σ over tokens of weight · loss, log-probs [S], entropies [S]); only the first is differentiable."""
+    result: tuple[Tensor, Tensor, Tensor] = _FusedHead.apply(  # type: ignore[no-untyped-call]
+        hidden_SE, weight_VE, targets_S, weights_S, objective, spec, True
+    )
     return result
 
 
@@ -81,45 +124,70 @@ class _FusedHead(torch.autograd.Function):
         weight_VE: Tensor,
         targets_S: Tensor,
         weights_S: Tensor,
-        loss: TokenLoss,
+        objective: Objective,
         spec: HeadSpec,
-    ) -> Tensor:
+        wants_entropy: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
-        kernels = _kernels(spec)
+        kernels, temperature = _kernels(spec), objective.temperature
         total = torch.zeros((), dtype=torch.float32, device=hidden_SE.device)
+        logprobs_S = torch.empty(len(targets_S), dtype=torch.float32, device=hidden_SE.device)
+        entropy_S = torch.zeros_like(logprobs_S)
         grad_hidden = torch.empty_like(hidden_SE) if wants_hidden else None
         grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
+        tied: Tensor | None = None
+        if objective.ties_tokens:
+            logprobs_S = target_logprobs(hidden_SE, weight_VE, targets_S, spec, temperature)
+            total, tied = _loss_and_gradient(logprobs_S, weights_S, objective, slice(0, len(targets_S)))
         for start in range(0, len(targets_S), spec.chunk_tokens):
             chunk = slice(start, start + spec.chunk_tokens)
             hidden_CE, targets_C = hidden_SE[chunk], targets_S[chunk]
             logits_CV = _logits(hidden_CE, weight_VE)
-            logprobs_C, log_sum_C = kernels.statistics(logits_CV, targets_C, spec, 1.0)
-            loss_value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], loss)
-            total += loss_value
-            grad_logits_CV = kernels.gradient(logits_CV, log_sum_C, targets_C, grad_logprobs_C, spec, hidden_SE.dtype)
+            logprobs_C, log_sum_C = kernels.statistics(logits_CV, targets_C, spec, temperature)
+            if tied is not None:
+                grad_logprobs_C = tied[chunk]
+            else:
+                logprobs_S[chunk] = logprobs_C
+                value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], objective, chunk)
+                total += value
+            bend_C: Tensor | None = None
+            if wants_entropy:
+                entropy_S[chunk] = entropy_C = kernels.entropy(logits_CV, log_sum_C, spec, temperature)
+                if objective.entropy:
+                    bend_C = -objective.entropy * weights_S[chunk]
+                    total += (bend_C * entropy_C).sum()
+            if not (wants_hidden or wants_weight):
+                continue
+            grad_logits_CV = kernels.gradient(
+                logits_CV, log_sum_C, targets_C, grad_logprobs_C, spec, hidden_SE.dtype, temperature,
+                None if bend_C is None else (bend_C, entropy_C),
+            )  # fmt: skip
             if grad_hidden is not None:
                 torch.mm(grad_logits_CV, weight_VE, out=grad_hidden[chunk])
             if grad_weight is not None:
                 _accumulate_product(grad_weight, grad_logits_CV, hidden_CE)
         ctx.save_for_backward(grad_hidden, grad_weight)
         ctx.weight_dtype = weight_VE.dtype
-        return total
+        ctx.mark_non_differentiable(logprobs_S, entropy_S)
+        return total, logprobs_S, entropy_S
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:  # scaled and cast in one pass
             dtype: torch.dtype = ctx.weight_dtype  # type: ignore[attr-defined]
             grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=dtype))
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
-def _loss_and_gradient(logprobs_C: Tensor, weights_C: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient(
+    logprobs_C: Tensor, weights_C: Tensor, objective: Objective, tokens: slice
+) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         leaf = logprobs_C.detach().requires_grad_()
-        value = (loss(leaf) * weights_C).sum()
+        value = (objective(leaf, tokens) * weights_C).sum()
     (gradient,) = torch.autograd.grad(value, leaf)
     return value.detach(), gradient
 
@@ -166,26 +234,60 @@ def _statistics(logits_CV: Tensor, targets_C: Tensor, spec: HeadSpec, temperatur
     return shaped.gather(1, targets_C[:, None]).squeeze(1) - log_sum_C, log_sum_C
 
 
+def _entropy(logits_CV: Tensor, log_sum_C: Tensor, spec: HeadSpec, temperature: float) -> Tensor:
+    """Of softmax(logits / temperature): log of the sum of exponentials less the expected logit."""
+    shaped = _masked(_shaped(logits_CV, spec), spec)
+    if temperature != 1.0:
+        shaped = shaped / temperature
+    softmax = (shaped - log_sum_C[:, None]).exp()
+    # A padding row has probability 0 and logit -inf, and 0 times that is not a number.
+    return log_sum_C - (softmax * shaped.clamp_min(torch.finfo(torch.float32).min)).sum(-1)
+
+
 def _gradient(
-    logits_CV: Tensor, log_sum_C: Tensor, targets_C: Tensor, grad_C: Tensor, spec: HeadSpec, dtype: torch.dtype
+    logits_CV: Tensor,
+    log_sum_C: Tensor,
+    targets_C: Tensor,
+    grad_C: Tensor,
+    spec: HeadSpec,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    bend: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """d loss / d logits = grad · (onehot − softmax), through soft cap and scale."""
+    """d loss / d logits = grad · (onehot − softmax) / temperature, through soft cap and scale. `bend` is the gradient
+    with respect to each entropy, and the entropies: d entropy / d logit = −softmax · (log softmax + entropy)."""
     shaped = _shaped(logits_CV, spec)
-    softmax = (_masked(shaped, spec) - log_sum_C[:, None]).exp()
+    scores = _masked(shaped, spec)
+    if temperature != 1.0:
+        scores = scores / temperature
+    logprobs = scores - log_sum_C[:, None]
+    softmax = logprobs.exp()
     columns = torch.arange(logits_CV.shape[1], device=logits_CV.device)
     onehot = (columns[None, :] == targets_C[:, None]).to(softmax.dtype)
     grad = grad_C[:, None] * (onehot - softmax)
+    if bend is not None:
+        grad_entropy_C, entropy_C = bend
+        lifted = logprobs.clamp_min(torch.finfo(torch.float32).min) + entropy_C[:, None]
+        grad = grad - grad_entropy_C[:, None] * softmax * lifted
     if spec.softcap is not None:
         grad = grad * (1 - (shaped / spec.softcap) ** 2)
-    return (grad * spec.scale).to(dtype)
+    return (grad * (spec.scale / temperature)).to(dtype)
 
 
 def _gradient_in_place(
-    logits_CV: Tensor, log_sum_C: Tensor, targets_C: Tensor, grad_C: Tensor, spec: HeadSpec, dtype: torch.dtype
+    logits_CV: Tensor,
+    log_sum_C: Tensor,
+    targets_C: Tensor,
+    grad_C: Tensor,
+    spec: HeadSpec,
+    dtype: torch.dtype,
+    temperature: float = 1.0,
+    bend: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """The same without a second array of logits: for eager mode, where every pass over them is paid for."""
-    if spec.softcap is not None or spec.scale != 1.0 or logits_CV.dtype != torch.float32 or dtype != torch.float32:
-        return _gradient(logits_CV, log_sum_C, targets_C, grad_C, spec, dtype)
+    plain = spec.softcap is None and spec.scale == 1.0 and temperature == 1.0 and bend is None
+    if not plain or logits_CV.dtype != torch.float32 or dtype != torch.float32:
+        return _gradient(logits_CV, log_sum_C, targets_C, grad_C, spec, dtype, temperature, bend)
     grad = logits_CV.sub_(log_sum_C[:, None]).exp_()
     grad[:, spec.vocab_size :] = 0
     grad.mul_(-grad_C[:, None])
@@ -193,19 +295,23 @@ def _gradient_in_place(
     return grad
 
 
+Bend = tuple[Tensor, Tensor] | None
+
+
 @dataclass(frozen=True, slots=True)
 class _Kernels:
     statistics: Callable[[Tensor, Tensor, HeadSpec, float], tuple[Tensor, Tensor]]
-    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, HeadSpec, torch.dtype], Tensor]
+    entropy: Callable[[Tensor, Tensor, HeadSpec, float], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, HeadSpec, torch.dtype, float, Bend], Tensor]
 
 
-_EAGER = _Kernels(_statistics, _gradient_in_place)
+_EAGER = _Kernels(_statistics, _entropy, _gradient_in_place)
 
 
 @functools.cache
 def _compiled_kernels() -> _Kernels:
     """Made when first asked for: the compiler takes seconds to import."""
-    return _Kernels(torch.compile(_statistics), torch.compile(_gradient))
+    return _Kernels(torch.compile(_statistics), torch.compile(_entropy), torch.compile(_gradient))
 
 
 def _kernels(spec: HeadSpec) -> _Kernels:

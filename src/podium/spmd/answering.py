@@ -75,7 +75,7 @@ class Answerer:
             }
         )
         self._weights = PublishedWeights(
-            engine.model, engine.optimizer.trained, self._mesh, compute_dtype(model, self._mesh.device)
+            engine.language_model, engine.optimizer.trained, self._mesh, compute_dtype(model, self._mesh.device)
         )
         self._model, self._folder = model, folder
         leaving = what_can_leave(engine.optimizer) if rollout.offload_optimizer else []
@@ -87,7 +87,7 @@ class Answerer:
         mesh = self._mesh
         if self._native is None:
             return greedy_answers(
-                self._engine.model, mesh, self._prompts, max_new_tokens=self._sampling.max_new_tokens,
+                self._engine.language_model, mesh, self._prompts, max_new_tokens=self._sampling.max_new_tokens,
                 stop_tokens=self._sampling.stop_tokens, max_batch_tokens=self._max_batch_tokens,
             )  # fmt: skip
         if self._leaving is not None:
@@ -124,7 +124,7 @@ class Answerer:
 
     def _open(self) -> None:
         """Builds the engine and lets it sleep; none where a whole copy of a sharded model does not fit on some rank."""
-        mesh, model = self._mesh, self._engine.model
+        mesh, model = self._mesh, self._engine.language_model
         if mesh.world > 1:
             size = sum(spec.nbytes for spec in self._weights.manifest)
             if size > _COPY_SHARE * min(mesh.gather(free_bytes(mesh.device))):

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Hugging Face body with a linear head of one number (or a few): critics and reward models, in packed form."""
+
+# T packed tokens · S positions that are looked at · E hidden width · L labels
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from podium.errors import UnsupportedModelError
+from podium.models.attention import PACKED_ATTENTION, register_packed_attention
+from podium.models.causal_lm import decoder_layers
+from podium.models.packing import TokenBatch
+from podium.recipe import ModelSection
+
+ScalarKind = Literal["values", "objective"]
+
+
+class ScalarObjective(Protocol):
+    """A loss over the values at the trained positions of one micro-batch."""
+
+    def __call__(self, values_S: Tensor) -> Tensor:
+        """The loss of each, differentiable."""
+
+
+class PackedScalarLM(nn.Module):
+    """Body and head inside one forward, as PackedCausalLM has them. The value at position i is of the state that
+    token i + 1 is drawn in."""
+
+    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
+        super().__init__()
+        register_packed_attention()
+        self.hf = model
+        self.vocab_size = vocab_size
+        self.layers = decoder_layers(model)
+        model.set_attn_implementation(PACKED_ATTENTION)
+
+    def forward(
+        self, batch: TokenBatch, objective: ScalarObjective | None, kind: ScalarKind = "values"
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`values`: float32 numbers at the trained positions, [S] or, with several labels, [S, L]; `objective`: the
+        weighted sum of the loss over them, and the values."""
+        out = self.hf.base_model(
+            input_ids=batch.tokens_T.unsqueeze(0),
+            position_ids=batch.positions_T.unsqueeze(0),
+            use_cache=False,
+            packing=batch.packing,
+        )
+        hidden_SE = out.last_hidden_state[0].index_select(0, batch.trained_S)
+        values: Tensor = self.hf.score(hidden_SE).float()
+        if values.shape[-1] == 1:
+            values = values.squeeze(-1)
+        if kind == "values":
+            return values
+        assert objective is not None
+        return (objective(values) * batch.weights_S).sum(), values.detach()
+
+
+def build_scalar(
+    section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype, labels: int | None
+) -> PackedScalarLM:
+    """The module tree of a sequence classifier. `labels`: of the head; None: as the config says."""
+    config = copy.deepcopy(config)
+    if labels is not None:
+        config.num_labels = labels
+    try:
+        with torch.device(device):
+            model = AutoModelForSequenceClassification.from_config(
+                config, dtype=dtype, trust_remote_code=section.trust_remote_code
+            )
+    except ValueError as error:
+        raise UnsupportedModelError(
+            f"{section.path}: transformers has no sequence classifier of this kind ({str(error).splitlines()[0]})."
+        ) from error
+    if not isinstance(getattr(model, "score", None), nn.Linear):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no linear `score` head on a causal body, so Podium cannot use it as a critic "
+            "or reward model."
+        )
+    model.train()
+    return PackedScalarLM(model, config.get_text_config().vocab_size)
