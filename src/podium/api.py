@@ -6,7 +6,8 @@ from __future__ import annotations
 import errno
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +37,7 @@ _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 if TYPE_CHECKING:
+    from podium.controller.drive import ControlledProgram
     from podium.models.verify import Comparison
     from podium.rollout.jobs import GenerationSummary
     from podium.rollout.requests import Sampling
@@ -58,29 +60,31 @@ def check(recipe: Recipe | str | Path, *, overrides: Sequence[str] = (), deep: b
 def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own."""
     from podium.models.folder import local_folder, read_config
-    from podium.programs.registry import PROGRAMS  # heavy: before the folder is made, so that little is left to fail
+    from podium.programs import registry  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
     made = _recipe(recipe, overrides)
     check_recipe(made)
     model = local_folder(made.model.path, "model.path")
     made = resolved(made, read_config(model, "model.path"))
-    under, program = place_under_torchrun(), PROGRAMS[made.program]
+    under = place_under_torchrun()
     assert made.run.name is not None
     path = Path(made.run.folder) / made.run.name
-    _check_launcher(made.placement, under)
+    _check_launcher(made, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
         folder = RunFolder.create(made, inputs=_fingerprints(made, model))
     else:
         folder = RunFolder(path=path)
-    return _launch(program, made, folder, resume_step=None)
+    if SIGNALS[made.program].execution == "controlled":
+        return _control(registry.CONTROLLED[made.program], made, folder, resume_step=None)
+    return _launch(registry.PROGRAMS[made.program], made, folder, resume_step=None)
 
 
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
-    from podium.programs.registry import PROGRAMS
+    from podium.programs import registry
     from podium.spmd.launch import place_under_torchrun
 
     opened = RunFolder.open(folder)
@@ -101,8 +105,10 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
         )
     check_recipe(now)
     _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
-    _check_launcher(now.placement, place_under_torchrun())
-    return _launch(PROGRAMS[now.program], now, opened, resume_step=reader.step)
+    _check_launcher(now, place_under_torchrun())
+    if SIGNALS[now.program].execution == "controlled":
+        return _control(registry.CONTROLLED[now.program], now, opened, resume_step=reader.step)
+    return _launch(registry.PROGRAMS[now.program], now, opened, resume_step=reader.step)
 
 
 def export(folder: str | Path, out: str | Path, *, which: Which = "last", dtype: ExportDtype | None = None) -> int:
@@ -211,10 +217,18 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
     return folder
 
 
-def _check_launcher(placement: PlacementSection, under: RankPlace | None) -> None:
+def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
     """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
     from podium.engine.mesh import check_devices
 
+    placement = recipe.placement
+    if SIGNALS[recipe.program].execution == "controlled":
+        if under is not None:
+            raise RecipeError(
+                f"program: {recipe.program} has one controller that starts its own workers, and torchrun starts "
+                "several. Run the recipe without torchrun."
+            )
+        return
     if under is None and placement.launcher in ("auto", "local"):
         check_devices(placement, placement.devices)
     if under is not None and placement.launcher == "ray":
@@ -242,22 +256,34 @@ def _launch(program: Program, recipe: Recipe, folder: RunFolder, *, resume_step:
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
         return run_rank(under, task, program)
+    with _living(recipe, folder, resume_step):
+        if under is not None:
+            return run_rank(under, task, program)
+        if placement.launcher == "ray":
+            from podium.spmd.on_ray import RayTask, launch_on_ray
+
+            return launch_on_ray(RayTask(task=task, program=program, placement=placement), folder)
+        stop = folder.stop_file
+        return launch(run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
+
+
+def _control(program: ControlledProgram, recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+    from podium.controller.drive import run_controlled
+
+    with _living(recipe, folder, resume_step):
+        return run_controlled(program, recipe, folder, resume_step=resume_step)
+
+
+@contextmanager
+def _living(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> Iterator[None]:
+    """The run has its folder to itself; how it ends is noted there."""
     with folder.held():
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         if resume_step is not None:
             folder.write_recipe(recipe)
             folder.update(status="running")
         try:
-            if under is not None:
-                return run_rank(under, task, program)
-            if placement.launcher == "ray":
-                from podium.spmd.on_ray import RayTask, launch_on_ray
-
-                return launch_on_ray(RayTask(task=task, program=program, placement=placement), folder)
-            stop = folder.stop_file
-            return launch(
-                run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop
-            )
+            yield
         except BaseException as error:
             folder.discard_if_never_begun()
             folder.mark_failed(error)

@@ -74,6 +74,10 @@ class StoreError(ClusterError):
     """An object of the store is gone or does not come in time."""
 
 
+class RewardError(PodiumError):
+    """Rewards could not be computed for too many episodes: says what went wrong in the first of them."""
+
+
 class RolloutError(PodiumError):
     """A rollout engine cannot do what was asked of it: says in which state it is and what to do."""
 

@@ -14,8 +14,8 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "recipe", "observe", "algorithms", "data", "models", "engine", "weights", "rollout", "cluster", "spmd",
-    "programs", "checks", "api", "cli",
+    "errors", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights", "rollout",
+    "cluster", "spmd", "roles", "controller", "programs", "checks", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -23,6 +23,7 @@ TORCH_FREE = (
     "recipe",
     "observe",
     "data",
+    "environments",
     "checks",
     "api",
     "cli",

@@ -368,6 +368,7 @@ class RoleGroup(Generic[RoleT]):
             stored=rows if head.stored else None,
             metrics=head.metrics,
             spans=envelope.spans,
+            note=head.note,
         )
 
     def _crew(self) -> Crew:

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
@@ -187,6 +188,7 @@ class RoleHost:
             devices=self._devices[order.role],
             recorder=self._recorder,
             transfers=self._transfers,
+            roommates=MappingProxyType(self._roles),
         )
         self._roles[order.role] = kind(seat, *arguments)
 
@@ -212,6 +214,7 @@ class RoleHost:
             nbytes=0 if rows is None else rows.nbytes,
             stored=rows is not None,
             metrics=made.metrics,
+            note=made.note,
         )
         return head, rows
 

@@ -116,6 +116,7 @@ class RowsHead:
     nbytes: int
     stored: bool
     metrics: tuple[Metric, ...]
+    note: Any
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,7 @@ class Computed(Generic[RowsT]):
     rows: RowsT | None = None
     done: TrajectoryIds | None = None  # where there are no rows to store
     metrics: tuple[Metric, ...] = ()
+    note: Any = None  # a small value for the controller: what it needs to know of each row, beside ids and lengths
 
     def __post_init__(self) -> None:
         assert (self.rows is None) != (self.done is None), "either rows to store, or the ids of what is done"
@@ -90,6 +91,7 @@ class ShardResult(Generic[RowsT]):
     stored: Stored[RowsT] | None
     metrics: tuple[Metric, ...]
     spans: tuple[Span, ...]
+    note: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster.identity import Coordinates, WorkerId
 from podium.cluster.meshes import Axis, RoleMesh
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from podium.cluster.rendezvous import TransferGroup
+
+RoleT = TypeVar("RoleT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +33,7 @@ class Seat:
     devices: DeviceMesh | None  # of the role's axes that are larger than 1; None where it is alone
     recorder: SpanRecorder
     transfers: Mapping[str, TransferGroup]  # filled and emptied by the worker as links are made and broken
+    roommates: Mapping[str, Any]  # roles of this worker by name, as far as they are built: in the layout's order
 
     @property
     def rank(self) -> int:
@@ -67,6 +70,16 @@ class Seat:
                 "The controller makes it with `workers.connect`."
             )
         return self.transfers[name]
+
+    def roommate(self, role: str, kind: type[RoleT]) -> RoleT:
+        """Another role of this worker, to share what it holds with. It must stand before this one in the layout."""
+        found = self.roommates.get(role)
+        if not isinstance(found, kind):
+            here = ", ".join(f"{name} ({type(each).__name__})" for name, each in self.roommates.items()) or "none"
+            raise ClusterError(
+                f"{self.worker} has no role {role!r} that is a {kind.__name__}; built before {self.role} are: {here}."
+            )
+        return found
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Accounts the time inside to `name`; it comes back with the answer and shows in `where are you`."""

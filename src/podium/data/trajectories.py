@@ -249,6 +249,15 @@ class TokenColumn(_Jagged):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class ValueColumns(_Jagged):
+    """What a critic says of each token: the value of the state that it was drawn in, and what follows from that."""
+
+    values_T: NDArray[np.float32]
+    advantages_T: NDArray[np.float32]
+    returns_T: NDArray[np.float32]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RowColumn:
     """One value per trajectory: rewards, scores."""
 

@@ -59,6 +59,11 @@ class AdamW:
         """How many updates the moments have seen, for a resumed run."""
         self._count.fill_(updates)
 
+    @property
+    def updates(self) -> int:
+        """How many updates the moments have seen; skipped steps are none."""
+        return int(self._count.item())
+
     def step(self, gradients: Gradients, *, lr: float, clip: Tensor, skip: Tensor) -> None:
         """One update. `clip` multiplies every gradient; where `skip` is 1 nothing changes. Both stay on the device: the
         host does not wait."""

@@ -1,24 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The learner's log-probs of sampled tokens: packed forward passes without gradient, within a budget of tokens."""
+"""Log-probs and values of sampled tokens: packed forward passes without gradient, within a budget of tokens."""
 
 # T tokens of all trajectories · S sampled tokens of one micro-batch
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import nn
 
 from podium.data.documents import Document, PackedBatch, pack
 from podium.data.splitting import split_step
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.engine.mesh import Mesh
 from podium.models.causal_lm import PackedCausalLM
-from podium.models.packing import round_tokens, to_device
+from podium.models.packing import TokenBatch, round_tokens, to_device
+from podium.models.scalar import PackedScalarLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,31 +48,41 @@ def scoring_batches(block: TrajectoryBlock, *, max_tokens: int) -> list[ScoringB
     return batches
 
 
-@torch.no_grad()
 def score(
     model: PackedCausalLM, mesh: Mesh, block: TrajectoryBlock, *, temperature: float = 1.0, max_tokens: int = 16384
 ) -> TokenColumn:
     """log softmax(logits / temperature) of every sampled token under the model's weights, 0 elsewhere. Temperature 0
     counts as 1, as engines have it. Collective: ranks without (or with fewer) trajectories run empty passes."""
+    return _seen(model, mesh, block, max_tokens, lambda tokens: model(tokens, None, "logprobs", temperature or 1.0))
+
+
+def values(model: PackedScalarLM, mesh: Mesh, block: TrajectoryBlock, *, max_tokens: int = 16384) -> TokenColumn:
+    """The value of the state that each sampled token was drawn in, 0 elsewhere. Collective, like `score`."""
+    return _seen(model, mesh, block, max_tokens, lambda tokens: model(tokens, None, "values"))
+
+
+@torch.no_grad()
+def _seen(
+    model: nn.Module,
+    mesh: Mesh,
+    block: TrajectoryBlock,
+    max_tokens: int,
+    forward: Callable[[TokenBatch], torch.Tensor],
+) -> TokenColumn:
     batches = scoring_batches(block, max_tokens=max_tokens)
     most = max(mesh.gather(len(batches)))
     empty = ScoringBatch(packed=pack([]), places_S=np.empty(0, np.int64))
-    logprobs_T = np.zeros(len(block.tokens_T), np.float32)
-    was_training = model.training
+    values_T = np.zeros(len(block.tokens_T), np.float32)
+    multiple, was_training = round_tokens(mesh.device), model.training
     model.eval()
     try:
-        pending = [_forward(model, mesh, each, temperature or 1.0) for each in _filled(batches, most, empty)]
+        filled = _filled(batches, most, empty)
+        pending = [forward(to_device(each.packed, mesh.device, multiple=multiple)) for each in filled]
     finally:
         model.train(was_training)
-    for batch, logprobs_S in zip(batches, pending, strict=False):
-        logprobs_T[batch.places_S] = logprobs_S.cpu().numpy()
-    return TokenColumn.like(block, logprobs_T)
-
-
-def _forward(model: PackedCausalLM, mesh: Mesh, batch: ScoringBatch, temperature: float) -> torch.Tensor:
-    tokens = to_device(batch.packed, mesh.device, multiple=round_tokens(mesh.device))
-    found: torch.Tensor = model(tokens, None, "logprobs", temperature)
-    return found
+    for batch, values_S in zip(batches, pending, strict=False):
+        values_T[batch.places_S] = values_S.cpu().numpy()
+    return TokenColumn.like(block, values_T)
 
 
 def _filled(batches: Sequence[ScoringBatch], count: int, empty: ScoringBatch) -> list[ScoringBatch]:

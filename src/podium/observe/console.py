@@ -24,10 +24,11 @@ class StepView:
     eta_s: float | None = None
     grad_norm: float | None = None
     num_skipped: int = 0  # steps skipped so far, for a loss or gradient that was not finite
+    own: tuple[tuple[str, str], ...] = ()  # what the program itself shows first
 
     def facts(self) -> list[tuple[str, str]]:
         """(label, value) in the order in which they are shown."""
-        facts = [("loss", f"{self.loss:.4f}"), ("lr", f"{self.lr:.2e}")]
+        facts = [*self.own, ("loss", f"{self.loss:.4f}"), ("lr", f"{self.lr:.2e}")]
         if self.grad_norm is not None:
             facts.append(("grad", f"{self.grad_norm:.2f}"))
         facts.append(("tokens/s", rate(self.tokens_per_s)))

@@ -3,8 +3,19 @@
 
 from __future__ import annotations
 
+from podium.controller.drive import ControlledProgram
+from podium.programs.expert_iteration import expert_iteration
+from podium.programs.grpo import grpo
+from podium.programs.on_policy_distill import on_policy_distill
+from podium.programs.ppo import ppo
 from podium.programs.sft import sft
 from podium.recipe.schema import ProgramName
 from podium.spmd.rank import Program
 
 PROGRAMS: dict[ProgramName, Program] = {"sft": sft}
+CONTROLLED: dict[ProgramName, ControlledProgram] = {
+    "grpo": grpo,
+    "ppo": ppo,
+    "on_policy_distill": on_policy_distill,
+    "expert_iteration": expert_iteration,
+}

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A controlled run from the first worker to the last: opens the cluster, builds the roles, runs the program."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from typing import Any
+
+from podium.cluster import Cluster, Workers, open_inline, open_ray
+from podium.cluster.crew import Patience
+from podium.controller.evaluation import heldout_limit
+from podium.controller.layout import LINK, layout_of, role_names
+from podium.controller.ledger import Ledger
+from podium.controller.phases import GENERATOR, needs_offload
+from podium.controller.prompts import PromptSource
+from podium.controller.run import OnPolicyRun, Parts, Progress, Roles
+from podium.data.tasks import PromptEncoder, read_tasks
+from podium.data.tokenizer import load_tokenizer
+from podium.engine.checkpoint import CheckpointReader, set_aside_later
+from podium.errors import PlacementError, PodiumError, RoleError
+from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
+from podium.recipe import Recipe
+from podium.roles.critic import Critic
+from podium.roles.generator import Generator
+from podium.roles.grader import Grader
+from podium.roles.grading_handle import GraderHandle, RewardModelHandle
+from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
+from podium.roles.learner import POLICY, Learner
+from podium.roles.reward_model import RewardModel
+from podium.roles.scorer import Scorer
+from podium.spmd.folder import RunFolder
+from podium.spmd.launch import InterruptHandler
+from podium.spmd.run import RunResult
+
+ControlledProgram = Callable[[OnPolicyRun], Awaitable[None]]
+
+
+def run_controlled(
+    program: ControlledProgram, recipe: Recipe, folder: RunFolder, *, resume_step: int | None
+) -> RunResult:
+    """Runs the program on Ray (or inline, where the recipe says so). The first Ctrl-C saves and stops at the end of the
+    step, the second ends at once."""
+    interrupts = InterruptHandler(folder.stop_file)
+    with interrupts:
+        try:
+            return asyncio.run(_drive(program, recipe, folder, resume_step, interrupts))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        except RoleError as error:
+            raise _told(error) from error
+
+
+async def _drive(
+    program: ControlledProgram, recipe: Recipe, folder: RunFolder, resume_step: int | None, interrupts: InterruptHandler
+) -> RunResult:
+    loop, this = asyncio.get_running_loop(), asyncio.current_task()
+    assert this is not None
+    interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
+    watch = Stopwatch()
+    with ExitStack() as stack:
+        console = open_console(rank=0, log_every=recipe.run.log_every)
+        stack.callback(console.close)
+        with watch.span("start-up"):
+            reader = None
+            if resume_step is not None:
+                reader = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}")
+                set_aside_later(folder.checkpoints, resume_step)
+            saved: Mapping[str, Any] = reader.record["extras"] if reader is not None else {}
+            encoder = PromptEncoder(load_tokenizer(recipe.model))
+            prompts = PromptSource(recipe, encoder, saved.get("cursor"))
+            generation = recipe.evaluation.generation
+            limit = heldout_limit(generation, recipe.evaluation.max_documents)
+            heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
+        async with _opened(recipe) as cluster:
+            with watch.span("start-up"):
+                workers = await _started(recipe, folder, cluster, resume_step)
+                roles = await _roles(recipe, workers)
+            ledger = Ledger(folder.path / "episodes.sqlite")
+            stack.callback(ledger.close)
+            ledger.rewind(resume_step or 0)
+            loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=resume_step)
+            for logger in loggers:
+                stack.callback(logger.close)
+            metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=resume_step or 0))
+            folder.forget_samples_after(resume_step or 0)
+            facts = roles.policy.facts
+            parts = Parts(
+                recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=role_names(recipe),
+                prompts=prompts, heldout=heldout, ledger=ledger, console=console, metrics=metrics, loggers=loggers,
+                watch=watch, stop_requested=folder.stop_file.exists,
+                offload=needs_offload(
+                    optimizer_bytes=facts.optimizer_bytes, device_bytes=facts.device_bytes,
+                    asked=recipe.rollout.offload_optimizer, colocated=recipe.placement.layout == "colocated",
+                ),
+            )  # fmt: skip
+            progress = Progress(
+                step=resume_step or 0,
+                kl_coefficient=saved.get("kl_coefficient"),
+                skipped_in_a_row=saved.get("skipped_in_a_row", 0),
+            )
+            console.header(_header(recipe, folder, roles, resume_step))
+            run = OnPolicyRun(parts, progress)
+            await program(run)
+            return _result(run, folder, watch)
+
+
+@asynccontextmanager
+async def _opened(recipe: Recipe) -> AsyncIterator[Cluster]:
+    if recipe.placement.launcher == "inline":
+        async with open_inline() as cluster:
+            yield cluster
+    else:
+        async with open_ray() as cluster:
+            yield cluster
+
+
+async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
+    placement = recipe.placement
+    device = placement.device
+    if device == "auto":
+        device = "cuda" if cluster.total("GPU") > 0 else "cpu"
+    if device == "cuda" and cluster.total("GPU") == 0:
+        raise PlacementError("placement.device: cuda is asked for and the cluster has no GPU. Use cpu or auto.")
+    layout = layout_of(recipe, folder, device=device, resume_step=resume_step)
+    try:
+        workers = await cluster.start(
+            layout, Patience(collective_s=placement.timeout_s), deadline_s=max(600.0, placement.timeout_s)
+        )
+    except PlacementError as error:
+        raise PlacementError(f"placement.devices: {placement.devices} devices have no place. {error}") from error
+    if placement.layout == "split":
+        await workers.connect(LINK, [POLICY, GENERATOR])
+    return workers
+
+
+async def _roles(recipe: Recipe, workers: Workers) -> Roles:
+    names = role_names(recipe)
+    policy = await LearnerHandle.open(workers.role(POLICY, Learner))
+    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
+    grader = None
+    if names.graders is not None:
+        grader = GraderHandle(
+            workers, workers.role(names.graders, Grader), functions, timeout_s=recipe.grading.timeout_s
+        )
+    return Roles(
+        policy=policy,
+        generator=GeneratorHandle(workers.role(GENERATOR, Generator)),
+        grader=grader,
+        reward_models=tuple(
+            (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in names.reward_models
+        ),
+        critic=CriticHandle(workers.role(names.critic, Critic), policy) if names.critic is not None else None,
+        reference=ScorerHandle(workers.role(names.reference, Scorer)) if names.reference is not None else None,
+        teachers=tuple(ScorerHandle(workers.role(name, Scorer)) for name in names.teachers),
+    )
+
+
+def _header(recipe: Recipe, folder: RunFolder, roles: Roles, resume_step: int | None) -> list[str]:
+    facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
+    episodes = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples"
+    lines = [
+        f"run: {folder.path}" + (f" (resumed after step {resume_step})" if resume_step else ""),
+        f"program: {recipe.program}, {recipe.steps} steps of {episodes}, up to {rollout.max_new_tokens} new tokens",
+        f"model: {facts.architecture}, {facts.num_parameters / 1e6:.2f}M parameters, {facts.dtype} compute, float32 "
+        "masters",
+        f"devices: {placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
+        f"{roles.generator.num_engines} generate ({rollout.engine})",
+    ]
+    if facts.cpu is not None:
+        lines.append(f"cpu: {facts.cpu} per worker ({facts.cpu.measured})")
+    return lines
+
+
+def _result(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResult:
+    return RunResult(
+        folder=folder.path,
+        status="finished" if run.step >= run.recipe.steps else "stopped",
+        step=run.step,
+        loss=run.last_loss,
+        heldout_loss=None,
+        score=run.evaluation.score if run.evaluation is not None else None,
+        time=watch.summary(),
+    )
+
+
+def _told(error: RoleError) -> PodiumError:
+    """A mistake of the user's, found by a worker, is told in its own words."""
+    return error.__cause__ if isinstance(error.__cause__, PodiumError) else error

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every episode's life in one SQLite file: drawn, graded, consumed by which step; exactly once."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from podium.data.trajectories import TrajectoryId
+from podium.errors import RunFolderError
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS episodes (
+  draw INTEGER NOT NULL, sample INTEGER NOT NULL, branch INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  step INTEGER NOT NULL, source TEXT NOT NULL, state TEXT NOT NULL, finish TEXT NOT NULL,
+  version INTEGER NOT NULL, tokens INTEGER NOT NULL, reward REAL,
+  PRIMARY KEY (draw, sample, branch, attempt)
+) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_step ON episodes (step);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeRecord:
+    """One episode as the ledger has it. State: `consumed` by an update, or left out: `failed`, `dropped` (its group
+    had a failure), `uninformative` (its group's rewards were all equal and others took its place)."""
+
+    id: TrajectoryId
+    step: int
+    source: str
+    state: str
+    finish: str
+    version: int
+    tokens: int
+    reward: float | None
+
+
+class Ledger:
+    """Rows of a step are written together when the step closes. Used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._file = sqlite3.connect(path, check_same_thread=False)
+            self._file.execute("PRAGMA journal_mode=WAL")
+            self._file.execute("PRAGMA synchronous=NORMAL")
+            self._file.executescript(_SCHEMA)
+        except sqlite3.DatabaseError as error:
+            raise RunFolderError(
+                f"{path} is not a ledger that can be read ({error}). Move it away to go on without the record of past "
+                "episodes."
+            ) from error
+
+    def close_step(self, records: Iterable[EpisodeRecord]) -> None:
+        """One transaction; an id that is there already is an error: nothing counts twice."""
+        rows = [(*each.id, each.step, each.source, each.state, each.finish, each.version, each.tokens, each.reward)
+                for each in records]  # fmt: skip
+        try:
+            with self._file:
+                self._file.executemany("INSERT INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows)
+        except sqlite3.IntegrityError as error:
+            raise RunFolderError(
+                f"an episode of step {rows[0][4]} is in the ledger already ({error}), so it would count twice. This is "
+                "a defect of Podium: please report it with the run folder."
+            ) from error
+
+    def rewind(self, step: int) -> int:
+        """Forgets what came after `step`: it is of weights that are gone. Returns how many episodes."""
+        with self._file:
+            return self._file.execute("DELETE FROM episodes WHERE step > ?", (step,)).rowcount
+
+    def count(self, state: str | None = None) -> int:
+        where = "" if state is None else " WHERE state = ?"
+        found: int = self._file.execute(
+            f"SELECT COUNT(*) FROM episodes{where}", () if state is None else (state,)
+        ).fetchone()[0]
+        return found
+
+    def last_step(self) -> int:
+        found: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
+        return found or 0
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,265 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step in numbers: what is written to the metrics of an on-policy run (docs/metrics.md defines each); pure."""
+
+# N episodes · G groups
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from podium.cluster.results import Span
+from podium.controller.ledger import EpisodeRecord
+from podium.data.trajectories import Ints
+from podium.roles.carriers import FINISHES, Floats
+from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, ScoredRollouts, UpdateReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StepRecord:
+    """Everything that one step was, for its metrics and the ledger."""
+
+    step: int
+    lr: float
+    graded: GradedRollouts  # what was generated and graded, before groups were left out
+    used: GradedRollouts  # what was learned from
+    scored: ScoredRollouts | None
+    report: UpdateReport | None  # None: nothing to learn from
+    critic: CriticReport | None
+    kl_coefficient: float | None
+    seconds: Mapping[str, float]  # by phase
+    step_s: float
+    idle_s: float  # in which no worker did anything
+    peak_flops: float  # of all devices that learn
+    solved_at: float
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+def step_metrics(record: StepRecord) -> dict[str, float]:
+    """All numbers of a step, flat."""
+    return {
+        **_rewards(record),
+        **_groups(record.graded, record.solved_at),
+        **_episodes(record),
+        **(_update(record.report) if record.report is not None else {}),
+        **(_critic(record.critic) if record.critic is not None else {}),
+        **_distance(record),
+        **_speed(record),
+        **record.extra,
+    }
+
+
+def _rewards(record: StepRecord) -> dict[str, float]:
+    graded = record.graded
+    rewards_N = graded.rewards_N
+    found = {"lr": record.lr, **_spread("reward", rewards_N)}
+    for index, name in enumerate(graded.names):
+        values = graded.values_NR[:, index]
+        found |= _spread(f"reward/{name}", values[np.isfinite(values)])
+    if np.any(graded.shaping_N):
+        found["reward/shaping/mean"] = float(graded.shaping_N.mean())
+    sources_N = np.array([graded.rollouts.tasks[draw].source for draw in graded.group_N.tolist()])
+    if len(set(sources_N.tolist())) > 1:
+        for source in sorted(set(sources_N.tolist())):
+            found[f"reward/source/{source}/mean"] = float(rewards_N[sources_N == source].mean())
+    for name, (total, count) in graded.extras.items():
+        found[f"reward/extra/{name}"] = total / count if count else 0.0
+    return found
+
+
+def _spread(name: str, values: Floats) -> dict[str, float]:
+    if not len(values):
+        return {}
+    return {
+        f"{name}/mean": float(values.mean()),
+        f"{name}/std": float(values.std()),
+        f"{name}/max": float(values.max()),
+        f"{name}/min": float(values.min()),
+    }
+
+
+def _groups(graded: GradedRollouts, solved_at: float) -> dict[str, float]:
+    if not len(graded):
+        return {"groups": 0.0}
+    _, group = np.unique(graded.group_N, return_inverse=True)
+    sizes_G = np.bincount(group)
+    solved_G = np.bincount(group, graded.rewards_N >= solved_at) / sizes_G
+    uniform_G = np.bincount(group, graded.uniform_N) / sizes_G
+    return {
+        "groups": float(len(sizes_G)),
+        "groups/solved_all": float((solved_G == 1).mean()),
+        "groups/solved_none": float((solved_G == 0).mean()),
+        "groups/solved_some": float(((solved_G > 0) & (solved_G < 1)).mean()),
+        "groups/solve_rate": float(solved_G.mean()),
+        "groups/uniform": float(uniform_G.mean()),
+    }
+
+
+def _episodes(record: StepRecord) -> dict[str, float]:
+    graded, rollouts = record.graded, record.graded.rollouts
+    note = rollouts.note
+    total = len(graded) + graded.num_dropped
+    found = {
+        "episodes": float(total),
+        "episodes/failed": float(graded.num_failed),
+        "episodes/dropped": float(graded.num_dropped),
+        "episodes/learned_from": float(len(record.used)),
+    }
+    if len(graded):
+        found |= {
+            "episodes/truncated": float(rollouts.truncated_N.mean()),
+            "response/mean": float(note.sampled_N.mean()),
+            "response/max": float(note.sampled_N.max()),
+            "response/min": float(note.sampled_N.min()),
+            "prompt/mean": float((rollouts.rows.lengths_N - note.sampled_N).mean()),
+            "staleness/mean": float((rollouts.version - note.version_N[note.version_N >= 0]).mean()),
+            "staleness/max": float((rollouts.version - note.version_N[note.version_N >= 0]).max(initial=0)),
+        }
+        if note.turns_N.max() > 1:
+            found["turns/mean"] = float(note.turns_N.mean())
+            found["turns/max"] = float(note.turns_N.max())
+    for name, count in note.counts.items():
+        found[f"environment/{name}"] = count / max(1, len(graded))
+    return found
+
+
+def _update(report: UpdateReport) -> dict[str, float]:
+    statistics, gap = report.statistics, report.gap
+    found = {
+        "loss": float(np.mean(report.losses)) if report.losses else 0.0,
+        "grad_norm": float(np.mean(report.grad_norms)) if report.grad_norms else 0.0,
+        "skipped": float(report.skipped),
+        "optimizer_steps": float(len(report.losses)),
+        "entropy": report.entropy,
+        "kl/behavior": statistics.kl_k3,
+        "kl/behavior_k1": statistics.kl_k1,
+        "clip/high": statistics.clipped_high / max(1.0, statistics.count),
+        "clip/low": statistics.clipped_low / max(1.0, statistics.count),
+        "clip/dual": statistics.dual_clip_fraction,
+        "clip/fraction": statistics.clip_fraction,
+        "ratio/mean": statistics.mean_ratio,
+        "ratio/max": statistics.max_ratio,
+        "ratio/ess": statistics.effective_share,
+        "advantage/mean": report.advantages.mean,
+        "advantage/std": report.advantages.variance**0.5,
+        "gap/mean": gap.mean,
+        "gap/max": gap.largest,
+        "imbalance": report.imbalance,
+        "micro_steps": float(report.micro_steps),
+        "trained_tokens": float(report.num_tokens),
+    }
+    if report.sampling is not None:
+        found |= {
+            "correction/mean": report.sampling.mean,
+            "correction/ess": report.sampling.share,
+            "correction/dropped": report.sampling.dropped_fraction,
+        }
+    if report.kl_reference is not None:
+        found["kl/reference"] = report.kl_reference
+    return found
+
+
+def _critic(report: CriticReport) -> dict[str, float]:
+    statistics = report.statistics
+    return {
+        "value/loss": float(np.mean(report.losses)) if report.losses else 0.0,
+        "value/grad_norm": float(np.mean(report.grad_norms)) if report.grad_norms else 0.0,
+        "value/explained_variance": statistics.explained_variance,
+        "value/clip_fraction": statistics.clip_fraction,
+        "value/mean": statistics.mean_value,
+        "value/return_mean": statistics.mean_return,
+    }
+
+
+def _distance(record: StepRecord) -> dict[str, float]:
+    found: dict[str, float] = {}
+    distance = record.scored.distance if record.scored is not None else None
+    if distance is not None and distance.tokens_N.sum():
+        tokens = float(distance.tokens_N.sum())
+        found["kl/rollout_reference"] = float(distance.k3_N.sum()) / tokens
+        found.setdefault("kl/reference", found["kl/rollout_reference"])
+    if record.report is not None and record.report.kl_reference is not None:
+        found["kl/reference"] = record.report.kl_reference
+    if record.kl_coefficient is not None:
+        found["kl/coefficient"] = record.kl_coefficient
+    return found
+
+
+def _speed(record: StepRecord) -> dict[str, float]:
+    rollouts, report = record.graded.rollouts, record.report
+    drawn = rollouts.metrics.get("drawn_tokens", 0.0)
+    seconds, step_s = record.seconds, max(record.step_s, 1e-9)
+    tokens = float(rollouts.rows.lengths_N.sum())
+    found = {
+        "step_s": record.step_s,
+        "idle_s": record.idle_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / step_s,
+        "rollout/drawn_tokens": drawn,
+        "rollout/reused_tokens": rollouts.metrics.get("reused_tokens", 0.0),
+        "rollout/preemptions": rollouts.metrics.get("preemptions", 0.0),
+        "rollout/cache_used": rollouts.metrics.get("cache_used", 0.0),
+    }
+    if seconds.get("rollout"):
+        found["rollout/tokens_per_s"] = drawn / seconds["rollout"]
+    if report is not None and seconds.get("update"):
+        found["update/tokens_per_s"] = float(record.used.rollouts.rows.lengths_N.sum()) / seconds["update"]
+        found["mfu"] = report.flops / step_s / record.peak_flops
+        found["update/mfu"] = report.flops / seconds["update"] / record.peak_flops
+    return found | {f"time/{phase}_s": spent for phase, spent in seconds.items()}
+
+
+def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
+    """How much of a stretch of time no worker was at work, by the workers' own spans."""
+    cuts = sorted((max(span.begin_s, begin_s), min(span.end_s, end_s)) for span in spans)
+    covered, reached = 0.0, begin_s
+    for begin, end in cuts:
+        if end > reached:
+            covered += end - max(begin, reached)
+            reached = end
+    return max(0.0, end_s - begin_s - covered)
+
+
+def ledger_records(graded: GradedRollouts, used: GradedRollouts, step: int) -> list[EpisodeRecord]:
+    """Every graded episode of a step, consumed or left out."""
+    taken = set(map(tuple, used.rollouts.rows.ids.array_N4.tolist()))
+    return list(_records(graded.rollouts, graded.rewards_N, taken, step))
+
+
+def _records(rollouts: Rollouts, rewards_N: Floats, taken: set[tuple[int, ...]], step: int) -> Iterable[EpisodeRecord]:
+    note = rollouts.note
+    for row, id in enumerate(rollouts.rows.ids):
+        yield EpisodeRecord(
+            id=id,
+            step=step,
+            source=rollouts.tasks[id.draw].source,
+            state="consumed" if tuple(id) in taken else "uninformative",
+            finish=FINISHES[int(note.finish_N[row])],
+            version=int(note.version_N[row]),
+            tokens=int(note.sampled_N[row]),
+            reward=float(rewards_N[row]),
+        )
+
+
+def pass_at_k(solved: int, samples: int, k: int) -> float:
+    """The chance that one of `k` of the samples, taken at random, is solved."""
+    if samples - solved < k:
+        return 1.0
+    miss = 1.0
+    for number in range(samples - solved - k + 1, samples - solved + 1):
+        miss *= number / (number + solved)
+    return 1.0 - miss
+
+
+def powers_up_to(samples: int) -> Sequence[int]:
+    """1, 2, 4, ... and the number itself."""
+    found = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
+    return found if found and found[-1] == samples else [*found, samples]
+
+
+def mean_by_group(values_N: Floats, group_N: Ints) -> dict[int, float]:
+    draws, group = np.unique(group_N, return_inverse=True)
+    means = np.bincount(group, values_N) / np.bincount(group)
+    return dict(zip(draws.tolist(), means.tolist(), strict=True))

@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an on-policy program learns on: rows read as tasks, drawn for ever from a position that can be saved."""
+
+from __future__ import annotations
+
+import json
+import operator
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+from podium.data.chat import load_map
+from podium.data.documents import Tokens
+from podium.data.files import format_of
+from podium.data.kinds import Message, named_values
+from podium.data.masks import Tools
+from podium.data.prompts import PromptTokenizer, as_text, completion_text, prompt_parts
+from podium.data.rows import LinePlace, Row
+from podium.data.sources import first_row, open_source
+from podium.data.storage import is_glob
+from podium.data.stream import MixedStream, SourcePosition, StreamPosition
+from podium.errors import DataError
+from podium.recipe.schema import SourceSection
+
+# Where a row's right answer may stand, the first that is there counts. `answer` goes before `solution`: where a row has
+# both, the solution is the way and the answer the result.
+REFERENCE_COLUMNS = ("reference", "reward_model", "ground_truth", "answer", "solution", "target", "completion")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """A row as a task: what is asked, what would be right, and all that a reward may look at. Pickles as it is."""
+
+    source: str  # the row's `data_source`, or the name of its file
+    messages: tuple[Message, ...] | None  # exactly one of messages and text
+    text: str | None
+    tools: Tools
+    reference: str | None  # what is not text in the data stands here as JSON
+    row: Mapping[str, Any]  # all columns, after the source's `columns` and `map`
+    place: str | LinePlace
+
+    @property
+    def where(self) -> str:
+        """File and line for people. Not a field: finding a line's number reads the file up to it."""
+        return str(self.place)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DrawnTask:
+    """One draw of the run: numbers only ever grow, so that a draw names its task and its random numbers for good."""
+
+    draw: int
+    epoch: int  # of the task's source
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPosition:
+    """The number of the next draw, and where its row is."""
+
+    next_draw: int
+    stream: StreamPosition
+
+
+class TaskReader:
+    """Rows of sources that stand at `key` (`data.train`) as tasks: Podium's own, verl's, and TRL's prompt datasets."""
+
+    def __init__(self, sections: Sequence[SourceSection], key: str) -> None:
+        self._columns = [section.columns for section in sections]
+        self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
+        self._names = _source_names(sections)
+
+    def read(self, source: int, row: Row) -> Task | None:
+        """The row's task; None when the source's `map` drops it, a DataError that names it when it is wrong."""
+        values = named_values(row, self._columns[source], self._maps[source])
+        return None if values is None else self._task(source, values, row)
+
+    def _task(self, source: int, values: Mapping[str, Any], row: Row) -> Task:
+        parts = prompt_parts(values, self._columns[source], row)
+        found = _reference(values, row)
+        name = values.get("data_source")
+        return Task(
+            source=str(name) if name is not None else self._names[source],
+            messages=None if parts.messages is None else tuple(parts.messages),
+            text=parts.text,
+            tools=parts.tools,
+            reference=parts.reference if found is None else found,
+            row=dict(values),
+            place=row.place,
+        )
+
+
+class PromptEncoder:
+    """Tasks as tokens that an answer follows. Not shared between threads: tokenizers are not safe."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = PromptTokenizer(tokenizer)
+
+    def encode(self, task: Task) -> Tokens:
+        """The chat with the template's prompt for an answer, or the text without an end token behind it."""
+        tokens = self._tokenizer.tokens(task.messages, task.text, task.tools, Row(task.row, task.place))
+        if len(tokens) == 0:
+            raise DataError(
+                f"{task.where}: the prompt is empty, so there is nothing to begin an answer with. Take the row out, or "
+                "drop it with the source's `map`."
+            )
+        return tokens
+
+    @staticmethod
+    def shown(task: Task) -> str:
+        """The prompt as a person reads it."""
+        if task.messages is not None:
+            return as_text(task.messages)
+        assert task.text is not None
+        return task.text
+
+
+class TaskCursor:
+    """Tasks drawn by weight from several sources for ever, from a position that can be saved and restored exactly."""
+
+    def __init__(
+        self, sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool, shuffle_rows: int,
+        position: TaskPosition | None = None,
+    ) -> None:  # fmt: skip
+        self._key = key
+        self._reader = TaskReader(sections, key)
+        self._stream = MixedStream(
+            [open_source(section, f"{key}.{index}") for index, section in enumerate(sections)],
+            [section.weight for section in sections],
+            seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows,
+            position=None if position is None else position.stream,
+        )  # fmt: skip
+        self._next_draw = 0 if position is None else position.next_draw
+
+    @classmethod
+    def restore(
+        cls, state: Mapping[str, Any], sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool,
+        shuffle_rows: int,
+    ) -> Self:  # fmt: skip
+        """A cursor that goes on where the one that gave `state` was: the very same tasks under the same numbers."""
+        position = _decoded(state)
+        return cls(sections, key, seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows, position=position)
+
+    @property
+    def position(self) -> TaskPosition:
+        return TaskPosition(next_draw=self._next_draw, stream=self._stream.position)
+
+    def state(self) -> dict[str, Any]:
+        """The position as plain values, for a checkpoint."""
+        stream = self._stream.position
+        return {
+            "next_draw": self._next_draw,
+            "stream_draw": stream.draw,
+            "sources": [[place.epoch, place.block, place.row] for place in stream.sources],
+        }
+
+    def take(self, count: int) -> list[DrawnTask]:
+        """The next `count` tasks. A row that `map` drops takes no number."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> DrawnTask:
+        before = [place.epoch for place in self._stream.position.sources]
+        while True:
+            drawn = self._stream.draw()
+            task = self._reader.read(drawn.source, drawn.row)
+            if task is not None:
+                break
+            # Over two whole passes of every source without one task: waiting longer would be for ever.
+            after = self._stream.position.sources
+            if all(now.epoch >= then + 2 for now, then in zip(after, before, strict=True)):
+                raise _all_dropped(self._key)
+        self._next_draw += 1
+        return DrawnTask(draw=self._next_draw - 1, epoch=drawn.epoch, task=task)
+
+
+def read_tasks(sections: Sequence[SourceSection], key: str, limit: int | None) -> list[Task]:
+    """The first `limit` tasks (None: all) in file order: held-out prompts."""
+    tasks: list[Task] = []
+    for task in _in_order(sections, key):
+        tasks.append(task)
+        if len(tasks) == limit:
+            break
+    if not tasks:
+        raise _all_dropped(key)
+    return tasks
+
+
+def check_task_source(section: SourceSection, key: str) -> None:
+    """Raises what a run would raise about the first row. Reads only the beginning, needs no tokenizer, asks no network
+    about a hub id, and does not run a `map`."""
+    row = first_row(section, key)
+    if row is None or section.map is not None:
+        return
+    try:
+        TaskReader([section], key).read(0, row)
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error
+
+
+def _in_order(sections: Sequence[SourceSection], key: str) -> Iterator[Task]:
+    reader = TaskReader(sections, key)
+    for index, section in enumerate(sections):
+        source = open_source(section, f"{key}.{index}")
+        for block in range(source.num_blocks):
+            for row in source.read_block(block):
+                task = reader.read(index, row)
+                if task is not None:
+                    yield task
+
+
+def _all_dropped(key: str) -> DataError:
+    return DataError(f"{key}: the sources' `map` drops every row, so there is no task. Let it return some rows.")
+
+
+def _reference(values: Mapping[str, Any], row: Row) -> str | None:
+    for name in REFERENCE_COLUMNS:
+        value = values.get(name)
+        match name:
+            case "reward_model":
+                value = value.get("ground_truth") if isinstance(value, Mapping) else None
+            case "completion":
+                return completion_text(value, row)
+        if value is not None:
+            return value if isinstance(value, str) else _as_json(value, name, row)
+    return None
+
+
+def _as_json(value: Any, name: str, row: Row) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{row.where}: `{name}` is the reference and neither text nor JSON ({error}). Make it a string with the "
+            "source's `map`."
+        ) from error
+
+
+def _source_names(sections: Sequence[SourceSection]) -> list[str]:
+    """Names of files without folder and suffix; of sources that would share one, with the folder before it."""
+    names = [_folder_and_name(section.path) for section in sections]
+    counts = Counter(name for _, name in names)
+    return [f"{folder}/{name}" if counts[name] > 1 and folder else name for folder, name in names]
+
+
+def _folder_and_name(path: str) -> tuple[str, str]:
+    parts = [part for part in path.split("/") if part] or [path]
+    while len(parts) > 1 and is_glob(parts[-1]):  # data/math/*.parquet is math
+        parts.pop()
+    folder, last = parts[-2] if len(parts) > 1 else "", parts[-1]
+    return folder, os.path.splitext(last.removesuffix(".gz"))[0] if format_of(last) is not None else last
+
+
+def _decoded(state: Mapping[str, Any]) -> TaskPosition:
+    try:
+        places = [tuple(operator.index(number) for number in place) for place in state["sources"]]
+        return TaskPosition(
+            next_draw=operator.index(state["next_draw"]),
+            stream=StreamPosition(
+                draw=operator.index(state["stream_draw"]),
+                sources=tuple(SourcePosition(epoch=epoch, block=block, row=row) for epoch, block, row in places),
+            ),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(
+            f"the saved position in the tasks cannot be read ({type(error).__name__}: {error}). It was written by "
+            "another version or is damaged; resume from another checkpoint."
+        ) from error

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tool calls in what a model writes: found in the common formats, kept in order, and never an exception."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, assert_never
+
+ToolFormat = Literal["hermes", "llama3", "mistral", "fenced"]
+
+_TAG, _TAG_END = "<tool_call>", "</tool_call>"
+_LIST = "[TOOL_CALLS]"
+_PYTHON = "<|python_tag|>"
+_FENCE, _FENCE_END = "```tool_call", "```"
+_NAMED_LIST = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """One call as the model wrote it. The arguments are JSON; whether they fit the tool is the tool's to say."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    text: str  # the part of the answer that is this call
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BadCall:
+    """What was meant as a call and cannot be read. `why` is a sentence that a model can learn from."""
+
+    text: str
+    why: str
+
+
+Call = ToolCall | BadCall
+
+
+def detect_format(tokenizer: Any, given: ToolFormat | None = None) -> ToolFormat:
+    """The format that the tokenizer's chat template teaches, or the one given; a fenced block where it teaches none."""
+    if given is not None:
+        return given
+    template = _template_text(tokenizer)
+    if _LIST in template:
+        return "mistral"
+    if _TAG in template:
+        return "hermes"
+    if _PYTHON in template or ("ipython" in template and "parameters" in template):
+        return "llama3"
+    return "fenced"
+
+
+def parse_calls(text: str, form: ToolFormat) -> tuple[Call, ...]:
+    """The calls of one answer in the order they stand; none in an answer that calls nothing.
+
+    What the model only thinks (up to `</think>`) is not a call.
+    """
+    said = _behind_thoughts(text)
+    match form:
+        case "hermes":
+            return tuple(_enclosed(said, _TAG, _TAG_END))
+        case "fenced":
+            return tuple(_enclosed(said, _FENCE, _FENCE_END))
+        case "mistral":
+            return tuple(_listed(said))
+        case "llama3":
+            return tuple(_bare(said))
+        case other:
+            assert_never(other)
+
+
+def _template_text(tokenizer: Any) -> str:
+    """A tokenizer may have several templates by name: the one for tools counts."""
+    if not getattr(tokenizer, "chat_template", None):
+        return ""
+    return str(tokenizer.get_chat_template(None, [{}]))
+
+
+def _behind_thoughts(text: str) -> str:
+    thoughts, closed, said = text.partition("</think>")
+    if closed:
+        return said
+    return "" if thoughts.lstrip().startswith("<think>") else text
+
+
+def _enclosed(text: str, opening: str, closing: str) -> Iterator[Call]:
+    """Calls between markers: one object each, or a list of them."""
+    begin = text.find(opening)
+    while begin >= 0:
+        start = begin + len(opening)
+        value, end, why = _read_json(text, start)
+        closed = text.find(closing, end if why is None else start)
+        stop = len(text) if closed < 0 else closed + len(closing)
+        whole = text[begin:stop]
+        if closed < 0:
+            yield BadCall(text=whole, why=f"the call is not closed: {closing} is missing.")
+        elif why is not None:
+            yield BadCall(text=whole, why=why)
+        elif text[end:closed].strip():
+            yield BadCall(text=whole, why=f"only one JSON value may stand between {opening} and {closing}.")
+        else:
+            yield from _calls_of(value, whole)
+        begin = text.find(opening, stop)
+
+
+def _listed(text: str) -> Iterator[Call]:
+    """Behind the marker: a list of calls, or (newer models) a name and its arguments, each with a marker of its own."""
+    for part in text.split(_LIST)[1:]:
+        whole = _LIST + part
+        named = _NAMED_LIST.match(part)
+        value, end, why = _read_json(part, named.end() if named else 0)
+        if why is not None:
+            yield BadCall(text=whole, why=why)
+        elif named:
+            yield _call_of({"name": named[1], "arguments": value}, _LIST + part[:end])
+        else:
+            yield from _calls_of(value, _LIST + part[:end])
+
+
+def _bare(text: str) -> Iterator[Call]:
+    """Whole answers that are JSON objects with a name, one behind the other with `;` or white space in between; behind
+    the python tag whatever else was said."""
+    _, tagged, code = text.partition(_PYTHON)
+    rest = (code if tagged else text).strip()
+    if tagged and not rest.startswith("{"):
+        yield BadCall(text=text, why=f"behind {_PYTHON} a JSON object with `name` and `parameters` is expected.")
+    while rest.startswith("{"):
+        value, end, why = _read_json(rest, 0)
+        if why is not None:
+            if tagged or '"name"' in rest:
+                yield BadCall(text=rest, why=why)
+            return
+        if not tagged and isinstance(value, Mapping) and "name" not in value:  # an answer that is JSON, and no call
+            return
+        yield _call_of(value, rest[:end])
+        rest = rest[end:].lstrip("; \t\r\n").removeprefix(_PYTHON).lstrip()
+
+
+def _calls_of(value: Any, text: str) -> Iterator[Call]:
+    if isinstance(value, list):
+        for each in value:
+            yield _call_of(each, json.dumps(each, ensure_ascii=False))
+        if not value:
+            yield BadCall(text=text, why="the list of calls is empty.")
+    else:
+        yield _call_of(value, text)
+
+
+def _call_of(value: Any, text: str) -> Call:
+    if not isinstance(value, Mapping):
+        return BadCall(text=text, why=f"a call is a JSON object with `name` and `arguments`, not {_shown(value)}.")
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        return BadCall(text=text, why="the call has no `name`, which must be a string.")
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):  # some models write the arguments as JSON inside of JSON
+        arguments, end, why = _read_json(whole := arguments, 0)
+        if why is not None or whole[end:].strip():
+            return BadCall(text=text, why=f"the arguments of {name} are a string; give a JSON object.")
+    if arguments is None:
+        arguments = {}
+    if not isinstance(arguments, Mapping):
+        return BadCall(text=text, why=f"the arguments of {name} must be a JSON object, not {_shown(arguments)}.")
+    return ToolCall(name=name, arguments=dict(arguments), text=text)
+
+
+def _read_json(text: str, start: int) -> tuple[Any, int, str | None]:
+    """(value, where it ends, None), or (None, start, why not)."""
+    begin = start + len(text[start:]) - len(text[start:].lstrip())
+    try:
+        value, end = _DECODER.raw_decode(text, begin)
+    except json.JSONDecodeError as error:
+        return None, start, f"the call is not valid JSON: {error.msg} at character {error.pos - begin}."
+    except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, brackets without end
+        said = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        return None, start, f"the call is not valid JSON: {said}."
+    return value, end, None
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_no_constant)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes: a policy and an environment in turns, thousands at the same time, each ending in tokens to learn from."""
+
+# L new tokens of one answer · T tokens of a whole episode
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.documents import Mask, Tokens
+from podium.data.kinds import Message, parse_messages
+from podium.data.masks import ChatTemplateError
+from podium.data.rows import Row
+from podium.data.tasks import Task
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.environments.protocol import Environment, Observation, Outcome, SingleTurn, Turn, call_within
+from podium.environments.tools import ToolEnvironment, load_tools
+from podium.environments.transcript import Transcript, TurnTokenizer
+from podium.errors import DataError, RecipeError
+from podium.recipe import plugins
+from podium.recipe.on_policy import EnvironmentSection
+
+EpisodeFinish = Literal["done", "turns", "tokens", "error"]
+MakeEnvironment = Callable[[], Environment]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnRequest:
+    """One answer wanted of the policy. The prompt is the whole conversation so far, so that an engine that keys random
+    numbers by id and position draws every turn from its own stretch of the episode's stream."""
+
+    id: TrajectoryId
+    turn: int
+    prompt: Tokens
+    max_new_tokens: int
+    greedy: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TurnAnswer:
+    """What the policy drew, as a rollout engine completes it."""
+
+    tokens_L: Tokens
+    logprobs_L: NDArray[np.float32]
+    versions_L: Tokens
+    finish: Literal["stop", "length", "cancelled", "error"]
+    error: str | None = None
+
+
+class Policy(Protocol):
+    """Who answers. What is wrong with one request comes back as an answer with finish "error"; an exception means that
+    the policy itself is broken, and goes through to whoever runs the episodes."""
+
+    async def answer(self, request: TurnRequest, /) -> TurnAnswer: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodeLimits:
+    """When an episode ends at the latest."""
+
+    max_turns: int
+    max_new_tokens: int  # of one answer
+    max_episode_tokens: int | None = None  # behind the prompt, the environment's too
+    max_length: int | None = None  # prompt and everything behind it: the engine's context
+    timeout_s: float = 60.0  # of one call of reset, step or close
+
+    def room(self, num_prompt_tokens: int, num_tokens: int) -> int:
+        """Tokens that may still be added."""
+        longest = sys.maxsize if self.max_length is None else self.max_length
+        if self.max_episode_tokens is not None:
+            longest = min(longest, num_prompt_tokens + self.max_episode_tokens)
+        return max(0, longest - num_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EpisodeJob:
+    """An episode to be run."""
+
+    id: TrajectoryId
+    task: Task
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Episode:
+    """An episode that is over.
+
+    finish: `done`, the environment ended it; `turns`, the model had all its turns; `tokens`, a token limit cut the last
+    answer off or left no room for another; `error`, environment or engine failed: nothing of it is trained.
+    """
+
+    id: TrajectoryId
+    tokens_T: Tokens
+    loss_mask_T: Mask
+    behavior_logprobs_T: NDArray[np.float32]  # 0 where the token was not sampled
+    versions_T: Tokens  # -1 where the token was not sampled
+    num_prompt_tokens: int
+    messages: tuple[Message, ...]  # the whole conversation; raw text is told as user and assistant too
+    num_prompt_messages: int
+    turn_rewards: tuple[float, ...]  # the environment's, one for each turn that it stepped
+    turn_ends: tuple[int, ...]  # where the last token of each answer is
+    finish: EpisodeFinish
+    error: str | None
+    metrics: Mapping[str, float]
+
+    @property
+    def num_turns(self) -> int:
+        """Answers of the model."""
+        return len(self.turn_ends)
+
+    @property
+    def reward(self) -> float:
+        """The environment's, all turns together."""
+        return math.fsum(self.turn_rewards)
+
+    @property
+    def answer(self) -> str:
+        """What the model said last."""
+        said = [message for message in self.messages[self.num_prompt_messages :] if message["role"] == "assistant"]
+        return str(said[-1]["content"]) if said else ""
+
+
+async def run_episode(
+    environment: Environment,
+    task: Task,
+    policy: Policy,
+    tokenizer: TurnTokenizer,
+    *,
+    id: TrajectoryId,
+    limits: EpisodeLimits,
+    greedy: bool = False,
+) -> Episode:
+    """Plays one episode to its end. Waits for the environment (bounded by limits.timeout_s) and for the policy (whose
+    adapter owns that deadline). What the environment does wrong is in the episode that comes back."""
+    running = _Running(environment, task, policy, tokenizer, id=id, limits=limits, greedy=greedy)
+    try:
+        finish, error = await running.play(), None
+    except _EpisodeError as failure:
+        finish, error = "error", str(failure)
+    finally:
+        await running.close()
+    return running.over(finish, error)
+
+
+async def run_episodes(
+    make: MakeEnvironment,
+    jobs: Iterable[EpisodeJob],
+    policy: Policy,
+    tokenizer: TurnTokenizer,
+    *,
+    limits: EpisodeLimits,
+    concurrency: int,
+    greedy: bool = False,
+) -> AsyncGenerator[Episode, None]:
+    """Episodes as they finish, at most `concurrency` under way; `jobs` is read as places become free.
+
+    An exception of the policy comes out after what had finished before it; the other episodes are then cancelled, as
+    they are when the caller stops early (close the generator, or leave it in `contextlib.aclosing`).
+    """
+    finished: asyncio.Queue[Episode | None] = asyncio.Queue()
+    waiting = iter(jobs)
+
+    async def work() -> None:
+        for job in waiting:  # shared: every job is taken by one worker
+            finished.put_nowait(await _run_job(make, job, policy, tokenizer, limits=limits, greedy=greedy))
+
+    workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
+    everyone = asyncio.gather(*workers)
+    everyone.add_done_callback(lambda _: finished.put_nowait(None))
+    try:
+        while (episode := await finished.get()) is not None:
+            yield episode
+        await everyone
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(everyone, *workers, return_exceptions=True)
+
+
+def environment_maker(section: EnvironmentSection | None, key: str = "environment") -> MakeEnvironment:
+    """What makes an environment for every episode, from a recipe's section: one's own class, tools, or (no section)
+    a single turn."""
+    if section is None:
+        return SingleTurn
+    if section.environment is not None and section.tools:
+        raise RecipeError(
+            f"{key}: has both an environment and tools. Keep one; an environment that offers tools can be made from "
+            "podium.environments.tools.ToolEnvironment."
+        )
+    if section.environment is None:
+        tools = load_tools(section.tools, f"{key}.tools")
+        return lambda: ToolEnvironment(tools, **{"timeout_s": section.timeout_s, **section.options})
+    made: Any = plugins.load(section.environment, f"{key}.environment")
+    for name in ("reset", "step"):
+        if isinstance(made, type) and not callable(getattr(made, name, None)):
+            raise RecipeError(
+                f"{key}.environment: {section.environment} has no method {name!r}. An environment has reset(task) and "
+                "step(turn), see docs/environments.md."
+            )
+    return lambda: made(**section.options)
+
+
+def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:
+    """The episodes' tokens laid end to end, in this order."""
+    offsets = np.zeros(len(episodes) + 1, np.int64)
+    np.cumsum([len(episode.tokens_T) for episode in episodes], out=offsets[1:])
+    return TrajectoryBlock(
+        ids=TrajectoryIds.of(episode.id for episode in episodes),
+        offsets=offsets,
+        tokens_T=_joined([episode.tokens_T for episode in episodes], np.int32),
+        loss_mask_T=_joined([episode.loss_mask_T for episode in episodes], np.bool_),
+        behavior_logprobs_T=_joined([episode.behavior_logprobs_T for episode in episodes], np.float32),
+        versions_T=_joined([episode.versions_T for episode in episodes], np.int32),
+    )
+
+
+class _EpisodeError(Exception):
+    """Why an episode cannot go on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Checked:
+    """An Outcome that is one: messages as a list, numbers as finite floats."""
+
+    messages: list[Message]
+    reward: float
+    done: bool
+    metrics: Mapping[str, float]
+
+
+@contextlib.contextmanager
+def _guarded() -> Iterator[None]:
+    """Around work on tokens: a chat that the template or the tokenizer refuses ends the episode."""
+    try:
+        yield
+    except (ChatTemplateError, DataError) as error:
+        raise _EpisodeError(str(error)) from error
+    except (TypeError, UnicodeError) as error:
+        raise _EpisodeError(
+            f"the tokenizer cannot read what was said ({type(error).__name__}: {error}). Look for broken characters in "
+            "it, half an emoji for instance."
+        ) from error
+
+
+class _Running:
+    """An episode under way."""
+
+    def __init__(
+        self, environment: Environment, task: Task, policy: Policy, tokenizer: TurnTokenizer, *, id: TrajectoryId,
+        limits: EpisodeLimits, greedy: bool,
+    ) -> None:  # fmt: skip
+        self._environment, self._task, self._policy, self._tokenizer = environment, task, policy, tokenizer
+        self._id, self._limits, self._greedy = id, limits, greedy
+        # Who bounds the time of what it calls itself is not bounded once more from outside.
+        self._timeout_s = None if getattr(environment, "keeps_deadlines", False) else limits.timeout_s
+        self._transcript: Transcript | None = None
+        self._messages: list[Message] = []
+        self._num_prompt_messages = 0
+        self._rewards: list[float] = []
+        self._metrics: dict[str, float] = {}
+
+    async def play(self) -> EpisodeFinish:
+        transcript = self._transcript = self._begun(await self._call("reset", self._task))
+        for number in range(self._limits.max_turns):
+            answer = await self._answered(transcript, number)
+            outcome = await self._stepped(answer, number)
+            if outcome.done or number + 1 == self._limits.max_turns:
+                return "tokens" if answer.finish == "length" else "done" if outcome.done else "turns"
+            with _guarded():
+                reply = transcript.reply(outcome.messages)
+            if len(reply.tokens_L) >= self._room(transcript):
+                return "tokens"
+            transcript.add_reply(reply)
+        raise _EpisodeError(f"max_turns is {self._limits.max_turns}, so the model may not answer at all.")
+
+    async def close(self) -> None:
+        """A failure of close changes nothing about the episode: it is counted, not raised."""
+        if callable(getattr(self._environment, "close", None)):
+            try:
+                await self._call("close")
+            except _EpisodeError:
+                self._metrics["close_failed"] = 1.0
+
+    def over(self, finish: EpisodeFinish, error: str | None) -> Episode:
+        arrays = None if self._transcript is None else self._transcript.arrays()
+        empty = np.empty(0, np.int32)
+        mask = np.empty(0, np.bool_) if arrays is None else arrays.loss_mask_T
+        return Episode(
+            id=self._id,
+            tokens_T=empty if arrays is None else arrays.tokens_T,
+            loss_mask_T=np.zeros_like(mask) if finish == "error" else mask,
+            behavior_logprobs_T=np.empty(0, np.float32) if arrays is None else arrays.behavior_logprobs_T,
+            versions_T=empty if arrays is None else arrays.versions_T,
+            num_prompt_tokens=0 if self._transcript is None else self._transcript.num_prompt_tokens,
+            messages=tuple(self._messages),
+            num_prompt_messages=self._num_prompt_messages,
+            turn_rewards=tuple(self._rewards),
+            turn_ends=() if arrays is None else arrays.turn_ends,
+            finish=finish,
+            error=error,
+            metrics=dict(self._metrics),
+        )
+
+    def _begun(self, found: Any) -> Transcript:
+        observation = Observation() if found is None else found
+        if not isinstance(observation, Observation):
+            raise _EpisodeError(f"reset returned {_named(found)}; it returns an Observation, or None.")
+        messages, text = observation.messages, observation.text
+        if messages is None and text is None:
+            messages, text = self._task.messages, self._task.text
+        if messages is not None and text is not None:
+            raise _EpisodeError("reset returned both messages and text; an episode begins with one of them.")
+        self._messages += self._as_messages(messages if messages is not None else str(text), "reset")
+        self._num_prompt_messages = len(self._messages)
+        tools = self._task.tools if observation.tools is None else observation.tools
+        with _guarded():
+            transcript = Transcript(self._tokenizer, self._messages if text is None else text, tools)
+        if self._room(transcript) < 1:
+            raise _EpisodeError(
+                f"the prompt has {len(transcript)} tokens and at most {self._limits.max_length} fit, which leaves no "
+                "room for an answer."
+            )
+        return transcript
+
+    async def _answered(self, transcript: Transcript, number: int) -> TurnAnswer:
+        request = TurnRequest(
+            id=self._id,
+            turn=number,
+            prompt=transcript.tokens_T,
+            max_new_tokens=min(self._limits.max_new_tokens, self._room(transcript)),
+            greedy=self._greedy,
+        )
+        answer = await self._policy.answer(request)
+        if len(answer.tokens_L) > 0:  # also of an answer that was broken off: what was drawn is not thrown away
+            stopped = answer.finish == "stop"
+            with _guarded():
+                transcript.add_answer(answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=stopped)
+        if answer.finish in ("error", "cancelled"):
+            why = f": {answer.error}" if answer.error else "."
+            raise _EpisodeError(f"the engine did not finish the answer of turn {number} ({answer.finish}){why}")
+        if len(answer.tokens_L) == 0:
+            raise _EpisodeError(f"the engine answered turn {number} with no token.")
+        return answer
+
+    async def _stepped(self, answer: TurnAnswer, number: int) -> _Checked:
+        text = self._tokenizer.text_of(answer.tokens_L, stopped=answer.finish == "stop")
+        self._messages.append({"role": "assistant", "content": text})
+        turn = Turn(
+            number=number,
+            text=text,
+            calls=self._tokenizer.calls_of(text),
+            finish="length" if answer.finish == "length" else "stop",
+        )
+        outcome = self._checked(await self._call("step", turn), last=number + 1 == self._limits.max_turns)
+        self._messages += outcome.messages
+        self._rewards.append(outcome.reward)
+        for name, value in outcome.metrics.items():
+            self._metrics[name] = self._metrics.get(name, 0.0) + value
+        return outcome
+
+    def _checked(self, found: Any, *, last: bool) -> _Checked:
+        if not isinstance(found, Outcome):
+            raise _EpisodeError(f"step returned {_named(found)}; it returns an Outcome.")
+        messages = self._as_messages(found.messages, "step") if found.messages else []
+        if not messages and not found.done and not last:
+            raise _EpisodeError("step returned no messages and is not done, so the model has nothing to answer.")
+        try:
+            reward = float(found.reward)
+            metrics = {str(name): float(value) for name, value in found.metrics.items()}
+        except (TypeError, ValueError, AttributeError) as error:
+            raise _EpisodeError(f"step returned a reward or metrics that are not numbers ({error}).") from error
+        if not math.isfinite(reward):
+            raise _EpisodeError(f"step returned the reward {reward}; it must be a finite number.")
+        return _Checked(messages=messages, reward=reward, done=bool(found.done), metrics=metrics)
+
+    def _as_messages(self, said: Sequence[Message] | str, method: str) -> list[Message]:
+        if isinstance(said, str):
+            return [{"role": "user", "content": said}]
+        try:
+            return parse_messages(list(said), "messages", Row({}, method))
+        except (DataError, TypeError) as error:
+            raise _EpisodeError(f"{method} returned messages that are none: {error}") from error
+
+    async def _call(self, method: str, *given: Any) -> Any:
+        """A method of the environment; whatever it raises, or its taking too long, ends the episode."""
+        try:
+            return await call_within(self._timeout_s, getattr(self._environment, method), *given)
+        except Exception as error:  # the environment is the user's code
+            raise _EpisodeError(f"{method}: {type(error).__name__}: {error}") from error
+
+    def _room(self, transcript: Transcript) -> int:
+        return self._limits.room(transcript.num_prompt_tokens, len(transcript))
+
+
+async def _run_job(
+    make: MakeEnvironment, job: EpisodeJob, policy: Policy, tokenizer: TurnTokenizer, *, limits: EpisodeLimits,
+    greedy: bool,
+) -> Episode:  # fmt: skip
+    try:
+        environment = make()
+    except Exception as error:  # the environment is the user's code
+        failed = _Running(SingleTurn(), job.task, policy, tokenizer, id=job.id, limits=limits, greedy=greedy)
+        return failed.over("error", f"the environment cannot be made: {type(error).__name__}: {error}")
+    return await run_episode(environment, job.task, policy, tokenizer, id=job.id, limits=limits, greedy=greedy)
+
+
+def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
+    return np.concatenate(parts) if parts else np.empty(0, dtype)
+
+
+def _named(value: Any) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

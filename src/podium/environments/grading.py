@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of many samples: user code called under a deadline, so that one bad sample spoils no other.
+
+A deadline can be kept where Python code runs. A call that never gives the interpreter back (a regular expression that
+backtracks for hours) stops the whole process; the worker's own deadline is for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+from podium.data.trajectories import TrajectoryId
+from podium.environments.lanes import AsyncLane, SyncLane, Work
+from podium.environments.rewards import Outcome, Reward, Sample
+
+# Calls of one reward that may hang in one batch before the rest is given up: each costs a whole timeout, and a thread.
+MOST_HANGING = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Grade:
+    """What one episode is worth. Exactly one of `total` and `error` is there.
+
+    `values` and `failures` are by reward, in the order of the rewards; a reward with neither does not apply to this
+    episode. A failure of a reward of weight 0, which is only logged, leaves the total alone.
+    """
+
+    id: TrajectoryId
+    values: tuple[float | None, ...]
+    total: float | None  # the environment's reward, if it gave one, and the weighted sum of the values
+    error: str | None = None
+    failures: tuple[str | None, ...] = ()
+    extras: dict[str, float] = field(default_factory=dict)  # `reward name/key`: what functions returned with a score
+
+
+class Grader:
+    """Grades batch after batch; asynchronous functions keep their event loop between batches. Close it in the end.
+
+    `also_scored`: other rewards (a reward model's) are added to the total elsewhere, so that a sample to which no
+    reward here applies is worth 0 and not an error.
+    """
+
+    def __init__(
+        self, rewards: Sequence[Reward], *, timeout_s: float, also_scored: bool = False,
+        most_hanging: int = MOST_HANGING,
+    ) -> None:  # fmt: skip
+        self._rewards = tuple(rewards)
+        self._timeout_s = timeout_s
+        self._also_scored = also_scored
+        self._most_hanging = most_hanging
+        self._lanes: list[SyncLane | AsyncLane] = []  # that were left behind with a call in them
+        self._loops: dict[int, AsyncLane] = {}  # by position of the reward
+
+    @property
+    def num_stuck(self) -> int:
+        """Calls that were given up and still run, in threads or as tasks that will not be cancelled. They cannot be
+        stopped from here: a worker that has some should be replaced."""
+        self._lanes = [lane for lane in self._lanes if lane.num_stuck]
+        return sum(lane.num_stuck for lane in (*self._lanes, *self._loops.values()))
+
+    async def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+        """One grade for each sample, in order. Rewards run side by side; of a synchronous one there is one call at a
+        time, so that it need not be thread-safe. Waits for user code, for at most `timeout_s` a call."""
+        runs = [self._outcomes(at, reward, samples) for at, reward in enumerate(self._rewards)]
+        by_reward = await asyncio.gather(*runs)
+        return [self._graded(sample, [outcomes[at] for outcomes in by_reward]) for at, sample in enumerate(samples)]
+
+    async def aclose(self) -> None:
+        """Ends the event loops of asynchronous functions; what hangs in them is left behind."""
+        loops, self._loops = list(self._loops.values()), {}
+        for lane in loops:
+            await asyncio.to_thread(lane.close)
+            self._lanes.append(lane)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *raised: object) -> None:
+        await self.aclose()
+
+    async def _outcomes(self, at: int, reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
+        calls = reward.calls(samples)
+        work = Work(reward, [[samples[position] for position in call] for call in calls])
+        await (self._run_async(at, work) if reward.is_async else self._run_sync(work))
+        found: list[Outcome] = [Outcome(None)] * len(samples)
+        for call, outcomes in zip(calls, work.results, strict=True):
+            assert outcomes is not None
+            for position, outcome in zip(call, outcomes, strict=True):
+                found[position] = outcome
+        return found
+
+    async def _run_sync(self, work: Work) -> None:
+        """One thread calls for one sample after the other; when a call outlives its deadline the thread is left behind
+        with it, and another goes on behind it."""
+        begin, num_hanging = 0, 0
+        while begin < len(work.batches):
+            if num_hanging >= self._most_hanging:
+                return work.fail_rest(self._gave_up(num_hanging))
+            lane = SyncLane(work, begin, asyncio.get_running_loop())
+            try:
+                hanging = await lane.run(self._timeout_s)
+            except asyncio.CancelledError:
+                lane.leave()
+                self._lanes.append(lane)
+                raise
+            if hanging is None:
+                return None
+            self._lanes.append(lane)
+            num_hanging += 1
+            work.fail(hanging, self._too_slow())
+            begin = hanging + 1
+        return None
+
+    async def _run_async(self, at: int, work: Work) -> None:
+        """All calls in one event loop of their own; a call that blocks the loop leaves it behind, and the calls that
+        it kept from finishing are made anew in another."""
+        num_hanging = 0
+        while not work.is_done:
+            if num_hanging >= self._most_hanging:
+                return work.fail_rest(self._gave_up(num_hanging))
+            lane = self._loops.get(at) or AsyncLane()
+            self._loops[at] = lane
+            blocked = await lane.run(work, self._timeout_s, self._too_slow())
+            if blocked is None:
+                return None
+            self._lanes.append(self._loops.pop(at))
+            num_hanging += 1
+            for position in blocked:
+                work.fail(position, f"{self._too_slow()}: it blocks the event loop; await what waits, or write `def`")
+        return None
+
+    def _too_slow(self) -> str:
+        return f"did not return in {self._timeout_s:g} s"
+
+    def _gave_up(self, count: int) -> str:
+        return f"was not called, after {count} calls of this batch that did not return in {self._timeout_s:g} s"
+
+    def _graded(self, sample: Sample, outcomes: Sequence[Outcome]) -> Grade:
+        values = tuple(outcome.value for outcome in outcomes)
+        failures = tuple(outcome.failure for outcome in outcomes)
+        total, error = self._total(sample, outcomes)
+        return Grade(
+            id=sample.id,
+            values=values,
+            total=total,
+            error=error,
+            failures=failures,
+            extras={
+                f"{reward.name}/{name}": value
+                for reward, outcome in zip(self._rewards, outcomes, strict=True)
+                if outcome.extras
+                for name, value in outcome.extras.items()
+            },
+        )
+
+    def _total(self, sample: Sample, outcomes: Sequence[Outcome]) -> tuple[float | None, str | None]:
+        own, terms, failed = sample.environment_reward, [], []
+        for reward, (value, failure, _) in zip(self._rewards, outcomes, strict=True):
+            if value is not None:
+                terms.append(reward.weight * value)
+            elif failure is not None and reward.weight != 0:
+                failed.append(f"{reward.name} {failure}")
+        if failed:
+            return None, "; ".join(failed)
+        if self._rewards and not terms and own is None and not self._also_scored:
+            return None, "no reward applies: every function returned None for this episode"
+        if own is not None:
+            terms.append(own)
+        total = _sum(terms)
+        if not math.isfinite(total):
+            return None, f"the sum of the rewards is {total}"
+        return total, None
+
+
+async def grade(rewards: Sequence[Reward], samples: Sequence[Sample], *, timeout_s: float) -> list[Grade]:
+    """One batch, by a grader of its own."""
+    async with Grader(rewards, timeout_s=timeout_s) as grader:
+        return await grader.grade(samples)
+
+
+def overlong_penalty(num_tokens: int, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
+    """DAPO's soft punishment of length: 0 until the last `buffer_tokens`, then linearly down to -`penalty`."""
+    over = num_tokens - (max_new_tokens - buffer_tokens)
+    return -penalty * min(1.0, over / buffer_tokens) if over > 0 else 0.0
+
+
+def _sum(terms: Sequence[float]) -> float:
+    with contextlib.suppress(OverflowError, ValueError):  # fsum of huge numbers, or of infinities of both signs
+        return math.fsum(terms)
+    return math.nan

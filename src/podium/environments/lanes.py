@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where reward functions run: a thread that calls one after the other, or an event loop of their own in a thread.
+
+Neither can be stopped from outside when user code hangs in it; it is left behind as a daemon, and what it would still
+say is heard by nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import os
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from podium.environments.rewards import Outcome, Reward, Sample
+from podium.errors import PodiumError
+
+# Asynchronous calls under way at the same time: enough for a remote judge, and not an attack on it.
+_MOST_AT_ONCE = 256
+_LONGEST_ERROR = 500
+_CLOSING_S = 2.0
+
+
+class Work:
+    """The calls of one reward for one batch, and what came of each. A result is written once: late ones are lost."""
+
+    def __init__(self, reward: Reward, batches: Sequence[Sequence[Sample]]) -> None:
+        self.reward = reward
+        self.batches = batches
+        self.results: list[list[Outcome] | None] = [None] * len(batches)
+
+    @property
+    def is_done(self) -> bool:
+        return all(result is not None for result in self.results)
+
+    def fail(self, position: int, failure: str) -> None:
+        self.results[position] = [Outcome(None, failure)] * len(self.batches[position])
+
+    def fail_rest(self, failure: str) -> None:
+        for position, result in enumerate(self.results):
+            if result is None:
+                self.fail(position, failure)
+
+    def failed(self, position: int, error: BaseException) -> list[Outcome]:
+        return [Outcome(None, _told(error))] * len(self.batches[position])
+
+    def called(self, position: int) -> list[Outcome]:
+        """Makes the call here and now."""
+        batch = self.batches[position]
+        try:
+            returned = self.reward.call(batch)
+            if inspect.isawaitable(returned):  # a plain function that hands on a coroutine
+                returned = asyncio.run(_awaited(returned))
+            return self.reward.outcomes(returned, len(batch))
+        except BaseException as error:  # user code: exit() must not end the grading either
+            return self.failed(position, error)
+
+    async def awaited(self, position: int) -> list[Outcome]:
+        batch = self.batches[position]
+        try:
+            return self.reward.outcomes(await self.reward.call(batch), len(batch))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # exit() would end the loop and every other call in it
+            return self.failed(position, error)
+
+
+class SyncLane:
+    """A thread that makes the calls of some work in order, beginning with one, until it is left."""
+
+    def __init__(self, work: Work, begin: int, home: asyncio.AbstractEventLoop) -> None:
+        self._work = work
+        self._position, self._since = begin, time.monotonic()
+        self._home, self._done = home, asyncio.Event()
+        self._left = False
+        self._lock = threading.Lock()  # what is called now, since when, and whether anybody still listens
+        self._thread = threading.Thread(target=self._run, name=f"reward {work.reward.name}", daemon=True)
+
+    @property
+    def num_stuck(self) -> int:
+        return int(self._thread.is_alive())
+
+    async def run(self, timeout_s: float) -> int | None:
+        """Waits until all calls are made, or one has taken longer than `timeout_s`: then the thread is left, and this
+        is that call's position."""
+        self._thread.start()
+        while not self._done.is_set():
+            with self._lock:
+                left_s = self._since + timeout_s - time.monotonic()
+                if left_s <= 0:
+                    if self._position == len(self._work.batches):  # all is done, and the news is on its way
+                        return None
+                    self._left = True
+                    return self._position
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._done.wait(), left_s)
+        return None
+
+    def leave(self) -> None:
+        """The thread ends after the call that it is in."""
+        with self._lock:
+            self._left = True
+
+    def _run(self) -> None:
+        results, position = self._work.results, self._position
+        while position < len(results):
+            outcomes = self._work.called(position)
+            with self._lock:
+                if self._left:
+                    return
+                results[position] = outcomes
+                position += 1
+                self._position, self._since = position, time.monotonic()
+        with contextlib.suppress(RuntimeError):  # the loop that waited is closed
+            self._home.call_soon_threadsafe(self._done.set)
+
+
+class AsyncLane:
+    """An event loop in a thread, kept for batch after batch: clients that a function opened in it stay open."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._overdue: list[asyncio.Task[list[Outcome]]] = []
+        self._thread = threading.Thread(target=self._run, name="reward event loop", daemon=True)
+        self._thread.start()
+        self._blocked = False
+
+    @property
+    def num_stuck(self) -> int:
+        return sum(not task.done() for task in list(self._overdue)) + int(self._blocked and self._thread.is_alive())
+
+    async def run(self, work: Work, timeout_s: float, too_slow: str) -> list[int] | None:
+        """Waits until all open calls of the work have a result. A call that takes longer than `timeout_s` is cancelled
+        and fails. When the loop is in one and the same call for that long, the call blocks it: the lane must be left,
+        and these are the positions of the calls to blame."""
+        home, news = asyncio.get_running_loop(), asyncio.Event()
+        batch = _OpenCalls(work, self._loop, timeout_s, too_slow, self._overdue)
+
+        def tell() -> None:
+            with contextlib.suppress(RuntimeError):  # the loop that waited is closed
+                home.call_soon_threadsafe(news.set)
+
+        batch.when_done = tell
+        self._loop.call_soon_threadsafe(batch.begin)
+        seen, since = batch.glimpse(), time.monotonic()
+        try:
+            while not work.is_done:
+                await _set_within(news, timeout_s / 4)
+                news.clear()
+                if (now := batch.glimpse()) != seen:
+                    seen, since = now, time.monotonic()
+                elif time.monotonic() - since >= timeout_s:
+                    self._blocked = True
+                    return batch.leave()
+                self._loop.call_soon_threadsafe(batch.beat)
+        except asyncio.CancelledError:
+            self._loop.call_soon_threadsafe(batch.cancel)
+            raise
+        return None
+
+    def close(self) -> None:
+        """Ends the loop's thread; waits for it, but not for user code that will not end."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(_CLOSING_S)
+        self._blocked = self._thread.is_alive()
+        self._overdue.clear()  # what would not be cancelled lies still now
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+        with contextlib.suppress(Exception):
+            open_tasks = asyncio.all_tasks(self._loop)
+            for task in open_tasks:
+                task.cancel()
+            if open_tasks:
+                self._loop.run_until_complete(asyncio.wait(open_tasks, timeout=_CLOSING_S / 2))
+            self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+
+
+class _OpenCalls:
+    """The calls of some work in one event loop. Methods run in the loop's thread unless they say otherwise."""
+
+    def __init__(
+        self, work: Work, loop: asyncio.AbstractEventLoop, timeout_s: float, too_slow: str,
+        overdue: list[asyncio.Task[list[Outcome]]],
+    ) -> None:  # fmt: skip
+        self._work, self._loop = work, loop
+        self._timeout_s, self._too_slow = timeout_s, too_slow
+        self._overdue = overdue
+        self._waiting = iter([position for position, result in enumerate(work.results) if result is None])
+        self._open: dict[asyncio.Task[list[Outcome]], int] = {}
+        self._num_settled = self._num_beats = 0
+        self._left = False
+        self._lock = threading.Lock()  # between the loop's thread and `leave`
+        self.when_done: Callable[[], None] = _nothing
+
+    def begin(self) -> None:
+        for _ in range(_MOST_AT_ONCE):
+            self._next()
+
+    def cancel(self) -> None:
+        self._left = True
+        for task in self._open:
+            task.cancel()
+
+    def beat(self) -> None:
+        self._num_beats += 1
+
+    def glimpse(self) -> tuple[asyncio.Task[Any] | None, int, int]:
+        """The task that the loop is in now, how many calls are over, and how often the loop has come round since it is
+        asked to count: while the loop goes on, one of them changes. From any thread."""
+        return asyncio.current_task(self._loop), self._num_settled, self._num_beats
+
+    def leave(self) -> list[int]:
+        """Writes nothing from here on; the call that the loop is in now, or where that cannot be told all open ones.
+        From any thread."""
+        with self._lock:
+            self._left = True
+            running = asyncio.current_task(self._loop)
+            return [self._open[running]] if running in self._open else list(self._open.values())
+
+    def _next(self) -> None:
+        position = None if self._left else next(self._waiting, None)
+        if position is not None:
+            task = self._loop.create_task(self._timed(position))
+            with self._lock:
+                self._open[task] = position
+            task.add_done_callback(self._finished)
+
+    async def _timed(self, position: int) -> list[Outcome]:
+        # The deadline counts from here and not from the task's creation: others may have had the loop in between.
+        task = asyncio.current_task()
+        assert task is not None
+        timer = self._loop.call_later(self._timeout_s, self._late, task)
+        try:
+            return await self._work.awaited(position)
+        finally:
+            timer.cancel()
+
+    def _finished(self, task: asyncio.Task[list[Outcome]]) -> None:
+        with self._lock:
+            position = self._open.pop(task, None)
+            if position is None or self._left:
+                return  # it was given up before
+            if task.cancelled():
+                self._work.fail(position, "cancelled itself")
+            else:
+                self._work.results[position] = task.result()
+        self._go_on()
+
+    def _late(self, task: asyncio.Task[list[Outcome]]) -> None:
+        with self._lock:
+            position = self._open.pop(task, None)
+            if position is None or self._left:
+                return
+            self._work.fail(position, self._too_slow)
+        self._overdue.append(task)
+        task.cancel()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        self._num_settled += 1
+        self._next()
+        if not self._open:
+            self.when_done()
+
+
+async def _awaited(returned: Awaitable[Any]) -> Any:
+    return await returned
+
+
+def _nothing() -> None:
+    """Until somebody waits."""
+
+
+async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(event.wait(), timeout_s)
+    return event.is_set()
+
+
+def _told(error: BaseException) -> str:
+    """'raised KeyError: 'x' (rewards.py, line 12)'; errors of our own have said all in their words."""
+    try:
+        text = str(error)
+    except Exception:  # its __str__ is user code too
+        text = "without words"
+    text = text[:_LONGEST_ERROR] + ("..." if len(text) > _LONGEST_ERROR else "")
+    if isinstance(error, PodiumError):
+        return f"cannot tell: {text}"
+    return f"raised {type(error).__name__}{f': {text}' if text else ''}{_place(error.__traceback__)}"
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """The deepest line in the file of the user's function: where he can do something about it."""
+    frames: list[tuple[str, int]] = []
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    theirs = [file for file, _ in frames if not file.startswith(_NOT_THEIRS)]
+    if not theirs:
+        return ""
+    line = [line for file, line in frames if file == theirs[0]][-1]
+    return f" ({theirs[0]}, line {line})"
+
+
+_NOT_THEIRS = tuple(os.path.dirname(file) + os.sep for file in (__file__, asyncio.__file__))

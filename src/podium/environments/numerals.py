@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The number that a text ends with, as people and models write numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from fractions import Fraction
+
+# Answers are whatever a model wrote: `1e999999999` must not be worked out, nor a million digits converted.
+_MOST_DIGITS = 400
+_LARGEST_EXPONENT = 400
+
+# Possessive quantifiers (++) throughout: no answer can make the search go back and forth.
+_PLAIN = r"(?:(?>\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?+|(?<!\.)\.\d++)"
+_TIMES = r"\s*+(?:×|[xX*]|\\times|\\cdot)\s*+"
+
+
+def _power(name: str) -> str:
+    return r"10\s*+(?:\^|\*\*)\s*+\{?+\s*+(?P<" + name + r">[-+]?+\d++)\s*+\}?+"
+
+
+def _braced(name: str) -> str:
+    return r"\{\s*+(?P<" + name + r">[-+]?+" + _PLAIN + r")\s*+\}"
+
+
+_NUMBER = re.compile(
+    # A sign stands alone or before a currency; in 3-4 and (x)-4 the minus is an operation.
+    r"(?P<sign>(?<![\w)\]}])[-+])?(?:\\?[$€£])?"
+    # Not the 2 of x2, cm^2 and cm^{2}, and not the parts of 1.2.3.
+    r"(?<![A-Za-z_\d])(?<!\d\.)(?<!\^)(?<!\^-)(?<!\^\{)(?<!\^\{-)"
+    r"(?:"
+    r"(?P<whole>\d++)?\\frac\s*+(?:" + _braced("upper") + r"\s*+" + _braced("lower") + r"|(?P<pair>\d\d))"
+    r"|" + _power("alone") +
+    # 3/4, but not the parts of the date 3/4/2025.
+    r"|(?<!/)(?P<above>" + _PLAIN + r")\s?+/\s?+(?P<below>" + _PLAIN + r")(?!\s?/\s?\d)"
+    r"|(?P<plain>" + _PLAIN + r")(?:[eE](?P<exponent>[-+]?+\d++)|" + _TIMES + _power("power") + r")?+"
+    r")\s*+(?P<percent>%)?",
+    re.ASCII,
+)  # fmt: skip
+_LATEX = re.compile(r"\{,\}|\\[,!;: ]|\\[dt]frac|\\%|\u2212")
+_LATEX_PLAIN = {"{,}": ",", "\\dfrac": "\\frac", "\\tfrac": "\\frac", "\\%": "%", "\u2212": "-"}
+_BRACES = re.compile(r"\\(?:boxed|fbox)\{|\{|\}")
+_MARK = "####"
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """An exact value; `percent` when a percent sign stands behind it, which is not worked out."""
+
+    value: Fraction
+    percent: bool
+
+    def is_near(self, other: Number, tolerance: float) -> bool:
+        """Equal up to `tolerance`. Where only one of them has a percent sign, 50% stands for 50 and for 0.5."""
+        limit = Fraction(tolerance)
+        if abs(self.value - other.value) <= limit:
+            return True
+        if self.percent == other.percent:
+            return False
+        mine = self.value / 100 if self.percent else self.value
+        theirs = other.value / 100 if other.percent else other.value
+        return abs(mine - theirs) <= limit
+
+
+def final_number(text: str) -> Number | None:
+    """The last number of the last \\boxed{}, else of the line behind the last ####, else of the whole text."""
+    box = last_box(text)
+    if box is not None:
+        return _last_number(box)
+    if _MARK in text:
+        return _last_number(text.rpartition(_MARK)[2].strip().partition("\n")[0])
+    return _last_number(text)
+
+
+def last_box(text: str) -> str | None:
+    """What stands in the last \\boxed{...} that is closed; braces inside it count."""
+    open_at: list[int] = []  # of every brace that is open: where a box's content begins, or -1
+    begin, end = -1, -1
+    for brace in _BRACES.finditer(text):
+        if brace[0] == "}":
+            if open_at and (opened := open_at.pop()) > begin:
+                begin, end = opened, brace.start()
+        else:
+            open_at.append(-1 if brace[0] == "{" else brace.end())
+    return None if begin < 0 else text[begin:end]
+
+
+def _last_number(text: str) -> Number | None:
+    plain = _LATEX.sub(lambda found: _LATEX_PLAIN.get(found[0], ""), text)
+    last = next(iter(deque(_NUMBER.finditer(plain), maxlen=1)), None)
+    if last is None or last.end() - last.start() > _MOST_DIGITS:
+        return None
+    value = _value(last)
+    if value is None:
+        return None
+    return Number(-value if last["sign"] == "-" else value, last["percent"] is not None)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    if found["upper"] is not None or found["pair"] is not None:
+        pair = found["pair"]
+        part = _ratio(pair[0], pair[1]) if pair is not None else _ratio(found["upper"], found["lower"])
+        return None if part is None else part + int(found["whole"] or 0)
+    if found["above"] is not None:
+        return _ratio(found["above"], found["below"])
+    mantissa = "1" if found["alone"] is not None else found["plain"]
+    exponent = int(found["alone"] or found["exponent"] or found["power"] or 0)
+    if abs(exponent) > _LARGEST_EXPONENT:
+        return None
+    return _fraction(mantissa) * Fraction(10) ** exponent
+
+
+def _ratio(upper: str, lower: str) -> Fraction | None:
+    below = _fraction(lower)
+    return None if below == 0 else _fraction(upper) / below
+
+
+def _fraction(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an environment is: reset gives the beginning of an episode, step answers each turn of the model."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+from podium.data.kinds import Message
+from podium.data.masks import Tools
+from podium.data.tasks import Task
+from podium.environments.chat_format import Call, ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observation:
+    """How an episode begins: with a chat that waits for the model's first answer (a string is what a user asks), with
+    raw text to go on from, or, where neither is given, with what the task itself asks.
+
+    `tools` are JSON schemas that the chat template shows to the model; None stands for the task's own.
+    """
+
+    messages: Sequence[Message] | str | None = None
+    text: str | None = None
+    tools: Tools = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Turn:
+    """One answer of the model.
+
+    `text` is what it said, without the end-of-turn token; `calls` are the tool calls in it, those that cannot be read
+    included, in order; `finish` is "length" when a token limit cut the answer off.
+    """
+
+    number: int  # from 0
+    text: str
+    calls: tuple[Call, ...] = ()
+    finish: Literal["stop", "length"] = "stop"
+
+    @property
+    def good_calls(self) -> tuple[ToolCall, ...]:
+        return tuple(call for call in self.calls if isinstance(call, ToolCall))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Outcome:
+    """What a turn led to.
+
+    `messages` go on with the conversation: a list of {role, content}, or a string, which a user says in a chat and
+    which is appended as it is to raw text. `reward` belongs to this turn; an episode's is the sum. With `done` nothing
+    more is generated (messages are then kept for the record only). `metrics` are numbers, summed over the turns.
+    """
+
+    messages: Sequence[Message] | str = ()
+    reward: float = 0.0
+    done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class Environment(Protocol):
+    """One episode's world: an instance is made for every episode and not used again.
+
+    Methods may be coroutines, which run in the event loop with all other episodes and must not block it, or plain
+    functions, which run in a thread. Both have a deadline (recipe: environment.timeout_s). An exception ends this
+    episode with finish "error" and no other. `close()`, if there is one, is called at the end, whatever happened.
+
+    An environment whose methods bound their own time says so by `keeps_deadlines = True`.
+    """
+
+    def reset(self, task: Task, /) -> Observation | Awaitable[Observation | None] | None:
+        """Called once, before the model says anything. None stands for Observation()."""
+        ...
+
+    def step(self, turn: Turn, /) -> Outcome | Awaitable[Outcome]:
+        """Called with every answer of the model, the last one that the limits allow included."""
+        ...
+
+
+class SingleTurn:
+    """The task's own question and one answer; its reward comes from the recipe's reward functions."""
+
+    async def reset(self, task: Task, /) -> Observation:
+        return Observation()
+
+    async def step(self, turn: Turn, /) -> Outcome:
+        return Outcome(done=True)
+
+
+async def call_within(timeout_s: float | None, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+    """Calls user code: a coroutine function here, any other in a thread of its own. TimeoutError after the deadline.
+
+    Code that outlives its deadline is cancelled and left alone: waiting for it to notice would hand it our time, and a
+    thread cannot be stopped at all (it is a daemon, so that the process can end).
+    """
+    running = asyncio.ensure_future(_called(functools.partial(function, *given, **named)))
+    try:
+        done, _ = await asyncio.wait({running}, timeout=timeout_s)
+    except asyncio.CancelledError:
+        running.cancel()
+        raise
+    if not done:
+        running.cancel()
+        running.add_done_callback(_forget)
+        raise TimeoutError(f"took longer than {timeout_s:g} s and was given up")
+    if running.cancelled():
+        raise RuntimeError("cancelled itself")
+    return running.result()
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine at once; also of callable objects and partial functions."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+async def _called(function: Callable[[], Any]) -> Any:
+    try:
+        found = function() if is_async(function) else await _in_thread(function)
+        return await found if inspect.isawaitable(found) else found
+    except SystemExit as error:  # would end the event loop, and every other episode with it
+        raise RuntimeError(f"called exit({error.code!r})") from error
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Not in the loop's executor: a call that never returns would keep one of its few threads for ever, and the process
+    with it."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def deliver(value: Any, error: BaseException | None) -> None:
+        if not outcome.done():
+            outcome.set_result((value, error))
+
+    def work() -> None:
+        value, raised = None, None
+        try:
+            value = function()
+        except BaseException as error:  # to be raised where somebody waits
+            raised = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(deliver, value, raised)
+
+    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="environment", daemon=True).start()
+    value, raised = await outcome
+    if raised is None:
+        return value
+    if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
+        raise raised
+    # A coroutine cannot raise these as what they are: they would end it, or the loop.
+    raise RuntimeError(f"{type(raised).__name__}: {raised}") from raised
+
+
+def _forget(running: asyncio.Future[Any]) -> None:
+    if not running.cancelled():
+        running.exception()

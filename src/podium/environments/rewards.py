@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe's rewards as things that can be called: functions of one's own and verifiers, and what they returned."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from podium.environments.protocol import is_async
+from podium.environments.signatures import Per, Sample, Signature, fit_signature
+from podium.environments.verifiers import bind_verifier
+from podium.errors import PodiumError, RecipeError
+from podium.recipe import plugins
+from podium.recipe.on_policy import RewardSection
+
+__all__ = ["Outcome", "Reward", "Sample", "build_rewards", "reward_names"]
+
+_LONGEST_SHOWN = 60
+_OF_VERIFIERS = Signature(style="podium", per="sample", names=("answer", "reference"))
+
+
+class Outcome(NamedTuple):
+    """What a reward said of one sample. Neither value nor failure: the reward does not apply to it."""
+
+    value: float | None
+    failure: str | None = None
+    extras: Mapping[str, float] | None = None  # further numbers that the function returned with its score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reward:
+    """One reward of the recipe, ready to be called."""
+
+    index: int  # its place in the recipe's list, where reward models have one too
+    name: str
+    weight: float
+    function: Callable[..., Any]
+    signature: Signature
+    options: Mapping[str, Any] = field(default_factory=dict)
+    is_async: bool = False
+
+    @property
+    def per(self) -> Per:
+        return self.signature.per
+
+    def calls(self, samples: Sequence[Sample]) -> list[list[int]]:
+        """Positions of the samples that go into one call each; a group is called once, however it lies in the batch."""
+        match self.per:
+            case "sample":
+                return [[position] for position in range(len(samples))]
+            case "batch":
+                return [list(range(len(samples)))] if samples else []
+            case "group":
+                groups: dict[int, list[int]] = {}
+                for position, sample in enumerate(samples):
+                    groups.setdefault(sample.group, []).append(position)
+                return list(groups.values())
+
+    def call(self, samples: Sequence[Sample]) -> Any:
+        """What the function returns for one call's samples; an awaitable where it is asynchronous."""
+        return self.function(**self.signature.arguments(samples), **self.options)
+
+    def outcomes(self, returned: Any, count: int) -> list[Outcome]:
+        """What was returned for `count` samples, made sense of."""
+        if self.per == "sample":
+            return [self._outcome(returned)]
+        values = _as_list(returned)
+        if values is None:
+            failure = f"returned {_shown(returned)} for {count} samples, and not a list with one number for each"
+        elif len(values) != count:
+            failure = f"returned {len(values)} values for {count} samples"
+        else:
+            return [self._outcome(value) for value in values]
+        return [Outcome(None, failure)] * count
+
+    def _outcome(self, returned: Any) -> Outcome:
+        if type(returned) is float and math.isfinite(returned):  # nearly always
+            return Outcome(returned)
+        extras = None
+        if isinstance(returned, Mapping):
+            if "score" not in returned:
+                return Outcome(None, f"returned a dict without `score`; it has {', '.join(map(str, returned))}")
+            numbers = {str(name): _number(value) for name, value in returned.items() if name != "score"}
+            extras = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
+            returned = returned["score"]
+        if returned is None:
+            # TRL's way to say that a function has no opinion on a sample; elsewhere it is a forgotten return.
+            return Outcome(None, None if self.signature.style == "trl" else "returned None", extras)
+        value = _number(returned)
+        if value is None:
+            return Outcome(None, f"returned {_shown(returned)}, which is not a number", extras)
+        if not math.isfinite(value):
+            return Outcome(None, f"returned {'NaN' if math.isnan(value) else value}", extras)
+        return Outcome(value, None, extras)
+
+
+def build_rewards(sections: Sequence[RewardSection], key: str = "reward") -> tuple[Reward, ...]:
+    """The rewards that are functions and verifiers, with plug-ins loaded and options checked. Reward models are scored
+    elsewhere: they are left out here, and the others keep their index."""
+    names = reward_names(sections, key)
+    return tuple(
+        _built(section, index, names[index], f"{key}.{index}")
+        for index, section in enumerate(sections)
+        if section.model is None
+    )
+
+
+def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tuple[str, ...]:
+    """What each reward, reward models too, is called in the metrics."""
+    names: list[str] = []
+    for index, section in enumerate(sections):
+        name = section.name or _default_name(section, f"{key}.{index}")
+        if name in names:
+            raise RecipeError(
+                f"{key}.{index}.name: {key}.{names.index(name)} is called {name!r} too, and metrics could not tell "
+                f"them apart. Give {key}.{index} another name."
+            )
+        names.append(name)
+    return tuple(names)
+
+
+def _default_name(section: RewardSection, key: str) -> str:
+    if section.function is not None:
+        return plugins.split_plugin(section.function)[1]
+    if section.verifier is not None:
+        return section.verifier
+    if section.model is not None:
+        return os.path.basename(section.model.rstrip("/")) or section.model
+    raise RecipeError(f"{key}: needs one of function, verifier and model. Add for instance verifier: exact_match.")
+
+
+def _built(section: RewardSection, index: int, name: str, key: str) -> Reward:
+    if section.verifier is not None:
+        verifier = bind_verifier(section.verifier, section.options, key)
+        return Reward(index=index, name=name, weight=section.weight, function=verifier, signature=_OF_VERIFIERS)
+    assert section.function is not None
+    function, options = _loaded(section.function, key), dict(section.options)
+    if inspect.isclass(function):
+        function, options = _instance(function, options, key), {}
+    signature = fit_signature(function, options, style=section.style, per=section.per, key=key)
+    return Reward(
+        index=index, name=name, weight=section.weight, function=function, signature=signature, options=options,
+        is_async=is_async(function),
+    )  # fmt: skip
+
+
+def _loaded(path: str, key: str) -> Callable[..., Any]:
+    try:
+        return plugins.load(path, f"{key}.function")
+    except PodiumError:
+        raise
+    except Exception as error:  # the file is the user's code
+        raise RecipeError(
+            f"{key}.function: running {plugins.split_plugin(path)[0]} raised {type(error).__name__}: {error}. Mend the "
+            "file, or install what it imports."
+        ) from error
+
+
+def _instance(made_by: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    name = getattr(made_by, "__name__", "the class")
+    try:
+        inspect.signature(made_by).bind(**options)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{key}.options: {name} cannot be made with these options: {error}.") from error
+    try:
+        made = made_by(**options)
+    except Exception as error:  # the class is the user's code
+        raise RecipeError(
+            f"{key}.function: making a {name} with {key}.options raised {type(error).__name__}: {error}."
+        ) from error
+    if not callable(made):
+        raise RecipeError(f"{key}.function: a {name} cannot be called. Give the class a method __call__.")
+    return made  # type: ignore[no-any-return]
+
+
+def _as_list(returned: Any) -> list[Any] | None:
+    if isinstance(returned, list | tuple):
+        return list(returned)
+    if getattr(returned, "ndim", None) == 1 and hasattr(returned, "tolist"):  # an array, or a tensor
+        return list(returned.tolist())
+    return None
+
+
+def _number(value: Any) -> float | None:
+    """Python's, NumPy's and other libraries' scalars as a float; None for what is not one, text included."""
+    scalar = isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating | Fraction | Decimal)
+    if not scalar and (isinstance(value, str | bytes | complex) or getattr(value, "shape", None) != ()):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+    except (TypeError, ValueError):
+        return None
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return f"{text[:_LONGEST_SHOWN]}{'...' if len(text) > _LONGEST_SHOWN else ''} ({type(value).__name__})"

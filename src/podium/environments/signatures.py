@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whose signature a reward function has (Podium's own, verl's or TRL's), and the arguments that it is called with."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any, Literal
+
+from podium.data.documents import Tokens
+from podium.data.kinds import Message
+from podium.data.trajectories import TrajectoryId
+from podium.errors import DataError, RecipeError
+
+Style = Literal["podium", "verl", "trl"]
+Per = Literal["sample", "batch", "group"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One episode as a reward sees it.
+
+    `answer` is what the model said, without its end token; of several turns, what it said last. `turns` is then the
+    whole conversation, the prompt's messages first.
+    """
+
+    id: TrajectoryId
+    group: int  # the prompt's draw: samples of one group answer the same task
+    prompt_text: str
+    messages: Sequence[Message] | None  # of the prompt, where it is a chat
+    answer: str
+    reference: str | None
+    row: Mapping[str, Any]
+    source: str
+    num_tokens: int  # that the policy drew
+    truncated: bool = False
+    tokens: Tokens | None = None  # of the answer
+    turns: Sequence[Message] | None = None
+    environment_reward: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature:
+    """How a function is called: what one call is given, and the names of the arguments that samples fill."""
+
+    style: Style
+    per: Per
+    names: tuple[str, ...]
+    columns: tuple[str, ...] = ()  # trl: further parameters, filled from the columns of the rows
+    required: tuple[str, ...] = ()  # of those columns
+    all_columns: bool = False  # trl: the function takes **kwargs
+    options: tuple[str, ...] = ()  # names that are not filled from columns: the recipe gives them
+
+    def arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
+        """The keyword arguments of one call; with per sample there is one sample."""
+        if self.per == "sample":
+            [sample] = samples
+            return {name: _OF_SAMPLE[name](sample) for name in self.names}
+        filled = {name: _OF_BATCH[self.style][name](samples) for name in self.names}
+        if self.style == "trl":
+            filled.update(self._columns_of(samples))
+        return filled
+
+    def _columns_of(self, samples: Sequence[Sample]) -> dict[str, list[Any]]:
+        present = dict.fromkeys(name for sample in samples for name in sample.row)
+        missing = [name for name in self.required if name not in present]
+        if missing:
+            raise DataError(
+                f"the function needs the column {missing[0]!r}, which rows of {samples[0].source} do not have. They "
+                f"have: {', '.join(present)}. Rename one in the source's `columns`, or give it a default."
+            )
+        wanted = [name for name in present if name not in _NOT_A_COLUMN] if self.all_columns else self.columns
+        return {
+            name: [sample.row.get(name) for sample in samples]
+            for name in wanted
+            if name in present and name not in self.options and name not in self.names
+        }
+
+
+def fit_signature(
+    function: Callable[..., Any], options: Mapping[str, Any], *, style: Style | Literal["auto"], per: Per, key: str
+) -> Signature:
+    """How to call `function`; a RecipeError that names `key` and the parameters where it cannot be called."""
+    given = _Parameters.of(function, options, key)
+    whose = _told(given.named) if style == "auto" else style
+    if whose != "podium" and per != "sample":
+        raise RecipeError(
+            f"{key}.per: {per} is about Podium's own style, and {given.shown} has {whose}'s, which says itself what "
+            "one call is given. Remove it."
+        )
+    match whose:
+        case "podium":
+            return _fit_podium(given, per, key)
+        case "verl":
+            return _fit_verl(given, key)
+        case "trl":
+            return _fit_trl(given, key)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parameters:
+    """What a function can be given by name."""
+
+    shown: str  # the function's name, with its parameters, for errors
+    named: tuple[str, ...]
+    required: tuple[str, ...]
+    takes_rest: bool  # **kwargs
+    options: tuple[str, ...]
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], options: Mapping[str, Any], key: str) -> _Parameters:
+        name = getattr(function, "__name__", type(function).__name__)
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError) as error:
+            raise RecipeError(
+                f"{key}.function: the parameters of {name} cannot be looked at ({error}), so it cannot be called by "
+                "their names. Wrap it in a Python function."
+            ) from error
+        kinds = inspect.Parameter
+        parameters = signature.parameters.values()
+        fixed = [each.name for each in parameters if each.kind is kinds.POSITIONAL_ONLY and each.default is each.empty]
+        if fixed:
+            raise RecipeError(
+                f"{key}.function: {name}{signature} takes {_listed(fixed)} by position only, and arguments are given "
+                "by name. Remove the `/` from its parameters."
+            )
+        named = [each for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+        takes_rest = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
+        unknown = [option for option in options if option not in {each.name for each in named}]
+        if unknown and not takes_rest:
+            raise RecipeError(
+                f"{key}.options.{unknown[0]}: {name}{signature} has no such parameter. Remove the option, or add it."
+            )
+        return cls(
+            shown=f"{name}{signature}",
+            named=tuple(each.name for each in named),
+            required=tuple(each.name for each in named if each.default is each.empty and each.name not in options),
+            takes_rest=takes_rest,
+            options=tuple(options),
+        )
+
+    def require_free(self, names: Sequence[str], key: str) -> None:
+        """Options must not have the names of arguments that samples fill."""
+        for option in self.options:
+            if option in names:
+                raise RecipeError(
+                    f"{key}.options.{option}: Podium fills this argument from the sample itself. Remove the option, or "
+                    "call the parameter something else."
+                )
+
+
+def _told(named: Sequence[str]) -> Style:
+    # TRL before verl: `ground_truth` is an ordinary column there.
+    if "completions" in named or "completion_ids" in named:
+        return "trl"
+    return "verl" if "solution_str" in named or "solution_strs" in named else "podium"
+
+
+def _fit_podium(given: _Parameters, per: Per, key: str) -> Signature:
+    known, other = (_PODIUM_SAMPLE, _PODIUM_BATCH) if per == "sample" else (_PODIUM_BATCH, _PODIUM_SAMPLE)
+    given.require_free(known, key)
+    names = tuple(name for name in given.named if name in known)
+    missing = [name for name in given.required if name not in names]
+    if missing or not names:
+        wanted = f"needs {_listed(missing)}" if missing else "takes nothing"
+        raise RecipeError(
+            f"{key}.function: {given.shown} {wanted}, and what Podium gives {_GIVES[per]} is {', '.join(known)}. "
+            f"{_way_out(missing or given.named, other, per, key)}"
+        )
+    return Signature(style="podium", per=per, names=names, options=given.options)
+
+
+def _way_out(names: Sequence[str], other: Sequence[str], per: Per, key: str) -> str:
+    if any(name in other for name in names):
+        value = "batch or group" if per == "sample" else "sample"
+        return f"Set {key}.per to {value}, or name the parameters otherwise."
+    return f"Use these names, give further parameters a default, or give them in {key}.options."
+
+
+def _fit_verl(given: _Parameters, key: str) -> Signature:
+    plural = any(name in _VERL_BATCH for name in given.named)
+    known = _VERL_BATCH if plural else _VERL_SAMPLE
+    given.require_free(known, key)
+    names = known if given.takes_rest else tuple(name for name in given.named if name in known)
+    missing = [name for name in given.required if name not in names]
+    if missing or not names:
+        raise RecipeError(
+            f"{key}.function: {given.shown} {f'needs {_listed(missing)}' if missing else 'takes nothing'}, and what "
+            f"verl gives is {', '.join(_VERL_SAMPLE)} (or {', '.join(_VERL_BATCH)}). Give further parameters in "
+            f"{key}.options, or set {key}.style."
+        )
+    return Signature(style="verl", per="batch" if plural else "sample", names=tuple(names), options=given.options)
+
+
+def _fit_trl(given: _Parameters, key: str) -> Signature:
+    given.require_free(_TRL_LISTS, key)
+    names = [name for name in _TRL_LISTS if name in given.named or given.takes_rest]
+    names += [name for name in _TRL_TRAINER if name in given.named and name not in given.options]
+    if not names:
+        raise RecipeError(
+            f"{key}.function: {given.shown} takes none of {', '.join(_TRL_LISTS)}, which TRL gives. Set {key}.style."
+        )
+    columns = tuple(name for name in given.named if name not in (*names, *given.options))
+    return Signature(
+        style="trl",
+        per="batch",
+        names=tuple(names),
+        columns=columns,
+        required=tuple(name for name in columns if name in given.required),
+        all_columns=given.takes_rest,
+        options=given.options,
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _ground_truth(sample: Sample) -> Any:
+    """As verl's rows have it, which need not be text; else the reference."""
+    column = sample.row.get("reward_model")
+    found = column.get("ground_truth") if isinstance(column, Mapping) else None
+    return sample.reference if found is None else found
+
+
+def _extra_info(sample: Sample) -> dict[str, Any]:
+    # A copy: functions write into it, and all samples of a prompt share the row.
+    found = sample.row.get("extra_info")
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _trl_prompt(sample: Sample) -> Any:
+    return sample.prompt_text if sample.messages is None else list(sample.messages)
+
+
+def _trl_completion(sample: Sample) -> Any:
+    if sample.messages is None:
+        return sample.answer
+    if sample.turns is None:
+        return [{"role": "assistant", "content": sample.answer}]
+    return list(sample.turns[len(sample.messages) :])
+
+
+def _trl_tokens(sample: Sample) -> list[int] | None:
+    return None if sample.tokens is None else [int(token) for token in sample.tokens.tolist()]
+
+
+def _nothing(*given: Any, **named: Any) -> None:
+    """Stands for TRL's own logging, which there is none of here."""
+
+
+def _each(get: Callable[[Sample], Any]) -> Callable[[Sequence[Sample]], list[Any]]:
+    return lambda samples: [get(sample) for sample in samples]
+
+
+_GIVES: dict[Per, str] = {"sample": "for one sample", "batch": "for a batch", "group": "for a group"}
+_PODIUM: dict[str, tuple[str, Callable[[Sample], Any]]] = {  # plural, and where it comes from
+    "answer": ("answers", attrgetter("answer")),
+    "reference": ("references", attrgetter("reference")),
+    "row": ("rows", attrgetter("row")),
+    "prompt": ("prompts", attrgetter("prompt_text")),
+    "messages": ("messages", attrgetter("messages")),
+    "source": ("sources", attrgetter("source")),
+    "num_tokens": ("num_tokens", attrgetter("num_tokens")),
+    "truncated": ("truncated", attrgetter("truncated")),
+    "sample": ("samples", lambda sample: sample),
+    "turns": ("turns", attrgetter("turns")),
+}
+_VERL: dict[str, tuple[str, Callable[[Sample], Any]]] = {
+    "data_source": ("data_sources", attrgetter("source")),
+    "solution_str": ("solution_strs", attrgetter("answer")),
+    "ground_truth": ("ground_truths", _ground_truth),
+    "extra_info": ("extra_infos", _extra_info),
+}
+_PODIUM_SAMPLE = tuple(_PODIUM)
+_PODIUM_BATCH = tuple(plural for plural, _ in _PODIUM.values())
+_VERL_SAMPLE = tuple(_VERL)
+_VERL_BATCH = tuple(plural for plural, _ in _VERL.values())
+_TRL_LISTS = ("prompts", "completions", "completion_ids")
+_TRL_TRAINER = ("trainer_state", "log_extra", "log_metric")
+_NOT_A_COLUMN = ("prompt", "completion", "completion_ids")
+
+_OF_SAMPLE: dict[str, Callable[[Sample], Any]] = {name: get for name, (_, get) in (_PODIUM | _VERL).items()}
+_OF_BATCH: dict[Style, dict[str, Callable[[Sequence[Sample]], Any]]] = {
+    "podium": {plural: _each(get) for plural, get in _PODIUM.values()},
+    "verl": {plural: _each(get) for plural, get in _VERL.values()},
+    "trl": {
+        "prompts": _each(_trl_prompt),
+        "completions": _each(_trl_completion),
+        "completion_ids": _each(_trl_tokens),
+        "trainer_state": lambda samples: None,
+        "log_extra": lambda samples: _nothing,
+        "log_metric": lambda samples: _nothing,
+    },
+}

@@ -1,0 +1,367 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A conversation as tokens, turn by turn: what was sampled stays as sampled, the rest is what the template adds."""
+
+# T tokens of the whole conversation · L tokens of one piece of it
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.documents import Mask, Tokens
+from podium.data.kinds import Message
+from podium.data.masks import ChatRenderer, ChatTemplateError, Tools
+from podium.data.prompts import PromptTokenizer
+from podium.data.rows import Row
+from podium.environments.chat_format import Call, ToolFormat, detect_format, parse_calls
+from podium.errors import DataError, ModelError
+
+# Stands in a rendering for what the model said. Letters: no tokenizer that splits at words joins the last one with the
+# newline or bracket that a template writes behind a turn.
+_STAND_IN = "okay"
+_THOUGHT = "hmm"
+_QUESTION: Message = {"role": "user", "content": "question"}
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": "probe", "description": "", "parameters": {"type": "object", "properties": {}}},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """Tokens that came into the conversation together: the prompt, an answer, or what the environment said."""
+
+    tokens_L: Tokens
+    logprobs_L: NDArray[np.float32]  # 0 where not sampled
+    versions_L: Tokens  # -1 where not sampled
+    sampled: bool
+    stopped: bool = False  # an answer that ended by itself, not by a limit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Reply:
+    """What an environment's messages add to a transcript, and the rendering that the next reply continues."""
+
+    tokens_L: Tokens
+    shadow: tuple[Message, ...]
+    rendered: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TranscriptArrays:
+    """A transcript as a TrajectoryBlock holds it, and where each answer's last token is."""
+
+    tokens_T: Tokens
+    loss_mask_T: Mask
+    behavior_logprobs_T: NDArray[np.float32]
+    versions_T: Tokens
+    turn_ends: tuple[int, ...]
+
+
+class Transcript:
+    """The tokens of one episode so far. It begins with a chat that waits for an answer, or with raw text.
+
+    In a chat, every reply is rendered with the whole conversation by the model's own template, in which stand-ins take
+    the place of the answers: their tokens are here already and are never made again from text.
+    """
+
+    def __init__(self, tokenizer: TurnTokenizer, start: Sequence[Message] | str, tools: Tools = None) -> None:
+        self._tokenizer, self._tools = tokenizer, tools
+        self._shadow: tuple[Message, ...] | None = None if isinstance(start, str) else tuple(start)
+        self._rendered = "" if self._shadow is None else tokenizer.render(self._shadow, tools)
+        prompt = tokenizer.text_prompt(start) if isinstance(start, str) else tokenizer.chat_prompt(self._rendered)
+        if len(prompt) == 0:
+            raise DataError("the prompt has no tokens, so there is nothing that an answer could follow.")
+        self._pieces = [_unsampled(prompt)]
+        self._length = self.num_prompt_tokens
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return tuple(self._pieces)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self._pieces[0].tokens_L)
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def tokens_T(self) -> Tokens:
+        return np.concatenate([piece.tokens_L for piece in self._pieces])
+
+    def add_answer(
+        self, tokens_L: Tokens, logprobs_L: NDArray[np.float32], versions_L: Tokens, *, stopped: bool
+    ) -> None:
+        """An answer exactly as it was sampled; `stopped` when it ended by itself."""
+        if not len(tokens_L) == len(logprobs_L) == len(versions_L) or len(tokens_L) == 0:
+            raise DataError(
+                f"an answer has {len(tokens_L)} tokens, {len(logprobs_L)} log-probs and {len(versions_L)} versions; "
+                "every token needs one of each, and an answer one token at least."
+            )
+        self._add(
+            Piece(
+                tokens_L=np.asarray(tokens_L, np.int32),
+                logprobs_L=np.asarray(logprobs_L, np.float32),
+                versions_L=np.asarray(versions_L, np.int32),
+                sampled=True,
+                stopped=stopped,
+            )
+        )
+
+    def reply(self, messages: Sequence[Message]) -> Reply:
+        """What these messages would add behind the last answer, the prompt for the next answer included."""
+        assert self._pieces[-1].sampled, "a reply follows an answer"
+        if self._shadow is None:
+            text = "".join(str(message.get("content", "")) for message in messages)
+            return Reply(tokens_L=self._tokenizer.continuation(text), shadow=(), rendered="")
+        form = self._tokenizer.form_before(str(messages[0]["role"]), self._tools)
+        shadow = (*self._shadow, form.message(messages), *messages)
+        rendered = self._tokenizer.render(shadow, self._tools)
+        if not rendered.startswith(self._rendered):
+            # A template that writes the date changes at midnight, which is no rewriting of what was said.
+            self._rendered = self._tokenizer.render(self._shadow, self._tools)
+        tokens = self._tokenizer.encode_behind(self._tokenizer.tail(self._rendered, rendered, form))
+        tokens = tokens[self._tokenizer.already_said(self._pieces[-1], tokens) :]
+        return Reply(tokens_L=np.array(tokens, np.int32), shadow=shadow, rendered=rendered)
+
+    def add_reply(self, reply: Reply) -> None:
+        if self._shadow is not None:
+            self._shadow, self._rendered = reply.shadow, reply.rendered
+        self._add(_unsampled(reply.tokens_L))
+
+    def arrays(self) -> TranscriptArrays:
+        sampled = [np.full(len(piece.tokens_L), piece.sampled) for piece in self._pieces]
+        ends = np.cumsum([len(piece.tokens_L) for piece in self._pieces])
+        return TranscriptArrays(
+            tokens_T=self.tokens_T,
+            loss_mask_T=np.concatenate(sampled),
+            behavior_logprobs_T=np.concatenate([piece.logprobs_L for piece in self._pieces]),
+            versions_T=np.concatenate([piece.versions_L for piece in self._pieces]),
+            turn_ends=tuple(int(end) - 1 for end, piece in zip(ends, self._pieces, strict=True) if piece.sampled),
+        )
+
+    def _add(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._length += len(piece.tokens_L)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """An assistant turn for renderings. Some templates want to see it think, or call the tools whose results follow."""
+
+    thought: str  # begins the content where the template knows reasoning: it must not get lost
+    calls: bool
+
+    def message(self, following: Sequence[Message]) -> Message:
+        if not self.calls:
+            return {"role": "assistant", "content": self.thought + _STAND_IN}
+        ids = [message.get("tool_call_id") for message in following if message["role"] == "tool"]
+        calls = [{"id": each, "type": "function", "function": {"name": "probe", "arguments": {}}} for each in ids]
+        return {"role": "assistant", "content": self.thought, "tool_calls": calls}
+
+
+class TurnTokenizer:
+    """How turns become tokens and answers become text with one tokenizer. Made once and shared by the episodes of a
+    thread; not by threads, tokenizers are not safe."""
+
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = _Renderer(tokenizer)
+        self._prompts = PromptTokenizer(tokenizer)
+        self._stand_in_tokens = self._renderer.encode(_STAND_IN)
+        self._forms: dict[tuple[str, bool], StandIn] = {}
+        self.tool_format = detect_format(tokenizer, tool_format)
+
+    def text_prompt(self, text: str) -> Tokens:
+        """Raw text, as single answers to it get it too: begun as the tokenizer begins texts, and not ended."""
+        return self._prompts.tokens(None, text, None, Row({}, "the episode's prompt"))
+
+    def chat_prompt(self, rendered: str) -> Tokens:
+        return np.array(self._renderer.encode(rendered), np.int32)
+
+    def text_of(self, tokens_L: Tokens, *, stopped: bool) -> str:
+        """What an answer says, without the token that ended it. Special tokens inside of it are kept: some formats
+        mark calls by them."""
+        tokens = tokens_L.tolist()
+        if stopped and tokens and tokens[-1] in self._renderer.special_ids:
+            tokens.pop()
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def calls_of(self, text: str) -> tuple[Call, ...]:
+        return parse_calls(text, self.tool_format)
+
+    def continuation(self, text: str) -> Tokens:
+        """Text behind raw text."""
+        return np.array(self.encode_behind(text), np.int32)
+
+    def render(self, messages: Sequence[Message], tools: Tools) -> str:
+        return self._renderer.text(messages, tools, generation_prompt=True)
+
+    def form_before(self, role: str, tools: Tools) -> StandIn:
+        """How an assistant turn has to look that a message of `role` follows; a ChatTemplateError when no form lets
+        the conversation grow without being rewritten. Found by trying, once."""
+        key = role, tools is None
+        if key not in self._forms:
+            self._forms[key] = self._fitting_form(role, tools)
+        return self._forms[key]
+
+    def tail(self, before: str, after: str, form: StandIn) -> str:
+        """What a rendering says behind its last answer; `before` is the prompt that was answered."""
+        if not after.startswith(before):
+            raise ChatTemplateError(
+                "the chat template renders the earlier part of the conversation differently once a turn is added, so "
+                "the model would not have seen what it is trained on"
+            )
+        turn = after[len(before) :]
+        wanted = self._end_text.lstrip() if form.calls else _STAND_IN
+        begin = turn.find(wanted) if wanted else -1
+        if form.thought and _THOUGHT not in turn[: max(begin, 0)]:
+            raise ChatTemplateError(
+                "the chat template drops what the model thought in an earlier turn, so the model would not have seen "
+                "what it is trained on"
+            )
+        if begin < 0 or (not form.thought and not form.calls and turn[:begin].strip()):
+            raise ChatTemplateError(
+                "the chat template does not put an assistant turn where it asked for it, so what it writes behind the "
+                "turn cannot be told"
+            )
+        tail = turn[begin:] if form.calls else turn[begin + len(wanted) :]
+        return self._from_special(tail)
+
+    def encode_behind(self, text: str) -> list[int]:
+        """The tokens of a text behind an answer: without the mark that some tokenizers put before a first word."""
+        before, both = self._stand_in_tokens, self._renderer.encode(_STAND_IN + text)
+        return both[len(before) :] if both[: len(before)] == before else self._renderer.encode(text)
+
+    def already_said(self, answer: Piece, tail_L: Sequence[int]) -> int:
+        """How many tokens of what the template writes behind the answer are the answer's own last ones. An answer that
+        was cut off has none of them, and the template's end of turn is added behind it, untrained."""
+        said, special = answer.tokens_L.tolist(), self._renderer.special_ids
+        most = 0
+        while most < min(len(tail_L), len(self._end_tokens)) and tail_L[most] == self._end_tokens[most]:
+            most += 1
+        begins_special = len(tail_L) > 0 and tail_L[0] in special
+        for count in range(min(max(most, int(begins_special)), len(said)), 0, -1):
+            if said[-count:] == list(tail_L[:count]):
+                return count
+        # Another end of turn that the template knows, such as the one behind a call: it takes the usual one's place.
+        return int(begins_special and answer.stopped and said[-1] in self._special_ids_of_template)
+
+    def _fitting_form(self, role: str, tools: Tools) -> StandIn:
+        prompt = self.render([_QUESTION], tools).rstrip()
+        thinks = "</think>" in self._renderer.template(tools) and not prompt.endswith("</think>")
+        opened = "" if prompt.endswith("<think>") else "<think>\n"
+        thought = f"{opened}{_THOUGHT}\n</think>\n\n" if thinks else ""
+        plain = StandIn(thought=thought, calls=False)
+        try:
+            self._try_form(plain, role, tools)
+        except ChatTemplateError:
+            calling = StandIn(thought=thought, calls=True)
+            if role != "tool" or not self._fits(calling, role, tools):
+                raise
+            return calling
+        return plain
+
+    def _fits(self, form: StandIn, role: str, tools: Tools) -> bool:
+        try:
+            self._try_form(form, role, tools)
+        except ChatTemplateError:
+            return False
+        return True
+
+    def _try_form(self, form: StandIn, role: str, tools: Tools) -> None:
+        """Two rounds: some templates forbid or rewrite only what is two turns back."""
+        chat: list[Message] = [_QUESTION]
+        rendered = self.render(chat, tools)
+        for number in range(2):
+            message = {"role": role, "content": "result"}
+            if role == "tool":
+                message["tool_call_id"] = f"{number:09d}"
+            chat += [form.message([message]), message]
+            before, rendered = rendered, self.render(chat, tools)
+            if message["content"] not in self.tail(before, rendered, form):
+                raise ChatTemplateError(f"the chat template leaves out what a {role} message says")
+
+    def _from_special(self, tail: str) -> str:
+        """Without space before an end-of-turn token: that is the template's taste, the answer ended without it."""
+        stripped = tail.lstrip()
+        return stripped if stripped.startswith(self._special_texts) else tail
+
+    @cached_property
+    def _end_text(self) -> str:
+        """What the template writes behind an assistant turn."""
+        chat = [_QUESTION, {"role": "assistant", "content": _STAND_IN}]
+        return self._renderer.text(chat, None, generation_prompt=False).rpartition(_STAND_IN)[2]
+
+    @cached_property
+    def _end_tokens(self) -> list[int]:
+        return self.encode_behind(self._from_special(self._end_text))
+
+    @cached_property
+    def _special_texts(self) -> tuple[str, ...]:
+        return tuple(text for text in self._texts_of_special.values() if text)
+
+    @cached_property
+    def _special_ids_of_template(self) -> set[int]:
+        template = self._renderer.template([_PROBE_TOOL])
+        return {id for id, text in self._texts_of_special.items() if text in template}
+
+    @cached_property
+    def _texts_of_special(self) -> dict[int, str]:
+        ids = sorted(self._renderer.special_ids)
+        return {id: str(text) for id, text in zip(ids, self._tokenizer.convert_ids_to_tokens(ids), strict=True)}
+
+
+def check_template(tokenizer: Any, *, role: str = "tool", tools: Tools = None) -> None:
+    """Before a run: raises a ModelError unless the chat template can go on with a conversation without rewriting it.
+
+    `role` is who answers the model: `tool` for tools, `user` for most environments of one's own. Some templates pass
+    for one and not for the other: they keep reasoning between tool calls and drop it when a user speaks.
+    """
+    try:
+        TurnTokenizer(tokenizer).form_before(role, tools)
+    except ChatTemplateError as error:
+        why = str(error) if error.__cause__ is None else f"it refuses them ({error.__cause__})"
+        raise ModelError(
+            f"model.chat_template: not fit for episodes of several turns with {role} messages: {why}. Name a template "
+            "in model.chat_template that renders every turn the same way whatever follows it, or keep episodes to one "
+            "turn."
+        ) from error
+
+
+def shows_tools(tokenizer: Any, tools: Sequence[dict[str, Any]]) -> bool:
+    """Whether the chat template tells the model of these tools. Where it does not, the prompts have to."""
+    text = TurnTokenizer(tokenizer).render([_QUESTION], list(tools))
+    return all(str(tool.get("function", tool).get("name")) in text for tool in tools)
+
+
+class _Renderer(ChatRenderer):
+    """A chat template's text before it becomes tokens, and text as tokens without special ones added."""
+
+    @property
+    def special_ids(self) -> set[int]:
+        return self._special_ids
+
+    def text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
+        return self._text(messages, tools, generation_prompt=generation_prompt)
+
+    def encode(self, text: str) -> list[int]:
+        return self._encode(text)
+
+    def template(self, tools: Tools) -> str:
+        return self._template(tools)
+
+
+def _unsampled(tokens_L: Tokens) -> Piece:
+    return Piece(
+        tokens_L=tokens_L,
+        logprobs_L=np.zeros(len(tokens_L), np.float32),
+        versions_L=np.full(len(tokens_L), -1, np.int32),
+        sampled=False,
+    )

@@ -1,0 +1,23 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GRPO and its relatives: episodes of one prompt are compared with each other. The controller runs this.
+
+Dr.GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and OPO are this program with another estimator, loss or reduction in the
+recipe (docs/methods.md).
+"""
+
+from __future__ import annotations
+
+from podium.controller.estimators import weigher
+from podium.controller.run import OnPolicyRun
+
+
+async def grpo(run: OnPolicyRun) -> None:
+    """Generate, grade, compare, learn, publish: one optimizer update per batch of episodes, or several."""
+    weigh = weigher(run.recipe)
+    async for rollouts in run.rollouts():
+        graded = await run.grade(rollouts)
+        if run.recipe.algorithm.dynamic_sampling:
+            graded = await run.refill(graded)
+        scored = await run.score(graded)
+        report = await run.update(weigh(scored))
+        await run.publish(graded, report)

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Answers of an engine as trajectories: prompt and answer end to end, with who drew which token. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
+from podium.roles.carriers import FINISHES, EpisodeNote
+from podium.rollout.requests import Completion
+
+
+def empty_block() -> TrajectoryBlock:
+    """No trajectory at all: a rank without work still joins in every collective."""
+    return TrajectoryBlock(
+        ids=TrajectoryIds.of(()),
+        offsets=np.zeros(1, np.int64),
+        tokens_T=np.empty(0, np.int32),
+        loss_mask_T=np.empty(0, np.bool_),
+        behavior_logprobs_T=np.empty(0, np.float32),
+        versions_T=np.empty(0, np.int32),
+    )
+
+
+def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNote]:
+    """Rows in ascending order of id, and what the controller learns of them."""
+    answers = sorted(answers, key=lambda each: each.id)
+    prompts = np.array([len(each.prompt) for each in answers], np.int64)
+    drawn = np.array([each.num_tokens for each in answers], np.int64)
+    lengths = np.stack([prompts, drawn], axis=1).reshape(-1)
+    is_drawn_T = np.repeat(np.tile([False, True], len(answers)), lengths)
+    block = TrajectoryBlock(
+        ids=TrajectoryIds.of([each.id for each in answers]),
+        offsets=np.concatenate([[0], np.cumsum(prompts + drawn)]).astype(np.int64),
+        tokens_T=_joined([part for each in answers for part in (each.prompt, each.tokens_L)], np.int32),
+        loss_mask_T=is_drawn_T,
+        behavior_logprobs_T=_laid(is_drawn_T, [each.logprobs_L for each in answers], 0.0, np.float32),
+        versions_T=_laid(is_drawn_T, [each.versions_L for each in answers], -1, np.int32),
+    )
+    note = EpisodeNote(
+        finish_N=np.array([FINISHES.index(each.finish) for each in answers], np.int8),
+        sampled_N=drawn,
+        trained_N=drawn,
+        turns_N=np.ones(len(answers), np.int64),
+        version_N=np.array(
+            [int(each.versions_L.min(initial=2**31 - 1)) if each.num_tokens else -1 for each in answers]
+        ),
+        environment_N=np.full(len(answers), np.nan),
+        errors={row: each.error for row, each in enumerate(answers) if each.error is not None},
+    )
+    return block, note
+
+
+def _joined(parts: Sequence[np.ndarray], dtype: type) -> np.ndarray:
+    return np.concatenate(parts).astype(dtype) if parts else np.empty(0, dtype)
+
+
+def _laid(where_T: np.ndarray, parts: Sequence[np.ndarray], rest: float, dtype: type) -> np.ndarray:
+    values: np.ndarray = np.full(len(where_T), rest, dtype)
+    values[where_T] = _joined(parts, dtype)
+    return values

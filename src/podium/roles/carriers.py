@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What travels between controller and roles: shards of work, and what the controller learns of finished rows.
+
+Token arrays are never in here: a shard has references to them, and a note has numbers of each row. Torch-free.
+"""
+
+# N episodes · G prompts · B optimizer steps
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.cluster.objects import RowRefs
+from podium.data.tasks import DrawnTask, Task
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
+from podium.recipe import AlgorithmSection
+
+Floats = NDArray[np.float64]
+Residency = Literal["active", "resident", "offloaded"]
+"""Of a role on a worker in a phase: at work, idle in device memory, or idle with what can leave the device gone."""
+
+FINISHES = ("stop", "length", "cancelled", "error", "done", "turns", "tokens")
+"""How an episode ended: by a stop token, out of tokens of one answer, cancelled, in error; of several turns: by the
+environment, out of turns, out of tokens."""
+TRUNCATED = tuple(FINISHES.index(each) for each in ("length", "cancelled", "turns", "tokens"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SamplingPlan:
+    """How the episodes of one call are drawn; stop tokens are the worker's tokenizer's."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PromptShard:
+    """Prompts for one data rank of generators, each to be answered `samples` times."""
+
+    prompts: tuple[DrawnTask, ...]
+    samples: int
+    attempt: int = 0
+
+    @cached_property
+    def ids(self) -> TrajectoryIds:
+        draws = np.array([prompt.draw for prompt in self.prompts], np.int64)
+        array = np.zeros((len(draws) * self.samples, 4), np.int64)
+        array[:, 0] = np.repeat(draws, self.samples)
+        array[:, 1] = np.tile(np.arange(self.samples), len(draws))
+        array[:, 3] = self.attempt
+        return TrajectoryIds(array)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TurnRewards:
+    """Rewards that an environment gave on the way: of which row, at which of its tokens, how much."""
+
+    row_K: Ints
+    token_K: Ints  # counted from the row's first token
+    reward_K: Floats
+
+    @classmethod
+    def none(cls) -> TurnRewards:
+        return cls(row_K=np.empty(0, np.int64), token_K=np.empty(0, np.int64), reward_K=np.empty(0))
+
+    def take(self, rows: Ints) -> TurnRewards:
+        """Those of these rows, counted anew."""
+        place = np.full(int(max(rows.max(initial=-1), self.row_K.max(initial=-1))) + 1, -1, np.int64)
+        place[rows] = np.arange(len(rows))
+        kept = place[self.row_K] >= 0
+        return TurnRewards(row_K=place[self.row_K[kept]], token_K=self.token_K[kept], reward_K=self.reward_K[kept])
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[tuple[TurnRewards, int]]) -> TurnRewards:
+        """Of blocks laid one after the other; with each its number of rows."""
+        firsts = np.cumsum([0, *(count for _, count in parts)])[:-1]
+        return cls(
+            row_K=np.concatenate([part.row_K + first for (part, _), first in zip(parts, firsts, strict=True)]),
+            token_K=np.concatenate([part.token_K for part, _ in parts]),
+            reward_K=np.concatenate([part.reward_K for part, _ in parts]),
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class EpisodeNote:
+    """What the controller learns of each row of a block of episodes, in the block's order."""
+
+    finish_N: NDArray[np.int8]  # position in FINISHES
+    sampled_N: Ints  # tokens that the policy drew
+    trained_N: Ints  # tokens that count in the loss
+    turns_N: Ints
+    version_N: Ints  # the oldest version that drew a token of it; -1 where none was drawn
+    environment_N: Floats  # the environment's rewards in sum; NaN where there is no environment
+    turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
+    errors: Mapping[int, str] = field(default_factory=dict)  # by row
+    counts: Mapping[str, float] = field(default_factory=dict)  # sums over rows: tool calls and the like
+
+    def take(self, rows: Ints) -> EpisodeNote:
+        place = {int(row): at for at, row in enumerate(rows)}
+        return EpisodeNote(
+            finish_N=self.finish_N[rows],
+            sampled_N=self.sampled_N[rows],
+            trained_N=self.trained_N[rows],
+            turns_N=self.turns_N[rows],
+            version_N=self.version_N[rows],
+            environment_N=self.environment_N[rows],
+            turn_rewards=self.turn_rewards.take(rows),
+            errors={place[row]: error for row, error in self.errors.items() if row in place},
+            counts=self.counts,
+        )
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[EpisodeNote]) -> EpisodeNote:
+        firsts = np.cumsum([0, *(len(part.finish_N) for part in parts)]).tolist()
+        return cls(
+            finish_N=np.concatenate([part.finish_N for part in parts]),
+            sampled_N=np.concatenate([part.sampled_N for part in parts]),
+            trained_N=np.concatenate([part.trained_N for part in parts]),
+            turns_N=np.concatenate([part.turns_N for part in parts]),
+            version_N=np.concatenate([part.version_N for part in parts]),
+            environment_N=np.concatenate([part.environment_N for part in parts]),
+            turn_rewards=TurnRewards.concatenate([(part.turn_rewards, len(part.finish_N)) for part in parts]),
+            errors={
+                row + first: error
+                for part, first in zip(parts, firsts, strict=False)
+                for row, error in part.errors.items()
+            },
+            counts={
+                name: sum(part.counts.get(name, 0.0) for part in parts)
+                for name in sorted({name for part in parts for name in part.counts})
+            },
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradeShard:
+    """Episodes for one grader: where their tokens are, and the tasks that they answer."""
+
+    rows: RowRefs[TrajectoryBlock]
+    tasks: Mapping[int, Task]  # by draw
+    truncated_N: NDArray[np.bool_]
+    environment_N: Floats
+    show: int = 0  # of how many rows the texts are told too
+
+    @property
+    def ids(self) -> TrajectoryIds:
+        return self.rows.ids
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradeNote:
+    """Rewards of each row, in the shard's order; NaN where a reward does not apply or could not be had."""
+
+    values_NR: Floats  # by reward of the recipe
+    errors: Mapping[int, str]  # by row: why it has no total
+    extras: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # further numbers: sum and count
+    texts: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first rows
+    num_stuck: int = 0  # calls that never came back and still hold a thread of the worker
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoreShard:
+    """Episodes to be scored by a model: log-probs of their sampled tokens."""
+
+    rows: RowRefs[TrajectoryBlock]
+
+    @property
+    def ids(self) -> TrajectoryIds:
+        return self.rows.ids
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DistanceNote:
+    """How far the sampling policy is from the scoring model: sums over each row's sampled tokens."""
+
+    k1_N: Floats
+    k2_N: Floats
+    k3_N: Floats
+    tokens_N: Ints
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ValueShard:
+    """Episodes whose values and advantages the critic estimates."""
+
+    rows: RowRefs[TrajectoryBlock]
+    rewards_N: Floats  # on the last trained token
+    turn_rewards: TurnRewards
+    reference: RowRefs[TokenColumn] | None  # where KL is in the reward
+
+    @property
+    def ids(self) -> TrajectoryIds:
+        return self.rows.ids
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class UpdateShard:
+    """One data rank's share of an update: its rows, what weighs them, and in which micro-step each is computed."""
+
+    rows: RowRefs[TrajectoryBlock]
+    batches: tuple[tuple[Ints, ...], ...]  # [optimizer step][micro-step] -> positions among the rows
+    advantages_N: Floats | None = None  # one for a whole episode
+    advantages: RowRefs[ValueColumns] | None = None  # one for each token
+    teachers: tuple[tuple[RowRefs[TokenColumn], float], ...] = ()  # log-probs of each, and its weight
+    rewards_N: Floats | None = None  # where the learner makes returns of them
+    turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
+    reference: RowRefs[TokenColumn] | None = None
+
+    @property
+    def ids(self) -> TrajectoryIds:
+        return self.rows.ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdatePlan:
+    """What an update is, the same for all ranks."""
+
+    step: int
+    lr: float
+    algorithm: AlgorithmSection
+    temperature: float
+    version: int  # of the weights before the update
+    max_new_tokens: int
+    kl_coefficient: float = 0.0
+    returns: Literal["given", "to_go"] = "given"  # to_go: discounted rewards from each token on
+    whitening: tuple[float, float] | None = None  # shift and scale of advantages that are given for each token
+    whiten: bool = False  # shift and scale are found over the whole step
+    loss: Literal["policy", "imitation"] = "policy"

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The critic: a value model that estimates advantages and learns the returns, one rank of it."""
+
+# N episodes · T tokens of all of them · S trained tokens of one micro-batch
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from podium.algorithms.returns import Moments, gae
+from podium.algorithms.values import ValueStatistics, value_loss, value_statistics
+from podium.cluster import Computed, RowRefs, Seat
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
+from podium.engine.mesh import adopt
+from podium.engine.offload import OffloadedTensors, what_can_leave
+from podium.engine.optimizer import AdamW
+from podium.engine.scoring import values
+from podium.engine.sharding import place_scalar
+from podium.engine.train_step import ObjectiveBatch, TrainEngine
+from podium.models.scalar import PackedScalarLM
+from podium.recipe import AlgorithmSection, Recipe
+from podium.roles.blocks import empty_block
+from podium.roles.carriers import Residency, ValueShard
+from podium.roles.learner import MICRO_BATCH, restore_engine
+from podium.roles.policy_update import packed_rows, token_rewards
+from podium.rollout.engine import MemoryChange
+from podium.spmd.run import checkpoint_pieces
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticSpec:
+    """How a critic is built."""
+
+    recipe: Recipe
+    folder: Path
+    checkpoints: Path
+    resume_step: int | None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CriticShard:
+    """One data rank's share of a critic's update."""
+
+    rows: RowRefs[TrajectoryBlock]
+    columns: RowRefs[ValueColumns]
+    batches: tuple[tuple[Ints, ...], ...]
+
+    @property
+    def ids(self) -> TrajectoryIds:
+        return self.rows.ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticNote:
+    """What one rank has to say of an update."""
+
+    statistics: ValueStatistics
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _ValueObjective:
+    old_S: Tensor
+    returns_S: Tensor
+    clip: float | None
+
+    def __call__(self, values_S: Tensor) -> Tensor:
+        return value_loss(values_S, self.old_S, self.returns_S, clip=self.clip)
+
+
+class Critic:
+    """All methods are collective where there are several ranks."""
+
+    def __init__(self, seat: Seat, spec: CriticSpec) -> None:
+        transformers.logging.set_verbosity_error()
+        recipe = spec.recipe
+        self._seat, self._recipe = seat, recipe
+        self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        self._max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[self._mesh.device.type]
+        section = recipe.model.model_copy(update={"path": recipe.critic.path or recipe.model.path})
+        begin = spec.resume_step
+        model, trained = place_scalar(section, spec.folder, self._mesh, labels=1, weights=begin is None)
+        optimizer = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr or recipe.optimizer.lr})
+        self._engine = TrainEngine(model, trained, AdamW(trained, optimizer), self._mesh, optimizer.clip_norm)
+        if begin is not None:
+            restore_engine(self._engine, CheckpointReader(spec.checkpoints / f"step-{begin:08d}"))
+        self._writer = CheckpointWriter(
+            spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep + int(recipe.checkpoint.keep_best),
+            keep_best=False, background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
+        )  # fmt: skip
+        self._leaving: OffloadedTensors | None = None
+
+    def estimate(self, shard: ValueShard, algorithm: AlgorithmSection, kl_coefficient: float) -> Computed[ValueColumns]:
+        """Values of all trained tokens, generalised advantages (not whitened yet) and returns; the note has the
+        advantages' moments."""
+        block = shard.rows.read() if len(shard.rows) else empty_block()
+        with self._seat.span("values"):
+            values_T = values(self._model, self._mesh, block, max_tokens=self._max_tokens).values_T
+        trained_T = block.loss_mask_T.copy()
+        trained_T[block.offsets[:-1][block.lengths_N > 0]] = False
+        reference = shard.reference
+        reference_T = reference.read().values_T if reference is not None and len(reference) else None
+        rewards_T = token_rewards(
+            block, trained_T, shard.rewards_N, shard.turn_rewards, reference_T, algorithm, kl_coefficient
+        )
+        advantages_T, returns_T = gae(
+            torch.from_numpy(rewards_T),
+            torch.from_numpy(values_T),
+            torch.from_numpy(trained_T),
+            torch.from_numpy(block.offsets.copy()),
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+        )
+        columns = ValueColumns(
+            ids=block.ids,
+            offsets=block.offsets,
+            values_T=values_T,
+            advantages_T=advantages_T.numpy(),
+            returns_T=returns_T.numpy(),
+        )
+        return Computed(rows=columns, note=Moments.of(advantages_T, torch.from_numpy(trained_T)))
+
+    def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
+        """All optimizer steps over one batch."""
+        block = shard.rows.read() if len(shard.rows) else empty_block()
+        columns = shard.columns.read() if len(shard.columns) else None
+        trained_T = block.loss_mask_T.copy()
+        trained_T[block.offsets[:-1][block.lengths_N > 0]] = False
+        clip = self._recipe.critic.value_clip
+        mine = torch.zeros(len(shard.batches), dtype=torch.int64)
+        before_T = np.concatenate([[0], np.cumsum(trained_T)])
+        trained_N = before_T[block.offsets[1:]] - before_T[block.offsets[:-1]]
+        for number, batch in enumerate(shard.batches):
+            mine[number] = int(sum(trained_N[rows].sum() for rows in batch))
+        counts = self._mesh.sum(mine.to(self._mesh.device)).tolist()
+        reports, statistics = [], []
+        for batch, count in zip(shard.batches, counts, strict=True):
+            if count == 0:
+                continue
+            micro = [self._micro(block, columns, trained_T, rows, clip) for rows in batch]
+            report, seen = self._engine.objective_step(micro, normalizer=float(count), lr=lr)
+            reports.append(report)
+            for each, (values_S,) in zip(micro, seen, strict=True):
+                objective = each.objective
+                assert isinstance(objective, _ValueObjective)
+                statistics.append(value_statistics(values_S, objective.old_S, objective.returns_S, clip=clip))
+        resolved = [report.resolve() for report in reports]
+        note = CriticNote(
+            statistics=ValueStatistics.merge(statistics),
+            losses=tuple(report.loss for report in resolved),
+            grad_norms=tuple(report.grad_norm for report in resolved),
+        )
+        return Computed(done=shard.ids, note=note)
+
+    def hold(self, residency: Residency) -> MemoryChange:
+        """Offloaded: optimizer state and weights are in host memory; nothing else reads them."""
+        if residency == "offloaded" and self._leaving is None:
+            leaving = {id(each): each for each in what_can_leave(self._engine.optimizer)}
+            leaving |= {id(each.parameter): each.parameter for each in self._engine.optimizer.trained}
+            self._leaving = OffloadedTensors(list(leaving.values()))
+            return MemoryChange(measured_bytes=0, accounted_bytes=self._leaving.offload())
+        if residency != "offloaded" and self._leaving is not None:
+            back, self._leaving = self._leaving, None
+            return MemoryChange(measured_bytes=0, accounted_bytes=back.restore())
+        return MemoryChange(measured_bytes=0, accounted_bytes=0)
+
+    def save(self, step: int, values: Mapping[str, Any]) -> None:
+        extras = Extras(values={**values, "updates": self._engine.optimizer.updates}, arrays={})
+        self._writer.save(step, checkpoint_pieces(self._engine), extras)
+
+    def finish_saving(self) -> None:
+        self._writer.wait()
+
+    @property
+    def _model(self) -> PackedScalarLM:
+        assert isinstance(self._engine.model, PackedScalarLM)
+        return self._engine.model
+
+    def _micro(
+        self,
+        block: TrajectoryBlock,
+        columns: ValueColumns | None,
+        trained_T: np.ndarray,
+        rows: Ints,
+        clip: float | None,
+    ) -> ObjectiveBatch:
+        packed, places_S, _, _ = packed_rows(block, trained_T, rows)
+        none = np.empty(0, np.float32)
+        old = none if columns is None else columns.values_T[places_S]
+        returns = none if columns is None else columns.returns_T[places_S]
+        device = self._mesh.device
+        objective = _ValueObjective(
+            old_S=torch.from_numpy(np.ascontiguousarray(old)).to(device),
+            returns_S=torch.from_numpy(np.ascontiguousarray(returns)).to(device),
+            clip=clip,
+        )
+        return ObjectiveBatch(packed=packed, objective=objective)

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generator: an engine on one device that answers prompts, with the learner's own weights or its own copy."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from podium.cluster import Computed, Metric, Seat
+from podium.data.tasks import PromptEncoder
+from podium.data.tokenizer import load_tokenizer, stop_tokens
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId
+from podium.engine.mesh import adopt
+from podium.engine.sharding import compute_dtype
+from podium.models.causal_lm import load_config
+from podium.models.device import CpuSettings
+from podium.recipe import ModelSection, RolloutSection
+from podium.roles.blocks import block_of
+from podium.roles.carriers import PromptShard, Residency, SamplingPlan
+from podium.roles.learner import Learner
+from podium.rollout.checkpoints import open_engine
+from podium.rollout.engine import Load, MemoryChange, RolloutEngine
+from podium.rollout.native.engine import NativeEngine
+from podium.rollout.requests import Completion, Request, Sampling
+from podium.weights.parcels import Parcel
+from podium.weights.transports import received
+from podium.weights.whole_copy import WholeCopy
+
+# Blocks are sent on as they finish, but not more often than this: each costs the controller a message.
+_BLOCK_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorSpec:
+    """How a generator is built."""
+
+    model: ModelSection
+    folder: Path
+    rollout: RolloutSection
+    max_length: int
+    learner: str | None  # role on the same device whose weights it uses; None: it has its own
+    cpu: CpuSettings | None = None
+    deadline_s: float = 600.0  # without progress
+
+
+class Generator:
+    """One engine. `generate` works on the worker's work thread; control methods may come meanwhile."""
+
+    def __init__(self, seat: Seat, spec: GeneratorSpec) -> None:
+        transformers.logging.set_verbosity_error()
+        self._seat, self._spec = seat, spec
+        self._tokenizer = load_tokenizer(spec.model)
+        self._encoder = PromptEncoder(self._tokenizer)
+        self._stops = stop_tokens(self._tokenizer, spec.folder)
+        self._copy: WholeCopy | None = None
+        self._learner: Learner | None = None
+        self._engine: RolloutEngine = self._open()
+        self._peak_tokens = 0
+
+    def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
+        """Answers every prompt of the shard; whole groups are yielded as they finish."""
+        before, began = self._engine.load(), time.perf_counter()
+        with self._seat.span("submitting"):
+            self._engine.submit(self._requests(shard, plan))
+        waiting = {prompt.draw: shard.samples for prompt in shard.prompts}
+        groups: dict[int, list[Completion]] = {}
+        ready: list[Completion] = []
+        sent = time.perf_counter()
+        self._peak_tokens = 0
+        for answer in self._engine.results(deadline_s=self._spec.deadline_s):
+            self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
+            groups.setdefault(answer.id.draw, []).append(answer)
+            if len(groups[answer.id.draw]) < waiting[answer.id.draw]:
+                continue
+            ready += groups.pop(answer.id.draw)
+            if groups and time.perf_counter() - sent > _BLOCK_EVERY_S:
+                yield self._computed(ready, ())
+                ready, sent = [], time.perf_counter()
+        yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
+
+    def install(self, parcel: Parcel) -> int:
+        """Takes published weights that travel; returns the bytes that came."""
+        device = torch.device(self._seat.device)
+        delivery = received(parcel, device=device, link=self._seat.transfer)
+        self._engine.install(parcel.version, delivery)
+        return delivery.moved_bytes if delivery is not None else 0
+
+    def share(self, number: int) -> str:
+        """Takes the weights of the learner on this device as version `number`; returns their fingerprint. Collective
+        where the learner is sharded."""
+        assert self._learner is not None
+        if self._copy is not None:
+            self._copy.refill()
+        version = self._learner.weights.describe(number)
+        self._engine.install(version, None)
+        return version.fingerprint
+
+    def hold(self, residency: Residency) -> MemoryChange:
+        """Active: awake. Offloaded: the cache (and the copy of the weights, if there is one) is given back."""
+        if residency == "offloaded":
+            return self._engine.sleep()
+        return self._engine.wake()
+
+    def load(self) -> Load:
+        return self._engine.load()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def _open(self) -> RolloutEngine:
+        spec, seat = self._spec, self._seat
+        section = spec.rollout.model_copy(update={"max_length": spec.max_length})
+        if spec.learner is None:
+            mesh = adopt(rank=0, world=1, device=seat.device, devices=None)
+            opened = open_engine(
+                spec.model, spec.folder, mesh, section, tokenizer=self._tokenizer, max_length=spec.max_length,
+                cpu=spec.cpu,
+            )  # fmt: skip
+            return opened.engine
+        self._learner = learner = seat.roommate(spec.learner, Learner)
+        mesh, model = learner.mesh, learner.engine.language_model
+        if mesh.world > 1:
+            config = load_config(spec.folder, trust_remote_code=spec.model.trust_remote_code)
+            dtype = compute_dtype(spec.model, mesh.device)
+            self._copy = WholeCopy(learner.weights, spec.model, config, device=mesh.device, dtype=dtype)
+            self._copy.refill()
+            model = self._copy.model
+        with torch.no_grad():
+            return NativeEngine(model, mesh.device, section, decode=self._decode, copy=self._copy)
+
+    def _requests(self, shard: PromptShard, plan: SamplingPlan) -> list[Request]:
+        sampling = Sampling(
+            max_new_tokens=plan.max_new_tokens,
+            temperature=plan.temperature,
+            top_p=plan.top_p,
+            top_k=plan.top_k,
+            min_p=plan.min_p,
+            stop_tokens=self._stops,
+            stop_strings=plan.stop,
+        )
+        requests = []
+        for prompt in shard.prompts:
+            tokens = self._encoder.encode(prompt.task)
+            for sample in range(shard.samples):
+                id = TrajectoryId(prompt.draw, sample, 0, shard.attempt)
+                requests.append(Request(id=id, prompt=tokens, sampling=sampling, seed=plan.seed))
+        return requests
+
+    def _computed(self, answers: Sequence[Completion], metrics: tuple[Metric, ...]) -> Computed[TrajectoryBlock]:
+        block, note = block_of(answers)
+        return Computed(rows=block, note=note, metrics=metrics)
+
+    def _metrics(self, before: Load, seconds: float) -> tuple[Metric, ...]:
+        after = self._engine.load()
+        drawn = after.drawn_tokens - before.drawn_tokens
+        held = self._engine.capacity.cache_tokens
+        return (
+            Metric(name="drawn_tokens", value=float(drawn), reduction="sum"),
+            Metric(
+                name="prefilled_tokens", value=float(after.prefilled_tokens - before.prefilled_tokens), reduction="sum"
+            ),
+            Metric(name="reused_tokens", value=float(after.reused_tokens - before.reused_tokens), reduction="sum"),
+            Metric(name="preemptions", value=float(after.preemptions - before.preemptions), reduction="sum"),
+            Metric(name="cache_used", value=self._peak_tokens / max(1, held), reduction="max"),
+            Metric(name="seconds", value=seconds, reduction="max"),
+        )
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        text: Any = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)

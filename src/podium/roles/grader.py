@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grader: a CPU worker that turns trajectories into text and runs the recipe's reward functions on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from podium.cluster import Seat
+from podium.data.kinds import Message
+from podium.data.tasks import PromptEncoder, Task
+from podium.data.tokenizer import load_tokenizer
+from podium.environments.grading import Grade
+from podium.environments.grading import Grader as RewardGrader
+from podium.environments.rewards import Reward, Sample, build_rewards
+from podium.recipe import ModelSection, Recipe, RewardSection
+from podium.roles.carriers import GradeNote, GradeShard
+from podium.roles.texts import EpisodeText, TextReader
+
+Purpose = Literal["train", "evaluation"]
+"""Which rewards: the recipe's, or evaluation.generation.score where the recipe has one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraderSpec:
+    """How a grader is built."""
+
+    model: ModelSection
+    rewards: tuple[RewardSection, ...]
+    evaluation: tuple[RewardSection, ...]
+    timeout_s: float
+    also_scored: bool  # reward models or an environment add to the total
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> GraderSpec:
+        return cls(
+            model=recipe.model,
+            rewards=recipe.reward,
+            evaluation=evaluation_rewards(recipe),
+            timeout_s=recipe.grading.timeout_s,
+            also_scored=recipe.environment is not None or any(each.model is not None for each in recipe.reward),
+        )
+
+
+def evaluation_rewards(recipe: Recipe) -> tuple[RewardSection, ...]:
+    """evaluation.generation.score as a reward; empty where the recipe's own rewards score."""
+    generation = recipe.evaluation.generation
+    match generation.score if generation is not None else None:
+        case None:
+            return ()
+        case "exact_match":
+            return (RewardSection(verifier="exact_match"),)
+        case path:
+            return (RewardSection(function=path),)
+
+
+class Grader:
+    """One process, so that user code that hangs, leaks or dies takes nothing else with it."""
+
+    def __init__(self, seat: Seat, spec: GraderSpec) -> None:
+        self._seat, self._spec = seat, spec
+        tokenizer = load_tokenizer(spec.model)
+        self._reader, self._encoder = TextReader(tokenizer), PromptEncoder(tokenizer)
+        self._rewards = {
+            "train": build_rewards(spec.rewards),
+            "evaluation": build_rewards(spec.evaluation, "evaluation.generation.score"),
+        }
+        self._graders = {
+            purpose: RewardGrader(rewards, timeout_s=spec.timeout_s, also_scored=spec.also_scored)
+            for purpose, rewards in self._rewards.items()
+        }
+
+    def grade(self, shard: GradeShard, purpose: Purpose) -> GradeNote:
+        """Rewards of every row, and why some have none. Waits for user code, within the deadline of each call."""
+        with self._seat.span("decoding"):
+            texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
+            samples = [self._sample(shard, row, text) for row, text in enumerate(texts)]
+        grader = self._graders[purpose]
+        with self._seat.span("rewards"):
+            grades = asyncio.run(grader.grade(samples))
+        return GradeNote(
+            values_NR=_values(grades, self._rewards[purpose]),
+            errors={row: grade.error for row, grade in enumerate(grades) if grade.error is not None},
+            extras=_extras(grades),
+            texts=tuple(
+                (sample.prompt_text, _said(text)) for sample, text in zip(samples[: shard.show], texts, strict=False)
+            ),
+            num_stuck=grader.num_stuck,
+        )
+
+    def _sample(self, shard: GradeShard, row: int, text: EpisodeText) -> Sample:
+        id = shard.ids[row]
+        task = shard.tasks[id.draw]
+        environment = float(shard.environment_N[row])
+        return Sample(
+            id=id,
+            group=id.draw,
+            prompt_text=self._encoder.shown(task),
+            messages=task.messages,
+            answer=text.answer,
+            reference=task.reference,
+            row=task.row,
+            source=task.source,
+            num_tokens=text.num_sampled,
+            truncated=bool(shard.truncated_N[row]),
+            tokens=text.tokens,
+            turns=_turns(task, text),
+            environment_reward=None if np.isnan(environment) else environment,
+        )
+
+
+def _turns(task: Task, text: EpisodeText) -> list[Message] | None:
+    if len(text.turns) < 2:
+        return None
+    spoken: list[Message] = [
+        {"role": "assistant" if is_policy else "environment", "content": said} for is_policy, said in text.turns
+    ]
+    return [*(task.messages or ()), *spoken]
+
+
+def _said(text: EpisodeText) -> str:
+    return text.answer if len(text.turns) < 2 else " | ".join(said.strip() for _, said in text.turns)
+
+
+def _values(grades: Sequence[Grade], rewards: Sequence[Reward]) -> np.ndarray:
+    values = np.full((len(grades), len(rewards)), np.nan)
+    for row, grade in enumerate(grades):
+        for at, value in enumerate(grade.values):
+            if value is not None:
+                values[row, at] = value
+    return values
+
+
+def _extras(grades: Sequence[Grade]) -> dict[str, tuple[float, float]]:
+    sums: dict[str, tuple[float, float]] = {}
+    for grade in grades:
+        for name, value in grade.extras.items():
+            total, count = sums.get(name, (0.0, 0.0))
+            sums[name] = (total + value, count + 1)
+    return sums

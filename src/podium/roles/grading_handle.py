@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's views of who grades: processes that run reward functions, and reward models."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from podium.cluster import RoleGroup, Workers
+from podium.data.trajectories import Ints
+from podium.errors import ClusterError, DeadlineError, WorkerDiedError
+from podium.roles.carriers import Floats, GradeNote, GradeShard, Residency
+from podium.roles.grader import Grader, Purpose
+from podium.roles.handles import even_parts
+from podium.roles.reward_model import RewardModel
+from podium.roles.stages import Rollouts
+from podium.rollout.engine import MemoryChange
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rewarded:
+    """What reward functions said of a batch, in the order of its rows."""
+
+    rewards: tuple[int, ...]  # which of the recipe's rewards the columns are
+    values_NR: Floats
+    errors: Mapping[int, str]
+    extras: Mapping[str, tuple[float, float]]
+    texts: tuple[tuple[str, str], ...]
+
+
+class GraderHandle:
+    """Graders are processes that run user code: one that dies or hangs is replaced, and its share tried once more."""
+
+    def __init__(
+        self, workers: Workers, group: RoleGroup[Grader], rewards: tuple[int, ...], *, timeout_s: float
+    ) -> None:
+        group.requires(Grader.grade)
+        self._workers, self._group, self._rewards = workers, group, rewards
+        # Every call inside has its own deadline; this is for code that never gives the interpreter back.
+        self._deadline_s = 2 * timeout_s + 30.0
+        self._timeout_s = timeout_s
+
+    async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
+        """Groups stay whole: a reward may compare within them."""
+        parts = group_parts(rollouts.group_N, self._group.mesh.shape.num_data_ranks)
+        notes = await asyncio.gather(
+            *(
+                self._share(rank, shard_of(rollouts, part, show=show if rank == 0 else 0), purpose)
+                for rank, part in enumerate(parts)
+                if len(part)
+            )
+        )
+        order = np.argsort(np.concatenate([part for part in parts if len(part)] or [np.empty(0, np.int64)]))
+        filled = [part for part in parts if len(part)]
+        extras: dict[str, tuple[float, float]] = {}
+        for note in notes:
+            for name, (total, count) in note.extras.items():
+                before = extras.get(name, (0.0, 0.0))
+                extras[name] = (before[0] + total, before[1] + count)
+        columns = notes[0].values_NR.shape[1] if notes else 0
+        return Rewarded(
+            rewards=self._rewards,
+            values_NR=np.concatenate([note.values_NR for note in notes])[order] if notes else np.empty((0, columns)),
+            errors={
+                int(part[row]): error
+                for part, note in zip(filled, notes, strict=True)
+                for row, error in note.errors.items()
+            },
+            extras=extras,
+            texts=notes[0].texts if notes else (),
+        )
+
+    async def _share(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:
+        error: ClusterError | None = None
+        for _ in range(2):
+            try:
+                group = self._group.within(self._deadline_s + 0.1 * self._timeout_s * len(shard.rows))
+                note: GradeNote = (await group.call_one(rank, Grader.grade, shard, purpose)).value
+            except (WorkerDiedError, DeadlineError) as failed:
+                error = failed
+                await self._replace(rank)
+                continue
+            if note.num_stuck:
+                await self._replace(rank)  # its threads cannot be ended otherwise
+            return note
+        told = str(error).splitlines()[0]
+        columns = len(self._rewards) if purpose == "train" else 1
+        return GradeNote(
+            values_NR=np.full((len(shard.rows), columns), np.nan),
+            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed twice: {told}"),
+        )
+
+    async def _replace(self, rank: int) -> None:
+        worker = self._group.workers[rank]
+        with contextlib.suppress(WorkerDiedError):  # it may be dead already
+            await self._workers.end_worker(worker)
+        await self._workers.recover(worker.pool)
+
+
+class RewardModelHandle:
+    """A model that scores episodes."""
+
+    def __init__(self, group: RoleGroup[RewardModel]) -> None:
+        group.requires(RewardModel.score, RewardModel.hold)
+        self._group = group
+
+    async def score(self, rollouts: Rollouts) -> Floats:
+        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.num_data_ranks)
+        shards = [shard_of(rollouts, part) for part in parts]
+        merged = await self._group.call_sharded(RewardModel.score, shards)
+        scores = np.empty(len(rollouts))
+        for result in merged.results:
+            if len(result.ids):
+                scores[rollouts.rows.ids.positions_of(result.ids)] = result.note
+        return scores
+
+    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        return tuple(answer.value for answer in await self._group.call_all(RewardModel.hold, residency))
+
+
+def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:
+    """Some rows of a batch, with the tasks that they answer."""
+    taken = rollouts.rows.take(rows)
+    draws = set(taken.ids.array_N4[:, 0].tolist())
+    return GradeShard(
+        rows=taken,
+        tasks={draw: rollouts.tasks[draw] for draw in draws},
+        truncated_N=rollouts.truncated_N[rows],
+        environment_N=rollouts.note.environment_N[rows],
+        show=show,
+    )
+
+
+def group_parts(group_N: Ints, count: int) -> list[Ints]:
+    """Rows for each of `count` graders, groups whole, in stretches of about as many groups."""
+    draws, group = np.unique(group_N, return_inverse=True)
+    owner: Sequence[int] | np.ndarray = np.arange(len(draws)) * count // max(1, len(draws))
+    return [np.flatnonzero(np.asarray(owner)[group] == rank) for rank in range(count)]

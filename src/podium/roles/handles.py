@@ -1,0 +1,328 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's typed views of the roles, written out: what a program calls, and how work is cut for workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from podium.algorithms.corrections import EffectiveSampleSize
+from podium.algorithms.policy import PolicyStatistics
+from podium.algorithms.returns import Moments
+from podium.algorithms.values import ValueStatistics
+from podium.cluster import RoleGroup, RowRefs, ShardResult
+from podium.data.splitting import SplitPlan, split_rows
+from podium.data.tasks import DrawnTask
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
+from podium.recipe import AlgorithmSection
+from podium.roles.carriers import (
+    DistanceNote,
+    Floats,
+    PromptShard,
+    Residency,
+    SamplingPlan,
+    ScoreShard,
+    TurnRewards,
+    UpdatePlan,
+    UpdateShard,
+    ValueShard,
+)
+from podium.roles.critic import Critic, CriticShard
+from podium.roles.generator import Generator
+from podium.roles.learner import Learner, LearnerFacts
+from podium.roles.scorer import Scorer
+from podium.roles.stages import CriticReport, UpdateReport, WeightedRollouts
+from podium.rollout.engine import Load, MemoryChange
+from podium.weights.canary import LogprobGap
+from podium.weights.parcels import ByBroadcast
+from podium.weights.versions import WeightVersion
+
+
+class GeneratorHandle:
+    """Generators on all devices that generate."""
+
+    def __init__(self, group: RoleGroup[Generator]) -> None:
+        group.requires(Generator.generate, Generator.install, Generator.share, Generator.hold, Generator.load)
+        self._group = group
+
+    @property
+    def num_engines(self) -> int:
+        return self._group.mesh.shape.num_data_ranks
+
+    async def generate(
+        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
+    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
+        """Blocks of finished groups, as they come. Prompts are dealt out in turn: how long answers get is not known."""
+        dealt = [tuple(prompts[first :: self.num_engines]) for first in range(self.num_engines)]
+        shards = [PromptShard(prompts=part, samples=samples, attempt=attempt) for part in dealt]
+        async for block in self._group.stream_sharded(Generator.generate, shards, plan):
+            yield block
+
+    async def share(self, number: int) -> str:
+        """Version `number` is what the learner on the same devices has now."""
+        return (await self._group.call_all(Generator.share, number))[0].value
+
+    async def install(self, parcel: ByBroadcast) -> int:
+        answers = await self._group.call_all(Generator.install, parcel)
+        return sum(answer.value for answer in answers)
+
+    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        return tuple(answer.value for answer in await self._group.call_all(Generator.hold, residency))
+
+    async def load(self) -> tuple[Load, ...]:
+        return tuple(answer.value for answer in await self._group.control_all(Generator.load))
+
+
+class LearnerHandle:
+    """The policy."""
+
+    def __init__(self, group: RoleGroup[Learner], facts: LearnerFacts) -> None:
+        group.requires(Learner.update, Learner.score, Learner.describe, Learner.send, Learner.hold, Learner.save)
+        self._group, self.facts = group, facts
+
+    @classmethod
+    async def open(cls, group: RoleGroup[Learner]) -> LearnerHandle:
+        return cls(group, (await group.call_all(Learner.facts))[0].value)
+
+    @property
+    def num_ranks(self) -> int:
+        return self._group.mesh.shape.num_data_ranks
+
+    def split(self, lengths_N: Ints, group_N: Ints, *, mini_batches: int, order: np.random.Generator) -> SplitPlan:
+        """Spreads episodes over ranks and micro-steps by cost, each mini-batch for itself."""
+        return split_rows(
+            lengths_N,
+            self.facts.cost.of(lengths_N),
+            num_ranks=self.num_ranks,
+            max_tokens=max(self.facts.max_tokens, int(lengths_N.max(initial=1))),
+            mini_batch_N=deal_mini_batches(group_N, mini_batches, order),
+        )
+
+    async def update(self, weighted: WeightedRollouts, plan: UpdatePlan, *, seed: int) -> UpdateReport:
+        """Every optimizer step of a batch, in one call: epochs times mini-batches."""
+        rollouts, algorithm = weighted.rollouts, plan.algorithm
+        order = np.random.default_rng([seed, plan.step])
+        split = self.split(rollouts.rows.lengths_N, rollouts.group_N, mini_batches=algorithm.mini_batches, order=order)
+        sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
+        shards = [self._shard(weighted, split, rank, sequence) for rank in range(self.num_ranks)]
+        merged = await self._group.call_sharded(Learner.update, shards, plan)
+        notes = [result.note for result in merged.results]
+        entropy = _mean([note.entropy for note in notes])
+        lengths = rollouts.rows.lengths_N
+        return UpdateReport(
+            statistics=PolicyStatistics.merge([note.statistics for note in notes]),
+            gap=LogprobGap.merge([note.gap for note in notes]),
+            sampling=(
+                EffectiveSampleSize.merge([note.sampling for note in notes])
+                if algorithm.correction is not None
+                else None
+            ),
+            entropy=entropy or 0.0,
+            kl_reference=_mean([note.kl_reference for note in notes]),
+            advantages=Moments.merge([note.advantages for note in notes]),
+            losses=notes[0].losses,
+            grad_norms=notes[0].grad_norms,
+            skipped=notes[0].skipped,
+            num_tokens=sum(note.num_tokens for note in notes),
+            num_sequences=sum(note.num_sequences for note in notes),
+            imbalance=split.imbalance,
+            micro_steps=split.num_micro_steps,
+            seconds=max(note.seconds for note in notes),
+            proximal_s=max(note.proximal_s for note in notes),
+            flops=float(self.facts.cost.of(lengths).sum()) * algorithm.epochs,
+        )
+
+    async def score(self, rows: RowRefs[TrajectoryBlock], temperature: float) -> RowRefs[TokenColumn]:
+        shards = [ScoreShard(rows=rows.take(part)) for part in even_parts(rows.lengths_N, self.num_ranks)]
+        merged = await self._group.call_sharded(Learner.score, shards, temperature)
+        assert merged.rows is not None
+        return merged.rows
+
+    async def describe(self, number: int) -> WeightVersion:
+        return (await self._group.call_all(Learner.describe, number))[0].value
+
+    async def send(self, parcel: ByBroadcast) -> int:
+        return sum(answer.value for answer in await self._group.call_all(Learner.send, parcel))
+
+    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        return tuple(answer.value for answer in await self._group.call_all(Learner.hold, residency))
+
+    async def save(self, step: int, values: Mapping[str, Any]) -> None:
+        await self._group.call_all(Learner.save, step, values)
+
+    async def finish_saving(self) -> None:
+        await self._group.call_all(Learner.finish_saving)
+
+    async def grade(self, step: int, loss: float) -> None:
+        await self._group.call_one(0, Learner.grade, step, loss)
+
+    def _shard(self, weighted: WeightedRollouts, split: SplitPlan, rank: int, sequence: Sequence[int]) -> UpdateShard:
+        rollouts, scored = weighted.rollouts, weighted.scored
+        mine, batches = rank_batches(split, rank, sequence)
+        rows = rollouts.rows.take(mine)
+        needs_rewards = weighted.advantages_N is None and weighted.columns is None and not weighted.teachers
+        return UpdateShard(
+            rows=rows,
+            batches=batches,
+            advantages_N=None if weighted.advantages_N is None else weighted.advantages_N[mine],
+            advantages=None if weighted.columns is None else weighted.columns.select(rows.ids),
+            teachers=tuple((column.select(rows.ids), weight) for column, weight in weighted.teachers),
+            # The KL in the reward is taken off token by token there.
+            rewards_N=scored.graded.rewards_N[mine] if needs_rewards else None,
+            turn_rewards=rollouts.note.turn_rewards.take(mine) if needs_rewards else TurnRewards.none(),
+            reference=None if scored.reference is None else scored.reference.select(rows.ids),
+        )
+
+
+class ScorerHandle:
+    """A reference or a teacher."""
+
+    def __init__(self, group: RoleGroup[Scorer]) -> None:
+        group.requires(Scorer.score, Scorer.hold, Scorer.copy_from)
+        self._group = group
+
+    async def score(
+        self, rows: RowRefs[TrajectoryBlock], temperature: float
+    ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
+        """Log-probs by reference, and the distance of each episode in the order of the rows."""
+        ranks = self._group.mesh.shape.num_data_ranks
+        shards = [ScoreShard(rows=rows.take(part)) for part in even_parts(rows.lengths_N, ranks)]
+        merged = await self._group.call_sharded(Scorer.score, shards, temperature)
+        assert merged.rows is not None
+        return merged.rows, joined_distance(merged.results, rows)
+
+    async def copy_from(self, role: str) -> None:
+        await self._group.call_all(Scorer.copy_from, role)
+
+    async def save(self, step: int, keep: int) -> None:
+        await self._group.call_all(Scorer.save, step, keep)
+
+    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        return tuple(answer.value for answer in await self._group.call_all(Scorer.hold, residency))
+
+
+class CriticHandle:
+    """PPO's value model."""
+
+    def __init__(self, group: RoleGroup[Critic], policy: LearnerHandle) -> None:
+        group.requires(Critic.estimate, Critic.update, Critic.hold, Critic.save)
+        self._group, self._policy = group, policy
+
+    async def estimate(
+        self,
+        rows: RowRefs[TrajectoryBlock],
+        rewards_N: Floats,
+        turn_rewards: TurnRewards,
+        reference: RowRefs[TokenColumn] | None,
+        algorithm: AlgorithmSection,
+        kl_coefficient: float,
+    ) -> tuple[RowRefs[ValueColumns], Moments]:
+        """Advantages and returns of each token by reference, and the moments of the advantages."""
+        shards = [
+            ValueShard(
+                rows=rows.take(part),
+                rewards_N=rewards_N[part],
+                turn_rewards=turn_rewards.take(part),
+                reference=None if reference is None else reference.select(rows.ids.take(part)),
+            )
+            for part in even_parts(rows.lengths_N, self._policy.num_ranks)
+        ]
+        merged = await self._group.call_sharded(Critic.estimate, shards, algorithm, kl_coefficient)
+        assert merged.rows is not None
+        return merged.rows, Moments.merge([result.note for result in merged.results])
+
+    async def update(
+        self,
+        rows: RowRefs[TrajectoryBlock],
+        columns: RowRefs[ValueColumns],
+        algorithm: AlgorithmSection,
+        *,
+        lr: float,
+        step: int,
+        seed: int,
+    ) -> CriticReport:
+        order = np.random.default_rng([seed, step, 1])
+        split = self._policy.split(
+            rows.lengths_N, rows.ids.array_N4[:, 0], mini_batches=algorithm.mini_batches, order=order
+        )
+        sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
+        shards = []
+        for rank in range(self._policy.num_ranks):
+            mine, batches = rank_batches(split, rank, sequence)
+            taken = rows.take(mine)
+            shards.append(CriticShard(rows=taken, columns=columns.select(taken.ids), batches=batches))
+        merged = await self._group.call_sharded(Critic.update, shards, lr)
+        notes = [result.note for result in merged.results]
+        return CriticReport(
+            statistics=ValueStatistics.merge([note.statistics for note in notes]),
+            losses=notes[0].losses,
+            grad_norms=notes[0].grad_norms,
+        )
+
+    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        return tuple(answer.value for answer in await self._group.call_all(Critic.hold, residency))
+
+    async def save(self, step: int, values: Mapping[str, Any]) -> None:
+        await self._group.call_all(Critic.save, step, values)
+        await self._group.call_all(Critic.finish_saving)
+
+
+async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, parcel: ByBroadcast) -> int:
+    """Both ends of a broadcast at the same time; returns the bytes that came."""
+    _, came = await asyncio.gather(policy.send(parcel), generator.install(parcel))
+    return came
+
+
+def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> Ints:
+    """Which mini-batch each episode is in: groups stay whole where there are enough of them."""
+    draws, group = np.unique(group_N, return_inverse=True)
+    units = len(draws) if len(draws) >= count else len(group_N)
+    shuffled = order.permutation(units)
+    dealt = np.empty(units, np.int64)
+    dealt[shuffled] = np.arange(units) * count // units
+    return dealt[group] if units == len(draws) and len(draws) >= count else dealt
+
+
+def mini_batch_order(count: int, epochs: int, order: np.random.Generator) -> list[int]:
+    """In which order mini-batches are gone through, anew in every epoch after the first."""
+    first = list(range(count))
+    return first + [int(each) for _ in range(epochs - 1) for each in order.permutation(count)]
+
+
+def rank_batches(split: SplitPlan, rank: int, sequence: Sequence[int]) -> tuple[Ints, tuple[tuple[Ints, ...], ...]]:
+    """(positions of this rank's rows, [optimizer step][micro-step] -> positions among those)."""
+    mine = np.flatnonzero(split.rank_N == rank)
+    by_mini_batch = split.rows(rank)
+    return mine, tuple(
+        tuple(np.searchsorted(mine, part) for part in by_mini_batch[mini_batch]) for mini_batch in sequence
+    )
+
+
+def even_parts(lengths_N: Ints, count: int) -> list[Ints]:
+    """Rows for each of `count` ranks, with about as many tokens each; ascending."""
+    if count == 1:
+        return [np.arange(len(lengths_N))]
+    split = split_rows(lengths_N, lengths_N.astype(float), num_ranks=count, max_tokens=int(lengths_N.sum()) + 1)
+    return [np.flatnonzero(split.rank_N == rank) for rank in range(count)]
+
+
+def joined_distance(results: Sequence[ShardResult[TokenColumn]], rows: RowRefs[TrajectoryBlock]) -> DistanceNote:
+    """The notes of all ranks in the order of the rows."""
+    found = [result for result in results if len(result.ids)]
+    ids = np.concatenate([rows.ids.positions_of(result.ids) for result in found])
+    back = np.argsort(ids)
+    notes: list[DistanceNote] = [result.note for result in found]
+    return DistanceNote(
+        k1_N=np.concatenate([note.k1_N for note in notes])[back],
+        k2_N=np.concatenate([note.k2_N for note in notes])[back],
+        k3_N=np.concatenate([note.k3_N for note in notes])[back],
+        tokens_N=np.concatenate([note.tokens_N for note in notes])[back],
+    )
+
+
+def _mean(parts: Sequence[tuple[float, float]]) -> float | None:
+    count = sum(part[1] for part in parts)
+    return sum(part[0] for part in parts) / count if count else None

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The learner: one rank of the training engine under a controller. It scores, updates, publishes and saves."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from podium.algorithms.dense import token_cross_entropy
+from podium.cluster import Computed, Seat
+from podium.data.costs import SequenceCost
+from podium.data.trajectories import TokenColumn
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
+from podium.engine.mesh import Mesh, adopt
+from podium.engine.offload import OffloadedTensors, what_can_leave
+from podium.engine.optimizer import AdamW
+from podium.engine.scoring import score
+from podium.engine.sharding import compute_dtype, place
+from podium.engine.train_step import TrainEngine
+from podium.models.cost import model_cost
+from podium.models.device import CpuSettings, choose_cpu_settings, matrix_peak
+from podium.models.verify import random_batch, self_check
+from podium.recipe import Recipe
+from podium.roles.blocks import empty_block
+from podium.roles.carriers import Residency, ScoreShard, UpdatePlan, UpdateShard
+from podium.roles.policy_update import PolicyUpdate, UpdateNote
+from podium.rollout.engine import MemoryChange
+from podium.spmd.run import checkpoint_pieces
+from podium.weights.parcels import ByBroadcast, Parcel
+from podium.weights.published import PublishedWeights
+from podium.weights.transports import send_by_broadcast
+from podium.weights.versions import WeightVersion
+
+# The role's name, by which others on the same worker find it.
+POLICY = "policy"
+
+# Most tokens of one forward where the recipe does not say.
+MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSpec:
+    """How a learner is built."""
+
+    recipe: Recipe
+    folder: Path  # of the model
+    checkpoints: Path
+    resume_step: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerFacts:
+    """What the controller has to know of a learner."""
+
+    architecture: str
+    num_parameters: int
+    dtype: str
+    device: str
+    cost: SequenceCost
+    flops_per_token: float
+    peak_flops: float
+    max_tokens: int  # of one micro-batch
+    longest: int  # sequence that one micro-batch takes
+    optimizer_bytes: int  # that can leave the device
+    device_bytes: int  # 0 on CPU
+    cpu: CpuSettings | None
+
+
+class Learner:
+    """The policy. All methods but `facts` are collective where there are several ranks."""
+
+    def __init__(self, seat: Seat, spec: LearnerSpec) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        recipe = spec.recipe
+        self._seat, self._spec, self._recipe = seat, spec, recipe
+        self.mesh: Mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        torch.set_num_threads(recipe.placement.threads or 1)
+        begin = None
+        if spec.resume_step is not None:
+            begin = CheckpointReader(spec.checkpoints / f"step-{spec.resume_step:08d}")
+        model, trained = place(recipe.model, spec.folder, self.mesh, seed=recipe.run.seed, weights=begin is None)
+        optimizer = AdamW(trained, recipe.optimizer)
+        self.engine = TrainEngine(model, trained, optimizer, self.mesh, recipe.optimizer.clip_norm)
+        if begin is not None:
+            restore_engine(self.engine, begin)
+        dtype = compute_dtype(recipe.model, self.mesh.device)
+        self.weights = PublishedWeights(model, trained, self.mesh, dtype)
+        self.cpu = self._cpu_settings()
+        if recipe.model.self_check:
+            self_check(model, self.mesh.device, dtype, max_length=recipe.data.max_length)
+        self._leaving: OffloadedTensors | None = None
+        self._writer = CheckpointWriter(
+            spec.checkpoints,
+            self.mesh,
+            keep=recipe.checkpoint.keep,
+            keep_best=recipe.checkpoint.keep_best,
+            background=recipe.checkpoint.background,
+            timeout_s=recipe.checkpoint.timeout_s,
+        )
+        self._update = PolicyUpdate(self.engine, max_tokens=self._max_tokens)
+
+    def facts(self) -> LearnerFacts:
+        """Answered once, at the start."""
+        model, mesh = self.engine.language_model, self.mesh
+        cost, dtype = model_cost(model.hf), compute_dtype(self._recipe.model, mesh.device)
+        cuda = mesh.device.type == "cuda"
+        leaving = what_can_leave(self.engine.optimizer)
+        assert self._recipe.data.max_length is not None
+        return LearnerFacts(
+            architecture=type(model.hf).__name__,
+            num_parameters=sum(parameter.numel() for parameter in model.hf.parameters()),
+            dtype=str(dtype).removeprefix("torch."),
+            device=torch.cuda.get_device_name(mesh.device) if cuda else "CPU",
+            cost=cost.per_sequence,
+            flops_per_token=cost.training_flops([1], 1),
+            peak_flops=matrix_peak(mesh.device, dtype),
+            max_tokens=self._max_tokens,
+            longest=max(self._max_tokens, self._recipe.data.max_length),
+            optimizer_bytes=sum(tensor.untyped_storage().nbytes() for tensor in leaving),
+            device_bytes=torch.cuda.get_device_properties(mesh.device).total_memory if cuda else 0,
+            cpu=self.cpu,
+        )
+
+    def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
+        """Log-probs of the sampled tokens under the weights of this moment."""
+        block = shard.rows.read() if len(shard.rows) else empty_block()
+        column = score(
+            self.engine.language_model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens
+        )
+        return Computed(rows=column)
+
+    def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
+        """All optimizer steps of one batch of rollouts."""
+        block = shard.rows.read() if len(shard.rows) else empty_block()
+        with self._seat.span("update"):
+            note: UpdateNote = self._update.run(block, shard, plan)
+        return Computed(done=shard.ids, note=note)
+
+    def describe(self, number: int) -> WeightVersion:
+        return self.weights.describe(number)
+
+    def send(self, parcel: Parcel) -> int:
+        """Puts published weights on their way to generators elsewhere; returns the bytes that this rank sent."""
+        assert isinstance(parcel, ByBroadcast)
+        return send_by_broadcast(parcel, self.weights, self._seat.transfer(parcel.link), self.mesh.device)
+
+    def hold(self, residency: Residency) -> MemoryChange:
+        """Offloaded: what generation does not read (moments, masters, gradients) is in host memory."""
+        moved = 0
+        if residency == "offloaded" and self._leaving is None:
+            self._leaving = OffloadedTensors(what_can_leave(self.engine.optimizer))
+            moved = self._measured(self._leaving.offload)
+            return MemoryChange(measured_bytes=moved, accounted_bytes=self._leaving.nbytes)
+        if residency != "offloaded" and self._leaving is not None:
+            back, self._leaving = self._leaving, None
+            moved = self._measured(back.restore)
+            return MemoryChange(measured_bytes=moved, accounted_bytes=back.nbytes)
+        return MemoryChange(measured_bytes=0, accounted_bytes=0)
+
+    def save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Begins to write a checkpoint; `values` are the controller's own."""
+        count = {"updates": int(self.engine.optimizer.updates)}
+        extras = Extras(values={**values, **count}, arrays={})
+        self._writer.save(step, checkpoint_pieces(self.engine), extras)
+
+    def finish_saving(self) -> None:
+        """Until the checkpoint in flight is whole; raises what went wrong in it."""
+        self._writer.wait()
+
+    def grade(self, step: int, loss: float) -> None:
+        """Notes how good a saved step is, the less the better."""
+        if self.mesh.is_main:
+            self._writer.grade(step, loss)
+
+    @property
+    def _max_tokens(self) -> int:
+        return self._recipe.micro_batch_tokens or MICRO_BATCH[self.mesh.device.type]
+
+    def _cpu_settings(self) -> CpuSettings | None:
+        """Threads and kernels that suit the model, measured by rank 0 for all."""
+        if self.mesh.device.type != "cpu":
+            return None
+        placement = self._recipe.placement
+        batch = random_batch(self.engine.model.vocab_size, lengths=(16,) * 8 + (128,))
+        settings = choose_cpu_settings(
+            lambda: self.engine.gradients([batch], token_cross_entropy, normalizer=1.0),
+            ranks=self.mesh.world,
+            threads=placement.threads,
+            onednn=placement.onednn,
+        )
+        chosen: CpuSettings = self.mesh.gather(settings)[0]
+        chosen.apply()
+        return chosen
+
+    def _measured(self, move: Any) -> int:
+        """Bytes of device memory that a move changed, as the device says; 0 on CPU, which cannot tell."""
+        if self.mesh.device.type != "cuda":
+            move()
+            return 0
+        torch.cuda.empty_cache()
+        before = torch.cuda.mem_get_info(self.mesh.device)[0]
+        move()
+        torch.cuda.empty_cache()
+        return abs(torch.cuda.mem_get_info(self.mesh.device)[0] - before)
+
+
+def restore_engine(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
+    """Weights, moments and the count of updates."""
+    checkpoint.load(checkpoint_pieces(engine))
+    for each in engine.optimizer.trained:
+        each.publish()
+    engine.optimizer.set_updates(checkpoint.record["extras"]["updates"])

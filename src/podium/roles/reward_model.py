@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reward model: a sequence classifier that scores whole episodes, in its own tokenizer and chat format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from podium.cluster import Computed, Seat
+from podium.data.documents import Document, pack
+from podium.data.splitting import split_step
+from podium.data.tasks import Task
+from podium.data.tokenizer import load_tokenizer, require_embeddings
+from podium.data.trajectories import TokenColumn
+from podium.engine.mesh import adopt
+from podium.engine.sharding import place_scalar
+from podium.errors import ModelError
+from podium.models.packing import round_tokens, to_device
+from podium.recipe import ModelSection
+from podium.roles.carriers import Floats, GradeShard, Residency
+from podium.roles.scorer import HeldWeights
+from podium.roles.texts import EpisodeText, TextReader
+from podium.rollout.engine import MemoryChange
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardModelSpec:
+    """How a reward model is built. Its own folder has its tokenizer; a folder without one shares the policy's."""
+
+    policy: ModelSection
+    model: ModelSection
+    folder: Path
+    max_tokens: int
+
+
+class RewardModel:
+    """Sharded as the learner is. All methods are collective where there are several ranks."""
+
+    def __init__(self, seat: Seat, spec: RewardModelSpec) -> None:
+        transformers.logging.set_verbosity_error()
+        self._spec = spec
+        self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        self._reader = TextReader(load_tokenizer(spec.policy))
+        own = any(
+            (spec.folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+        )
+        self._tokenizer: Any = load_tokenizer(spec.model if own else spec.policy)
+        self._model, _ = place_scalar(spec.model, spec.folder, self._mesh, labels=None, masters=False)
+        require_embeddings(self._tokenizer, self._model.vocab_size)
+        labels = self._model.hf.config.num_labels
+        if labels != 1:
+            raise ModelError(
+                f"{spec.folder} has {labels} labels, and a reward is one number. Give a checkpoint with num_labels 1."
+            )
+        self._model.eval()
+        self._context = getattr(self._model.hf.config.get_text_config(), "max_position_embeddings", None)
+        self._weights = HeldWeights(self._model)
+
+    def score(self, shard: GradeShard) -> Computed[TokenColumn]:
+        """The note has one score for each row."""
+        texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
+        draws = shard.ids.array_N4[:, 0].tolist()
+        documents = [self._document(shard.tasks[draw], text) for draw, text in zip(draws, texts, strict=True)]
+        return Computed(done=shard.ids, note=self._scores(documents))
+
+    def hold(self, residency: Residency) -> MemoryChange:
+        """Offloaded: its weights are in host memory."""
+        return self._weights.hold(residency)
+
+    @torch.no_grad()
+    def _scores(self, documents: list[Document]) -> Floats:
+        lengths = [document.num_inputs for document in documents]
+        batches: list[list[int]] = []
+        if documents:
+            plan = split_step(lengths, num_ranks=1, max_tokens=max(self._spec.max_tokens, *lengths))
+            batches = [sorted(rows, key=lambda row: (lengths[row], row)) for rows in plan.micro_batches[0]]
+        most = max(self._mesh.gather(len(batches)))
+        scores = np.zeros(len(documents))
+        for rows in [*batches, *[[]] * (most - len(batches))]:
+            packed = pack([documents[row] for row in rows])
+            tokens = to_device(packed, self._mesh.device, multiple=round_tokens(self._mesh.device))
+            scores[rows] = self._model(tokens, None, "values").double().cpu().numpy()[: len(rows)]
+        return scores
+
+    def _document(self, task: Task, text: EpisodeText) -> Document:
+        """The whole conversation in the reward model's format; the score is read at its last token, so one more token
+        (which the model never sees) stands behind it."""
+        if task.messages is not None:
+            spoken = [
+                {"role": "assistant" if is_policy else "tool", "content": said} for is_policy, said in text.turns
+            ] or [{"role": "assistant", "content": ""}]
+            found = self._tokenizer.apply_chat_template([*task.messages, *spoken], tokenize=True, return_dict=False)
+            tokens = [int(token) for token in found]
+        else:
+            said = "".join(part for _, part in text.turns)
+            tokens = list(self._tokenizer(f"{task.text}{said}", verbose=False)["input_ids"])
+        if self._context is not None:
+            tokens = tokens[-int(self._context) :]
+        trained = np.zeros(len(tokens) + 1, np.bool_)
+        trained[-1] = True
+        return Document(tokens=np.array([*tokens, 0], np.int32), trained=trained)

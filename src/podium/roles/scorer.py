@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A scorer: a frozen language model that says how likely it finds what others sampled. References and teachers."""
+
+# N episodes · T tokens of all of them
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from podium.algorithms.kl import KlEstimator, kl_estimate
+from podium.cluster import Computed, Seat
+from podium.data.trajectories import TokenColumn, TrajectoryBlock
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
+from podium.engine.mesh import adopt
+from podium.engine.offload import OffloadedTensors
+from podium.engine.scoring import sampled_mask, score
+from podium.engine.sharding import PackedModel, local_tensor, place
+from podium.errors import ModelError
+from podium.models.causal_lm import persistent_buffers
+from podium.models.weights import Box, Piece
+from podium.recipe import ModelSection
+from podium.roles.blocks import empty_block
+from podium.roles.carriers import DistanceNote, Floats, Residency, ScoreShard
+from podium.roles.learner import POLICY, Learner
+from podium.rollout.engine import MemoryChange
+
+_SAVING_S = 1800.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScorerSpec:
+    """How a scorer is built. `begin` is a folder of Podium's own to take the weights from, instead of the model's."""
+
+    model: ModelSection
+    folder: Path
+    max_tokens: int
+    seed: int  # where its weights are drawn
+    checkpoints: Path | None = None  # of a reference that is refreshed
+    begin: Path | None = None
+
+
+class Scorer:
+    """Sharded as the learner is. All methods are collective where there are several ranks."""
+
+    def __init__(self, seat: Seat, spec: ScorerSpec) -> None:
+        transformers.logging.set_verbosity_error()
+        self._seat, self._spec = seat, spec
+        self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        self._model, self._held = place(
+            spec.model, spec.folder, self._mesh, seed=spec.seed, weights=spec.begin is None, masters=False
+        )
+        policy = seat.roommate(POLICY, Learner).engine.language_model
+        if self._model.vocab_size < policy.vocab_size:
+            raise ModelError(
+                f"{spec.model.path} has a vocabulary of {self._model.vocab_size} tokens and the policy one of "
+                f"{policy.vocab_size}: it cannot score the policy's tokens. Teacher, reference and policy must share "
+                "their tokenizer."
+            )
+        if spec.begin is not None:
+            CheckpointReader(spec.begin).load(self._pieces())
+        self._model.eval()
+        self._weights = HeldWeights(self._model)
+
+    def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
+        """Log-probs of the sampled tokens, and how far each episode's are from those of the policy that drew them."""
+        block = shard.rows.read() if len(shard.rows) else empty_block()
+        column = score(self._model, self._mesh, block, temperature=temperature, max_tokens=self._spec.max_tokens)
+        return Computed(rows=column, note=distance(block, column))
+
+    def copy_from(self, role: str) -> None:
+        """Becomes a copy of a learner on the same devices, sharded alike."""
+        learner = self._seat.roommate(role, Learner)
+        with torch.no_grad():
+            for mine, theirs in zip(self._held, learner.engine.optimizer.trained, strict=True):
+                assert mine.name == theirs.name
+                local_tensor(mine.parameter).copy_(theirs.master)
+            buffers = persistent_buffers(learner.engine.language_model.hf)
+            for name, buffer in persistent_buffers(self._model.hf).items():
+                buffer.copy_(buffers[name])
+
+    def save(self, step: int, keep: int) -> None:
+        """Its weights, which are no other file's once it was refreshed."""
+        assert self._spec.checkpoints is not None
+        writer = CheckpointWriter(
+            self._spec.checkpoints, self._mesh, keep=keep, keep_best=False, background=False, timeout_s=_SAVING_S
+        )
+        writer.save(step, self._pieces(), Extras(values={}, arrays={}))
+
+    def hold(self, residency: Residency) -> MemoryChange:
+        """Offloaded: its weights are in host memory."""
+        return self._weights.hold(residency)
+
+    def _pieces(self) -> list[Piece]:
+        pieces = [
+            Piece(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape) for each in self._held
+        ]
+        return pieces + [
+            Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+            for name, buffer in persistent_buffers(self._model.hf).items()
+        ]
+
+
+class HeldWeights:
+    """A frozen model's weights, on the device or away."""
+
+    def __init__(self, model: PackedModel) -> None:
+        self._model = model
+        self._away: OffloadedTensors | None = None
+
+    def hold(self, residency: Residency) -> MemoryChange:
+        if residency == "offloaded" and self._away is None:
+            unique = {id(each): each for each in self._model.parameters()}
+            self._away = OffloadedTensors(list(unique.values()))
+            return MemoryChange(measured_bytes=0, accounted_bytes=self._away.offload())
+        if residency != "offloaded" and self._away is not None:
+            back, self._away = self._away, None
+            return MemoryChange(measured_bytes=0, accounted_bytes=back.restore())
+        return MemoryChange(measured_bytes=0, accounted_bytes=0)
+
+
+def distance(block: TrajectoryBlock, scored: TokenColumn) -> DistanceNote:
+    """KL of the sampling policy from the scoring model, estimated over each episode's sampled tokens."""
+    sampled_T = sampled_mask(block)
+    sampled_T[block.offsets[:-1][block.lengths_N > 0]] = False
+    behavior = torch.from_numpy(block.behavior_logprobs_T.copy())
+    reference = torch.from_numpy(scored.values_T.astype(np.float32))
+
+    def sums(estimator: KlEstimator) -> Floats:
+        values_T = np.where(sampled_T, kl_estimate(behavior, reference, estimator).numpy(), 0.0)
+        return _sums(values_T, block)
+
+    return DistanceNote(
+        k1_N=sums("k1"), k2_N=sums("k2"), k3_N=sums("k3"), tokens_N=_sums(sampled_T, block).astype(np.int64)
+    )
+
+
+def _sums(values_T: np.ndarray, block: TrajectoryBlock) -> Floats:
+    total = np.concatenate([[0.0], np.cumsum(values_T, dtype=np.float64)])
+    found: Floats = total[block.offsets[1:]] - total[block.offsets[:-1]]
+    return found

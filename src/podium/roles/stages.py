@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A batch of episodes on its way through a step: a new frozen type per stage, all by reference.
+
+prompts -> Rollouts -> GradedRollouts -> ScoredRollouts -> WeightedRollouts -> UpdateReport -> a new version
+"""
+
+# N episodes · R rewards of the recipe
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.algorithms.corrections import EffectiveSampleSize
+from podium.algorithms.policy import PolicyStatistics
+from podium.algorithms.returns import Moments
+from podium.algorithms.values import ValueStatistics
+from podium.cluster.objects import RowRefs
+from podium.cluster.results import ShardResult, reduce_metrics, stored_rows
+from podium.data.tasks import Task
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
+from podium.roles.carriers import TRUNCATED, DistanceNote, EpisodeNote, Floats
+from podium.weights.canary import LogprobGap
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollouts:
+    """Finished episodes. Their tokens are in the object store."""
+
+    step: int
+    version: int  # of the newest weights when they were asked for
+    rows: RowRefs[TrajectoryBlock]
+    note: EpisodeNote  # in the order of the rows
+    tasks: Mapping[int, Task]  # by draw
+    metrics: Mapping[str, float]
+
+    @classmethod
+    def of(
+        cls, blocks: Sequence[ShardResult[TrajectoryBlock]], tasks: Mapping[int, Task], *, step: int, version: int
+    ) -> Rollouts:
+        """Blocks as they came from generators, in ascending order of id."""
+        order = TrajectoryIds.concatenate([block.ids for block in blocks]).order
+        return cls(
+            step=step,
+            version=version,
+            rows=stored_rows([block for block in blocks if len(block.ids)]),
+            note=EpisodeNote.concatenate([block.note for block in blocks]).take(order),
+            tasks=tasks,
+            metrics=reduce_metrics([(block.worker, metric) for block in blocks for metric in block.metrics]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def group_N(self) -> Ints:
+        """The draw of each episode: episodes of one draw are a group."""
+        return self.rows.ids.array_N4[:, 0]
+
+    @property
+    def truncated_N(self) -> NDArray[np.bool_]:
+        return np.isin(self.note.finish_N, TRUNCATED)
+
+    def take(self, positions: Ints) -> Rollouts:
+        rows = self.rows.take(positions)
+        draws = set(rows.ids.array_N4[:, 0].tolist())
+        return replace(
+            self,
+            rows=rows,
+            note=self.note.take(positions),
+            tasks={draw: task for draw, task in self.tasks.items() if draw in draws},
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Rollouts]) -> Rollouts:
+        """Several of one step as one, ids ascending."""
+        if len(parts) == 1:
+            return parts[0]
+        order = TrajectoryIds.concatenate([part.rows.ids for part in parts]).order
+        tasks = {draw: task for part in parts for draw, task in part.tasks.items()}
+        totals: dict[str, float] = {}
+        for part in parts:
+            for name, value in part.metrics.items():
+                totals[name] = (
+                    max(totals.get(name, 0.0), value) if name == "cache_used" else totals.get(name, 0.0) + value
+                )
+        return replace(
+            parts[0],
+            rows=RowRefs.join([part.rows for part in parts]),
+            note=EpisodeNote.concatenate([part.note for part in parts]).take(order),
+            tasks=tasks,
+            metrics=totals,
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradedRollouts:
+    """Rollouts with one reward each; episodes that could not be graded are gone or count as the recipe says."""
+
+    rollouts: Rollouts
+    rewards_N: Floats  # the weighted sum of all rewards, the environment's and what shaping adds
+    values_NR: Floats  # each reward of the recipe for itself; NaN: does not apply
+    shaping_N: Floats
+    names: tuple[str, ...]
+    num_failed: int  # episodes without a reward
+    num_dropped: int  # episodes that were left out, with their groups
+    first_error: str | None
+    extras: Mapping[str, tuple[float, float]]  # further numbers of reward functions: sum and count
+
+    def __len__(self) -> int:
+        return len(self.rollouts)
+
+    @property
+    def group_N(self) -> Ints:
+        return self.rollouts.group_N
+
+    def take(self, positions: Ints) -> GradedRollouts:
+        return replace(
+            self,
+            rollouts=self.rollouts.take(positions),
+            rewards_N=self.rewards_N[positions],
+            values_NR=self.values_NR[positions],
+            shaping_N=self.shaping_N[positions],
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[GradedRollouts]) -> GradedRollouts:
+        if len(parts) == 1:
+            return parts[0]
+        order = TrajectoryIds.concatenate([part.rollouts.rows.ids for part in parts]).order
+        extras: dict[str, tuple[float, float]] = {}
+        for part in parts:
+            for name, (total, count) in part.extras.items():
+                before = extras.get(name, (0.0, 0.0))
+                extras[name] = (before[0] + total, before[1] + count)
+        return replace(
+            parts[0],
+            rollouts=Rollouts.join([part.rollouts for part in parts]),
+            rewards_N=np.concatenate([part.rewards_N for part in parts])[order],
+            values_NR=np.concatenate([part.values_NR for part in parts])[order],
+            shaping_N=np.concatenate([part.shaping_N for part in parts])[order],
+            num_failed=sum(part.num_failed for part in parts),
+            num_dropped=sum(part.num_dropped for part in parts),
+            first_error=next((part.first_error for part in parts if part.first_error), None),
+            extras=extras,
+        )
+
+    @cached_property
+    def uniform_N(self) -> NDArray[np.bool_]:
+        """Episodes whose group has the same reward throughout: a comparison within the group says nothing of them."""
+        _, group = np.unique(self.group_N, return_inverse=True)
+        low = np.full(int(group.max(initial=-1)) + 1, np.inf)
+        high = -low
+        np.minimum.at(low, group, self.rewards_N)
+        np.maximum.at(high, group, self.rewards_N)
+        uniform: NDArray[np.bool_] = (low == high)[group]
+        return uniform
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ScoredRollouts:
+    """Graded rollouts with the reference's (or teachers') opinion of their tokens, where the method wants it."""
+
+    graded: GradedRollouts
+    reference: RowRefs[TokenColumn] | None = None
+    distance: DistanceNote | None = None
+    penalty_N: Floats | None = None  # KL in the reward, summed over each episode
+
+    @property
+    def rewards_N(self) -> Floats:
+        """What estimators see: rewards less the KL where it is in the reward."""
+        return self.graded.rewards_N if self.penalty_N is None else self.graded.rewards_N - self.penalty_N
+
+    @property
+    def group_N(self) -> Ints:
+        return self.graded.group_N
+
+    def weigh(self, advantages_N: Floats) -> WeightedRollouts:
+        """One advantage for each episode."""
+        return WeightedRollouts(scored=self, advantages_N=np.asarray(advantages_N, np.float64))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class WeightedRollouts:
+    """What the learner is given: episodes with an advantage each, or for each token by reference, or with the rewards
+    that returns are made of."""
+
+    scored: ScoredRollouts
+    advantages_N: Floats | None = None
+    columns: RowRefs[ValueColumns] | None = None  # the critic's
+    teachers: tuple[tuple[RowRefs[TokenColumn], float], ...] = ()  # log-probs, and the weight of each
+    whitening: tuple[float, float] | None = None
+    whiten: bool = False
+
+    @property
+    def rollouts(self) -> Rollouts:
+        return self.scored.graded.rollouts
+
+    @property
+    def value_columns(self) -> RowRefs[ValueColumns]:
+        assert self.columns is not None
+        return self.columns
+
+    def take(self, positions: Ints) -> WeightedRollouts:
+        """Some of the episodes; what is by reference is cut when it is handed out."""
+        scored = self.scored
+        taken = replace(
+            scored,
+            graded=scored.graded.take(positions),
+            penalty_N=None if scored.penalty_N is None else scored.penalty_N[positions],
+        )
+        advantages_N = None if self.advantages_N is None else self.advantages_N[positions]
+        return replace(self, scored=taken, advantages_N=advantages_N)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateReport:
+    """What an update of the policy did, over all ranks."""
+
+    statistics: PolicyStatistics
+    gap: LogprobGap
+    sampling: EffectiveSampleSize | None
+    entropy: float
+    kl_reference: float | None
+    advantages: Moments
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
+    skipped: int
+    num_tokens: int
+    num_sequences: int
+    imbalance: float
+    micro_steps: int
+    seconds: float
+    proximal_s: float
+    flops: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticReport:
+    """What an update of the critic did, over all ranks."""
+
+    statistics: ValueStatistics
+    losses: tuple[float, ...]
+    grad_norms: tuple[float, ...]
