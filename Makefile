@@ -5,8 +5,10 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM_VENV ?= .venv-vllm
 VLLM_INSTALLED := $(VLLM_VENV)/.installed
+VERL_VENV ?= .venv-verl
+VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm demo test test-slow test-vllm test-all lint types format clean
+.PHONY: install install-vllm install-verl demo test test-slow test-vllm test-verl test-all lint types format clean
 
 install: $(INSTALLED)
 
@@ -23,7 +25,7 @@ demo: $(INSTALLED)  ## fine-tune a tiny model on arithmetic, on a laptop CPU
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic-sft
 
 test: lint types  ## what every change must pass
-	$(BIN)/python -m pytest -q -m "not slow and not gpu"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not verl"
 
 test-slow: $(INSTALLED)  ## the rest: several ranks, kills, restarts
 	$(BIN)/python -m pytest -q -m "slow and not gpu"
@@ -38,6 +40,18 @@ $(VLLM_INSTALLED): constraints-vllm.txt
 
 test-vllm: $(VLLM_INSTALLED)  ## the rollout engines' tests with vLLM behind them
 	VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/rollout
+
+install-verl: $(VERL_INSTALLED)  ## an environment of its own, with verl to compare the formulas with
+
+$(VERL_INSTALLED): tests/verl/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(VERL_VENV)
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/verl/requirements.txt
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 tensordict==0.10.0 pyvers==0.1.0
+	$(VERL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-verl: $(VERL_INSTALLED)  ## the RL formulas beside verl's own, on fresh random inputs
+	$(VERL_VENV)/bin/python -m pytest -q -m verl tests/verl
 
 test-all: test test-slow
 

@@ -73,7 +73,7 @@ async def _drive(
             generation = recipe.evaluation.generation
             limit = heldout_limit(generation, recipe.evaluation.max_documents)
             heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
-        async with _opened(recipe) as cluster:
+        async with _opened(recipe, watch) as cluster:
             with watch.span("start-up"):
                 workers = await _started(recipe, folder, cluster, resume_step)
                 roles = await _roles(recipe, workers)
@@ -107,13 +107,15 @@ async def _drive(
 
 
 @asynccontextmanager
-async def _opened(recipe: Recipe) -> AsyncIterator[Cluster]:
-    if recipe.placement.launcher == "inline":
-        async with open_inline() as cluster:
-            yield cluster
-    else:
-        async with open_ray() as cluster:
-            yield cluster
+async def _opened(recipe: Recipe, watch: Stopwatch) -> AsyncIterator[Cluster]:
+    opening = open_inline() if recipe.placement.launcher == "inline" else open_ray()
+    with watch.span("start-up"):
+        cluster = await opening.__aenter__()
+    try:
+        yield cluster
+    finally:
+        with watch.span("shut-down"):
+            await opening.__aexit__(None, None, None)
 
 
 async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:

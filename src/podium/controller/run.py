@@ -109,6 +109,7 @@ class OnPolicyRun:
         self._critic_report: CriticReport | None = None
         self._evaluation: Evaluation | None = None
         self._evaluated_step: int | None = None
+        self._is_evaluating = False
         self._last_reward: float | None = None
         self._last_loss: float | None = None
 
@@ -520,9 +521,10 @@ class OnPolicyRun:
         parts, began = self._parts, time.perf_counter()
         parts.console.doing("evaluating")
         with parts.watch.span("evaluation"), parts.cluster.step(self._step) as objects:
-            self._objects = objects
+            self._objects, self._is_evaluating = objects, True
             await self._publish_weights()
             evaluation = await summarise(self, parts, self._step)
+        self._is_evaluating = False
         parts.console.doing(None)
         parts.workers.take_spans()
         self._evaluation, self._evaluated_step = evaluation, self._step
@@ -577,7 +579,8 @@ class _InPhase:
 
     def __init__(self, run: OnPolicyRun, phase: Phase) -> None:
         self._run, self._phase = run, phase
-        self._span = run._parts.watch.span(phase)
+        # What an evaluation takes is the evaluation's, whatever it is made of.
+        self._span = run._parts.watch.span("evaluation" if run._is_evaluating else phase)
 
     async def __aenter__(self) -> None:
         await self._run._enter(self._phase)

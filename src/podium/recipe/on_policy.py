@@ -83,9 +83,11 @@ class KlSection(Section):
 class CorrectionSection(Section):
     """Off-policy correction: weights for tokens that other weights (or another engine) sampled."""
 
-    kind: Literal["token_truncate", "sequence_truncate", "token_mask", "sequence_mask"] = Field(
-        "token_truncate",
-        description="Truncate the importance weight at `cap` (TIS), or leave out what lies outside [low, cap].",
+    kind: Literal["token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "sequence_geometric_mask"] = (
+        Field(
+            "token_truncate",
+            description="Truncate the importance weight at `cap` (TIS), or leave out what lies outside [low, cap].",
+        )
     )
     cap: Real = Field(2.0, gt=0)
     low: Real = Field(0.0, ge=0, description="Of the masked kinds.")

@@ -77,8 +77,8 @@ def _estimator(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.gamma != 1.0 and name not in _PER_TOKEN and ":" not in name:
         yield f"algorithm.gamma: {algorithm.gamma} has no meaning with {name}, which rewards whole episodes. Remove it."
-    if algorithm.loss == "sequence_clipped" and algorithm.dual_clip is not None:
-        yield "algorithm.dual_clip: sequence_clipped has none. Remove it."
+    if algorithm.loss != "clipped" and algorithm.dual_clip is not None:
+        yield f"algorithm.dual_clip: {algorithm.loss} has none. Remove it, or set algorithm.loss to clipped."
     if algorithm.overlong is not None and algorithm.overlong.buffer_tokens >= recipe.rollout.max_new_tokens:
         yield (
             f"algorithm.overlong.buffer_tokens: {algorithm.overlong.buffer_tokens} is not below rollout.max_new_tokens "

@@ -101,6 +101,7 @@ class _Columns:
     behavior_T: NDArray[np.float32]
     old_T: NDArray[np.float32]
     correction_T: NDArray[np.float32] | None
+    sampling: EffectiveSampleSize | None
     reference_T: NDArray[np.float32] | None
 
 
@@ -142,7 +143,7 @@ class PolicyUpdate:
         return UpdateNote(
             statistics=PolicyStatistics.merge([_statistics(each, logprobs, plan) for each, logprobs, _ in seen]),
             gap=_gap(seen, plan.version),
-            sampling=_sampling(columns),
+            sampling=columns.sampling,
             entropy=(float(sum(entropy.double().sum().item() for _, _, entropy in seen)), _num_seen(seen)),
             kl_reference=_distance(seen),
             advantages=Moments.of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
@@ -169,11 +170,12 @@ class PolicyUpdate:
                 max_tokens=self._max_tokens,
             ).values_T  # fmt: skip
             proximal_s = time.perf_counter() - began
-        correction_T = None
+        advantages_T = self._advantages(block, shard, plan, trained_T, reference_T)
+        correction_T = sampling = None
         if algorithm.correction is not None:
             correction_T = _correction(block, trained_T, old_T, algorithm)
+            sampling = effective_sample_size(torch.from_numpy(correction_T[trained_T]))
             trained_T &= correction_T > 0  # what is dropped leaves the count too
-        advantages_T = self._advantages(block, shard, plan, trained_T, reference_T)
         in_loss = algorithm.kl is not None and algorithm.kl.where == "loss"
         columns = _Columns(
             trained_T=trained_T,
@@ -181,6 +183,7 @@ class PolicyUpdate:
             behavior_T=behavior_T,
             old_T=old_T,
             correction_T=correction_T,
+            sampling=sampling,
             reference_T=reference_T if in_loss else None,
         )
         return columns, proximal_s
@@ -400,7 +403,7 @@ def _statistics(micro: _Micro, logprobs_S: Tensor, plan: UpdatePlan) -> PolicySt
         micro.objective.tokens(logprobs_S, slice(None)),
         clip_low=algorithm.clip_low,
         clip_high=algorithm.clip_high,
-        dual_clip=algorithm.dual_clip,
+        dual_clip=algorithm.dual_clip if algorithm.loss == "clipped" else None,
         level="sequence" if algorithm.loss == "sequence_clipped" else "token",
     )
 
@@ -423,12 +426,6 @@ def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> Logprob
             )
         )
     return LogprobGap.merge(parts)
-
-
-def _sampling(columns: _Columns) -> EffectiveSampleSize | None:
-    if columns.correction_T is None:
-        return None
-    return effective_sample_size(torch.from_numpy(columns.correction_T[columns.trained_T]))
 
 
 def _num_seen(seen: Sequence[tuple[_Micro, Tensor, Tensor]]) -> float:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""On-policy distillation: teachers as the advantage of each token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from podium.algorithms.distillation import reverse_kl_advantages, several_teachers_advantages
+
+
+def test_a_token_that_the_teacher_likes_better_than_the_student_is_good() -> None:
+    advantages_T = reverse_kl_advantages(torch.tensor([-1.0, -3.0]), torch.tensor([-2.0, -2.0], requires_grad=True))
+    assert advantages_T.tolist() == [1.0, -1.0]
+    assert not advantages_T.requires_grad
+
+
+def test_the_policy_gradient_of_these_advantages_is_that_of_the_reverse_divergence() -> None:
+    """Exact expectations over a small vocabulary: no sampling."""
+    logits_V = torch.tensor([0.3, -1.0, 0.8], requires_grad=True)
+    teacher_V = torch.tensor([0.0, 0.5, -0.5]).log_softmax(0)
+    student_V = logits_V.log_softmax(0)
+    (divergence_gradient_V,) = torch.autograd.grad(
+        (student_V.exp() * (student_V - teacher_V)).sum(), logits_V, retain_graph=True
+    )
+    advantages_V = reverse_kl_advantages(teacher_V, student_V)
+    (policy_gradient_V,) = torch.autograd.grad(-(student_V.exp().detach() * advantages_V * student_V).sum(), logits_V)
+    torch.testing.assert_close(policy_gradient_V, divergence_gradient_V)
+
+
+def test_several_teachers_are_weighed() -> None:
+    # 0.75 * (-1 + 2) + 0.25 * (-4 + 2)
+    advantages_T = several_teachers_advantages(
+        torch.tensor([[-1.0], [-4.0]]), torch.tensor([-2.0]), torch.tensor([0.75, 0.25])
+    )
+    assert advantages_T.tolist() == [0.25]
+
+
+def test_one_teacher_of_weight_one_is_that_teacher() -> None:
+    teacher_T, student_T = torch.tensor([-1.0, -0.2]), torch.tensor([-0.5, -0.7])
+    several_T = several_teachers_advantages(teacher_T[None], student_T, torch.ones(1))
+    assert several_T.tolist() == pytest.approx(reverse_kl_advantages(teacher_T, student_T).tolist())
