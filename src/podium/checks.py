@@ -12,9 +12,12 @@ from typing import Any
 
 from podium.data.checking import check_source
 from podium.data.documents import Document
+from podium.data.tasks import PromptEncoder, check_task_source, read_tasks
+from podium.environments.rewards import build_rewards, reward_names
 from podium.errors import PodiumError, RecipeError
 from podium.models.folder import check_model_folder
 from podium.recipe import Recipe, SourceSection, plugins
+from podium.recipe.programs import SIGNALS
 
 _DEEP_ROWS = 2000
 _SHOWN_CHARACTERS = 400
@@ -46,16 +49,55 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         template = model.chat_template
         yield lambda: _check_exists(template, "model.chat_template", hub=False)
     for key, source in _sources(recipe):
-        yield lambda key=key, source=source: check_source(source, key)  # type: ignore[misc]
+        look = check_task_source if _is_controlled(recipe) else check_source
+        yield lambda key=key, source=source, look=look: look(source, key)  # type: ignore[misc]
         if source.map is not None:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
     generation = recipe.evaluation.generation
     if generation is not None and generation.score is not None and ":" in generation.score:
         score = generation.score
         yield lambda: plugins.locate(score, "evaluation.generation.score")
+    yield lambda: _check_rewards(recipe)
+    for key, plugin in _plugins(recipe):
+        if ":" in plugin:
+            yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
+    for key, path in _other_models(recipe):
+        yield lambda key=key, path=path: check_model_folder(path, key, weights=True, tokenizer=False)  # type: ignore[misc]
+
+
+def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Custom pieces by import path, with their keys."""
     for index, logger in enumerate(recipe.run.loggers):
-        if ":" in logger:
-            yield lambda path=logger, index=index: plugins.locate(path, f"run.loggers.{index}")  # type: ignore[misc]
+        yield f"run.loggers.{index}", logger
+    for index, reward in enumerate(recipe.reward):
+        if reward.function is not None:
+            yield f"reward.{index}.function", reward.function
+    algorithm, environment = recipe.algorithm, recipe.environment
+    yield "algorithm.advantage", algorithm.advantage or ""
+    yield "algorithm.loss", algorithm.loss
+    if environment is not None:
+        yield "environment.environment", environment.environment or ""
+        for index, tool in enumerate(environment.tools):
+            yield f"environment.tools.{index}", tool
+
+
+def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Checkpoints beside the policy's, with their keys."""
+    for index, teacher in enumerate(recipe.teachers):
+        yield f"teachers.{index}.path", teacher.path
+    for index, reward in enumerate(recipe.reward):
+        if reward.model is not None:
+            yield f"reward.{index}.model", reward.model
+    if recipe.critic.path is not None:
+        yield "critic.path", recipe.critic.path
+    if recipe.algorithm.kl is not None and recipe.algorithm.kl.reference is not None:
+        yield "algorithm.kl.reference", recipe.algorithm.kl.reference
+
+
+def _check_rewards(recipe: Recipe) -> None:
+    """Names that metrics can tell apart, and options that verifiers know. Functions are not run."""
+    reward_names(recipe.reward)
+    build_rewards([reward for reward in recipe.reward if reward.verifier is not None])
 
 
 def deep_report(recipe: Recipe) -> list[str]:
@@ -76,8 +118,37 @@ def deep_report(recipe: Recipe) -> list[str]:
     ]
     require_embeddings(tokenizer, rows)
     for key, section in _sources(recipe):
-        lines += _source_report(recipe, key, section, tokenizer)
+        report = _task_report if _is_controlled(recipe) else _source_report
+        lines += report(recipe, key, section, tokenizer)
     return lines
+
+
+def _is_controlled(recipe: Recipe) -> bool:
+    return SIGNALS[recipe.program].execution == "controlled"
+
+
+def _task_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
+    """The first prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
+    assert recipe.data.max_length is not None
+    encoder = PromptEncoder(tokenizer)
+    tasks = read_tasks([section], key.rpartition(".")[0], _DEEP_ROWS)
+    lengths = [len(encoder.encode(task)) for task in tasks]
+    longest = min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
+    room = longest - recipe.rollout.max_new_tokens
+    fitting = sum(length <= room for length in lengths)
+    if not fitting:
+        raise RecipeError(
+            f"{key}: none of the first {len(tasks)} prompts of {section.path} leaves room for rollout.max_new_tokens "
+            f"{recipe.rollout.max_new_tokens}: the shortest has {min(lengths)} tokens and {longest} is the longest "
+            "sequence. Lower rollout.max_new_tokens, or raise data.max_length as far as the model allows."
+        )
+    answered = sum(task.reference is not None for task in tasks)
+    first = tokenizer.decode(encoder.encode(tasks[0]).tolist()).replace("\n", "\\n")
+    return [
+        f"{key}: {len(tasks)} prompts read, {sum(lengths) / len(tasks):.0f} tokens on average and {max(lengths)} at "
+        f"most, {len(tasks) - fitting} too long, {answered} with a reference answer",
+        f"  the first: {first[:_SHOWN_CHARACTERS]}",
+    ]
 
 
 def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:

@@ -16,6 +16,7 @@ from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, Wo
 from podium.cluster.identity import WorkerId
 from podium.cluster.inline import InlineTransport
 from podium.cluster.layout import Layout, RayCluster
+from podium.cluster.lines import Lines
 from podium.cluster.links import Links
 from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import Shelf, Step, StoreUse
@@ -138,6 +139,7 @@ class Workers:
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
         self.registry = MeshRegistry(meshes=meshes, workers={})
         self._links = Links(self._crews, lambda: self.registry, timeout_s=patience.collective_s)
+        self._lines = Lines(self._crews, lambda: self.registry)
         self._restores: dict[str, Restore] = {}
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
@@ -172,6 +174,11 @@ class Workers:
         """Makes a link between the workers of these roles, ranks counted in this order: a process group and a store
         of its own. It is made anew whenever one of their pools is recovered."""
         await self._links.connect(name, tuple(roles), Deadline(deadline_s))
+
+    async def introduce(self, role: str, *, to: str, deadline_s: float = 60.0) -> None:
+        """The workers of `to` can call those of `role` directly from now on (`seat.line(role)`), beside what those are
+        working at. Made anew whenever one of the pools is recovered."""
+        await self._lines.introduce(role, to, Deadline(deadline_s))
 
     def restore_with(self, role: str, restore: Restore) -> None:
         """The owner of a role says how new workers of it get their state; called after every respawn."""
@@ -226,6 +233,7 @@ class Workers:
         if not new:
             return ()
         await self._links.renew(pool, deadline)
+        await self._lines.renew(pool, deadline)
         for role, restore in self._restores.items():
             mesh = self.registry.mesh(role)
             mine = tuple(worker for worker in new if mesh.pool == pool and worker.index in mesh.slots)

@@ -30,6 +30,7 @@ from podium.cluster.orders import (
     Envelope,
     Failure,
     Hello,
+    Introduce,
     Invoke,
     Join,
     OpenMeeting,
@@ -47,6 +48,7 @@ from podium.errors import ClusterError, PodiumError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from podium.cluster.lines import Line
     from podium.cluster.rendezvous import TransferGroup
     from podium.engine.meeting import MeetingServer
 
@@ -67,6 +69,7 @@ class RoleHost:
         self._roles: dict[str, Any] = {}
         self._servers: dict[str, MeetingServer] = {}
         self._transfers: dict[str, TransferGroup] = {}
+        self._lines: dict[str, Line] = {}
         self._recorder = SpanRecorder()
 
     def hello(self) -> Hello:
@@ -158,6 +161,8 @@ class RoleHost:
 
                 self._transfers.pop(order.name, None)
                 self._transfers[order.name] = TransferGroup(order, self._hello.host, self._hello.kind)
+            case Introduce():
+                self._lines[order.line.role] = order.line
             case Disconnect():
                 link = self._transfers.pop(order.name, None)
                 if link is not None:
@@ -189,6 +194,7 @@ class RoleHost:
             recorder=self._recorder,
             transfers=self._transfers,
             roommates=MappingProxyType(self._roles),
+            lines=MappingProxyType(self._lines),
         )
         self._roles[order.role] = kind(seat, *arguments)
 

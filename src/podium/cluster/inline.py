@@ -69,7 +69,7 @@ class InlineProcess:
     def __init__(self, name: str, device: str, kind: DeviceKind) -> None:
         self._host = RoleHost(node=_NODE, host="127.0.0.1", device=device, kind=kind, own_process=False)
         self._work = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._control = ThreadPoolExecutor(max_workers=2, thread_name_prefix=f"{name} control")
+        self._control = ThreadPoolExecutor(max_workers=8, thread_name_prefix=f"{name} control")
         self._ask = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{name} ask")
         self._dead = threading.Event()
         self._waiting: set[Future[Any]] = set()
@@ -139,6 +139,9 @@ class InlineProcess:
             yield next(beats)
             await asyncio.sleep(every_s)
         raise GoneError("it was ended")
+
+    def card(self) -> InlineProcess:
+        return self
 
     def kill(self) -> None:
         self._end("it was ended")

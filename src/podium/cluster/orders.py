@@ -80,6 +80,13 @@ class Disconnect:
     name: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Introduce:
+    """You can call the workers of this line from now on."""
+
+    line: Any  # a Line; its class knows these orders
+
+
 @dataclass(frozen=True, slots=True)
 class Invoke:
     """Call a method of a role; the arguments travel beside the order."""
@@ -94,7 +101,7 @@ class Invoke:
         return Invoke, (self.worker, self.role, self.method, self.wants)
 
 
-Order = Settle | OpenMeeting | Join | Build | Connect | Disconnect | Invoke
+Order = Settle | OpenMeeting | Join | Build | Connect | Disconnect | Introduce | Invoke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

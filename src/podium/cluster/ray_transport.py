@@ -263,6 +263,10 @@ class RayProcess:
     def __init__(self, actor: Any, suspect_node: Callable[[], None]) -> None:
         self._actor, self._suspect_node = actor, suspect_node
 
+    @property
+    def actor(self) -> Any:
+        return self._actor
+
     def hello(self) -> Awaitable[Hello]:
         return self._answer(self._actor.hello.remote())
 
@@ -325,9 +329,25 @@ class RayProcess:
             return GoneError(_cause(error))
         return ClusterError(f"an answer came and cannot be read here: {error}")
 
+    def card(self) -> RayCard:
+        return RayCard(self._actor)
+
     def kill(self) -> None:
         if ray.is_initialized():
             ray.kill(self._actor, no_restart=True)
+
+
+class RayCard:
+    """An actor as other workers call it; pickles as its handle."""
+
+    def __init__(self, actor: Any) -> None:
+        self._process = RayProcess(actor, lambda: None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RayCard, (self._process.actor,)
+
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        return self._process.control(order, *arguments, **named)
 
 
 class _Answer(Awaitable[Any]):

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from podium.cluster.lines import Line
     from podium.cluster.rendezvous import TransferGroup
 
 RoleT = TypeVar("RoleT")
@@ -33,6 +34,7 @@ class Seat:
     devices: DeviceMesh | None  # of the role's axes that are larger than 1; None where it is alone
     recorder: SpanRecorder
     transfers: Mapping[str, TransferGroup]  # filled and emptied by the worker as links are made and broken
+    lines: Mapping[str, Line]  # filled by the worker as it is introduced to others
     roommates: Mapping[str, Any]  # roles of this worker by name, as far as they are built: in the layout's order
 
     @property
@@ -70,6 +72,14 @@ class Seat:
                 "The controller makes it with `workers.connect`."
             )
         return self.transfers[name]
+
+    def line(self, role: str) -> Line:
+        """The workers of another role, to call them directly."""
+        if role not in self.lines:
+            raise ClusterError(
+                f"{self.worker} has not been introduced to {role!r}; the controller does it with `workers.introduce`."
+            )
+        return self.lines[role]
 
     def roommate(self, role: str, kind: type[RoleT]) -> RoleT:
         """Another role of this worker, to share what it holds with. It must stand before this one in the layout."""

@@ -63,6 +63,10 @@ class Process(Protocol):
 
     def beats(self, every_s: float) -> AsyncIterator[Beat]: ...
 
+    def card(self) -> Any:
+        """How other workers can call this one (a Card of cluster/lines.py)."""
+        ...
+
     def kill(self) -> None:
         """Ends the process now; its slot is free soon after."""
         ...

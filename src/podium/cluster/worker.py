@@ -14,7 +14,7 @@ from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabo
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
 # while it is busy; `ask` and `pulse` run none of the role's code, so nothing keeps them.
-@ray.remote(concurrency_groups={"work": 1, "control": 2, "ask": 1, "pulse": 1}, max_restarts=0, max_task_retries=0)
+@ray.remote(concurrency_groups={"work": 1, "control": 8, "ask": 1, "pulse": 1}, max_restarts=0, max_task_retries=0)
 class Worker:
     """One process on one device slot."""
 

@@ -11,7 +11,7 @@ from typing import Any
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.crew import Patience
 from podium.controller.evaluation import heldout_limit
-from podium.controller.layout import LINK, layout_of, role_names
+from podium.controller.layout import LINK, RUNNER, layout_of, role_names
 from podium.controller.ledger import Ledger
 from podium.controller.phases import GENERATOR, needs_offload
 from podium.controller.prompts import PromptSource
@@ -23,10 +23,11 @@ from podium.errors import PlacementError, PodiumError, RoleError
 from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
 from podium.recipe import Recipe
 from podium.roles.critic import Critic
+from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.generator import Generator
 from podium.roles.grader import Grader
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
-from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
+from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, RunnerHandle, ScorerHandle
 from podium.roles.learner import POLICY, Learner
 from podium.roles.reward_model import RewardModel
 from podium.roles.scorer import Scorer
@@ -132,6 +133,8 @@ async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_s
         )
     except PlacementError as error:
         raise PlacementError(f"placement.devices: {placement.devices} devices have no place. {error}") from error
+    if recipe.environment is not None:
+        await workers.introduce(GENERATOR, to=RUNNER)
     if placement.layout == "split":
         await workers.connect(LINK, [POLICY, GENERATOR])
     return workers
@@ -146,9 +149,14 @@ async def _roles(recipe: Recipe, workers: Workers) -> Roles:
         grader = GraderHandle(
             workers, workers.role(names.graders, Grader), functions, timeout_s=recipe.grading.timeout_s
         )
+    generator = GeneratorHandle(workers.role(GENERATOR, Generator))
+    runner = None
+    if recipe.environment is not None:
+        runner = RunnerHandle(workers.role(RUNNER, EpisodeRunner), generator)
     return Roles(
         policy=policy,
-        generator=GeneratorHandle(workers.role(GENERATOR, Generator)),
+        generator=generator,
+        runner=runner,
         grader=grader,
         reward_models=tuple(
             (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in names.reward_models

@@ -11,6 +11,7 @@ from podium.controller.phases import CRITIC, GENERATOR, REFERENCE
 from podium.models.folder import local_folder
 from podium.recipe import ModelSection, Recipe
 from podium.roles.critic import Critic, CriticSpec
+from podium.roles.episode_runner import EpisodeRunner, RunnerSpec
 from podium.roles.generator import Generator, GeneratorSpec
 from podium.roles.grader import Grader, GraderSpec
 from podium.roles.learner import MICRO_BATCH, POLICY, Learner, LearnerSpec
@@ -18,7 +19,8 @@ from podium.roles.reward_model import RewardModel, RewardModelSpec
 from podium.roles.scorer import Scorer, ScorerSpec
 from podium.spmd.folder import RunFolder
 
-TRAIN, ROLLOUT, GRADERS = "train", "rollout", "graders"
+TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
+RUNNER = "runner"
 LINK = "weights"
 # Graders wait most of the time; a whole core each would leave none for those who compute.
 _DEVICE_CPUS, _HELPER_CPUS = 0.9, 0.05
@@ -79,6 +81,18 @@ def layout_of(recipe: Recipe, folder: RunFolder, *, device: str, resume_step: in
         roles.append(
             RoleSpec(name=GENERATOR, kind=Generator, pool=TRAIN, mesh=MeshShape(replica=ranks), arguments=(generator,))
         )
+    if recipe.environment is not None:
+        runners = recipe.environment.runners
+        pools.append(Pool(name=RUNNERS, slots=runners, each=helper, collectives=False))
+        runner = RunnerSpec(
+            model=recipe.model, environment=recipe.environment, generator=GENERATOR,
+            max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s,
+        )  # fmt: skip
+        roles.append(
+            RoleSpec(
+                name=RUNNER, kind=EpisodeRunner, pool=RUNNERS, mesh=MeshShape(replica=runners), arguments=(runner,)
+            )
+        )
     if names.graders is not None:
         count = recipe.grading.workers
         pools.append(Pool(name=GRADERS, slots=count, each=helper, collectives=False))
@@ -134,16 +148,20 @@ def _train_roles(
 
 
 def _generator(recipe: Recipe, *, learner: str | None) -> GeneratorSpec:
-    assert recipe.data.max_length is not None
-    longest = min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
     return GeneratorSpec(
         model=recipe.model,
         folder=local_folder(recipe.model.path, "model.path"),
         rollout=recipe.rollout,
-        max_length=longest,
+        max_length=longest_sequence(recipe),
         learner=learner,
         deadline_s=recipe.placement.timeout_s,
     )
+
+
+def longest_sequence(recipe: Recipe) -> int:
+    """Prompt and everything behind it, in tokens."""
+    assert recipe.data.max_length is not None, "resolved before launch"
+    return min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
 
 
 def _section(recipe: Recipe, path: str | None) -> ModelSection:

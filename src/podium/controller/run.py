@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from podium.algorithms.kl import adaptive_coefficient
-from podium.cluster import Cluster, Step, Workers
+from podium.cluster import Cluster, ShardResult, Step, Workers
 from podium.controller.evaluation import Evaluation, drawn, summarise
 from podium.controller.layout import LINK, RoleNames
 from podium.controller.ledger import Ledger
@@ -21,6 +21,7 @@ from podium.controller.phases import GENERATOR, Phase, residency
 from podium.controller.prompts import PromptSource
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
 from podium.data.tasks import DrawnTask, Task
+from podium.data.trajectories import TrajectoryBlock
 from podium.engine.optimizer import learning_rate
 from podium.environments.grading import overlong_penalty
 from podium.environments.rewards import reward_names
@@ -30,7 +31,7 @@ from podium.recipe import Recipe
 from podium.roles.carriers import Residency, SamplingPlan, UpdatePlan
 from podium.roles.grader import Purpose
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
-from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle, send_weights
+from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, RunnerHandle, ScorerHandle, send_weights
 from podium.roles.learner import POLICY
 from podium.roles.stages import (
     CriticReport,
@@ -51,6 +52,7 @@ class Roles:
 
     policy: LearnerHandle
     generator: GeneratorHandle
+    runner: RunnerHandle | None
     grader: GraderHandle | None
     reward_models: tuple[tuple[int, RewardModelHandle], ...] = ()
     critic: CriticHandle | None = None
@@ -194,7 +196,7 @@ class OnPolicyRun:
         graded = scored.graded
         async with self._phase("score"):
             columns, moments = await self.critic.estimate(
-                graded.rollouts.rows, graded.rewards_N, graded.rollouts.note.turn_rewards, scored.reference,
+                graded.rollouts.rows, graded.last_token_rewards_N, graded.rollouts.note.turn_rewards, scored.reference,
                 self.recipe.algorithm, self._kl,
             )  # fmt: skip
         whitening = moments.whitening()
@@ -263,7 +265,7 @@ class OnPolicyRun:
         """Episodes of held-out prompts, which count in no step."""
         prompts = drawn(tasks)
         async with self._phase("rollout"):
-            blocks = [block async for block in self._parts.roles.generator.generate(prompts, samples, plan)]
+            blocks = [block async for block in self._episodes(prompts, samples, plan)]
         found = Rollouts.of(blocks, {each.draw: each.task for each in prompts}, step=self._step, version=self._version)
         self._hold(found.rows)
         return found
@@ -323,13 +325,19 @@ class OnPolicyRun:
         )  # fmt: skip
         await self._publish_weights()
         async with self._phase("rollout"):
-            blocks = [
-                block async for block in self._parts.roles.generator.generate(prompts, rollout.samples_per_prompt, plan)
-            ]
+            blocks = [block async for block in self._episodes(prompts, rollout.samples_per_prompt, plan)]
         tasks = {prompt.draw: prompt.task for prompt in prompts}
         rollouts = Rollouts.of(blocks, tasks, step=number, version=self._version)
         self._hold(rollouts.rows)
         return rollouts
+
+    def _episodes(
+        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan
+    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
+        """Blocks of episodes: generators answer by themselves, or episode runners ask them turn by turn."""
+        roles = self._parts.roles
+        source = roles.generator if roles.runner is None else roles.runner
+        return source.generate(prompts, samples, plan)
 
     async def _publish_weights(self) -> None:
         """Generators get the newest version, if they have not got it: the same tensors, or a broadcast."""

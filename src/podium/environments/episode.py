@@ -190,14 +190,9 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
     a single turn."""
     if section is None:
         return SingleTurn
-    if section.environment is not None and section.tools:
-        raise RecipeError(
-            f"{key}: has both an environment and tools. Keep one; an environment that offers tools can be made from "
-            "podium.environments.tools.ToolEnvironment."
-        )
     if section.environment is None:
         tools = load_tools(section.tools, f"{key}.tools")
-        return lambda: ToolEnvironment(tools, **{"timeout_s": section.timeout_s, **section.options})
+        return lambda: ToolEnvironment(tools, timeout_s=section.timeout_s)
     made: Any = plugins.load(section.environment, f"{key}.environment")
     for name in ("reset", "step"):
         if isinstance(made, type) and not callable(getattr(made, name, None)):

@@ -21,7 +21,7 @@ from podium.errors import PodiumError, RecipeError
 from podium.recipe import plugins
 from podium.recipe.on_policy import RewardSection
 
-__all__ = ["Outcome", "Reward", "Sample", "build_rewards", "reward_names"]
+__all__ = ["Outcome", "Reward", "Sample", "build_rewards", "check_rewards", "reward_names"]
 
 _LONGEST_SHOWN = 60
 _OF_VERIFIERS = Signature(style="podium", per="sample", names=("answer", "reference"))
@@ -111,6 +111,14 @@ def build_rewards(sections: Sequence[RewardSection], key: str = "reward") -> tup
         for index, section in enumerate(sections)
         if section.model is None
     )
+
+
+def check_rewards(sections: Sequence[RewardSection], key: str = "reward") -> None:
+    """Raises what is wrong with names and with verifiers' options. Runs nobody's file: functions are not looked at."""
+    reward_names(sections, key)
+    for index, section in enumerate(sections):
+        if section.verifier is not None:
+            bind_verifier(section.verifier, section.options, f"{key}.{index}")
 
 
 def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tuple[str, ...]:

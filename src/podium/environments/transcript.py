@@ -246,12 +246,14 @@ class TurnTokenizer:
         most = 0
         while most < min(len(tail_L), len(self._end_tokens)) and tail_L[most] == self._end_tokens[most]:
             most += 1
+        # Where turns have no end, the model stops at the token that begins the next one.
         begins_special = len(tail_L) > 0 and tail_L[0] in special
         for count in range(min(max(most, int(begins_special)), len(said)), 0, -1):
             if said[-count:] == list(tail_L[:count]):
                 return count
         # Another end of turn that the template knows, such as the one behind a call: it takes the usual one's place.
-        return int(begins_special and answer.stopped and said[-1] in self._special_ids_of_template)
+        ends_special = most > 0 and begins_special
+        return int(ends_special and answer.stopped and said[-1] in self._special_ids_of_template)
 
     def _fitting_form(self, role: str, tools: Tools) -> StandIn:
         prompt = self.render([_QUESTION], tools).rstrip()

@@ -98,7 +98,7 @@ def _only_on_policy(recipe: Recipe) -> Iterator[str]:
 def _names(recipe: Recipe) -> Iterator[str]:
     known = {"messages", "prompt", "completion", "text"}
     if SIGNALS[recipe.program].execution == "controlled":
-        known |= {"reference", "source", "tools"}
+        known |= {"reference", "data_source", "tools"}
     for part in ("train", "heldout"):
         for index, source in enumerate(getattr(recipe.data, part)):
             for name in source.columns:

@@ -24,6 +24,7 @@ from podium.recipe import ModelSection, RolloutSection
 from podium.roles.blocks import block_of
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
 from podium.roles.learner import Learner
+from podium.roles.mailboxes import Mailboxes
 from podium.rollout.checkpoints import open_engine
 from podium.rollout.engine import Load, MemoryChange, RolloutEngine
 from podium.rollout.native.engine import NativeEngine
@@ -32,6 +33,7 @@ from podium.weights.parcels import Parcel
 from podium.weights.transports import received
 from podium.weights.whole_copy import WholeCopy
 
+_IDLE_S = 0.05
 # Blocks are sent on as they finish, but not more often than this: each costs the controller a message.
 _BLOCK_EVERY_S = 0.5
 
@@ -62,6 +64,7 @@ class Generator:
         self._learner: Learner | None = None
         self._engine: RolloutEngine = self._open()
         self._peak_tokens = 0
+        self._mailboxes = Mailboxes()
 
     def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         """Answers every prompt of the shard; whole groups are yielded as they finish."""
@@ -83,6 +86,32 @@ class Generator:
                 yield self._computed(ready, ())
                 ready, sent = [], time.perf_counter()
         yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
+
+    def serve(self) -> tuple[Metric, ...]:
+        """Answers what episode runners ask for with `exchange`, until `stop_serving`. Waits for them, a moment at a
+        time."""
+        before, began = self._engine.load(), time.perf_counter()
+        self._peak_tokens = 0
+        while self._mailboxes.wait_for_work(_IDLE_S):
+            for answer in self._engine.results(deadline_s=self._spec.deadline_s):
+                self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
+                self._mailboxes.deliver(answer)
+        return self._metrics(before, time.perf_counter() - began)
+
+    def begin_serving(self) -> None:
+        """Before `serve`: runners may ask from now on."""
+        self._mailboxes.open()
+
+    def stop_serving(self) -> None:
+        """All episodes are over. For a control thread: `serve` keeps the other."""
+        self._mailboxes.close()
+
+    def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
+        """Takes a runner's new requests and gives what is done of its earlier ones. For control threads."""
+        if requests:
+            self._mailboxes.expect(runner, [request.id for request in requests])
+            self._engine.submit(requests)
+        return self._mailboxes.fetch(runner, wait_s)
 
     def install(self, parcel: Parcel) -> int:
         """Takes published weights that travel; returns the bytes that came."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
-from podium.cluster import RoleGroup, RowRefs, ShardResult
+from podium.cluster import Answer, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.tasks import DrawnTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
@@ -31,6 +33,7 @@ from podium.roles.carriers import (
     ValueShard,
 )
 from podium.roles.critic import Critic, CriticShard
+from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.generator import Generator
 from podium.roles.learner import Learner, LearnerFacts
 from podium.roles.scorer import Scorer
@@ -39,6 +42,9 @@ from podium.rollout.engine import Load, MemoryChange
 from podium.weights.canary import LogprobGap
 from podium.weights.parcels import ByBroadcast
 from podium.weights.versions import WeightVersion
+
+# Serving lasts as long as the episodes do, and those have deadlines of their own.
+_SERVING_S = 3e8
 
 
 class GeneratorHandle:
@@ -61,6 +67,17 @@ class GeneratorHandle:
         async for block in self._group.stream_sharded(Generator.generate, shards, plan):
             yield block
 
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[asyncio.Task[tuple[Answer[tuple[Metric, ...]], ...]]]:
+        """Generators answer episode runners inside; the task has their metrics afterwards."""
+        await self._group.call_all(Generator.begin_serving)
+        serving = asyncio.create_task(self._group.within(_SERVING_S).call_all(Generator.serve))
+        try:
+            yield serving
+        finally:
+            await self._group.control_all(Generator.stop_serving)
+            await serving
+
     async def share(self, number: int) -> str:
         """Version `number` is what the learner on the same devices has now."""
         return (await self._group.call_all(Generator.share, number))[0].value
@@ -74,6 +91,33 @@ class GeneratorHandle:
 
     async def load(self) -> tuple[Load, ...]:
         return tuple(answer.value for answer in await self._group.control_all(Generator.load))
+
+
+class RunnerHandle:
+    """Processes that play episodes of several turns with the generators."""
+
+    def __init__(self, group: RoleGroup[EpisodeRunner], generator: GeneratorHandle) -> None:
+        group.requires(EpisodeRunner.run)
+        self._group, self._generator = group, generator
+
+    async def generate(
+        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
+    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
+        """As the generators' own, with an environment between the turns."""
+        count = self._group.mesh.shape.num_data_ranks
+        shards = [
+            PromptShard(prompts=tuple(prompts[first::count]), samples=samples, attempt=attempt)
+            for first in range(count)
+        ]
+        last: ShardResult[TrajectoryBlock] | None = None
+        async with self._generator.serving() as served:
+            async for block in self._group.stream_sharded(EpisodeRunner.run, shards, plan):
+                if last is not None:
+                    yield last
+                last = block
+        if last is not None:  # what the generators have to say of it goes with the last block
+            metrics = tuple(metric for answer in served.result() for metric in answer.value)
+            yield replace(last, metrics=(*last.metrics, *metrics))
 
 
 class LearnerHandle:
@@ -171,7 +215,7 @@ class LearnerHandle:
             advantages=None if weighted.columns is None else weighted.columns.select(rows.ids),
             teachers=tuple((column.select(rows.ids), weight) for column, weight in weighted.teachers),
             # The KL in the reward is taken off token by token there.
-            rewards_N=scored.graded.rewards_N[mine] if needs_rewards else None,
+            rewards_N=scored.graded.last_token_rewards_N[mine] if needs_rewards else None,
             turn_rewards=rollouts.note.turn_rewards.take(mine) if needs_rewards else TurnRewards.none(),
             reference=None if scored.reference is None else scored.reference.select(rows.ids),
         )

@@ -149,6 +149,12 @@ class GradedRollouts:
             extras=extras,
         )
 
+    @property
+    def last_token_rewards_N(self) -> Floats:
+        """The part of the rewards that belongs to an episode's end: turns have had theirs on the way."""
+        turns = self.rollouts.note.turn_rewards
+        return self.rewards_N - np.bincount(turns.row_K, turns.reward_K, minlength=len(self.rewards_N))
+
     @cached_property
     def uniform_N(self) -> NDArray[np.bool_]:
         """Episodes whose group has the same reward throughout: a comparison within the group says nothing of them."""

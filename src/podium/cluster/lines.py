@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Lines: workers of one role that call workers of another directly, without the controller in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from podium.cluster.crew import Crew
+from podium.cluster.deadlines import Deadline
+from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.identity import WorkerId
+from podium.cluster.meshes import MeshRegistry
+from podium.cluster.orders import Envelope, Introduce, Invoke
+from podium.errors import ClusterError, DeadlineError, RoleError
+
+RoleT = TypeVar("RoleT")
+Result = TypeVar("Result")
+P = ParamSpec("P")
+
+
+class Card(Protocol):
+    """How a worker can be called by others; it travels to them."""
+
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+        """A role's method on the other worker's control threads, answered while its work is busy."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Line:
+    """The workers of a role as another worker sees them, in rank order."""
+
+    role: str
+    peers: tuple[tuple[WorkerId, Card], ...]
+
+    def __len__(self) -> int:
+        return len(self.peers)
+
+    async def call(
+        self,
+        rank: int,
+        deadline_s: float,
+        method: Callable[Concatenate[RoleT, P], Result],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> Result:
+        """Calls the worker of one rank. Raises what its death or failure raises, and DeadlineError after the
+        deadline; the call itself is then left to end by itself."""
+        worker, card = self.peers[rank]
+        order = Invoke(worker, self.role, method.__name__, "value")
+        try:
+            async with asyncio.timeout(deadline_s):
+                envelope = await card.control(order, *args, **kwargs)
+        except TimeoutError:
+            raise DeadlineError(f"{worker} did not answer {self.role}.{method.__name__} in {deadline_s:g} s.") from None
+        failure = envelope.failure
+        if failure is not None:
+            raise RoleError(
+                f"{worker} failed in {self.role}.{method.__name__}: {failure.kind}: {failure.text}\n{failure.trace}"
+            ) from failure.error
+        value: Result = envelope.value
+        return value
+
+
+class Lines:
+    """All lines of a layout: who knows whom. Made anew when either side has new workers."""
+
+    def __init__(self, crews: Mapping[str, Crew], registry: Callable[[], MeshRegistry]) -> None:
+        self._crews, self._registry = crews, registry
+        self._known: list[tuple[str, str]] = []
+
+    async def introduce(self, role: str, to: str, deadline: Deadline) -> None:
+        """The workers of `to` can call those of `role` from now on."""
+        if (role, to) not in self._known:
+            self._known.append((role, to))
+        registry = self._registry()
+        called = [self._crews[worker.pool].living(worker) for worker in registry.workers_of(role)]
+        order = Introduce(line=Line(role=role, peers=tuple((each.worker, each.process.card()) for each in called)))
+        callers = [self._crews[worker.pool].living(worker) for worker in registry.workers_of(to)]
+        if not callers:
+            raise ClusterError(f"role {to} has no workers to introduce {role} to.")
+        crew = self._crews[callers[0].worker.pool]
+        pending = [Pending(worker=each.worker, answer=each.process.perform(order)) for each in callers]
+        await gather_answers(pending, f"introducing {role} to {to}", deadline, crew, in_step=False)
+
+    async def renew(self, pool: str, deadline: Deadline) -> None:
+        registry = self._registry()
+        for role, to in list(self._known):
+            if pool in (registry.mesh(role).pool, registry.mesh(to).pool):
+                await self.introduce(role, to, deadline)

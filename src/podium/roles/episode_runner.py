@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The episode runner: a CPU worker that plays many episodes at once and asks generators directly for every turn."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import numpy as np
+import transformers
+
+from podium.cluster import Computed, Seat
+from podium.cluster.lines import Line
+from podium.data.tokenizer import load_tokenizer, stop_tokens
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId
+from podium.environments.episode import (
+    Episode,
+    EpisodeJob,
+    EpisodeLimits,
+    TurnAnswer,
+    TurnRequest,
+    block_of,
+    environment_maker,
+    run_episodes,
+)
+from podium.environments.transcript import TurnTokenizer
+from podium.models.folder import local_folder
+from podium.recipe import EnvironmentSection, ModelSection
+from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
+from podium.roles.generator import Generator
+from podium.rollout.requests import Completion, Request, Sampling
+
+_BLOCK_EVERY_S = 0.5
+# How long a generator holds a runner's call when it has nothing for it: short, so that new requests are soon sent.
+_WAIT_S = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerSpec:
+    """How an episode runner is built."""
+
+    model: ModelSection
+    environment: EnvironmentSection
+    generator: str  # role that answers
+    max_length: int
+    deadline_s: float = 600.0  # of one call to a generator
+
+
+class EpisodeRunner:
+    """Episodes are coroutines of one event loop; the environment's own code runs in it or in threads beside it."""
+
+    def __init__(self, seat: Seat, spec: RunnerSpec) -> None:
+        transformers.logging.set_verbosity_error()
+        self._seat, self._spec = seat, spec
+        tokenizer = load_tokenizer(spec.model)
+        self._tokenizer = TurnTokenizer(tokenizer)
+        self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
+        self._make = environment_maker(spec.environment)
+
+    def run(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
+        """Plays every episode of the shard; whole groups are yielded as they finish."""
+        loop = asyncio.new_event_loop()
+        blocks = self._blocks(shard, plan)
+        try:
+            while True:
+                try:
+                    yield loop.run_until_complete(anext(blocks))
+                except StopAsyncIteration:
+                    return
+        finally:
+            loop.run_until_complete(blocks.aclose())
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+    async def _blocks(self, shard: PromptShard, plan: SamplingPlan) -> AsyncGenerator[Computed[TrajectoryBlock], None]:
+        section = self._spec.environment
+        limits = EpisodeLimits(
+            max_turns=section.max_turns,
+            max_new_tokens=plan.max_new_tokens,
+            max_episode_tokens=section.max_episode_tokens,
+            max_length=self._spec.max_length,
+            timeout_s=section.timeout_s,
+        )
+        jobs = [
+            EpisodeJob(id=TrajectoryId(prompt.draw, sample, 0, shard.attempt), task=prompt.task)
+            for prompt in shard.prompts
+            for sample in range(shard.samples)
+        ]
+        policy = EnginePolicy(
+            self._seat.line(self._spec.generator), str(self._seat.worker), plan, self._stops, self._spec.deadline_s
+        )
+        groups: dict[int, list[Episode]] = {}
+        ready: list[Episode] = []
+        sent = time.monotonic()
+        async with policy:
+            episodes = run_episodes(
+                self._make, jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
+                greedy=plan.temperature == 0,
+            )  # fmt: skip
+            async with aclosing(episodes):
+                async for episode in episodes:
+                    groups.setdefault(episode.id.draw, []).append(episode)
+                    if len(groups[episode.id.draw]) == shard.samples:
+                        ready += groups.pop(episode.id.draw)
+                        if groups and time.monotonic() - sent > _BLOCK_EVERY_S:
+                            yield _computed(ready)
+                            ready, sent = [], time.monotonic()
+        yield _computed(ready)
+
+
+class EnginePolicy:
+    """Generators as the policy of episodes. An episode always asks the same one, which has its conversation in the
+    cache; each generator is talked to by one loop that sends what is new and fetches what is done."""
+
+    def __init__(self, line: Line, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float) -> None:
+        self._line, self._name, self._plan, self._stops, self._deadline_s = line, name, plan, stops, deadline_s
+        self._new: list[list[Request]] = [[] for _ in range(len(line))]
+        self._asked: list[asyncio.Event] = [asyncio.Event() for _ in range(len(line))]
+        self._waiting: dict[TrajectoryId, asyncio.Future[Completion]] = {}
+        self._talks: list[asyncio.Task[None]] = []
+        self._broken: BaseException | None = None
+
+    async def __aenter__(self) -> EnginePolicy:
+        self._talks = [asyncio.create_task(self._talk(rank)) for rank in range(len(self._line))]
+        return self
+
+    async def __aexit__(self, *error: object) -> None:
+        for talk in self._talks:
+            talk.cancel()
+        await asyncio.gather(*self._talks, return_exceptions=True)
+
+    async def answer(self, request: TurnRequest, /) -> TurnAnswer:
+        """Waits for the generator, whose loop has a deadline of its own for every call."""
+        if self._broken is not None:
+            raise self._broken
+        rank = request.id.draw % len(self._line)
+        waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[request.id] = waiting
+        self._new[rank].append(self._request(request))
+        self._asked[rank].set()
+        found = await waiting
+        return TurnAnswer(
+            tokens_L=found.tokens_L, logprobs_L=found.logprobs_L, versions_L=found.versions_L, finish=found.finish,
+            error=found.error,
+        )  # fmt: skip
+
+    async def _talk(self, rank: int) -> None:
+        """Consumes new requests of one generator and waits for its answers; ends with the policy. A generator that
+        fails fails every episode that waits for it."""
+        under_way = 0
+        try:
+            while True:
+                if not under_way and not self._new[rank]:
+                    self._asked[rank].clear()
+                    await self._asked[rank].wait()
+                requests, self._new[rank] = self._new[rank], []
+                under_way += len(requests)
+                done = await self._line.call(
+                    rank, self._deadline_s, Generator.exchange, self._name, tuple(requests), _WAIT_S
+                )
+                under_way -= len(done)
+                for completion in done:
+                    self._waiting.pop(completion.id).set_result(completion)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            self._broken = error
+            for waiting in self._waiting.values():
+                if not waiting.done():
+                    waiting.set_exception(error)
+
+    def _request(self, request: TurnRequest) -> Request:
+        plan = self._plan
+        sampling = Sampling(
+            max_new_tokens=request.max_new_tokens, temperature=0.0 if request.greedy else plan.temperature,
+            top_p=plan.top_p, top_k=plan.top_k, min_p=plan.min_p, stop_tokens=self._stops, stop_strings=plan.stop,
+        )  # fmt: skip
+        return Request(id=request.id, prompt=request.prompt, sampling=sampling, seed=plan.seed)
+
+
+def _computed(episodes: list[Episode]) -> Computed[TrajectoryBlock]:
+    episodes = sorted(episodes, key=lambda each: each.id)
+    return Computed(rows=block_of(episodes), note=note_of(episodes))
+
+
+def note_of(episodes: list[Episode]) -> EpisodeNote:
+    """What the controller learns of each episode."""
+    places = [
+        (row, end, reward)
+        for row, each in enumerate(episodes)
+        for end, reward in zip(each.turn_ends, each.turn_rewards, strict=False)
+        if reward
+    ]
+    sampled = [each.versions_T >= 0 for each in episodes]
+    names = sorted({name for each in episodes for name in each.metrics})
+    return EpisodeNote(
+        finish_N=np.array([FINISHES.index(each.finish) for each in episodes], np.int8),
+        sampled_N=np.array([int(mask.sum()) for mask in sampled], np.int64),
+        trained_N=np.array([int(each.loss_mask_T.sum()) for each in episodes], np.int64),
+        turns_N=np.array([each.num_turns for each in episodes], np.int64),
+        version_N=np.array(
+            [
+                int(each.versions_T[mask].min()) if mask.any() else -1
+                for each, mask in zip(episodes, sampled, strict=True)
+            ],
+            np.int64,
+        ),
+        environment_N=np.array([each.reward for each in episodes], np.float64),
+        turn_rewards=TurnRewards(
+            row_K=np.array([row for row, _, _ in places], np.int64),
+            token_K=np.array([end for _, end, _ in places], np.int64),
+            reward_K=np.array([reward for _, _, reward in places], np.float64),
+        ),
+        errors={row: each.error for row, each in enumerate(episodes) if each.error is not None},
+        counts={name: float(sum(each.metrics.get(name, 0.0) for each in episodes)) for name in names},
+    )
