@@ -71,7 +71,7 @@ class EpisodeLimits:
     max_new_tokens: int  # of one answer
     max_episode_tokens: int | None = None  # behind the prompt, the environment's too
     max_length: int | None = None  # prompt and everything behind it: the engine's context
-    timeout_s: float = 60.0  # of one call of reset, step or close
+    timeout_s: float = 60.0  # of one call of reset, step or close; an environment may allow its step more
 
     def room(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """Tokens that may still be added."""
@@ -254,8 +254,7 @@ class _Running:
     ) -> None:  # fmt: skip
         self._environment, self._task, self._policy, self._tokenizer = environment, task, policy, tokenizer
         self._id, self._limits, self._greedy = id, limits, greedy
-        # Who bounds the time of what it calls itself is not bounded once more from outside.
-        self._timeout_s = None if getattr(environment, "keeps_deadlines", False) else limits.timeout_s
+        self._step_timeout_s = max(limits.timeout_s, getattr(environment, "step_timeout_s", 0.0))
         self._transcript: Transcript | None = None
         self._messages: list[Message] = []
         self._num_prompt_messages = 0
@@ -387,7 +386,8 @@ class _Running:
     async def _call(self, method: str, *given: Any) -> Any:
         """A method of the environment; whatever it raises, or its taking too long, ends the episode."""
         try:
-            return await call_within(self._timeout_s, getattr(self._environment, method), *given)
+            timeout_s = self._step_timeout_s if method == "step" else self._limits.timeout_s
+            return await call_within(timeout_s, getattr(self._environment, method), *given)
         except Exception as error:  # the environment is the user's code
             raise _EpisodeError(f"{method}: {type(error).__name__}: {error}") from error
 

@@ -72,7 +72,8 @@ class Environment(Protocol):
     functions, which run in a thread. Both have a deadline (recipe: environment.timeout_s). An exception ends this
     episode with finish "error" and no other. `close()`, if there is one, is called at the end, whatever happened.
 
-    An environment whose methods bound their own time says so by `keeps_deadlines = True`.
+    An environment whose `step` may take longer, because it bounds several calls by themselves, says so by an attribute
+    `step_timeout_s`.
     """
 
     def reset(self, task: Task, /) -> Observation | Awaitable[Observation | None] | None:

@@ -124,9 +124,6 @@ class ToolEnvironment:
     without a call ends the episode. Metrics: turns, tool_calls, failed_tool_calls.
     """
 
-    # Every call has a deadline of its own, and one turn a bounded number of calls.
-    keeps_deadlines = True
-
     def __init__(
         self,
         tools: Sequence[Tool | Callable[..., Any]],
@@ -142,6 +139,8 @@ class ToolEnvironment:
         self._tools = {tool.name: tool for tool in made}
         self._timeout_s, self._max_chars, self._max_calls = timeout_s, max_chars, max_calls
         self._role = role
+        # The calls of a turn run one after the other, and each has all of its time.
+        self.step_timeout_s = timeout_s * max_calls + 1.0
 
     async def reset(self, task: Task, /) -> Observation:
         return Observation(tools=[tool.schema for tool in self._tools.values()])

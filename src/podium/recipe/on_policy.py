@@ -169,4 +169,7 @@ class EnvironmentSection(Section):
     runners: Count = Field(1, description="Processes that run episodes.")
     concurrency: Count = Field(256, description="Episodes that one runner has under way at the same time.")
     timeout_s: Real = Field(60.0, gt=0, description="Longest time of one call of reset, step or a tool.")
-    options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the environment's class.")
+    options: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Keyword arguments of the environment's class; with tools: max_chars, max_calls, role.",
+    )

@@ -183,8 +183,6 @@ def _environment(recipe: Recipe) -> Iterator[str]:
         return
     if (environment.environment is None) == (not environment.tools):
         yield "environment: give either `environment` (a class of one's own) or `tools` (functions), and one of them."
-    if environment.options and environment.environment is None:
-        yield "environment.options: are keyword arguments of a class of one's own; tools have none. Remove them."
 
 
 def _rewards(recipe: Recipe) -> Iterator[str]:

@@ -12,8 +12,10 @@ import importlib.machinery
 import importlib.util
 import os
 import sys
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 from pydantic import AfterValidator
@@ -60,19 +62,32 @@ def load(path: str, key: str) -> Callable[..., Any]:
     locate(path, key)
     module_name, name = split_plugin(path)
     if module_name.endswith(".py"):
-        file = Path(module_name).resolve()
-        spec = importlib.util.spec_from_file_location(f"podium_plugin_{file.stem}", file)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
+        module = _module_of(Path(module_name).resolve())
     else:
         module = importlib.import_module(module_name)
     found = getattr(module, name, None)
     if not callable(found):
         raise RecipeError(f"{key}: {path} is not callable. A plug-in is a function or a class.")
     return found  # type: ignore[no-any-return]
+
+
+def _module_of(file: Path) -> ModuleType:
+    """The file's module, run once: what two plug-ins of one file share is the same for both. Named by its whole path,
+    so that two files of one name do not replace each other."""
+    name = f"podium_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}_{file.stat().st_mtime_ns:x}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def _source_file(module: str, key: str) -> Path:

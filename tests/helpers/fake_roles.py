@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All roles of an on-policy run as a bandit of one number: no model, no worker, and every call is written down.
+
+The policy is the log-odds of answering right. A role that is asked to work while it is away from its device fails, as
+the real one would.
+"""
+
+# N episodes
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from helpers.on_policy import make_answer, make_report, make_result
+from podium.algorithms.returns import Moments
+from podium.algorithms.values import ValueStatistics
+from podium.cluster.objects import InlineStored, RowRefs
+from podium.cluster.results import Metric, ShardResult
+from podium.data.costs import SequenceCost
+from podium.data.tasks import DrawnTask
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, ValueColumns
+from podium.roles.carriers import DistanceNote, EpisodeNote, Residency, SamplingPlan, UpdatePlan
+from podium.roles.grading_handle import Rewarded
+from podium.roles.learner import LearnerFacts
+from podium.roles.stages import CriticReport, Rollouts, UpdateReport, WeightedRollouts
+from podium.rollout.requests import Completion
+
+WRONG, RIGHT = 10, 11
+
+
+def drawn(id: TrajectoryId, chance: float) -> bool:
+    """The same episode draws the same number, whatever it is drawn with."""
+    return bool(np.random.default_rng([7, id.draw, id.sample]).random() < chance)
+
+
+@dataclass(kw_only=True)
+class Bandit:
+    """What the fakes share, and what a test may change about them."""
+
+    log_odds: float = 0.0
+    is_right: Callable[[TrajectoryId, float], bool] = drawn
+    is_truncated: Callable[[TrajectoryId], bool] = lambda id: False
+    spoils: Callable[[TrajectoryId], str | None] = lambda id: None  # why the episode cannot be had
+    fails: Callable[[TrajectoryId], str | None] = lambda id: None  # why its reward cannot be had
+    environment: Callable[[EpisodeNote], EpisodeNote] = lambda note: note
+    reports: Callable[[int], dict[str, Any]] = lambda step: {}  # what an update has to say beside the usual
+    distance: float = 0.0  # log-prob of the policy less that of the reference, at every sampled token
+    journal: list[tuple[Any, ...]] = field(default_factory=list)
+    updates: list[tuple[UpdatePlan, WeightedRollouts]] = field(default_factory=list)
+    saves: dict[str, dict[int, Any]] = field(default_factory=dict)  # by role and step
+
+    @property
+    def chance(self) -> float:
+        return 1 / (1 + math.exp(-self.log_odds))
+
+    def calls(self, *names: str) -> list[tuple[Any, ...]]:
+        """Entries of the journal that begin with one of these."""
+        return [entry for entry in self.journal if entry[0] in names]
+
+
+class _Placed:
+    """A role that has a device, and may be told to leave it."""
+
+    def __init__(self, bandit: Bandit, name: str) -> None:
+        self._bandit, self._name = bandit, name
+        self.held: Residency = "resident"
+
+    async def hold(self, residency: Residency) -> tuple[()]:
+        self._bandit.journal.append(("hold", self._name, residency))
+        self.held = residency
+        return ()
+
+    def _works(self, what: str, *facts: Any) -> None:
+        assert self.held != "offloaded", f"{self._name} is away from its device and is asked to {what}"
+        self._bandit.journal.append((what, self._name, *facts))
+
+
+class FakeGenerator(_Placed):
+    """Answers with the odds that it was given last, two prompts to a block, the last prompts first."""
+
+    num_engines = 1
+
+    def __init__(self, bandit: Bandit) -> None:
+        super().__init__(bandit, "generator")
+        self._chance, self._version = 0.5, -1
+
+    async def share(self, number: int) -> str:
+        self._works("share", number)
+        self._chance, self._version = self._bandit.chance, number
+        return "fingerprint"
+
+    async def install(self, parcel: Any) -> int:
+        self._works("install", parcel.version)
+        self._chance, self._version = self._bandit.chance, parcel.version
+        return 4
+
+    async def generate(
+        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan
+    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
+        self._works("generate", tuple(prompt.draw for prompt in prompts), samples, plan)
+        for first in reversed(range(0, len(prompts), 2)):
+            answers = [
+                self._answer(TrajectoryId(prompt.draw, sample), plan)
+                for prompt in prompts[first : first + 2]
+                for sample in range(samples)
+            ]
+            counted = Metric(
+                name="drawn_tokens", value=float(sum(each.num_tokens for each in answers)), reduction="sum"
+            )
+            result = make_result(answers, metrics=(counted,))
+            yield replace(result, note=self._bandit.environment(result.note))
+
+    def _answer(self, id: TrajectoryId, plan: SamplingPlan) -> Completion:
+        """One token that counts, and up to two behind it."""
+        error = self._bandit.spoils(id)
+        if error is not None:
+            return make_answer(id.draw, id.sample, tokens=(), finish="error", error=error)
+        right = self._chance > 0.5 if plan.temperature == 0 else self._bandit.is_right(id, self._chance)
+        chance = self._chance if right else 1 - self._chance
+        behind = [9] * (id.sample % 3)
+        return make_answer(
+            id.draw, id.sample, tokens=[RIGHT if right else WRONG, *behind], version=self._version,
+            logprobs=[math.log(max(chance, 1e-9)), *(0.0 for _ in behind)],
+            finish="length" if self._bandit.is_truncated(id) else "stop",
+        )  # fmt: skip
+
+
+class FakeLearner(_Placed):
+    """Moves the log-odds along the policy gradient of what it is given."""
+
+    num_ranks = 1
+    facts = LearnerFacts(
+        architecture="Bandit", num_parameters=1, dtype="float32", device="CPU", cost=SequenceCost(per_token=1.0),
+        flops_per_token=1.0, peak_flops=1e9, max_tokens=64, longest=64, optimizer_bytes=0, device_bytes=0, cpu=None,
+    )  # fmt: skip
+
+    def __init__(self, bandit: Bandit) -> None:
+        super().__init__(bandit, "policy")
+
+    async def update(self, weighted: WeightedRollouts, plan: UpdatePlan, *, seed: int) -> UpdateReport:
+        self._works("update", plan.step)
+        self._bandit.updates.append((plan, weighted))
+        is_right_N = _is_right(weighted.rollouts.rows.read())
+        gradient = float(np.mean(_advantages(weighted) * (is_right_N - self._bandit.chance)))
+        self._bandit.log_odds += plan.lr * gradient
+        lengths_N = weighted.rollouts.rows.lengths_N
+        known = {"losses": (-gradient,), "grad_norms": (abs(gradient),), "num_tokens": int(lengths_N.sum())}
+        return make_report(**(known | self._bandit.reports(plan.step)))
+
+    async def describe(self, number: int) -> int:
+        self._works("describe", number)
+        return number
+
+    async def send(self, parcel: Any) -> int:
+        self._works("send", parcel.version, parcel.link)
+        return 4
+
+    async def save(self, step: int, values: Any) -> None:
+        self._works("save", step)
+        self._bandit.saves.setdefault("policy", {})[step] = values
+
+    async def finish_saving(self) -> None:
+        self._bandit.journal.append(("finish_saving", "policy"))
+
+    async def grade(self, step: int, loss: float) -> None:
+        self._bandit.journal.append(("note_grade", "policy", step, loss))
+
+
+class FakeGrader:
+    """1 for what is right, 0 for what is wrong."""
+
+    def __init__(self, bandit: Bandit, rewards: tuple[int, ...]) -> None:
+        self._bandit, self._rewards = bandit, rewards
+
+    async def grade(self, rollouts: Rollouts, purpose: str = "train", *, show: int = 0) -> Rewarded:
+        self._bandit.journal.append(("grade", "grader", purpose, len(rollouts)))
+        errors = {row: error for row, id in enumerate(rollouts.rows.ids) if (error := self._bandit.fails(id))}
+        value_N = _is_right(rollouts.rows.read())
+        value_N[list(errors)] = np.nan
+        columns = len(self._rewards) if purpose == "train" else 1
+        right = np.where(np.nan_to_num(value_N), "right", "wrong").tolist()
+        return Rewarded(
+            rewards=self._rewards,
+            values_NR=np.repeat(value_N[:, None], columns, axis=1),
+            errors=errors,
+            extras={"correct/certain": (float(len(rollouts)), float(len(rollouts)))},
+            texts=tuple((f"prompt {row}", said) for row, said in enumerate(right[:show])),
+        )
+
+
+class FakeRewardModel(_Placed):
+    """Likes long episodes."""
+
+    async def score(self, rollouts: Rollouts) -> np.ndarray:
+        self._works("score", len(rollouts))
+        return rollouts.note.sampled_N.astype(np.float64)
+
+
+class FakeScorer(_Placed):
+    """A reference or a teacher that is as far from the policy as the test says."""
+
+    def __init__(self, bandit: Bandit, name: str, policy: FakeLearner) -> None:
+        super().__init__(bandit, name)
+        self._policy = policy
+
+    async def score(
+        self, rows: RowRefs[TrajectoryBlock], temperature: float
+    ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
+        self._works("score", len(rows))
+        block, d = rows.read(), self._bandit.distance
+        column = TokenColumn.like(block, block.behavior_logprobs_T - np.where(block.versions_T >= 0, d, 0.0))
+        tokens_N = _sampled(block)
+        note = DistanceNote(
+            k1_N=d * tokens_N, k2_N=d * d / 2 * tokens_N, k3_N=(math.expm1(-d) + d) * tokens_N, tokens_N=tokens_N
+        )
+        return RowRefs.whole(InlineStored(column), block.ids, block.lengths_N), note
+
+    async def copy_from(self, role: str) -> None:
+        assert self._policy.held != "offloaded", "the policy is away from its device and is to be copied"
+        self._works("copy_from", role)
+
+    async def save(self, step: int, keep: int) -> None:
+        self._works("save", step, keep)
+
+
+class FakeCritic(_Placed):
+    """Expects nothing: every advantage is the reward of the whole episode."""
+
+    def __init__(self, bandit: Bandit) -> None:
+        super().__init__(bandit, "critic")
+        self.estimates: list[dict[str, Any]] = []
+
+    async def estimate(
+        self, rows: RowRefs[TrajectoryBlock], rewards_N: np.ndarray, turn_rewards: Any, reference: Any, algorithm: Any,
+        kl_coefficient: float,
+    ) -> tuple[RowRefs[ValueColumns], Moments]:  # fmt: skip
+        self._works("estimate", len(rows))
+        self.estimates.append({"rewards_N": rewards_N, "turns": turn_rewards, "kl": kl_coefficient})
+        block = rows.read()
+        values_T = np.repeat(rewards_N, block.lengths_N).astype(np.float32)
+        columns = ValueColumns(
+            ids=block.ids, offsets=block.offsets, values_T=values_T * 0, advantages_T=values_T, returns_T=values_T
+        )
+        held = RowRefs.whole(InlineStored(columns), block.ids, block.lengths_N)
+        return held, Moments(float(len(rewards_N)), float(rewards_N.sum()), float((rewards_N**2).sum()))
+
+    async def update(
+        self, rows: RowRefs[TrajectoryBlock], columns: RowRefs[ValueColumns], algorithm: Any, *, lr: float, step: int,
+        seed: int,
+    ) -> CriticReport:  # fmt: skip
+        self._works("update", step, lr)
+        assert columns.ids.same_as(rows.ids)
+        return CriticReport(statistics=ValueStatistics.merge([]), losses=(0.5,), grad_norms=(1.0,))
+
+    async def save(self, step: int, values: Any) -> None:
+        self._works("save", step)
+
+
+def _sampled(block: TrajectoryBlock) -> Ints:
+    return np.add.reduceat(np.append(block.versions_T >= 0, False), block.offsets[:-1]).astype(np.int64)
+
+
+def _is_right(block: TrajectoryBlock) -> np.ndarray:
+    """1 where a row has the right token somewhere."""
+    return np.array(
+        [float(RIGHT in block.tokens_T[begin:end]) for begin, end in zip(block.offsets, block.offsets[1:], strict=False)]
+    )
+
+
+def _advantages(weighted: WeightedRollouts) -> np.ndarray:
+    """One for each episode, from whatever weighs them."""
+    rows = weighted.rollouts.rows
+    if weighted.advantages_N is not None:
+        return weighted.advantages_N
+    if weighted.columns is not None:
+        columns = weighted.columns.select(rows.ids).read()
+        shift, scale = weighted.whitening or (0.0, 1.0)
+        return (columns.advantages_T[columns.offsets[1:] - 1] - shift) * scale
+    if weighted.teachers:
+        block, total_N = rows.read(), np.zeros(len(rows))
+        for column, weight in weighted.teachers:
+            apart_T = column.select(rows.ids).read().values_T - block.behavior_logprobs_T
+            total_N += weight * np.add.reduceat(apart_T, block.offsets[:-1])
+        return total_N
+    return weighted.scored.graded.rewards_N

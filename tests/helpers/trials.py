@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An on-policy run over fake roles: the real controller, programs, ledger, metrics and run folder, in one process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from helpers.fake_roles import (
+    Bandit,
+    FakeCritic,
+    FakeGenerator,
+    FakeGrader,
+    FakeLearner,
+    FakeRewardModel,
+    FakeScorer,
+)
+from helpers.on_policy import on_policy_recipe
+from podium.cluster.objects import Shelf, Step
+from podium.cluster.results import Span
+from podium.controller.layout import role_names
+from podium.controller.ledger import Ledger
+from podium.controller.prompts import PromptSource
+from podium.controller.run import OnPolicyRun, Parts, Progress, Roles
+from podium.data.tasks import Task, read_tasks
+from podium.observe import EvaluationView, MetricsFile, StepMetrics, Stopwatch, read_metrics
+from podium.observe.console import SilentConsole, StepView
+from podium.programs.registry import CONTROLLED
+from podium.spmd.folder import RunFolder
+
+
+class HeardConsole(SilentConsole):
+    """Remembers what a person would have seen."""
+
+    def __init__(self) -> None:
+        self.warnings: list[str] = []
+        self.steps: list[StepView] = []
+        self.evaluations: list[EvaluationView] = []
+
+    def step(self, view: StepView) -> None:
+        self.steps.append(view)
+
+    def evaluation(self, view: EvaluationView) -> None:
+        self.evaluations.append(view)
+
+    def warning(self, text: str) -> None:
+        self.warnings.append(text)
+
+
+class CountingEncoder:
+    """As many tokens as the prompt has characters."""
+
+    def encode(self, task: Task) -> np.ndarray:
+        return np.zeros(len(task.row["prompt"]), np.int32)
+
+
+class FakeCluster:
+    """Only frees what a step held."""
+
+    def __init__(self) -> None:
+        self._shelf = Shelf()
+        self.opened: list[int] = []
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[Step]:
+        self.opened.append(number)
+        with self._shelf.step(number) as step:
+            yield step
+
+
+class FakeWorkers:
+    """Nobody did anything, unless a test says so."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def take_spans(self) -> list[Span]:
+        taken, self.spans = self.spans, []
+        return taken
+
+
+def write_prompts(path: Path, count: int, *, length: int = 4) -> Path:
+    rows = [{"prompt": "?" * length, "answer": str(number)} for number in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+class Trial:
+    """A run that is ready to begin. `bandit` says how its roles behave and remembers what was asked of them."""
+
+    def __init__(
+        self, folder: Path, *overrides: str, heldout: int = 0, offload: bool = False, progress: Progress | None = None,
+        cursor: Mapping[str, Any] | None = None, bandit: Bandit | None = None,
+    ) -> None:  # fmt: skip
+        data = [f"data.train.0.path={write_prompts(folder / 'train.jsonl', 64)}", f"run.folder={folder}"]
+        if heldout:
+            data.append(f"data.heldout=[{{path: {write_prompts(folder / 'heldout.jsonl', heldout)}}}]")
+        self.recipe = recipe = on_policy_recipe(*data, *overrides)
+        self.bandit = bandit or Bandit()
+        self.progress = progress or Progress()
+        self.console, self.workers, self.cluster = HeardConsole(), FakeWorkers(), FakeCluster()
+        path = folder / "bandit"
+        self.folder = RunFolder.open(path) if path.exists() else RunFolder.create(recipe)
+        self.roles, names = _roles(recipe, self.bandit), role_names(recipe)
+        fakes: dict[str, Any] = {
+            "cluster": self.cluster, "workers": self.workers, "roles": self.roles, "console": self.console
+        }  # fmt: skip
+        self.parts = Parts(
+            recipe=recipe, folder=self.folder, names=names, offload=offload, loggers=(), watch=Stopwatch(),
+            prompts=PromptSource(recipe, CountingEncoder(), cursor),  # type: ignore[arg-type]
+            heldout=read_tasks(recipe.data.heldout, "data.heldout", None) if heldout else [],
+            ledger=Ledger(self.folder.path / "episodes.sqlite"),
+            metrics=MetricsFile.resume(self.folder.metrics_file, step=self.progress.step),
+            stop_requested=self.folder.stop_file.exists,
+            **fakes,
+        )  # fmt: skip
+        self.parts.ledger.rewind(self.progress.step)
+
+    def run(self) -> OnPolicyRun:
+        """Its program from beginning to end."""
+        run = OnPolicyRun(self.parts, self.progress)
+        try:
+            asyncio.run(self._program(run))
+        finally:
+            self.parts.ledger.close()
+            self.parts.metrics.close()
+        return run
+
+    async def _program(self, run: OnPolicyRun) -> None:
+        await CONTROLLED[self.recipe.program](run)
+
+    @property
+    def lines(self) -> list[StepMetrics]:
+        return read_metrics(self.folder.metrics_file)
+
+    def metric(self, name: str) -> dict[int, float]:
+        """Step -> value, of the steps that have it."""
+        return {line.step: line.values[name] for line in self.lines if name in line.values}
+
+    def episodes(self, columns: str = "*") -> list[tuple[Any, ...]]:
+        """What the ledger has, in the order of ids."""
+        file = sqlite3.connect(self.folder.path / "episodes.sqlite")
+        try:
+            return file.execute(f"SELECT {columns} FROM episodes").fetchall()
+        finally:
+            file.close()
+
+
+def _roles(recipe: Any, bandit: Bandit) -> Roles:
+    names, policy = role_names(recipe), FakeLearner(bandit)
+    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
+    fakes: dict[str, Any] = {
+        "policy": policy,
+        "generator": FakeGenerator(bandit),
+        "grader": FakeGrader(bandit, functions) if names.graders else None,
+        "reward_models": tuple((index, FakeRewardModel(bandit, name)) for index, name in names.reward_models),
+        "critic": FakeCritic(bandit) if names.critic else None,
+        "reference": FakeScorer(bandit, names.reference, policy) if names.reference else None,
+        "teachers": tuple(FakeScorer(bandit, name, policy) for name in names.teachers),
+    }
+    return Roles(runner=None, **fakes)

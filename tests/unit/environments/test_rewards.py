@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rewards of a recipe: built with their names and options, called for the right samples, and what they may return."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from podium.data.trajectories import TrajectoryId
+from podium.environments.rewards import Outcome, Reward, Sample, build_rewards, check_rewards, reward_names
+from podium.environments.signatures import Signature
+from podium.errors import PodiumError, RecipeError
+from podium.recipe.on_policy import RewardSection
+
+
+def sample(number: int = 0, group: int = 0, answer: str = "3") -> Sample:
+    return Sample(
+        id=TrajectoryId(group, number), group=group, prompt_text="1+2=", messages=None, answer=answer, reference="3",
+        row={}, source="sums", num_tokens=4,
+    )  # fmt: skip
+
+
+def build(folder: Path, code: str, function: str, **section: Any) -> Reward:
+    file = folder / "rewards.py"
+    file.write_text(code)
+    [reward] = build_rewards([RewardSection(function=f"{file}:{function}", **section)])
+    return reward
+
+
+def returning(per: Any = "sample", style: Any = "podium") -> Reward:
+    return Reward(
+        index=0, name="f", weight=1.0, function=lambda: None, signature=Signature(style=style, per=per, names=())
+    )
+
+
+def test_a_function_is_called_with_its_options(tmp_path: Path) -> None:
+    reward = build(tmp_path, "def f(answer, scale, shift=1):\n    return len(answer) * scale + shift\n", "f",
+                   options={"scale": 3}, weight=0.5, name="size")  # fmt: skip
+
+    assert (reward.name, reward.weight, reward.per, reward.index, reward.is_async) == ("size", 0.5, "sample", 0, False)
+    assert reward.call([sample(answer="four")]) == 13
+
+
+def test_a_class_is_made_with_the_options_and_its_instance_called(tmp_path: Path) -> None:
+    code = (
+        "class Judge:\n    def __init__(self, scale):\n        self.scale = scale\n"
+        "    async def __call__(self, answer):\n        return self.scale\n"
+    )
+    reward = build(tmp_path, code, "Judge", options={"scale": 3})
+
+    assert (reward.name, reward.is_async, dict(reward.options)) == ("Judge", True, {})
+
+
+def test_a_verifier_is_a_reward_by_its_own_name() -> None:
+    [reward] = build_rewards([RewardSection(verifier="numeric", options={"tolerance": 1})])
+
+    assert reward.name == "numeric"
+    assert reward.outcomes(reward.call([sample(answer="it is 4")]), 1) == [Outcome(1.0)]
+
+
+def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
+    sections = [
+        RewardSection(verifier="numeric"),
+        RewardSection(model="models/judge/"),
+        RewardSection(verifier="length", options={"max": 9}),
+    ]
+
+    assert [(reward.index, reward.name) for reward in build_rewards(sections)] == [(0, "numeric"), (2, "length")]
+    assert reward_names(sections) == ("numeric", "judge", "length")
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "section", "told"),
+    [
+        ("def f(x):\n    return 1\n", "f", {}, "reward.0.function: f(x) needs `x`"),
+        ("def g(answer):\n    return 1\n", "f", {}, "reward.0.function: "),
+        ("def f(answer:\n", "f", {}, "reward.0.function: "),
+        ("import nowhere_to_be_found\ndef f(answer):\n    return 1\n", "f", {},
+         "raised ModuleNotFoundError: No module named 'nowhere_to_be_found'. Mend the file"),
+        ("f = 3\n", "f", {}, "is not callable"),
+        ("class F:\n    def __init__(self, a):\n        pass\n    def __call__(self, answer):\n        return 1\n",
+         "F", {}, "reward.0.options: F cannot be made with these options: missing a required argument: 'a'"),
+        ("class F:\n    def __init__(self):\n        open('/nowhere')\n    def __call__(self, answer):\n        ...\n",
+         "F", {}, "reward.0.function: making a F with reward.0.options raised FileNotFoundError"),
+        ("class F:\n    pass\n", "F", {}, "a F cannot be called. Give the class a method __call__"),
+        ("class F:\n    def __call__(self, x):\n        return 1\n", "F", {}, "F(x) needs `x`"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_built_is_refused_by_name(
+    tmp_path: Path, code: str, name: str, section: dict[str, Any], told: str
+) -> None:
+    with pytest.raises(PodiumError, match=re.escape(told)):
+        build(tmp_path, code, name, **section)
+
+
+def test_two_rewards_of_one_name_are_refused() -> None:
+    sections = [RewardSection(verifier="numeric"), RewardSection(verifier="numeric", options={"tolerance": 1})]
+
+    with pytest.raises(RecipeError, match=r"reward.1.name: reward.0 is called 'numeric' too"):
+        build_rewards(sections)
+    with pytest.raises(RecipeError, match=r"reward.0: needs one of function, verifier and model"):
+        build_rewards([RewardSection()])
+
+
+def test_the_check_before_a_run_names_the_right_reward_and_runs_no_file(tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    (tmp_path / "f.py").write_text(f"open({str(ran)!r}, 'w')\ndef f(x):\n    return 1\n")
+    function = RewardSection(function=f"{tmp_path}/f.py:f")
+
+    check_rewards([function, RewardSection(verifier="regex", options={"pattern": "a"})])
+    with pytest.raises(RecipeError, match=r"reward.1.options.patern: regex has no such option"):
+        check_rewards([function, RewardSection(verifier="regex", options={"pattern": "a", "patern": "a"})])
+    assert not ran.exists()
+
+
+def test_what_one_call_is_given() -> None:
+    samples = [sample(0, 5), sample(0, 9), sample(1, 5), sample(1, 9), sample(2, 5)]
+
+    assert returning("sample").calls(samples) == [[0], [1], [2], [3], [4]]
+    assert returning("batch").calls(samples) == [[0, 1, 2, 3, 4]]
+    assert returning("group").calls(samples) == [[0, 2, 4], [1, 3]]
+    assert returning("batch").calls([]) == returning("group").calls([]) == returning("sample").calls([]) == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "value"),
+    [
+        (0.5, 0.5), (1, 1.0), (True, 1.0), (False, 0.0), (np.float32(0.5), 0.5), (np.int64(2), 2.0),
+        (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(0.5), 0.5), (torch.tensor(0.5).double(), 0.5),
+        (Fraction(1, 2), 0.5), (Decimal("0.5"), 0.5), ({"score": 1}, 1.0),
+    ],
+)  # fmt: skip
+def test_any_finite_number_is_a_reward(returned: Any, value: float) -> None:
+    [outcome] = returning().outcomes(returned, 1)
+
+    assert (outcome.value, outcome.failure) == (value, None)
+    assert type(outcome.value) is float
+
+
+@pytest.mark.parametrize(
+    ("returned", "failure"),
+    [
+        (None, "returned None"),
+        (float("nan"), "returned NaN"),
+        (np.float32("nan"), "returned NaN"),
+        (float("inf"), "returned inf"),
+        (-np.inf, "returned -inf"),
+        (10**400, "returned inf"),
+        ("1.0", "returned '1.0' (str), which is not a number"),
+        (np.str_("1.0"), "(str_), which is not a number"),
+        (b"1", "returned b'1' (bytes), which is not a number"),
+        (1j, "returned 1j (complex), which is not a number"),
+        ([1.0], "returned [1.0] (list), which is not a number"),
+        (np.array([1.0]), "returned array([1.]) (ndarray), which is not a number"),
+        ((1.0, "why"), "returned (1.0, 'why') (tuple), which is not a number"),
+        (list(range(99)), "..."),
+        ({"acc": 1.0, "why": "x"}, "returned a dict without `score`; it has acc, why"),
+        ({"score": None}, "returned None"),
+        ({"score": "x"}, "returned 'x' (str), which is not a number"),
+    ],
+)  # fmt: skip
+def test_anything_else_is_a_failure(returned: Any, failure: str) -> None:
+    [outcome] = returning().outcomes(returned, 1)
+
+    assert outcome.value is None
+    assert outcome.failure is not None
+    assert failure in outcome.failure
+    assert len(outcome.failure) < 200
+
+
+def test_a_dict_of_verl_has_further_numbers() -> None:
+    returned = {"score": 1.0, "acc": True, "pred": "42", "format": np.float32(0.5), "bad": float("nan"), 3: 4}
+
+    [outcome] = returning(style="verl").outcomes(returned, 1)
+
+    assert outcome == Outcome(1.0, None, {"acc": 1.0, "format": 0.5, "3": 4.0})
+
+
+@pytest.mark.parametrize(
+    "returned", [[1.0, 0.5], (1, 0.5), np.array([1.0, 0.5]), torch.tensor([1.0, 0.5]), [{"score": 1}, Fraction(1, 2)]]
+)
+def test_a_batch_may_return_any_list_of_numbers(returned: Any) -> None:
+    assert [outcome.value for outcome in returning("batch").outcomes(returned, 2)] == [1.0, 0.5]
+
+
+@pytest.mark.parametrize(
+    ("returned", "failure"),
+    [
+        ([1.0, 2.0, 3.0], "returned 3 values for 4 samples"),
+        ([], "returned 0 values for 4 samples"),
+        (1.0, "returned 1.0 (float) for 4 samples, and not a list with one number for each"),
+        (None, "returned None (NoneType) for 4 samples"),
+        (np.zeros((4, 1)), "for 4 samples, and not a list"),
+        ("abcd", "returned 'abcd' (str) for 4 samples"),
+        ({"score": 1.0}, "(dict) for 4 samples"),
+    ],
+)  # fmt: skip
+def test_a_batch_of_wrong_form_fails_as_a_whole(returned: Any, failure: str) -> None:
+    outcomes = returning("batch").outcomes(returned, 4)
+
+    assert [outcome.value for outcome in outcomes] == [None] * 4
+    assert all(outcome.failure is not None and failure in outcome.failure for outcome in outcomes)
+
+
+def test_one_bad_number_of_a_batch_is_one_failure() -> None:
+    outcomes = returning("group").outcomes([1.0, float("nan"), None], 3)
+
+    assert outcomes == [Outcome(1.0), Outcome(None, "returned NaN"), Outcome(None, "returned None")]
+
+
+def test_none_in_trl_s_style_says_that_the_reward_does_not_apply() -> None:
+    assert returning("batch", "trl").outcomes([1.0, None], 2) == [Outcome(1.0), Outcome(None)]

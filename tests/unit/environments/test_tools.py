@@ -1,0 +1,295 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions as tools: their schemas by hand, arguments refused in words, and failures that stay inside of a call."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, Optional
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted import task
+
+from podium.environments.chat_format import BadCall, ToolCall
+from podium.environments.protocol import Outcome, Turn
+from podium.environments.tools import ArgumentError, Tool, ToolEnvironment, ToolResult, load_tools, run_tool
+from podium.errors import RecipeError
+
+
+class Unit(enum.Enum):
+    METRE = "m"
+    FOOT = "ft"
+
+
+def measure(
+    what: str, times: int = 1, scale: float = 1.0, unit: Unit = Unit.METRE, mode: Literal["fast", "exact"] = "fast",
+    points: list[int] | None = None, options: dict[str, Any] | None = None, quiet: bool = False,
+) -> str:  # fmt: skip
+    """Measures a thing,
+    in a unit.
+
+    And more that the model is not told.
+
+    Args:
+        what: the thing; it may
+            have a long name
+        times (int): how often
+        unit: what the result is in
+
+    Returns:
+        the length
+    """
+    return f"{what} {times} {scale} {unit} {mode} {points} {options} {quiet}"
+
+
+def add(a: int, b: int) -> int:
+    """Adds two numbers."""
+    return a + b
+
+
+def test_the_schema_is_read_from_signature_and_docstring() -> None:
+    schema = Tool.of(measure).schema
+    assert schema == {
+        "type": "function",
+        "function": {
+            "name": "measure",
+            "description": "Measures a thing, in a unit.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "what": {"type": "string", "description": "the thing; it may have a long name"},
+                    "times": {"type": "integer", "description": "how often"},
+                    "scale": {"type": "number"},
+                    "unit": {"type": "string", "enum": ["m", "ft"], "description": "what the result is in"},
+                    "mode": {"type": "string", "enum": ["fast", "exact"]},
+                    "points": {"type": "array", "items": {"type": "integer"}, "nullable": True},
+                    "options": {"type": "object", "additionalProperties": {}, "nullable": True},
+                    "quiet": {"type": "boolean"},
+                },
+                "required": ["what"],
+            },
+        },
+    }
+
+
+def test_a_tool_without_docstring_or_parameters_is_one_too() -> None:
+    def now():  # type: ignore[no-untyped-def]
+        return 0
+
+    described = Tool.of(now).schema["function"]
+    assert described["description"] == ""
+    assert described["parameters"] == {"type": "object", "properties": {}, "required": []}
+
+
+def test_arguments_come_as_the_types_say() -> None:
+    given = {
+        "what": "x",
+        "times": 2.0,
+        "scale": 3,
+        "unit": "ft",
+        "mode": "exact",
+        "points": [1, 2],
+        "options": {"k": None},
+    }
+    assert Tool.of(measure).checked(given) == {
+        "what": "x", "times": 2, "scale": 3.0, "unit": Unit.FOOT, "mode": "exact", "points": [1, 2],
+        "options": {"k": None},
+    }  # fmt: skip
+    assert Tool.of(measure).checked({"what": "x", "points": None}) == {"what": "x", "points": None}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({}, "the argument `what` (a string) is missing"),
+        ({"what": 5}, "`what` must be a string, not 5"),
+        ({"what": "x", "times": "two"}, '`times` must be an integer, not "two"'),
+        ({"what": "x", "times": 2.5}, "`times` must be an integer, not 2.5"),
+        ({"what": "x", "times": True}, "`times` must be an integer, not true"),
+        ({"what": "x", "quiet": 1}, "`quiet` must be a boolean, not 1"),
+        ({"what": "x", "unit": "mile"}, '`unit` must be one of "m", "ft", not "mile"'),
+        ({"what": "x", "unit": ["m"]}, '`unit` must be one of "m", "ft", not ["m"]'),
+        ({"what": "x", "mode": None}, '`mode` must be one of "fast", "exact", not null'),
+        ({"what": "x", "points": [1, "b"]}, '`points`[1] must be an integer, not "b"'),
+        ({"what": "x", "points": "b"}, '`points` must be an array, not "b"'),
+        ({"what": "x", "options": []}, "`options` must be an object, not []"),
+        ({"wat": "x"}, "`what` (a string) is missing; there is no argument `wat` (arguments of measure: `what`,"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_in_words(arguments: dict[str, Any], why: str) -> None:
+    with pytest.raises(ArgumentError) as caught:
+        Tool.of(measure).checked(arguments)
+    assert why in str(caught.value)
+
+
+def test_unions_take_the_first_type_that_fits() -> None:
+    def pick(value: int | str, maybe: Optional[int] = None) -> None: ...  # noqa: UP045
+
+    tool = Tool.of(pick)
+    assert tool.parameters["properties"]["value"] == {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    assert tool.checked({"value": "3", "maybe": 4}) == {"value": "3", "maybe": 4}
+    with pytest.raises(ArgumentError, match=r"must be an integer or a string, not 1\.5"):
+        tool.checked({"value": 1.5})
+    with pytest.raises(ArgumentError, match=r"`maybe` must be an integer, not 1\.5"):
+        tool.checked({"value": 1, "maybe": 1.5})
+
+
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+
+
+@given(arguments=st.dictionaries(st.sampled_from([*Tool.of(measure).types, "else"]), _JSON))
+def test_any_json_is_accepted_or_refused_in_words(arguments: dict[str, Any]) -> None:
+    try:
+        converted = Tool.of(measure).checked(arguments)
+    except ArgumentError:
+        return
+    assert converted.keys() == arguments.keys()
+    measure(**converted)
+
+
+def _untyped(value):  # type: ignore[no-untyped-def]
+    return value
+
+
+def _starred(*values: int) -> None: ...
+
+
+def _strange(value: set[int]) -> None: ...
+
+
+def _unknown(value: Unheard) -> None: ...  # type: ignore[name-defined] # noqa: F821
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (_untyped, "has the parameter 'value' without a type"),
+        (_starred, "a model gives arguments by name"),
+        (_strange, r"has the type set\[int\]"),
+        (_unknown, "types of the tool _unknown cannot be read"),
+    ],
+)
+def test_functions_that_a_model_cannot_call_are_refused_at_the_start(function: Callable[..., Any], why: str) -> None:
+    with pytest.raises(RecipeError, match=why):
+        Tool.of(function)
+
+
+def called(
+    function: Callable[..., Any], /, timeout_s: float = 10.0, max_chars: int = 100, **arguments: Any
+) -> ToolResult:
+    return asyncio.run(run_tool(Tool.of(function), arguments, timeout_s=timeout_s, max_chars=max_chars))
+
+
+def test_text_comes_back_as_it_is_and_the_rest_as_json() -> None:
+    async def later(value: str) -> str:
+        return value
+
+    def table() -> dict[str, Any]:
+        return {"größe": [1, None, True]}
+
+    assert called(later, value="17 × 23") == ToolResult(text="17 × 23", failed=False)
+    assert called(table) == ToolResult(text='{"größe": [1, null, true]}', failed=False)
+    assert called(add, a=17, b=23) == ToolResult(text="40", failed=False)
+
+
+def test_long_results_are_cut() -> None:
+    def long() -> str:
+        return "x" * 200
+
+    assert called(long, max_chars=5).text == "xxxxx... (cut: 200 characters in all)"
+
+
+def test_half_an_emoji_comes_back_as_something_that_can_be_read() -> None:
+    def echo(text: str) -> str:
+        return text
+
+    assert called(echo, text="\ud83d!").text == "?!"
+
+
+def test_exceptions_and_deadlines_become_error_texts() -> None:
+    def divide(a: int, b: int) -> float:
+        return a / b
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    released = threading.Event()
+
+    def block() -> None:
+        released.wait()
+
+    assert called(divide, a=1, b=0) == ToolResult(text="error: ZeroDivisionError: division by zero", failed=True)
+    assert called(hang, timeout_s=0.02).text == "error: hang took longer than 0.02 s and was given up"
+    assert called(block, timeout_s=0.02).text == "error: block took longer than 0.02 s and was given up"
+    assert called(add, a=1).text == "error: the argument `b` (an integer) is missing"
+    released.set()
+
+
+def step(turn: Turn, **options: Any) -> Outcome:
+    async def play() -> Outcome:
+        environment = ToolEnvironment([add], **options)
+        await environment.reset(task())
+        return await environment.step(turn)
+
+    return asyncio.run(play())
+
+
+def call(name: str = "add", **arguments: Any) -> ToolCall:
+    return ToolCall(name=name, arguments=arguments, text="")
+
+
+def test_the_environment_offers_its_tools_and_leaves_the_question_to_the_task() -> None:
+    observation = asyncio.run(ToolEnvironment([add]).reset(task()))
+    assert observation.messages is None
+    assert observation.tools == [Tool.of(add).schema]
+
+
+def test_calls_of_one_turn_are_answered_in_order() -> None:
+    calls = (call(a=1, b=2), BadCall(text="{", why="the call is not valid JSON."), call("sub"), call(a=3, b=4))
+    outcome = step(Turn(number=2, text="", calls=calls))
+    assert outcome.messages == [
+        {"role": "tool", "content": "3", "tool_call_id": "000200000", "name": "add"},
+        {"role": "tool", "content": "error: the call is not valid JSON.", "tool_call_id": "000200001"},
+        {"role": "tool", "content": "error: there is no tool `sub`; there are: add.", "tool_call_id": "000200002",
+         "name": "sub"},
+        {"role": "tool", "content": "7", "tool_call_id": "000200003", "name": "add"},
+    ]  # fmt: skip
+    assert not outcome.done
+    assert outcome.metrics == {"turns": 1.0, "tool_calls": 4.0, "failed_tool_calls": 2.0}
+
+
+def test_an_answer_without_a_call_ends_the_episode() -> None:
+    outcome = step(Turn(number=0, text="391"))
+    assert outcome.done
+    assert outcome.metrics == {"turns": 1.0}
+
+
+def test_more_calls_than_allowed_are_refused_one_by_one() -> None:
+    outcome = step(Turn(number=0, text="", calls=(call(a=1, b=2),) * 3), max_calls=2)
+    assert [message["content"] for message in outcome.messages] == ["3", "3", "error: at most 2 calls in one turn."]  # type: ignore[index]
+
+
+def test_results_can_come_from_the_user_where_the_template_knows_no_tools() -> None:
+    outcome = step(Turn(number=0, text="", calls=(call(a=1, b=2),)), role="user")
+    assert outcome.messages == [{"role": "user", "content": "3"}]
+
+
+def test_tools_are_loaded_by_their_paths(tmp_path: Path) -> None:
+    file = tmp_path / "sums.py"
+    file.write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
+    (tool,) = load_tools([f"{file}:add"])
+    assert tool.function(1, 2) == 3
+    with pytest.raises(RecipeError, match="two tools are called 'add'"):
+        load_tools([f"{file}:add", f"{file}:add"])
+    with pytest.raises(RecipeError, match=r"environment\.tools\.0: .* has no function 'sub'"):
+        load_tools([f"{file}:sub"])
+    with pytest.raises(RecipeError, match="no tools"):
+        load_tools([])
