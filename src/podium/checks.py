@@ -13,7 +13,7 @@ from typing import Any
 from podium.data.checking import check_source
 from podium.data.documents import Document
 from podium.data.tasks import PromptEncoder, check_task_source, read_tasks
-from podium.environments.rewards import build_rewards, reward_names
+from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
 from podium.models.folder import check_model_folder
 from podium.recipe import Recipe, SourceSection, plugins
@@ -57,7 +57,7 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if generation is not None and generation.score is not None and ":" in generation.score:
         score = generation.score
         yield lambda: plugins.locate(score, "evaluation.generation.score")
-    yield lambda: _check_rewards(recipe)
+    yield lambda: check_rewards(recipe.reward)
     for key, plugin in _plugins(recipe):
         if ":" in plugin:
             yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
@@ -92,12 +92,6 @@ def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "critic.path", recipe.critic.path
     if recipe.algorithm.kl is not None and recipe.algorithm.kl.reference is not None:
         yield "algorithm.kl.reference", recipe.algorithm.kl.reference
-
-
-def _check_rewards(recipe: Recipe) -> None:
-    """Names that metrics can tell apart, and options that verifiers know. Functions are not run."""
-    reward_names(recipe.reward)
-    build_rewards([reward for reward in recipe.reward if reward.verifier is not None])
 
 
 def deep_report(recipe: Recipe) -> list[str]:

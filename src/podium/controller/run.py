@@ -290,7 +290,8 @@ class OnPolicyRun:
             self._parts.console.warning(
                 f"{len(found.errors)} of {len(rollouts)} held-out answers have no score: {first}"
             )
-        return np.nan_to_num(scores_N), found.texts
+        without = np.isin(np.arange(len(rollouts)), list(found.errors))
+        return np.where(without, 0.0, np.nan_to_num(scores_N)), found.texts
 
     # --- results ---
 
@@ -368,6 +369,8 @@ class OnPolicyRun:
                 extras = dict(found.extras)
             for index, model in roles.reward_models:
                 values_NR[:, index] = await model.score(rollouts)
+                for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
+                    errors.setdefault(row, f"reward model {recipe.reward[index].model} gave {values_NR[row, index]}")
         weights = np.array([reward.weight for reward in recipe.reward])
         environment_N = np.nan_to_num(rollouts.note.environment_N)
         shaping_N = self._shaping(rollouts)

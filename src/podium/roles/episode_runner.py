@@ -26,7 +26,8 @@ from podium.environments.episode import (
     environment_maker,
     run_episodes,
 )
-from podium.environments.transcript import TurnTokenizer
+from podium.environments.tools import load_tools
+from podium.environments.transcript import TurnTokenizer, check_template
 from podium.models.folder import local_folder
 from podium.recipe import EnvironmentSection, ModelSection
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
@@ -59,9 +60,11 @@ class EpisodeRunner:
         self._tokenizer = TurnTokenizer(tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
         self._make = environment_maker(spec.environment)
+        self._is_checked = False
 
     def run(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         """Plays every episode of the shard; whole groups are yielded as they finish."""
+        self._check_template(shard)
         loop = asyncio.new_event_loop()
         blocks = self._blocks(shard, plan)
         try:
@@ -74,6 +77,16 @@ class EpisodeRunner:
             loop.run_until_complete(blocks.aclose())
             loop.run_until_complete(loop.shutdown_asyncgens())
             loop.close()
+
+    def _check_template(self, shard: PromptShard) -> None:
+        """Before the first chat: a template that changes earlier turns afterwards would make tokens drift."""
+        if self._is_checked or all(prompt.task.messages is None for prompt in shard.prompts):
+            return
+        section = self._spec.environment
+        tools = [tool.schema for tool in load_tools(section.tools)] or None
+        role = str(section.options.get("role", "tool")) if section.tools else "user"
+        check_template(load_tokenizer(self._spec.model), role=role, tools=tools)
+        self._is_checked = True
 
     async def _blocks(self, shard: PromptShard, plan: SamplingPlan) -> AsyncGenerator[Computed[TrajectoryBlock], None]:
         section = self._spec.environment

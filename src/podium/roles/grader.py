@@ -34,6 +34,7 @@ class GraderSpec:
     evaluation: tuple[RewardSection, ...]
     timeout_s: float
     also_scored: bool  # reward models or an environment add to the total
+    tools: bool  # the environment's turns are answers of tools
 
     @classmethod
     def of(cls, recipe: Recipe) -> GraderSpec:
@@ -43,6 +44,7 @@ class GraderSpec:
             evaluation=evaluation_rewards(recipe),
             timeout_s=recipe.grading.timeout_s,
             also_scored=recipe.environment is not None or any(each.model is not None for each in recipe.reward),
+            tools=recipe.environment is not None and bool(recipe.environment.tools),
         )
 
 
@@ -92,6 +94,17 @@ class Grader:
             num_stuck=grader.num_stuck,
         )
 
+    def _turns(self, task: Task, text: EpisodeText) -> list[Message] | None:
+        """The whole conversation, where it has several turns."""
+        if len(text.turns) < 2:
+            return None
+        other = "tool" if self._spec.tools else "user"
+        asked: list[Message] = [{"role": "user", "content": str(task.text)}]
+        spoken: list[Message] = [
+            {"role": "assistant" if is_policy else other, "content": said} for is_policy, said in text.turns
+        ]
+        return [*(asked if task.messages is None else task.messages), *spoken]
+
     def _sample(self, shard: GradeShard, row: int, text: EpisodeText) -> Sample:
         id = shard.ids[row]
         task = shard.tasks[id.draw]
@@ -108,18 +121,9 @@ class Grader:
             num_tokens=text.num_sampled,
             truncated=bool(shard.truncated_N[row]),
             tokens=text.tokens,
-            turns=_turns(task, text),
+            turns=self._turns(task, text),
             environment_reward=None if np.isnan(environment) else environment,
         )
-
-
-def _turns(task: Task, text: EpisodeText) -> list[Message] | None:
-    if len(text.turns) < 2:
-        return None
-    spoken: list[Message] = [
-        {"role": "assistant" if is_policy else "environment", "content": said} for is_policy, said in text.turns
-    ]
-    return [*(task.messages or ()), *spoken]
 
 
 def _said(text: EpisodeText) -> str:

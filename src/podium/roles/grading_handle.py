@@ -12,6 +12,7 @@ import numpy as np
 
 from podium.cluster import RoleGroup, Workers
 from podium.data.trajectories import Ints
+from podium.environments.grading import MOST_HANGING
 from podium.errors import ClusterError, DeadlineError, WorkerDiedError
 from podium.roles.carriers import Floats, GradeNote, GradeShard, Residency
 from podium.roles.grader import Grader, Purpose
@@ -41,8 +42,7 @@ class GraderHandle:
         group.requires(Grader.grade)
         self._workers, self._group, self._rewards = workers, group, rewards
         # Every call inside has its own deadline; this is for code that never gives the interpreter back.
-        self._deadline_s = 2 * timeout_s + 30.0
-        self._timeout_s = timeout_s
+        self._deadline_s = (MOST_HANGING + 2) * timeout_s + 30.0
 
     async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
         """Groups stay whole: a reward may compare within them."""
@@ -78,7 +78,7 @@ class GraderHandle:
         error: ClusterError | None = None
         for _ in range(2):
             try:
-                group = self._group.within(self._deadline_s + 0.1 * self._timeout_s * len(shard.rows))
+                group = self._group.within(self._deadline_s)
                 note: GradeNote = (await group.call_one(rank, Grader.grade, shard, purpose)).value
             except (WorkerDiedError, DeadlineError) as failed:
                 error = failed
