@@ -13,7 +13,7 @@ from podium.cluster.crew import Patience
 from podium.controller.evaluation import heldout_limit
 from podium.controller.layout import LINK, RUNNER, layout_of, role_names
 from podium.controller.ledger import Ledger
-from podium.controller.phases import GENERATOR, needs_offload
+from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun, Parts, Progress, Roles
 from podium.data.tasks import PromptEncoder, read_tasks
@@ -91,9 +91,10 @@ async def _drive(
                 recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=role_names(recipe),
                 prompts=prompts, heldout=heldout, ledger=ledger, console=console, metrics=metrics, loggers=loggers,
                 watch=watch, stop_requested=folder.stop_file.exists,
-                offload=needs_offload(
+                leaving=who_leaves(
+                    role_names(recipe).on_devices, colocated=recipe.placement.layout == "colocated",
                     optimizer_bytes=facts.optimizer_bytes, device_bytes=facts.device_bytes,
-                    asked=recipe.rollout.offload_optimizer, colocated=recipe.placement.layout == "colocated",
+                    asked=recipe.rollout.offload_optimizer,
                 ),
             )  # fmt: skip
             progress = Progress(

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from podium.roles.carriers import Residency
@@ -24,27 +24,28 @@ _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
 }
 
 
-def residency(phase: Phase, roles: Iterable[str], *, colocated: bool, offload: bool) -> dict[str, Residency]:
-    """What each role holds in a phase. Who works is active. Others stay resident, unless roles share a device that is
-    too small for all of them (`offload`): then what they can do without leaves it. A generator that does not share its
-    device is never sent away."""
+def residency(phase: Phase, roles: Iterable[str], leaving: Collection[str]) -> dict[str, Residency]:
+    """What each role holds in a phase. Who works is active. Others stay resident, unless they are among `leaving`: then
+    what they can do without leaves the device."""
     found: dict[str, Residency] = {}
     for role in roles:
-        if _works(role, phase):
-            found[role] = "active"
-        elif not offload or (role == GENERATOR and not colocated):
-            found[role] = "resident"
-        else:
-            found[role] = "offloaded"
+        idle: Residency = "offloaded" if role in leaving else "resident"
+        found[role] = "active" if _works(role, phase) else idle
     return found
 
 
-def needs_offload(*, optimizer_bytes: int, device_bytes: int, asked: bool | None, colocated: bool) -> bool:
-    """As the recipe says; else where roles share a device and optimizer state takes more than a fifth of it. On a CPU
-    there is nothing to move to."""
-    if asked is not None:
-        return asked
-    return colocated and device_bytes > 0 and optimizer_bytes > 0.2 * device_bytes
+def who_leaves(
+    roles: Iterable[str], *, colocated: bool, optimizer_bytes: int, device_bytes: int, asked: bool | None
+) -> frozenset[str]:
+    """Roles that leave a shared device while others work. A generator's cache takes most of a GPU, so it always does
+    where it shares one. The others (optimizer state, scorers' weights) do as the recipe says; else where optimizer
+    state takes more than a fifth of the device. On a CPU there is nothing to move to, unless the recipe asks."""
+    roles = frozenset(roles)
+    on_gpu = device_bytes > 0
+    crowded = colocated and on_gpu and optimizer_bytes > 0.2 * device_bytes
+    leaving = roles - {GENERATOR} if (crowded if asked is None else asked) else frozenset[str]()
+    sleeps = colocated and (on_gpu or bool(asked))
+    return leaving | (roles & {GENERATOR} if sleeps else frozenset())
 
 
 def _works(role: str, phase: Phase) -> bool:

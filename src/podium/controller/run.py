@@ -78,7 +78,7 @@ class Parts:
     loggers: Sequence[Logger]
     watch: Stopwatch
     stop_requested: Callable[[], bool]
-    offload: bool
+    leaving: frozenset[str]  # roles that give up device memory while others work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,6 +264,7 @@ class OnPolicyRun:
     async def answer_heldout(self, tasks: Sequence[Task], samples: int, plan: SamplingPlan) -> Rollouts:
         """Episodes of held-out prompts, which count in no step."""
         prompts = drawn(tasks)
+        await self._publish_weights()
         async with self._phase("rollout"):
             blocks = [block async for block in self._episodes(prompts, samples, plan)]
         found = Rollouts.of(blocks, {each.draw: each.task for each in prompts}, step=self._step, version=self._version)
@@ -425,12 +426,9 @@ class OnPolicyRun:
 
     async def _enter(self, phase: Phase) -> None:
         """Tells the roles what to hold in this phase: who leaves goes first, so that there is room for who comes."""
-        wanted = residency(
-            phase,
-            self._parts.names.on_devices,
-            colocated=self.recipe.placement.layout == "colocated",
-            offload=self._parts.offload,
-        )
+        wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
+        if wanted[GENERATOR] == "offloaded" and self.policy.num_ranks > 1:
+            self._published = None  # its copy of sharded weights leaves too, and comes back empty
         changes = [(role, target) for role, target in wanted.items() if _moves(self._held[role], target)]
         for leaving in (True, False):
             for role, target in changes:
@@ -533,7 +531,6 @@ class OnPolicyRun:
         parts.console.doing("evaluating")
         with parts.watch.span("evaluation"), parts.cluster.step(self._step) as objects:
             self._objects, self._is_evaluating = objects, True
-            await self._publish_weights()
             evaluation = await summarise(self, parts, self._step)
         self._is_evaluating = False
         parts.console.doing(None)

@@ -166,10 +166,10 @@ def _placement(recipe: Recipe) -> Iterator[str]:
             )
     elif placement.rollout_devices is not None:
         yield "placement.rollout_devices: with layout colocated all devices generate. Remove it, or set layout split."
-    if placement.launcher == "inline" and placement.devices > (2 if placement.layout == "split" else 1):
+    if placement.launcher == "inline" and placement.devices > 1:
         yield (
-            f"placement.devices: inline is one process and has one learner, not {placement.devices} devices. Use "
-            "launcher ray, or fewer devices."
+            f"placement.devices: inline is one process on one device, not {placement.devices}. Use launcher ray, or 1 "
+            "device."
         )
     if placement.restarts:
         yield "placement.restarts: is about ranks without a controller. Remove it; `podium resume` goes on instead."

@@ -62,7 +62,6 @@ class LearnerFacts:
     dtype: str
     device: str
     cost: SequenceCost
-    flops_per_token: float
     peak_flops: float
     max_tokens: int  # of one micro-batch
     longest: int  # sequence that one micro-batch takes
@@ -118,7 +117,6 @@ class Learner:
             dtype=str(dtype).removeprefix("torch."),
             device=torch.cuda.get_device_name(mesh.device) if cuda else "CPU",
             cost=cost.per_sequence,
-            flops_per_token=cost.training_flops([1], 1),
             peak_flops=matrix_peak(mesh.device, dtype),
             max_tokens=self._max_tokens,
             longest=max(self._max_tokens, self._recipe.data.max_length),

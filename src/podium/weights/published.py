@@ -21,6 +21,9 @@ from podium.weights.fingerprints import piece_fingerprint, unsigned
 from podium.weights.parcels import BUCKET_BYTES, large, plan_buckets
 from podium.weights.versions import TensorSpec, WeightVersion
 
+# Renamed in torch 2.13, which warns of the old name.
+_gather_whole = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
@@ -146,7 +149,7 @@ class _Gathered:
             local = part.local.reshape(-1)
             mine[self._stretches[part.spec.name]].view(part.dtype)[: local.numel()].copy_(local)
         self._bytes = torch.empty(self._world, end, dtype=torch.uint8, device=mine.device)
-        dist.all_gather_into_tensor(self._bytes.view(-1), mine, group=group)
+        _gather_whole(self._bytes.view(-1), mine, group=group)
 
     def whole(self, part: _Part) -> Tensor:
         """All rows, padding included and the filling of the last ranks behind them."""
