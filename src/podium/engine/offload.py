@@ -58,6 +58,8 @@ class OffloadedTensors:
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self._is_away = True
+        if any(tensor.is_cuda for tensor in self._tensors):
+            torch.cuda.empty_cache()  # torch would keep the memory for itself, and others need it
         return self.nbytes
 
     @torch.no_grad()
