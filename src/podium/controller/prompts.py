@@ -35,9 +35,23 @@ class PromptSource:
         self._new_tokens = recipe.rollout.max_new_tokens
         self._left_out = 0 if state is None else int(state["left_out"])
         self._epoch = 0
+        self._ahead: tuple[list[DrawnTask], dict[str, Any]] | None = None
 
     def take(self, count: int) -> list[DrawnTask]:
         """The next prompts that leave room for an answer."""
+        if self._ahead is not None:
+            (ready, _), self._ahead = self._ahead, None
+            assert len(ready) == count, f"{len(ready)} prompts were drawn ahead and {count} are taken"
+            return ready
+        return self._drawn(count)
+
+    def draw_ahead(self, count: int) -> None:
+        """Draws the next prompts already, while others work; the state stays that of before."""
+        if self._ahead is None:
+            before = self.state()
+            self._ahead = (self._drawn(count), before)
+
+    def _drawn(self, count: int) -> list[DrawnTask]:
         taken: list[DrawnTask] = []
         in_a_row = 0
         while len(taken) < count:
@@ -68,4 +82,7 @@ class PromptSource:
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}
 
     def state(self) -> dict[str, Any]:
+        """Where the next prompts come from, those drawn ahead first."""
+        if self._ahead is not None:
+            return self._ahead[1]
         return {"cursor": self._cursor.state(), "left_out": self._left_out}

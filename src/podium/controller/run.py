@@ -112,6 +112,7 @@ class OnPolicyRun:
         self._evaluation: Evaluation | None = None
         self._evaluated_step: int | None = None
         self._is_evaluating = False
+        self._writing: asyncio.Task[None] | None = None
         self._last_reward: float | None = None
         self._last_loss: float | None = None
 
@@ -237,7 +238,11 @@ class OnPolicyRun:
             loss="imitation" if imitate else "policy",
         )
         async with self._phase("update"):
-            return await self.policy.update(weighted, plan, seed=recipe.run.seed)
+            learning = asyncio.create_task(self.policy.update(weighted, plan, seed=recipe.run.seed))
+            await asyncio.sleep(0)  # the learners are told first
+            if self._step + 1 < recipe.steps:
+                self._parts.prompts.draw_ahead(recipe.rollout.prompts_per_step)
+            return await learning
 
     async def publish(self, used: GradedRollouts, report: UpdateReport | None) -> None:
         """Closes the step: the weights of this moment are its version. Records it, and saves and evaluates when due."""
@@ -249,11 +254,14 @@ class OnPolicyRun:
             async with self._phase("score"):
                 await reference.copy_from(POLICY)
         await self._record(used, report)
-        if _is_due(self.recipe.checkpoint.every, self._step):
+        save = _is_due(self.recipe.checkpoint.every, self._step)
+        evaluate = _is_due(self.recipe.evaluation.every, self._step) and bool(self._parts.heldout)
+        if save:
             await self._save()
-        if _is_due(self.recipe.evaluation.every, self._step) and self._parts.heldout:
+        if evaluate:
             await self._evaluate()
-        self._mark()
+        if save or evaluate:
+            self._mark()
 
     @property
     def in_critic_warmup(self) -> bool:
@@ -347,9 +355,9 @@ class OnPolicyRun:
             return
         roles, number = self._parts.roles, self._version
         if self.recipe.placement.layout == "colocated":
-            await self._enter("rollout")
+            await self._enter("rollout", awake=(GENERATOR,))
             with self._parts.watch.span("publish"):
-                await roles.generator.share(number)
+                await roles.generator.share(number)  # wakes it
         else:
             with self._parts.watch.span("publish"):
                 version = await roles.policy.describe(number)
@@ -424,12 +432,15 @@ class OnPolicyRun:
             ]
         )
 
-    async def _enter(self, phase: Phase) -> None:
-        """Tells the roles what to hold in this phase: who leaves goes first, so that there is room for who comes."""
+    async def _enter(self, phase: Phase, *, awake: tuple[str, ...] = ()) -> None:
+        """Tells the roles what to hold in this phase: who leaves goes first, so that there is room for who comes. Those
+        in `awake` come by themselves, with the call that follows."""
         wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
         if wanted[GENERATOR] == "offloaded" and self.policy.num_ranks > 1:
             self._published = None  # its copy of sharded weights leaves too, and comes back empty
-        changes = [(role, target) for role, target in wanted.items() if _moves(self._held[role], target)]
+        changes = [
+            (role, target) for role, target in wanted.items() if _moves(self._held[role], target) and role not in awake
+        ]
         for leaving in (True, False):
             for role, target in changes:
                 if (target == "offloaded") == leaving:
@@ -466,8 +477,11 @@ class OnPolicyRun:
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
             solved_at=recipe.grading.solved_at, extra=self._parts.prompts.metrics(),
         )  # fmt: skip
+        self._mark()  # what is written now is the next step's time
         values = step_metrics(record)
-        await asyncio.to_thread(parts.ledger.close_step, ledger_records(self._graded, used, self._step))
+        await self._written()
+        records = ledger_records(self._graded, used, self._step)
+        self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, records))
         self._log(values)
         if self._step == self._began[1] + 1:
             parts.folder.update(status="running")
@@ -550,6 +564,7 @@ class OnPolicyRun:
         if self._saved_step == self._step:
             return
         parts, recipe = self._parts, self.recipe
+        await self._written()
         values = {
             "cursor": parts.prompts.state(),
             "kl_coefficient": self._kl if recipe.algorithm.kl is not None else None,
@@ -569,6 +584,7 @@ class OnPolicyRun:
 
     async def _finish(self) -> None:
         await self._save()
+        await self._written()
         if self._step >= self.recipe.steps and self._parts.heldout and self._evaluated_step != self._step:
             await self._evaluate()
         with self._parts.watch.span("checkpoint"):
@@ -576,6 +592,12 @@ class OnPolicyRun:
         self._parts.folder.stop_file.unlink(missing_ok=True)
         status = "finished" if self._step >= self.recipe.steps else "stopped"
         self._parts.folder.update(status=status, step=self._step)
+
+    async def _written(self) -> None:
+        """The ledger has all steps that were closed."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
 
     def _mark(self) -> None:
         self._parts.workers.take_spans()

@@ -124,10 +124,15 @@ class Generator:
         """Takes the weights of the learner on this device as version `number`; returns their fingerprint. Collective
         where the learner is sharded."""
         assert self._learner is not None
+        assert isinstance(self._engine, NativeEngine)
+        self._engine.wake()
         if self._copy is not None:
             self._copy.refill()
         version = self._learner.weights.describe(number)
-        self._engine.install(version, None)
+        if self._copy is not None:
+            self._engine.install(version, None)
+        else:
+            self._engine.adopt(version)
         return version.fingerprint
 
     def hold(self, residency: Residency) -> MemoryChange:

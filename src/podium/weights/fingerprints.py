@@ -91,8 +91,10 @@ def inner_weights(device: torch.device) -> Tensor:
     return _mixed(torch.arange(BLOCK, dtype=torch.int64, device=device)) | 1
 
 
+@functools.lru_cache(maxsize=4096)
 def outer_weights(first: int, count: int, device: torch.device) -> Tensor:
-    """One for each block that the elements from index `first` on touch."""
+    """One for each block that the elements from index `first` on touch. Kept: a dozen small kernels for each tensor of
+    a model would take longer than reading its weights."""
     blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, dtype=torch.int64, device=device)
     return _mixed(blocks + _OUTER_SALT) | 1
 
