@@ -39,7 +39,7 @@ $(VLLM_INSTALLED): constraints-vllm.txt
 	@touch $@
 
 test-vllm: $(VLLM_INSTALLED)  ## the rollout engines' tests with vLLM behind them
-	VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/rollout
+	VLLM_LOGGING_LEVEL=ERROR $(VLLM_VENV)/bin/python -m pytest -q -m vllm tests/rollout tests/e2e/test_on_policy_vllm.py
 
 install-verl: $(VERL_INSTALLED)  ## an environment of its own, with verl to compare the formulas with
 

@@ -18,8 +18,15 @@ from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun, Parts, Progress, Roles
 from podium.data.tasks import PromptEncoder, read_tasks
 from podium.data.tokenizer import load_tokenizer
-from podium.engine.checkpoint import CheckpointReader, set_aside_later
-from podium.errors import PlacementError, PodiumError, RoleError
+from podium.engine.checkpoint import CheckpointReader, saved_steps, set_aside_later
+from podium.errors import (
+    ClusterError,
+    PlacementError,
+    PodiumError,
+    RewardError,
+    RoleError,
+    TrainingDivergedError,
+)
 from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
 from podium.recipe import Recipe
 from podium.roles.critic import Critic
@@ -51,6 +58,11 @@ def run_controlled(
             raise KeyboardInterrupt from None
         except RoleError as error:
             raise _told(error) from error
+        except (ClusterError, RewardError, TrainingDivergedError) as error:
+            saved = saved_steps(folder.checkpoints)
+            if saved:
+                error.add_note(f"Step {saved[-1].step} is saved; go on from it with: podium resume {folder.path}")
+            raise
 
 
 async def _drive(
