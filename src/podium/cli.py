@@ -86,7 +86,9 @@ def export(
     run: RunPath,
     out: Annotated[Path, typer.Argument(help="New folder for the Hugging Face checkpoint.")],
     step: Annotated[int | None, typer.Option(help="Checkpoint to export; default: the newest.")] = None,
-    best: Annotated[bool, typer.Option("--best", help="The checkpoint with the lowest held-out loss.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="The one with the lowest held-out loss, or highest score.")
+    ] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, typer.Option(help="Default: as the base model's config.")
     ] = None,

@@ -11,22 +11,17 @@ from typing import Any
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.crew import Patience
 from podium.controller.evaluation import heldout_limit
-from podium.controller.layout import LINK, RUNNER, layout_of, role_names
+from podium.controller.layout import GRADER, LINK, RUNNER, layout_of, num_learners, role_names
 from podium.controller.ledger import Ledger
+from podium.controller.parts import Parts, Progress, Roles
 from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
-from podium.controller.run import OnPolicyRun, Parts, Progress, Roles
+from podium.controller.run import OnPolicyRun
 from podium.data.tasks import PromptEncoder, read_tasks
 from podium.data.tokenizer import load_tokenizer
-from podium.engine.checkpoint import CheckpointReader, saved_steps, set_aside_later
-from podium.errors import (
-    ClusterError,
-    PlacementError,
-    PodiumError,
-    RewardError,
-    RoleError,
-    TrainingDivergedError,
-)
+from podium.engine.checkpoint import CheckpointReader, set_aside_later
+from podium.errors import PlacementError, PodiumError, RoleError
+from podium.models.device import CpuSettings
 from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
 from podium.recipe import Recipe
 from podium.roles.critic import Critic
@@ -58,11 +53,6 @@ def run_controlled(
             raise KeyboardInterrupt from None
         except RoleError as error:
             raise _told(error) from error
-        except (ClusterError, RewardError, TrainingDivergedError) as error:
-            saved = saved_steps(folder.checkpoints)
-            if saved:
-                error.add_note(f"Step {saved[-1].step} is saved; go on from it with: podium resume {folder.path}")
-            raise
 
 
 async def _drive(
@@ -99,6 +89,10 @@ async def _drive(
             metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=resume_step or 0))
             folder.forget_samples_after(resume_step or 0)
             facts = roles.policy.facts
+            if facts.cpu is not None:
+                folder.update(
+                    cpu={"ranks": roles.policy.num_ranks, "threads": facts.cpu.threads, "onednn": facts.cpu.onednn}
+                )
             parts = Parts(
                 recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=role_names(recipe),
                 prompts=prompts, heldout=heldout, ledger=ledger, console=console, metrics=metrics, loggers=loggers,
@@ -139,7 +133,11 @@ async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_s
         device = "cuda" if cluster.total("GPU") > 0 else "cpu"
     if device == "cuda" and cluster.total("GPU") == 0:
         raise PlacementError("placement.device: cuda is asked for and the cluster has no GPU. Use cpu or auto.")
-    layout = layout_of(recipe, folder, device=device, resume_step=resume_step)
+    known = folder.state().get("cpu", {})
+    # Threads change the order of sums, so a run that goes on keeps what it was measured to be fastest with.
+    kept = known.get("ranks") == num_learners(recipe)
+    cpu = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before") if kept else None
+    layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu)
     try:
         workers = await cluster.start(
             layout, Patience(collective_s=placement.timeout_s), deadline_s=max(600.0, placement.timeout_s)
@@ -157,11 +155,7 @@ async def _roles(recipe: Recipe, workers: Workers) -> Roles:
     names = role_names(recipe)
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
     functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
-    grader = None
-    if names.graders is not None:
-        grader = GraderHandle(
-            workers, workers.role(names.graders, Grader), functions, timeout_s=recipe.grading.timeout_s
-        )
+    grader = GraderHandle(workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s)
     generator = GeneratorHandle(workers.role(GENERATOR, Generator))
     runner = None
     if recipe.environment is not None:

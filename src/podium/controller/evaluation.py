@@ -17,7 +17,7 @@ from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import Rollouts
 
 if TYPE_CHECKING:
-    from podium.controller.run import OnPolicyRun, Parts
+    from podium.controller.run import OnPolicyRun
 
 # Held-out prompts that are answered where the recipe does not say how many.
 DEFAULT_PROMPTS = 512
@@ -39,15 +39,16 @@ def heldout_limit(generation: GenerationSection | None, most: int | None) -> int
     return asked if most is None else min(asked, most)
 
 
-async def summarise(run: OnPolicyRun, parts: Parts, step: int) -> Evaluation:
-    """Generates and grades; the run has published its weights."""
+async def summarise(run: OnPolicyRun, tasks: Sequence[Task], step: int) -> Evaluation:
+    """Answers all tasks, greedily and (where the recipe wants pass@k) by samples, and grades the answers."""
     recipe = run.recipe
     generation = recipe.evaluation.generation or GenerationSection(prompts=DEFAULT_PROMPTS)
-    rollout, tasks = recipe.rollout, parts.heldout
+    rollout = recipe.rollout
     longest = recipe.evaluation.generation.max_new_tokens if recipe.evaluation.generation else rollout.max_new_tokens
     greedy = SamplingPlan(max_new_tokens=longest, temperature=0.0, stop=rollout.stop, seed=recipe.run.seed)
     rollouts = await run.answer_heldout(tasks, 1, greedy)
-    scores_N, texts = await run.score_heldout(rollouts, show=generation.show)
+    scored = await run.score_heldout(rollouts, show=generation.show)
+    scores_N = scored.scores_N
     metrics = {"heldout/score": float(scores_N.mean()), "heldout/length": float(rollouts.note.sampled_N.mean())}
     metrics["heldout/solved"] = float((scores_N >= recipe.grading.solved_at).mean())
     metrics["heldout/truncated"] = float(rollouts.truncated_N.mean())
@@ -57,12 +58,12 @@ async def summarise(run: OnPolicyRun, parts: Parts, step: int) -> Evaluation:
             max_new_tokens=longest, temperature=generation.temperature, stop=rollout.stop, seed=recipe.run.seed + 1
         )
         sampled = await run.answer_heldout(tasks, generation.samples, plan)
-        sampled_N, _ = await run.score_heldout(sampled, show=0)
+        sampled_N = (await run.score_heldout(sampled, show=0)).scores_N
         metrics |= _pass_at(sampled_N >= recipe.grading.solved_at, sampled.group_N, generation.samples)
     draws = rollouts.group_N.tolist()
     views = tuple(
         SampleView(prompt=prompt, answer=answer, reference=tasks[draw].reference, score=score)
-        for (prompt, answer), draw, score in zip(texts, draws, scores_N.tolist(), strict=False)
+        for (prompt, answer), draw, score in zip(scored.texts, draws, scores_N.tolist(), strict=False)
     )
     view = EvaluationView(
         step=step,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from podium.cluster import Layout, MeshShape, Pool, Resources, RoleSpec
 from podium.controller.phases import CRITIC, GENERATOR, REFERENCE
+from podium.models.device import CpuSettings
 from podium.models.folder import local_folder
 from podium.recipe import ModelSection, Recipe
 from podium.roles.critic import Critic, CriticSpec
@@ -20,7 +21,7 @@ from podium.roles.scorer import Scorer, ScorerSpec
 from podium.spmd.folder import RunFolder
 
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
-RUNNER = "runner"
+RUNNER, GRADER = "runner", "grader"
 LINK = "weights"
 # Graders wait most of the time; a whole core each would leave none for those who compute.
 _DEVICE_CPUS, _HELPER_CPUS = 0.9, 0.05
@@ -34,7 +35,6 @@ class RoleNames:
     reference: str | None
     teachers: tuple[str, ...]
     reward_models: tuple[tuple[int, str], ...]  # position among the recipe's rewards, and name
-    graders: str | None
 
     @property
     def on_devices(self) -> tuple[str, ...]:
@@ -44,8 +44,6 @@ class RoleNames:
 
 
 def role_names(recipe: Recipe) -> RoleNames:
-    functions = [reward for reward in recipe.reward if reward.model is None]
-    scores = recipe.evaluation.generation is not None and recipe.evaluation.generation.score is not None
     return RoleNames(
         critic=CRITIC if recipe.program == "ppo" else None,
         reference=REFERENCE if recipe.algorithm.kl is not None else None,
@@ -53,22 +51,28 @@ def role_names(recipe: Recipe) -> RoleNames:
         reward_models=tuple(
             (index, f"reward-{index}") for index, reward in enumerate(recipe.reward) if reward.model is not None
         ),
-        # Without a reward somebody still has to read what was answered.
-        graders="grader" if functions or scores or not recipe.reward else None,
     )
 
 
-def layout_of(recipe: Recipe, folder: RunFolder, *, device: str, resume_step: int | None) -> Layout:
-    """All pools and roles of the run."""
-    placement, names = recipe.placement, role_names(recipe)
-    split = placement.layout == "split"
-    apart = (placement.rollout_devices or placement.devices // 2) if split else 0
-    ranks = placement.devices - apart
+def num_learners(recipe: Recipe) -> int:
+    """Devices that learn; with layout split the others generate."""
+    placement = recipe.placement
+    if placement.layout == "colocated":
+        return placement.devices
+    return placement.devices - (placement.rollout_devices or placement.devices // 2)
+
+
+def layout_of(
+    recipe: Recipe, folder: RunFolder, *, device: str, resume_step: int | None, cpu: CpuSettings | None = None
+) -> Layout:
+    """All pools and roles of the run. `cpu`: settings of an earlier start, not measured again."""
+    names, ranks = role_names(recipe), num_learners(recipe)
+    apart = recipe.placement.devices - ranks
     each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
     helper = Resources(cpus=_HELPER_CPUS)
     pools = [Pool(name=TRAIN, slots=ranks, each=each)]
-    roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step)
-    if split:
+    roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step, cpu=cpu)
+    if apart:
         pools.append(Pool(name=ROLLOUT, slots=apart, each=each, collectives=False))
         generator = _generator(recipe, learner=None)
         roles.append(
@@ -93,30 +97,42 @@ def layout_of(recipe: Recipe, folder: RunFolder, *, device: str, resume_step: in
                 name=RUNNER, kind=EpisodeRunner, pool=RUNNERS, mesh=MeshShape(replica=runners), arguments=(runner,)
             )
         )
-    if names.graders is not None:
-        count = recipe.grading.workers
-        pools.append(Pool(name=GRADERS, slots=count, each=helper, collectives=False))
-        spec = GraderSpec.of(recipe)
-        roles.append(
-            RoleSpec(name=names.graders, kind=Grader, pool=GRADERS, mesh=MeshShape(replica=count), arguments=(spec,))
+    # Also where only models reward: somebody has to read what was answered.
+    count = recipe.grading.workers
+    pools.append(Pool(name=GRADERS, slots=count, each=helper, collectives=False))
+    roles.append(
+        RoleSpec(
+            name=GRADER, kind=Grader, pool=GRADERS, mesh=MeshShape(replica=count), arguments=(GraderSpec.of(recipe),)
         )
+    )
     return Layout(pools=tuple(pools), roles=tuple(roles))
 
 
 def _train_roles(
-    recipe: Recipe, folder: RunFolder, names: RoleNames, *, ranks: int, device: str, resume_step: int | None
+    recipe: Recipe,
+    folder: RunFolder,
+    names: RoleNames,
+    *,
+    ranks: int,
+    device: str,
+    resume_step: int | None,
+    cpu: CpuSettings | None,
 ) -> list[RoleSpec]:
     """The policy first: others look for it on their worker."""
     mesh = MeshShape(shard=ranks)
     model = local_folder(recipe.model.path, "model.path")
     max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
-    learner = LearnerSpec(recipe=recipe, folder=model, checkpoints=folder.checkpoints, resume_step=resume_step)
+    run = folder.path.resolve()  # workers may have been started elsewhere
+    learner = LearnerSpec(
+        recipe=recipe, folder=model, checkpoints=run / folder.checkpoints.name, resume_step=resume_step,
+        cpu=cpu,
+    )  # fmt: skip
     roles = [RoleSpec(name=POLICY, kind=Learner, pool=TRAIN, mesh=mesh, arguments=(learner,))]
     if names.critic is not None:
         critic = CriticSpec(
             recipe=recipe,
             folder=_folder(recipe.critic.path, model, "critic.path"),
-            checkpoints=folder.path / "critic",
+            checkpoints=run / "critic",
             resume_step=resume_step,
         )
         roles.append(RoleSpec(name=names.critic, kind=Critic, pool=TRAIN, mesh=mesh, arguments=(critic,)))
@@ -125,7 +141,7 @@ def _train_roles(
         at = recipe.algorithm.kl.reference
         spec = ScorerSpec(
             model=_section(recipe, at), folder=_folder(at, model, "algorithm.kl.reference"), max_tokens=max_tokens,
-            seed=recipe.run.seed, checkpoints=folder.path / "reference", begin=_reference_begin(folder, resume_step),
+            seed=recipe.run.seed, checkpoints=run / "reference", begin=_reference_begin(run, resume_step),
         )  # fmt: skip
         roles.append(RoleSpec(name=names.reference, kind=Scorer, pool=TRAIN, mesh=mesh, arguments=(spec,)))
     for number, (name, teacher) in enumerate(zip(names.teachers, recipe.teachers, strict=True)):
@@ -173,9 +189,9 @@ def _folder(path: str | None, default: Path, key: str) -> Path:
     return default if path is None else local_folder(path, key)
 
 
-def _reference_begin(folder: RunFolder, resume_step: int | None) -> Path | None:
+def _reference_begin(run: Path, resume_step: int | None) -> Path | None:
     """A reference that was refreshed is saved beside the policy it is a copy of."""
     if resume_step is None:
         return None
-    saved = folder.path / "reference" / f"step-{resume_step:08d}"
+    saved = run / "reference" / f"step-{resume_step:08d}"
     return saved if saved.is_dir() else None

@@ -223,24 +223,33 @@ def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
 
 
 def ledger_records(graded: GradedRollouts, used: GradedRollouts, step: int) -> list[EpisodeRecord]:
-    """Every graded episode of a step, consumed or left out."""
-    taken = set(map(tuple, used.rollouts.rows.ids.array_N4.tolist()))
-    return list(_records(graded.rollouts, graded.rewards_N, taken, step))
+    """Every episode of a step: consumed, or why it was left out."""
+    taken = set(used.rollouts.rows.ids)
+    states = ["consumed" if id in taken else "uninformative" for id in graded.rollouts.rows.ids]
+    found = _records(graded.rollouts, graded.rewards_N.tolist(), states, step)
+    for part in graded.left_out:
+        states = ["failed" if id in graded.failed else "dropped" for id in part.rows.ids]
+        found += _records(part, [None] * len(part), states, step)
+    return found
 
 
-def _records(rollouts: Rollouts, rewards_N: Floats, taken: set[tuple[int, ...]], step: int) -> Iterable[EpisodeRecord]:
+def _records(
+    rollouts: Rollouts, rewards: Sequence[float | None], states: Sequence[str], step: int
+) -> list[EpisodeRecord]:
     note = rollouts.note
-    for row, id in enumerate(rollouts.rows.ids):
-        yield EpisodeRecord(
+    return [
+        EpisodeRecord(
             id=id,
             step=step,
             source=rollouts.tasks[id.draw].source,
-            state="consumed" if tuple(id) in taken else "uninformative",
+            state=states[row],
             finish=FINISHES[int(note.finish_N[row])],
             version=int(note.version_N[row]),
             tokens=int(note.sampled_N[row]),
-            reward=float(rewards_N[row]),
+            reward=rewards[row],
         )
+        for row, id in enumerate(rollouts.rows.ids)
+    ]
 
 
 def pass_at_k(solved: int, samples: int, k: int) -> float:

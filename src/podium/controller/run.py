@@ -6,32 +6,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from podium.algorithms.kl import adaptive_coefficient
-from podium.cluster import Cluster, ShardResult, Step, Workers
+from podium.cluster import RowRefs, Step
+from podium.controller.devices import Devices
 from podium.controller.evaluation import Evaluation, drawn, summarise
-from podium.controller.layout import LINK, RoleNames
-from podium.controller.ledger import Ledger
-from podium.controller.phases import GENERATOR, Phase, residency
-from podium.controller.prompts import PromptSource
-from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
+from podium.controller.grading import HeldoutScores, graded, heldout_scores, without_failed
+from podium.controller.parts import Parts, Progress
+from podium.controller.step_log import StepLog
 from podium.data.tasks import DrawnTask, Task
-from podium.data.trajectories import TrajectoryBlock
+from podium.data.trajectories import RowsT
 from podium.engine.optimizer import learning_rate
-from podium.environments.grading import overlong_penalty
-from podium.environments.rewards import reward_names
-from podium.errors import RewardError, TrainingDivergedError
-from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch
-from podium.recipe import Recipe
-from podium.roles.carriers import Residency, SamplingPlan, UpdatePlan
-from podium.roles.grader import Purpose
-from podium.roles.grading_handle import GraderHandle, RewardModelHandle
-from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, RunnerHandle, ScorerHandle, send_weights
+from podium.roles.carriers import SamplingPlan, UpdatePlan
 from podium.roles.learner import POLICY
 from podium.roles.stages import (
     CriticReport,
@@ -41,54 +31,6 @@ from podium.roles.stages import (
     UpdateReport,
     WeightedRollouts,
 )
-from podium.spmd.folder import RunFolder
-from podium.weights.canary import GapLimits
-from podium.weights.parcels import ByBroadcast
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Roles:
-    """The handles of a run; None and empty where its method has no such role."""
-
-    policy: LearnerHandle
-    generator: GeneratorHandle
-    runner: RunnerHandle | None
-    grader: GraderHandle | None
-    reward_models: tuple[tuple[int, RewardModelHandle], ...] = ()
-    critic: CriticHandle | None = None
-    reference: ScorerHandle | None = None
-    teachers: tuple[ScorerHandle, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
-    """Everything a run is made of."""
-
-    recipe: Recipe
-    folder: RunFolder
-    cluster: Cluster
-    workers: Workers
-    roles: Roles
-    names: RoleNames
-    prompts: PromptSource
-    heldout: Sequence[Task]
-    ledger: Ledger
-    console: Console
-    metrics: MetricsFile
-    loggers: Sequence[Logger]
-    watch: Stopwatch
-    stop_requested: Callable[[], bool]
-    leaving: frozenset[str]  # roles that give up device memory while others work
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a run begins: at step 0, or after the steps of a checkpoint."""
-
-    step: int = 0
-    kl_coefficient: float | None = None
-    skipped_in_a_row: int = 0
-    best: float | None = None
 
 
 class OnPolicyRun:
@@ -97,24 +39,16 @@ class OnPolicyRun:
     def __init__(self, parts: Parts, progress: Progress) -> None:
         self._parts, self.recipe = parts, parts.recipe
         self.policy, self.critic, self.teachers = parts.roles.policy, parts.roles.critic, parts.roles.teachers
+        self._devices, self._log = Devices(parts), StepLog(parts, progress)
         self._step = self._version = self._saved_step = progress.step
-        self._published: int | None = None
         kl = parts.recipe.algorithm.kl
         self._kl = progress.kl_coefficient if progress.kl_coefficient is not None else (kl.coefficient if kl else 0.0)
-        self._in_a_row = progress.skipped_in_a_row
-        self._held: dict[str, Residency] = dict.fromkeys(parts.names.on_devices, "resident")
         self._objects: Step | None = None
-        self._began = (time.perf_counter(), progress.step)
-        self._marked = (time.perf_counter(), time.time(), parts.watch.seconds())
         self._graded: GradedRollouts | None = None
         self._scored: ScoredRollouts | None = None
         self._critic_report: CriticReport | None = None
         self._evaluation: Evaluation | None = None
         self._evaluated_step: int | None = None
-        self._is_evaluating = False
-        self._writing: asyncio.Task[None] | None = None
-        self._last_reward: float | None = None
-        self._last_loss: float | None = None
 
     # --- what programs await ---
 
@@ -123,7 +57,7 @@ class OnPolicyRun:
         done or a stop was asked for; waits for generators, which have a deadline of their own."""
         if self._step == 0 and self.recipe.evaluation.at_start:
             await self._evaluate()
-        self._mark()
+        self._log.mark()
         while self._step < self.recipe.steps and not self._parts.stop_requested():
             number = self._step + 1
             with self._parts.cluster.step(number) as objects:
@@ -135,9 +69,11 @@ class OnPolicyRun:
 
     async def grade(self, rollouts: Rollouts) -> GradedRollouts:
         """Rewards of all episodes. What cannot be graded is dealt with as the recipe says."""
-        graded = await self._grade(rollouts)
-        self._graded = graded if self._graded is None else GradedRollouts.join([self._graded, graded])
-        return graded
+        async with self._devices.phase("grade"):
+            everything, failed_N = await graded(rollouts, self.recipe, self._parts.roles)
+        found = without_failed(everything, failed_N, self.recipe.grading, self._parts.console.warning)
+        self._graded = found if self._graded is None else GradedRollouts.join([self._graded, found])
+        return found
 
     async def refill(self, graded: GradedRollouts) -> GradedRollouts:
         """Dynamic sampling: groups of equal rewards are left out, and other prompts are drawn in their place, for as
@@ -164,7 +100,7 @@ class OnPolicyRun:
         if kl is None or reference is None or not len(graded):
             self._scored = ScoredRollouts(graded=graded)
             return self._scored
-        async with self._phase("score"):
+        async with self._devices.phase("score"):
             found, distance = await reference.score(graded.rollouts.rows, self.recipe.rollout.temperature)
         column = self._hold(found)
         penalty_N = None
@@ -179,7 +115,9 @@ class OnPolicyRun:
 
     async def teach(self, graded: GradedRollouts) -> WeightedRollouts:
         """On-policy distillation: the teachers' log-probs less the policy's own, token by token, as advantages."""
-        async with self._phase("score"):
+        if not len(graded):
+            return ScoredRollouts(graded=graded).weigh(graded.rewards_N)
+        async with self._devices.phase("score"):
             weights = np.array([teacher.weight for teacher in self.recipe.teachers])
             columns = [
                 (await teacher.score(graded.rollouts.rows, self.recipe.rollout.temperature))[0]
@@ -195,7 +133,9 @@ class OnPolicyRun:
         """PPO: the critic's advantages and returns of each token, whitened over the whole step."""
         assert self.critic is not None
         graded = scored.graded
-        async with self._phase("score"):
+        if not len(graded):
+            return scored.weigh(graded.rewards_N)
+        async with self._devices.phase("score"):
             columns, moments = await self.critic.estimate(
                 graded.rollouts.rows, graded.last_token_rewards_N, graded.rollouts.note.turn_rewards, scored.reference,
                 self.recipe.algorithm, self._kl,
@@ -212,7 +152,7 @@ class OnPolicyRun:
             return
         recipe = self.recipe
         lr = self._lr * (recipe.critic.lr or recipe.optimizer.lr) / recipe.optimizer.lr
-        async with self._phase("update"):
+        async with self._devices.phase("update"):
             self._critic_report = await self.critic.update(
                 weighted.rollouts.rows, weighted.value_columns, recipe.algorithm, lr=lr, step=self._step + 1,
                 seed=recipe.run.seed,
@@ -237,7 +177,7 @@ class OnPolicyRun:
             whiten=weighted.whiten,
             loss="imitation" if imitate else "policy",
         )
-        async with self._phase("update"):
+        async with self._devices.phase("update"):
             learning = asyncio.create_task(self.policy.update(weighted, plan, seed=recipe.run.seed))
             await asyncio.sleep(0)  # the learners are told first
             if self._step + 1 < recipe.steps:
@@ -251,9 +191,13 @@ class OnPolicyRun:
             self._version = self._step
         kl, reference = self.recipe.algorithm.kl, self._parts.roles.reference
         if kl is not None and kl.refresh_every and self._step % kl.refresh_every == 0 and reference is not None:
-            async with self._phase("score"):
+            async with self._devices.phase("score"):
                 await reference.copy_from(POLICY)
-        await self._record(used, report)
+        assert self._graded is not None
+        await self._log.record(
+            self._step, graded=self._graded, used=used, scored=self._scored, report=report,
+            critic=self._critic_report, kl_coefficient=self._kl if kl is not None else None,
+        )  # fmt: skip
         save = _is_due(self.recipe.checkpoint.every, self._step)
         evaluate = _is_due(self.recipe.evaluation.every, self._step) and bool(self._parts.heldout)
         if save:
@@ -261,7 +205,7 @@ class OnPolicyRun:
         if evaluate:
             await self._evaluate()
         if save or evaluate:
-            self._mark()
+            self._log.mark()
 
     @property
     def in_critic_warmup(self) -> bool:
@@ -271,36 +215,17 @@ class OnPolicyRun:
 
     async def answer_heldout(self, tasks: Sequence[Task], samples: int, plan: SamplingPlan) -> Rollouts:
         """Episodes of held-out prompts, which count in no step."""
-        prompts = drawn(tasks)
-        await self._publish_weights()
-        async with self._phase("rollout"):
-            blocks = [block async for block in self._episodes(prompts, samples, plan)]
-        found = Rollouts.of(blocks, {each.draw: each.task for each in prompts}, step=self._step, version=self._version)
-        self._hold(found.rows)
-        return found
+        return await self._episodes(drawn(tasks), samples, plan, self._step)
 
-    async def score_heldout(self, rollouts: Rollouts, *, show: int) -> tuple[np.ndarray, tuple[tuple[str, str], ...]]:
-        """The score of each, and the texts of the first: by evaluation.generation.score, or by the recipe's rewards. A
-        score that cannot be had is 0."""
-        roles, generation = self._parts.roles, self.recipe.evaluation.generation
-        purpose: Purpose = "train" if generation is None or generation.score is None else "evaluation"
-        assert roles.grader is not None
-        async with self._phase("grade"):
-            found = await roles.grader.grade(rollouts, purpose, show=show)
-            if purpose == "evaluation":
-                scores_N = found.values_NR[:, 0]
-            else:
-                weights = np.array([self.recipe.reward[index].weight for index in found.rewards])
-                scores_N = np.nan_to_num(found.values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N)
-                for index, model in roles.reward_models:
-                    scores_N = scores_N + self.recipe.reward[index].weight * await model.score(rollouts)
-        if found.errors:
-            first = found.errors[min(found.errors)]
+    async def score_heldout(self, rollouts: Rollouts, *, show: int) -> HeldoutScores:
+        """Graded like the others; what cannot be graded is told."""
+        async with self._devices.phase("grade"):
+            found = await heldout_scores(rollouts, self.recipe, self._parts.roles, show=show)
+        if found.num_errors:
             self._parts.console.warning(
-                f"{len(found.errors)} of {len(rollouts)} held-out answers have no score: {first}"
+                f"{found.num_errors} of {len(rollouts)} held-out answers have no score: {found.first_error}"
             )
-        without = np.isin(np.arange(len(rollouts)), list(found.errors))
-        return np.where(without, 0.0, np.nan_to_num(scores_N)), found.texts
+        return found
 
     # --- results ---
 
@@ -310,7 +235,7 @@ class OnPolicyRun:
 
     @property
     def last_loss(self) -> float | None:
-        return self._last_loss
+        return self._log.last_loss
 
     @property
     def evaluation(self) -> Evaluation | None:
@@ -322,7 +247,7 @@ class OnPolicyRun:
     def _lr(self) -> float:
         return learning_rate(self.recipe.optimizer, self._step + 1, self.recipe.steps)
 
-    def _hold(self, rows: Any) -> Any:
+    def _hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
         """Freed when the step closes."""
         assert self._objects is not None
         return self._objects.hold(rows)
@@ -333,224 +258,31 @@ class OnPolicyRun:
             max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
             top_k=rollout.top_k, min_p=rollout.min_p, stop=rollout.stop, seed=self.recipe.run.seed,
         )  # fmt: skip
-        await self._publish_weights()
-        async with self._phase("rollout"):
-            blocks = [block async for block in self._episodes(prompts, rollout.samples_per_prompt, plan)]
+        return await self._episodes(prompts, rollout.samples_per_prompt, plan, number)
+
+    async def _episodes(self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, number: int) -> Rollouts:
+        """Generators answer by themselves, or episode runners ask them turn by turn."""
+        roles = self._parts.roles
+        source = roles.generator if roles.runner is None else roles.runner
+        await self._devices.publish(self._version)
+        async with self._devices.phase("rollout"):
+            blocks = [block async for block in source.generate(prompts, samples, plan)]
         tasks = {prompt.draw: prompt.task for prompt in prompts}
         rollouts = Rollouts.of(blocks, tasks, step=number, version=self._version)
         self._hold(rollouts.rows)
         return rollouts
-
-    def _episodes(
-        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan
-    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
-        """Blocks of episodes: generators answer by themselves, or episode runners ask them turn by turn."""
-        roles = self._parts.roles
-        source = roles.generator if roles.runner is None else roles.runner
-        return source.generate(prompts, samples, plan)
-
-    async def _publish_weights(self) -> None:
-        """Generators get the newest version, if they have not got it: the same tensors, or a broadcast."""
-        if self._published == self._version:
-            return
-        roles, number = self._parts.roles, self._version
-        if self.recipe.placement.layout == "colocated":
-            await self._enter("rollout", awake=(GENERATOR,))
-            with self._parts.watch.span("publish"):
-                await roles.generator.share(number)  # wakes it
-        else:
-            with self._parts.watch.span("publish"):
-                version = await roles.policy.describe(number)
-                await send_weights(roles.policy, roles.generator, ByBroadcast(version=version, link=LINK))
-        self._published = number
-
-    async def _grade(self, rollouts: Rollouts) -> GradedRollouts:
-        recipe, roles = self.recipe, self._parts.roles
-        values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
-        errors = dict(rollouts.note.errors)
-        extras: dict[str, tuple[float, float]] = {}
-        async with self._phase("grade"):
-            if roles.grader is not None:
-                found = await roles.grader.grade(rollouts)
-                for at, index in enumerate(found.rewards):
-                    values_NR[:, index] = found.values_NR[:, at]
-                errors |= {row: error for row, error in found.errors.items() if row not in errors}
-                extras = dict(found.extras)
-            for index, model in roles.reward_models:
-                values_NR[:, index] = await model.score(rollouts)
-                for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
-                    errors.setdefault(row, f"reward model {recipe.reward[index].model} gave {values_NR[row, index]}")
-        weights = np.array([reward.weight for reward in recipe.reward])
-        environment_N = np.nan_to_num(rollouts.note.environment_N)
-        shaping_N = self._shaping(rollouts)
-        total_N = np.nan_to_num(values_NR) @ weights + environment_N + shaping_N
-        failed_N = np.isin(np.arange(len(rollouts)), list(errors))
-        graded = GradedRollouts(
-            rollouts=rollouts,
-            rewards_N=total_N,
-            values_NR=values_NR,
-            shaping_N=shaping_N,
-            names=reward_names(recipe.reward),
-            num_failed=int(failed_N.sum()),
-            num_dropped=0,
-            first_error=errors[min(errors)] if errors else None,
-            extras=extras,
-        )
-        return self._without_failed(graded, failed_N)
-
-    def _without_failed(self, graded: GradedRollouts, failed_N: np.ndarray) -> GradedRollouts:
-        if not failed_N.any():
-            return graded
-        grading, share = self.recipe.grading, float(failed_N.mean())
-        told = f"{int(failed_N.sum())} of {len(failed_N)} episodes of step {graded.rollouts.step} have no reward: "
-        if grading.on_error == "fail":
-            raise RewardError(f"{told}{graded.first_error} (grading.on_error is fail)")
-        if share > grading.max_failed_share:
-            raise RewardError(
-                f"{told}{graded.first_error} That is more than grading.max_failed_share {grading.max_failed_share:g}, "
-                "so the run stops. Mend the reward and go on with `podium resume`."
-            )
-        self._parts.console.warning(f"{told}{graded.first_error}")
-        if grading.on_error == "zero":
-            return replace(graded, rewards_N=np.where(failed_N, 0.0, graded.rewards_N))
-        bad = np.isin(graded.group_N, np.unique(graded.group_N[failed_N]))
-        return replace(graded.take(np.flatnonzero(~bad)), num_dropped=int(bad.sum()))
-
-    def _shaping(self, rollouts: Rollouts) -> np.ndarray:
-        overlong = self.recipe.algorithm.overlong
-        if overlong is None:
-            return np.zeros(len(rollouts))
-        return np.array(
-            [
-                overlong_penalty(
-                    int(tokens),
-                    max_new_tokens=self.recipe.rollout.max_new_tokens,
-                    buffer_tokens=overlong.buffer_tokens,
-                    penalty=overlong.penalty,
-                )
-                for tokens in rollouts.note.sampled_N
-            ]
-        )
-
-    async def _enter(self, phase: Phase, *, awake: tuple[str, ...] = ()) -> None:
-        """Tells the roles what to hold in this phase: who leaves goes first, so that there is room for who comes. Those
-        in `awake` come by themselves, with the call that follows."""
-        wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
-        if wanted[GENERATOR] == "offloaded" and self.policy.num_ranks > 1:
-            self._published = None  # its copy of sharded weights leaves too, and comes back empty
-        changes = [
-            (role, target) for role, target in wanted.items() if _moves(self._held[role], target) and role not in awake
-        ]
-        for leaving in (True, False):
-            for role, target in changes:
-                if (target == "offloaded") == leaving:
-                    with self._parts.watch.span("residency"):
-                        await self._handle(role).hold(target)
-        self._held = wanted
-
-    def _handle(self, role: str) -> Any:
-        roles, names = self._parts.roles, self._parts.names
-        by_name: dict[str | None, Any] = {
-            POLICY: roles.policy, GENERATOR: roles.generator, names.critic: roles.critic,
-            names.reference: roles.reference,
-        }  # fmt: skip
-        by_name |= dict(zip(names.teachers, roles.teachers, strict=True))
-        by_name |= {name: model for (_, name), (_, model) in zip(names.reward_models, roles.reward_models, strict=True)}
-        return by_name[role]
-
-    def _phase(self, phase: Phase) -> _InPhase:
-        return _InPhase(self, phase)
-
-    async def _record(self, used: GradedRollouts, report: UpdateReport | None) -> None:
-        parts, recipe = self._parts, self.recipe
-        assert self._graded is not None
-        since_perf, since_wall, before = self._marked
-        after = parts.watch.seconds()
-        seconds = {name: spent - before.get(name, 0.0) for name, spent in after.items()}
-        spans = parts.workers.take_spans()
-        step_s = time.perf_counter() - since_perf
-        record = StepRecord(
-            step=self._step, lr=learning_rate(recipe.optimizer, self._step, recipe.steps), graded=self._graded,
-            used=used, scored=self._scored, report=report, critic=self._critic_report,
-            kl_coefficient=self._kl if recipe.algorithm.kl is not None else None, seconds=seconds, step_s=step_s,
-            idle_s=idle_seconds(spans, since_wall, since_wall + step_s),
-            peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
-            solved_at=recipe.grading.solved_at, extra=self._parts.prompts.metrics(),
-        )  # fmt: skip
-        self._mark()  # what is written now is the next step's time
-        values = step_metrics(record)
-        await self._written()
-        records = ledger_records(self._graded, used, self._step)
-        self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, records))
-        self._log(values)
-        if self._step == self._began[1] + 1:
-            parts.folder.update(status="running")
-        self._show(values)
-        self._guard(report)
-
-    def _show(self, values: dict[str, float]) -> None:
-        done = self._step - self._began[1]
-        eta = (time.perf_counter() - self._began[0]) / max(1, done) * (self.recipe.steps - self._step)
-        self._last_reward, self._last_loss = values.get("reward/mean"), values.get("loss")
-        own = [("reward", f"{values.get('reward/mean', 0.0):.3f}")]
-        if "groups/solve_rate" in values:
-            own.append(("solved", f"{values['groups/solve_rate']:.1%}"))
-        own.append(("length", f"{values.get('response/mean', 0.0):.1f}"))
-        if "kl/reference" in values:
-            own.append(("KL", f"{values['kl/reference']:.4f}"))
-        own += [("entropy", f"{values.get('entropy', 0.0):.3f}"), ("s", f"{values['step_s']:.2f}")]
-        self._parts.console.step(
-            StepView(
-                step=self._step,
-                num_steps=self.recipe.steps,
-                loss=values.get("loss", 0.0),
-                lr=values["lr"],
-                tokens_per_s=values["tokens_per_s"],
-                grad_norm=values.get("grad_norm"),
-                eta_s=eta,
-                own=tuple(own),
-            )
-        )
-
-    def _guard(self, report: UpdateReport | None) -> None:
-        """Steps without a finite loss, and engines that draw from something else than the policy."""
-        if report is None:
-            self._parts.console.warning(
-                f"step {self._step}: nothing to learn from (all groups were left out); the weights stay as they are"
-            )
-            return
-        self._in_a_row = self._in_a_row + 1 if report.skipped else 0
-        if report.skipped:
-            self._parts.console.warning(f"step {self._step}: {report.skipped} optimizer steps were skipped, not finite")
-        if self._in_a_row >= self.recipe.optimizer.max_skipped_in_a_row:
-            raise TrainingDivergedError(
-                f"{self._in_a_row} steps in a row had a non-finite loss or gradient and were skipped, the last is step "
-                f"{self._step}. Lower optimizer.lr, lengthen warmup_steps, or look at the rewards of these steps; "
-                f"{self._parts.folder.metrics_file} has the numbers."
-            )
-        limits = GapLimits.of("bfloat16" if self.policy.facts.dtype == "bfloat16" else "float32")
-        alarm = report.gap.alarm(limits)
-        if alarm is not None and self.recipe.algorithm.correction is None:
-            self._parts.console.warning(f"step {self._step}: {alarm}")
-
-    def _log(self, values: dict[str, float]) -> None:
-        metrics = StepMetrics(step=self._step, time_s=time.time(), values=values)
-        self._parts.metrics.append(metrics)
-        for logger in self._parts.loggers:
-            logger.log(metrics)
 
     async def _evaluate(self) -> None:
         """Greedy answers (and samples, for pass@k) to the held-out prompts, graded like the others."""
         parts, began = self._parts, time.perf_counter()
         parts.console.doing("evaluating")
         with parts.watch.span("evaluation"), parts.cluster.step(self._step) as objects:
-            self._objects, self._is_evaluating = objects, True
-            evaluation = await summarise(self, parts, self._step)
-        self._is_evaluating = False
+            self._objects, self._devices.is_evaluating = objects, True
+            evaluation = await summarise(self, parts.heldout, self._step)
+        self._devices.is_evaluating = False
         parts.console.doing(None)
-        parts.workers.take_spans()
         self._evaluation, self._evaluated_step = evaluation, self._step
-        self._log(dict(evaluation.metrics))
+        self._log.write(self._step, evaluation.metrics)
         parts.console.evaluation(replace(evaluation.view, seconds=time.perf_counter() - began))
         parts.folder.samples(self._step, [dict(sample) for sample in evaluation.samples])
         for logger in parts.loggers:
@@ -564,27 +296,29 @@ class OnPolicyRun:
         if self._saved_step == self._step:
             return
         parts, recipe = self._parts, self.recipe
-        await self._written()
+        await self._log.written()
+        kl = recipe.algorithm.kl
         values = {
             "cursor": parts.prompts.state(),
-            "kl_coefficient": self._kl if recipe.algorithm.kl is not None else None,
-            "skipped_in_a_row": self._in_a_row,
+            "kl_coefficient": self._kl if kl is not None else None,
+            "skipped_in_a_row": self._log.skipped_in_a_row,
             "episodes": parts.ledger.count(),
             "recipe": recipe.model_dump(mode="json"),
         }
-        await self._enter("update")
+        await self._devices.enter("update")
         with parts.watch.span("checkpoint"):
             if self.critic is not None:
                 await self.critic.save(self._step, {})
-            kl = recipe.algorithm.kl
             if kl is not None and kl.refresh_every is not None and parts.roles.reference is not None:
-                await parts.roles.reference.save(self._step, recipe.checkpoint.keep + int(recipe.checkpoint.keep_best))
+                await parts.roles.reference.save(
+                    self._step, recipe.checkpoint.keep + 1 + int(recipe.checkpoint.keep_best)
+                )
             await self.policy.save(self._step, values)
         self._saved_step = self._step
 
     async def _finish(self) -> None:
         await self._save()
-        await self._written()
+        await self._log.written()
         if self._step >= self.recipe.steps and self._parts.heldout and self._evaluated_step != self._step:
             await self._evaluate()
         with self._parts.watch.span("checkpoint"):
@@ -592,37 +326,6 @@ class OnPolicyRun:
         self._parts.folder.stop_file.unlink(missing_ok=True)
         status = "finished" if self._step >= self.recipe.steps else "stopped"
         self._parts.folder.update(status=status, step=self._step)
-
-    async def _written(self) -> None:
-        """The ledger has all steps that were closed."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await writing
-
-    def _mark(self) -> None:
-        self._parts.workers.take_spans()
-        self._marked = (time.perf_counter(), time.time(), self._parts.watch.seconds())
-
-
-class _InPhase:
-    """Roles hold what the phase says; its time is accounted to it."""
-
-    def __init__(self, run: OnPolicyRun, phase: Phase) -> None:
-        self._run, self._phase = run, phase
-        # What an evaluation takes is the evaluation's, whatever it is made of.
-        self._span = run._parts.watch.span("evaluation" if run._is_evaluating else phase)
-
-    async def __aenter__(self) -> None:
-        await self._run._enter(self._phase)
-        self._span.__enter__()
-
-    async def __aexit__(self, *error: Any) -> None:
-        self._span.__exit__(*error)
-
-
-def _moves(now: Residency, target: Residency) -> bool:
-    """Resident and active differ in words only."""
-    return (now == "offloaded") != (target == "offloaded")
 
 
 def _is_due(every: int | None, step: int) -> bool:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 # Estimators that say nothing about a lone episode of a prompt.
 _NEEDS_GROUPS = ("group_relative", "group_centered", "leave_one_out", "length_weighted", "reinforce_pp_baseline")
-_PER_TOKEN = ("reinforce_pp", "reinforce_pp_baseline", "gae")
+_PER_TOKEN = ("reinforce_pp", "gae")
 
 
 def on_policy_rules(recipe: Recipe) -> list[str]:

@@ -95,7 +95,8 @@ class Critic:
         if begin is not None:
             restore_engine(self._engine, CheckpointReader(spec.checkpoints / f"step-{begin:08d}"))
         self._writer = CheckpointWriter(
-            spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep + int(recipe.checkpoint.keep_best),
+            # One more than of the policy, whose checkpoint is whole a moment later.
+            spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep + 1 + int(recipe.checkpoint.keep_best),
             keep_best=False, background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
         )  # fmt: skip
         self._leaving: OffloadedTensors | None = None

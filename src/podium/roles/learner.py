@@ -51,6 +51,7 @@ class LearnerSpec:
     folder: Path  # of the model
     checkpoints: Path
     resume_step: int | None
+    cpu: CpuSettings | None = None  # of an earlier start, not measured again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +185,14 @@ class Learner:
         """Threads and kernels that suit the model, measured by rank 0 for all."""
         if self.mesh.device.type != "cpu":
             return None
-        placement = self._recipe.placement
+        placement, known = self._recipe.placement, self._spec.cpu
+        if (
+            known is not None
+            and placement.threads in (None, known.threads)
+            and placement.onednn in (None, known.onednn)
+        ):
+            known.apply()
+            return known
         batch = random_batch(self.engine.model.vocab_size, lengths=(16,) * 8 + (128,))
         settings = choose_cpu_settings(
             lambda: self.engine.gradients([batch], token_cross_entropy, normalizer=1.0),

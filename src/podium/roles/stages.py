@@ -22,7 +22,7 @@ from podium.algorithms.values import ValueStatistics
 from podium.cluster.objects import RowRefs
 from podium.cluster.results import ShardResult, reduce_metrics, stored_rows
 from podium.data.tasks import Task
-from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
 from podium.roles.carriers import TRUNCATED, DistanceNote, EpisodeNote, Floats
 from podium.weights.canary import LogprobGap
 
@@ -110,6 +110,8 @@ class GradedRollouts:
     num_dropped: int  # episodes that were left out, with their groups
     first_error: str | None
     extras: Mapping[str, tuple[float, float]]  # further numbers of reward functions: sum and count
+    left_out: tuple[Rollouts, ...] = ()  # episodes that were dropped with their groups
+    failed: frozenset[TrajectoryId] = frozenset()
 
     def __len__(self) -> int:
         return len(self.rollouts)
@@ -147,6 +149,8 @@ class GradedRollouts:
             num_dropped=sum(part.num_dropped for part in parts),
             first_error=next((part.first_error for part in parts if part.first_error), None),
             extras=extras,
+            left_out=tuple(rollouts for part in parts for rollouts in part.left_out),
+            failed=frozenset().union(*(part.failed for part in parts)),
         )
 
     @property

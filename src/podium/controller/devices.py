@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds which device in which phase, and which version of the weights generators have."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from podium.controller.layout import LINK
+from podium.controller.parts import Parts
+from podium.controller.phases import GENERATOR, Phase, residency
+from podium.roles.carriers import Residency
+from podium.roles.handles import send_weights
+from podium.roles.learner import POLICY
+from podium.weights.parcels import ByBroadcast
+
+
+class Devices:
+    """Carries out what controller/phases.py decides. Time inside a phase is accounted to it."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._colocated = parts.recipe.placement.layout == "colocated"
+        self._held: dict[str, Residency] = dict.fromkeys(parts.names.on_devices, "resident")
+        self._published: int | None = None
+        self.is_evaluating = False  # what an evaluation takes is the evaluation's, whatever it is made of
+
+    @asynccontextmanager
+    async def phase(self, phase: Phase) -> AsyncIterator[None]:
+        """Roles hold what the phase says."""
+        await self.enter(phase)
+        with self._parts.watch.span("evaluation" if self.is_evaluating else phase):
+            yield
+
+    async def enter(self, phase: Phase, *, awake: tuple[str, ...] = ()) -> None:
+        """Tells the roles what to hold in this phase: who leaves goes first, so that there is room for who comes. Those
+        in `awake` come by themselves, with the call that follows."""
+        wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
+        if wanted[GENERATOR] == "offloaded" and self._parts.roles.policy.num_ranks > 1:
+            self._published = None  # its copy of sharded weights leaves too, and comes back empty
+        changes = [
+            (role, target) for role, target in wanted.items() if _moves(self._held[role], target) and role not in awake
+        ]
+        for leaving in (True, False):
+            for role, target in changes:
+                if (target == "offloaded") == leaving:
+                    with self._parts.watch.span("residency"):
+                        await self._handle(role).hold(target)
+        self._held = wanted
+
+    async def publish(self, version: int) -> None:
+        """Generators get this version, if they have not got it: the same tensors, or a broadcast."""
+        if self._published == version:
+            return
+        roles = self._parts.roles
+        if self._colocated:
+            await self.enter("rollout", awake=(GENERATOR,))
+            with self._parts.watch.span("publish"):
+                await roles.generator.share(version)  # wakes it
+        else:
+            with self._parts.watch.span("publish"):
+                described = await roles.policy.describe(version)
+                await send_weights(roles.policy, roles.generator, ByBroadcast(version=described, link=LINK))
+        self._published = version
+
+    def _handle(self, role: str) -> Any:
+        roles, names = self._parts.roles, self._parts.names
+        by_name: dict[str | None, Any] = {
+            POLICY: roles.policy, GENERATOR: roles.generator, names.critic: roles.critic,
+            names.reference: roles.reference,
+        }  # fmt: skip
+        by_name |= dict(zip(names.teachers, roles.teachers, strict=True))
+        by_name |= {name: model for (_, name), (_, model) in zip(names.reward_models, roles.reward_models, strict=True)}
+        return by_name[role]
+
+
+def _moves(now: Residency, target: Residency) -> bool:
+    """Resident and active differ in words only."""
+    return (now == "offloaded") != (target == "offloaded")

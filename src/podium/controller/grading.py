@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rollouts to rewards: what graders and reward models say, added up, and what becomes of episodes without one."""
+
+# N episodes · R rewards of the recipe
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.controller.parts import Roles
+from podium.environments.grading import overlong_penalty
+from podium.environments.rewards import reward_names
+from podium.errors import RewardError
+from podium.recipe import GradingSection, Recipe
+from podium.roles.carriers import Floats
+from podium.roles.grader import Purpose
+from podium.roles.stages import GradedRollouts, Rollouts
+
+
+async def graded(rollouts: Rollouts, recipe: Recipe, roles: Roles) -> tuple[GradedRollouts, NDArray[np.bool_]]:
+    """(all episodes with their rewards, which of them have none in truth)."""
+    values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
+    found = await roles.grader.grade(rollouts)
+    for at, index in enumerate(found.rewards):
+        values_NR[:, index] = found.values_NR[:, at]
+    errors = {**found.errors, **rollouts.note.errors}
+    for index, model in roles.reward_models:
+        values_NR[:, index] = await model.score(rollouts)
+        for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
+            errors.setdefault(row, f"reward model {recipe.reward[index].model} gave {values_NR[row, index]}")
+    weights = np.array([reward.weight for reward in recipe.reward])
+    shaping_N = shaping(rollouts, recipe)
+    total_N = np.nan_to_num(values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N) + shaping_N
+    failed_N = np.isin(np.arange(len(rollouts)), list(errors))
+    everything = GradedRollouts(
+        rollouts=rollouts,
+        rewards_N=total_N,
+        values_NR=values_NR,
+        shaping_N=shaping_N,
+        names=reward_names(recipe.reward),
+        num_failed=int(failed_N.sum()),
+        num_dropped=0,
+        first_error=errors[min(errors)] if errors else None,
+        extras=dict(found.extras),
+        failed=frozenset(rollouts.rows.ids[row] for row in errors),
+    )
+    return everything, failed_N
+
+
+def without_failed(
+    everything: GradedRollouts, failed_N: NDArray[np.bool_], grading: GradingSection, warn: Callable[[str], None]
+) -> GradedRollouts:
+    """What the recipe says about episodes without a reward: their groups are left out, they count as 0, or the run
+    stops."""
+    if not failed_N.any():
+        return everything
+    told = f"{int(failed_N.sum())} of {len(failed_N)} episodes of step {everything.rollouts.step} have no reward: "
+    if grading.on_error == "fail":
+        raise RewardError(f"{told}{everything.first_error} (grading.on_error is fail)")
+    if float(failed_N.mean()) > grading.max_failed_share:
+        raise RewardError(
+            f"{told}{everything.first_error} That is more than grading.max_failed_share {grading.max_failed_share:g}, "
+            "so the run stops. Mend the reward and go on with `podium resume`."
+        )
+    warn(f"{told}{everything.first_error}")
+    if grading.on_error == "zero":
+        return replace(everything, rewards_N=np.where(failed_N, 0.0, everything.rewards_N))
+    bad = np.isin(everything.group_N, np.unique(everything.group_N[failed_N]))
+    return replace(
+        everything.take(np.flatnonzero(~bad)),
+        num_dropped=int(bad.sum()),
+        left_out=(everything.rollouts.take(np.flatnonzero(bad)),),
+    )
+
+
+def shaping(rollouts: Rollouts, recipe: Recipe) -> Floats:
+    """What the length of an answer adds to its reward."""
+    overlong = recipe.algorithm.overlong
+    if overlong is None:
+        return np.zeros(len(rollouts))
+    return np.array(
+        [
+            overlong_penalty(
+                int(tokens),
+                max_new_tokens=recipe.rollout.max_new_tokens,
+                buffer_tokens=overlong.buffer_tokens,
+                penalty=overlong.penalty,
+            )
+            for tokens in rollouts.note.sampled_N
+        ]
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeldoutScores:
+    """One score for each held-out answer; 0 where it could not be had, which `errors` counts."""
+
+    scores_N: Floats
+    texts: tuple[tuple[str, str], ...]  # (prompt, answer) of the first
+    num_errors: int
+    first_error: str | None
+
+
+async def heldout_scores(rollouts: Rollouts, recipe: Recipe, roles: Roles, *, show: int) -> HeldoutScores:
+    """By evaluation.generation.score, or by the recipe's rewards."""
+    generation = recipe.evaluation.generation
+    purpose: Purpose = "train" if generation is None or generation.score is None else "evaluation"
+    found = await roles.grader.grade(rollouts, purpose, show=show)
+    errors = {**found.errors, **rollouts.note.errors}
+    if purpose == "evaluation":
+        scores_N = found.values_NR[:, 0]
+    else:
+        weights = np.array([recipe.reward[index].weight for index in found.rewards])
+        scores_N = np.nan_to_num(found.values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N)
+        for index, model in roles.reward_models:
+            scores_N = scores_N + recipe.reward[index].weight * await model.score(rollouts)
+    without = np.isin(np.arange(len(rollouts)), list(errors))
+    return HeldoutScores(
+        scores_N=np.where(without, 0.0, np.nan_to_num(scores_N)),
+        texts=found.texts,
+        num_errors=len(errors),
+        first_error=errors[min(errors)] if errors else None,
+    )
