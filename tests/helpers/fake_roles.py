@@ -16,16 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from helpers.on_policy import make_answer, make_report, make_result
+from helpers.made_batches import WORKER, make_answer, make_report, make_result
 from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
+from podium.cluster.identity import Coordinates
 from podium.cluster.objects import InlineStored, RowRefs
 from podium.cluster.results import Metric, ShardResult
 from podium.data.costs import SequenceCost
 from podium.data.tasks import DrawnTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, ValueColumns
+from podium.roles.blocks import empty_block
 from podium.roles.carriers import DistanceNote, EpisodeNote, Residency, SamplingPlan, UpdatePlan
 from podium.roles.grading_handle import Rewarded
+from podium.roles.handles import joined_distance
 from podium.roles.learner import LearnerFacts
 from podium.roles.stages import CriticReport, Rollouts, UpdateReport, WeightedRollouts
 from podium.rollout.requests import Completion
@@ -90,6 +93,7 @@ class FakeGenerator(_Placed):
         self._chance, self._version = 0.5, -1
 
     async def share(self, number: int) -> str:
+        self.held = "active"  # sharing wakes it
         self._works("share", number)
         self._chance, self._version = self._bandit.chance, number
         return "fingerprint"
@@ -133,14 +137,14 @@ class FakeGenerator(_Placed):
 class FakeLearner(_Placed):
     """Moves the log-odds along the policy gradient of what it is given."""
 
-    num_ranks = 1
     facts = LearnerFacts(
         architecture="Bandit", num_parameters=1, dtype="float32", device="CPU", cost=SequenceCost(per_token=1.0),
-        flops_per_token=1.0, peak_flops=1e9, max_tokens=64, longest=64, optimizer_bytes=0, device_bytes=0, cpu=None,
+        peak_flops=1e9, max_tokens=64, longest=64, optimizer_bytes=0, device_bytes=0, cpu=None,
     )  # fmt: skip
 
     def __init__(self, bandit: Bandit) -> None:
         super().__init__(bandit, "policy")
+        self.num_ranks = 1
 
     async def update(self, weighted: WeightedRollouts, plan: UpdatePlan, *, seed: int) -> UpdateReport:
         self._works("update", plan.step)
@@ -212,13 +216,17 @@ class FakeScorer(_Placed):
         self, rows: RowRefs[TrajectoryBlock], temperature: float
     ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
         self._works("score", len(rows))
-        block, d = rows.read(), self._bandit.distance
+        block, d = _read(rows), self._bandit.distance
         column = TokenColumn.like(block, block.behavior_logprobs_T - np.where(block.versions_T >= 0, d, 0.0))
         tokens_N = _sampled(block)
-        note = DistanceNote(
-            k1_N=d * tokens_N, k2_N=d * d / 2 * tokens_N, k3_N=(math.expm1(-d) + d) * tokens_N, tokens_N=tokens_N
-        )
-        return RowRefs.whole(InlineStored(column), block.ids, block.lengths_N), note
+        k1_N, k2_N, k3_N = (np.asarray(each * tokens_N, np.float64) for each in (d, d * d / 2, math.expm1(-d) + d))
+        note = DistanceNote(k1_N=k1_N, k2_N=k2_N, k3_N=k3_N, tokens_N=tokens_N)
+        stored = InlineStored(column)
+        result: ShardResult[TokenColumn] = ShardResult(
+            worker=WORKER, coordinates=Coordinates(0, 0, 0, 0), data_rank=0, ids=block.ids, lengths_N=block.lengths_N,
+            stored=stored, metrics=(), spans=(), note=note,
+        )  # fmt: skip
+        return RowRefs.whole(stored, block.ids, block.lengths_N), joined_distance([result], rows)
 
     async def copy_from(self, role: str) -> None:
         assert self._policy.held != "offloaded", "the policy is away from its device and is to be copied"
@@ -241,7 +249,7 @@ class FakeCritic(_Placed):
     ) -> tuple[RowRefs[ValueColumns], Moments]:  # fmt: skip
         self._works("estimate", len(rows))
         self.estimates.append({"rewards_N": rewards_N, "turns": turn_rewards, "kl": kl_coefficient})
-        block = rows.read()
+        block = _read(rows)
         values_T = np.repeat(rewards_N, block.lengths_N).astype(np.float32)
         columns = ValueColumns(
             ids=block.ids, offsets=block.offsets, values_T=values_T * 0, advantages_T=values_T, returns_T=values_T
@@ -261,6 +269,10 @@ class FakeCritic(_Placed):
         self._works("save", step)
 
 
+def _read(rows: RowRefs[TrajectoryBlock]) -> TrajectoryBlock:
+    return rows.read() if len(rows) else empty_block()
+
+
 def _sampled(block: TrajectoryBlock) -> Ints:
     return np.add.reduceat(np.append(block.versions_T >= 0, False), block.offsets[:-1]).astype(np.int64)
 
@@ -268,7 +280,10 @@ def _sampled(block: TrajectoryBlock) -> Ints:
 def _is_right(block: TrajectoryBlock) -> np.ndarray:
     """1 where a row has the right token somewhere."""
     return np.array(
-        [float(RIGHT in block.tokens_T[begin:end]) for begin, end in zip(block.offsets, block.offsets[1:], strict=False)]
+        [
+            float(RIGHT in block.tokens_T[begin:end])
+            for begin, end in zip(block.offsets, block.offsets[1:], strict=False)
+        ]
     )
 
 

@@ -22,13 +22,15 @@ from helpers.fake_roles import (
     FakeRewardModel,
     FakeScorer,
 )
-from helpers.on_policy import on_policy_recipe
+from helpers.made_batches import on_policy_recipe
 from podium.cluster.objects import Shelf, Step
 from podium.cluster.results import Span
 from podium.controller.layout import role_names
 from podium.controller.ledger import Ledger
+from podium.controller.parts import Parts, Progress, Roles
+from podium.controller.phases import who_leaves
 from podium.controller.prompts import PromptSource
-from podium.controller.run import OnPolicyRun, Parts, Progress, Roles
+from podium.controller.run import OnPolicyRun
 from podium.data.tasks import Task, read_tasks
 from podium.observe import EvaluationView, MetricsFile, StepMetrics, Stopwatch, read_metrics
 from podium.observe.console import SilentConsole, StepView
@@ -109,11 +111,16 @@ class Trial:
         path = folder / "bandit"
         self.folder = RunFolder.open(path) if path.exists() else RunFolder.create(recipe)
         self.roles, names = _roles(recipe, self.bandit), role_names(recipe)
+        # As the recipe may ask for on any device: all that can leave does.
+        leaving = frozenset[str]()
+        if offload:
+            colocated = recipe.placement.layout == "colocated"
+            leaving = who_leaves(names.on_devices, colocated=colocated, optimizer_bytes=0, device_bytes=0, asked=True)
         fakes: dict[str, Any] = {
             "cluster": self.cluster, "workers": self.workers, "roles": self.roles, "console": self.console
         }  # fmt: skip
         self.parts = Parts(
-            recipe=recipe, folder=self.folder, names=names, offload=offload, loggers=(), watch=Stopwatch(),
+            recipe=recipe, folder=self.folder, names=names, leaving=leaving, loggers=(), watch=Stopwatch(),
             prompts=PromptSource(recipe, CountingEncoder(), cursor),  # type: ignore[arg-type]
             heldout=read_tasks(recipe.data.heldout, "data.heldout", None) if heldout else [],
             ledger=Ledger(self.folder.path / "episodes.sqlite"),
@@ -126,15 +133,16 @@ class Trial:
     def run(self) -> OnPolicyRun:
         """Its program from beginning to end."""
         run = OnPolicyRun(self.parts, self.progress)
-        try:
-            asyncio.run(self._program(run))
-        finally:
-            self.parts.ledger.close()
-            self.parts.metrics.close()
+        asyncio.run(self._program(run))
         return run
 
     async def _program(self, run: OnPolicyRun) -> None:
-        await CONTROLLED[self.recipe.program](run)
+        """As a controlled run is driven: its files are closed while its loop still runs."""
+        try:
+            await CONTROLLED[self.recipe.program](run)
+        finally:
+            self.parts.ledger.close()
+            self.parts.metrics.close()
 
     @property
     def lines(self) -> list[StepMetrics]:
@@ -144,11 +152,11 @@ class Trial:
         """Step -> value, of the steps that have it."""
         return {line.step: line.values[name] for line in self.lines if name in line.values}
 
-    def episodes(self, columns: str = "*") -> list[tuple[Any, ...]]:
+    def episodes(self, columns: str = "*", rest: str = "") -> list[tuple[Any, ...]]:
         """What the ledger has, in the order of ids."""
         file = sqlite3.connect(self.folder.path / "episodes.sqlite")
         try:
-            return file.execute(f"SELECT {columns} FROM episodes").fetchall()
+            return file.execute(f"SELECT {columns} FROM episodes {rest}").fetchall()
         finally:
             file.close()
 
@@ -159,7 +167,7 @@ def _roles(recipe: Any, bandit: Bandit) -> Roles:
     fakes: dict[str, Any] = {
         "policy": policy,
         "generator": FakeGenerator(bandit),
-        "grader": FakeGrader(bandit, functions) if names.graders else None,
+        "grader": FakeGrader(bandit, functions),
         "reward_models": tuple((index, FakeRewardModel(bandit, name)) for index, name in names.reward_models),
         "critic": FakeCritic(bandit) if names.critic else None,
         "reference": FakeScorer(bandit, names.reference, policy) if names.reference else None,

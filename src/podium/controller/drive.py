@@ -107,6 +107,7 @@ async def _drive(
                 step=resume_step or 0,
                 kl_coefficient=saved.get("kl_coefficient"),
                 skipped_in_a_row=saved.get("skipped_in_a_row", 0),
+                version=saved.get("version"),
             )
             console.header(_header(recipe, folder, roles, resume_step))
             run = OnPolicyRun(parts, progress)

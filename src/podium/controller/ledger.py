@@ -25,7 +25,8 @@ CREATE INDEX IF NOT EXISTS by_step ON episodes (step);
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRecord:
     """One episode as the ledger has it. State: `consumed` by an update, or left out: `failed`, `dropped` (its group
-    had a failure), `uninformative` (its group's rewards were all equal and others took its place)."""
+    had a failure), `uninformative` (its group's rewards were all equal), `surplus` (enough others were there, or it was
+    not good enough, or it was cut short and masked)."""
 
     id: TrajectoryId
     step: int

@@ -60,4 +60,4 @@ class Progress:
     step: int = 0
     kl_coefficient: float | None = None
     skipped_in_a_row: int = 0
-    best: float | None = None
+    version: int | None = None  # of the weights; None: as many as steps

@@ -9,9 +9,9 @@ from typing import Literal
 from podium.roles.carriers import Residency
 from podium.roles.learner import POLICY
 
-Phase = Literal["rollout", "grade", "score", "update"]
-"""`publish` and `checkpoint` are part of the update: they read what it leaves on the device. `evaluate` is rollout and
-grade."""
+Phase = Literal["rollout", "grade", "score", "update", "refresh", "save"]
+"""`refresh`: the reference becomes a copy of the policy. `save`: whatever a checkpoint holds is there. An evaluation is
+rollout and grade."""
 
 GENERATOR, CRITIC, REFERENCE = "generator", "critic", "reference"
 
@@ -21,6 +21,8 @@ _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
     "grade": ("reward",),
     "score": (REFERENCE, "teacher", CRITIC),
     "update": (POLICY, CRITIC),
+    "refresh": (POLICY, REFERENCE),
+    "save": (POLICY, CRITIC, REFERENCE),
 }
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from podium.data.tasks import DrawnTask, PromptEncoder, TaskCursor
@@ -12,6 +13,15 @@ from podium.recipe import Recipe
 
 # Prompts in a row that are too long, after which the data is taken to have no others.
 _PATIENCE = 10_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ahead:
+    """Prompts that were drawn before their step (or why they could not be), and how things stood before."""
+
+    found: list[DrawnTask] | DataError
+    state: dict[str, Any]
+    metrics: dict[str, float]
 
 
 class PromptSource:
@@ -35,21 +45,29 @@ class PromptSource:
         self._new_tokens = recipe.rollout.max_new_tokens
         self._left_out = 0 if state is None else int(state["left_out"])
         self._epoch = 0
-        self._ahead: tuple[list[DrawnTask], dict[str, Any]] | None = None
+        self._has_taken = state is not None
+        self._ahead: _Ahead | None = None
 
     def take(self, count: int) -> list[DrawnTask]:
         """The next prompts that leave room for an answer."""
         if self._ahead is not None:
-            (ready, _), self._ahead = self._ahead, None
-            assert len(ready) == count, f"{len(ready)} prompts were drawn ahead and {count} are taken"
-            return ready
+            ahead, self._ahead = self._ahead, None
+            if isinstance(ahead.found, Exception):
+                raise ahead.found
+            assert len(ahead.found) == count, f"{len(ahead.found)} prompts were drawn ahead and {count} are taken"
+            return ahead.found
         return self._drawn(count)
 
     def draw_ahead(self, count: int) -> None:
-        """Draws the next prompts already, while others work; the state stays that of before."""
+        """Draws the next prompts already, while others work; state and metrics stay those of before. What is wrong with
+        a prompt is told by `take`: the step that is under way has no part in it."""
         if self._ahead is None:
-            before = self.state()
-            self._ahead = (self._drawn(count), before)
+            state, metrics = self.state(), self.metrics()
+            try:
+                found: list[DrawnTask] | DataError = self._drawn(count)
+            except DataError as error:
+                found = error
+            self._ahead = _Ahead(found=found, state=state, metrics=metrics)
 
     def _drawn(self, count: int) -> list[DrawnTask]:
         taken: list[DrawnTask] = []
@@ -59,7 +77,7 @@ class PromptSource:
             length = len(self._encoder.encode(drawn.task))
             if length <= self._room:
                 taken.append(drawn)
-                self._epoch, in_a_row = drawn.epoch, 0
+                self._epoch, in_a_row, self._has_taken = drawn.epoch, 0, True
                 continue
             self._left_out, in_a_row = self._left_out + 1, in_a_row + 1
             told = (
@@ -70,8 +88,7 @@ class PromptSource:
                 raise DataError(
                     f"{drawn.task.where}: {told}. Lower rollout.max_new_tokens, or set data.overlong to drop."
                 )
-            once_through = drawn.epoch > 0 and self._left_out == in_a_row  # no prompt was ever taken
-            if in_a_row >= _PATIENCE or once_through:
+            if in_a_row >= _PATIENCE or (not self._has_taken and self._cursor.has_gone_through):
                 raise DataError(
                     f"data.train: all prompts are too long: of {in_a_row} in a row, the last ({drawn.task.where}) is "
                     f"like the others: {told}. Lower rollout.max_new_tokens or raise data.max_length."
@@ -79,10 +96,12 @@ class PromptSource:
         return taken
 
     def metrics(self) -> dict[str, float]:
+        if self._ahead is not None:
+            return self._ahead.metrics
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}
 
     def state(self) -> dict[str, Any]:
         """Where the next prompts come from, those drawn ahead first."""
         if self._ahead is not None:
-            return self._ahead[1]
+            return self._ahead.state
         return {"cursor": self._cursor.state(), "left_out": self._left_out}

@@ -12,7 +12,6 @@ import numpy as np
 
 from podium.cluster.results import Span
 from podium.controller.ledger import EpisodeRecord
-from podium.data.trajectories import Ints
 from podium.roles.carriers import FINISHES, Floats
 from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, ScoredRollouts, UpdateReport
 
@@ -114,9 +113,10 @@ def _episodes(record: StepRecord) -> dict[str, float]:
             "response/max": float(note.sampled_N.max()),
             "response/min": float(note.sampled_N.min()),
             "prompt/mean": float((rollouts.rows.lengths_N - note.sampled_N).mean()),
-            "staleness/mean": float((rollouts.version - note.version_N[note.version_N >= 0]).mean()),
-            "staleness/max": float((rollouts.version - note.version_N[note.version_N >= 0]).max(initial=0)),
         }
+        drawn = rollouts.version - note.version_N[note.version_N >= 0]
+        found["staleness/mean"] = float(drawn.mean()) if len(drawn) else 0.0
+        found["staleness/max"] = float(drawn.max(initial=0))
         if note.turns_N.max() > 1:
             found["turns/mean"] = float(note.turns_N.mean())
             found["turns/max"] = float(note.turns_N.max())
@@ -216,7 +216,7 @@ def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
     cuts = sorted((max(span.begin_s, begin_s), min(span.end_s, end_s)) for span in spans)
     covered, reached = 0.0, begin_s
     for begin, end in cuts:
-        if end > reached:
+        if end > max(begin, reached):
             covered += end - max(begin, reached)
             reached = end
     return max(0.0, end_s - begin_s - covered)
@@ -225,7 +225,8 @@ def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
 def ledger_records(graded: GradedRollouts, used: GradedRollouts, step: int) -> list[EpisodeRecord]:
     """Every episode of a step: consumed, or why it was left out."""
     taken = set(used.rollouts.rows.ids)
-    states = ["consumed" if id in taken else "uninformative" for id in graded.rollouts.rows.ids]
+    kept = zip(graded.rollouts.rows.ids, graded.uniform_N.tolist(), strict=True)
+    states = ["consumed" if id in taken else "uninformative" if uniform else "surplus" for id, uniform in kept]
     found = _records(graded.rollouts, graded.rewards_N.tolist(), states, step)
     for part in graded.left_out:
         states = ["failed" if id in graded.failed else "dropped" for id in part.rows.ids]
@@ -266,9 +267,3 @@ def powers_up_to(samples: int) -> Sequence[int]:
     """1, 2, 4, ... and the number itself."""
     found = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
     return found if found and found[-1] == samples else [*found, samples]
-
-
-def mean_by_group(values_N: Floats, group_N: Ints) -> dict[int, float]:
-    draws, group = np.unique(group_N, return_inverse=True)
-    means = np.bincount(group, values_N) / np.bincount(group)
-    return dict(zip(draws.tolist(), means.tolist(), strict=True))

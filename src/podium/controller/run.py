@@ -40,13 +40,15 @@ class OnPolicyRun:
         self._parts, self.recipe = parts, parts.recipe
         self.policy, self.critic, self.teachers = parts.roles.policy, parts.roles.critic, parts.roles.teachers
         self._devices, self._log = Devices(parts), StepLog(parts, progress)
-        self._step = self._version = self._saved_step = progress.step
+        self._step = self._saved_step = progress.step
+        self._version = progress.step if progress.version is None else progress.version
         kl = parts.recipe.algorithm.kl
         self._kl = progress.kl_coefficient if progress.kl_coefficient is not None else (kl.coefficient if kl else 0.0)
         self._objects: Step | None = None
         self._graded: GradedRollouts | None = None
         self._scored: ScoredRollouts | None = None
         self._critic_report: CriticReport | None = None
+        self._learned: GradedRollouts | None = None  # what an update was made of
         self._evaluation: Evaluation | None = None
         self._evaluated_step: int | None = None
 
@@ -62,7 +64,7 @@ class OnPolicyRun:
             number = self._step + 1
             with self._parts.cluster.step(number) as objects:
                 self._objects = objects
-                self._graded = self._scored = self._critic_report = None
+                self._graded = self._scored = self._critic_report = self._learned = None
                 yield await self._generate(self._parts.prompts.take(self.recipe.rollout.prompts_per_step), number)
                 assert self._step == number, "a program publishes every step that it is given"
         await self._finish()
@@ -108,9 +110,6 @@ class OnPolicyRun:
             by_name = {"k1": distance.k1_N, "k2": distance.k2_N, "k3": distance.k3_N}
             penalty_N = self._kl * by_name[kl.estimator or "k1"]
         self._scored = ScoredRollouts(graded=graded, reference=column, distance=distance, penalty_N=penalty_N)
-        if kl.target is not None:
-            observed = float(distance.k3_N.sum()) / max(1.0, float(distance.tokens_N.sum()))
-            self._kl = adaptive_coefficient(self._kl, observed, target=kl.target, horizon=kl.horizon, count=len(graded))
         return self._scored
 
     async def teach(self, graded: GradedRollouts) -> WeightedRollouts:
@@ -163,6 +162,7 @@ class OnPolicyRun:
         recipe = self.recipe
         if recipe.algorithm.mask_truncated:
             weighted = weighted.take(np.flatnonzero(~weighted.rollouts.truncated_N))
+        self._learned = weighted.scored.graded
         if not len(weighted.rollouts.rows):
             return None
         plan = UpdatePlan(
@@ -191,13 +191,15 @@ class OnPolicyRun:
             self._version = self._step
         kl, reference = self.recipe.algorithm.kl, self._parts.roles.reference
         if kl is not None and kl.refresh_every and self._step % kl.refresh_every == 0 and reference is not None:
-            async with self._devices.phase("score"):
+            async with self._devices.phase("refresh"):
                 await reference.copy_from(POLICY)
         assert self._graded is not None
+        learned = used if self._learned is None else self._learned
         await self._log.record(
-            self._step, graded=self._graded, used=used, scored=self._scored, report=report,
+            self._step, graded=self._graded, used=learned, scored=self._scored, report=report,
             critic=self._critic_report, kl_coefficient=self._kl if kl is not None else None,
         )  # fmt: skip
+        self._adapt_kl()
         save = _is_due(self.recipe.checkpoint.every, self._step)
         evaluate = _is_due(self.recipe.evaluation.every, self._step) and bool(self._parts.heldout)
         if save:
@@ -206,6 +208,15 @@ class OnPolicyRun:
             await self._evaluate()
         if save or evaluate:
             self._log.mark()
+
+    def _adapt_kl(self) -> None:
+        """After the step, so that all of it had one coefficient."""
+        kl, distance = self.recipe.algorithm.kl, self._scored.distance if self._scored is not None else None
+        if kl is not None and kl.target is not None and distance is not None and distance.tokens_N.sum():
+            observed = float(distance.k3_N.sum()) / float(distance.tokens_N.sum())
+            self._kl = adaptive_coefficient(
+                self._kl, observed, target=kl.target, horizon=kl.horizon, count=len(distance.tokens_N)
+            )
 
     @property
     def in_critic_warmup(self) -> bool:
@@ -302,10 +313,11 @@ class OnPolicyRun:
             "cursor": parts.prompts.state(),
             "kl_coefficient": self._kl if kl is not None else None,
             "skipped_in_a_row": self._log.skipped_in_a_row,
+            "version": self._version,
             "episodes": parts.ledger.count(),
             "recipe": recipe.model_dump(mode="json"),
         }
-        await self._devices.enter("update")
+        await self._devices.enter("save")
         with parts.watch.span("checkpoint"):
             if self.critic is not None:
                 await self.critic.save(self._step, {})
@@ -317,8 +329,11 @@ class OnPolicyRun:
         self._saved_step = self._step
 
     async def _finish(self) -> None:
+        is_saved_late = self._saved_step != self._step
         await self._save()
         await self._log.written()
+        if is_saved_late and self._evaluated_step == self._step and self._evaluation is not None:
+            await self.policy.grade(self._step, -self._evaluation.score)
         if self._step >= self.recipe.steps and self._parts.heldout and self._evaluated_step != self._step:
             await self._evaluate()
         with self._parts.watch.span("checkpoint"):

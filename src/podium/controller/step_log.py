@@ -64,7 +64,11 @@ class StepLog:
         if step == self._began[1] + 1:
             parts.folder.update(status="running")
         self._show(step, values)
-        self._guard(step, report, warming_up=critic is not None and report is None)
+        try:
+            self._guard(step, report, warming_up=critic is not None and report is None)
+        except TrainingDivergedError:
+            await self.written()  # the step that stops a run is on record too
+            raise
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """To the metrics file and all loggers."""

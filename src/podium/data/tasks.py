@@ -147,6 +147,11 @@ class TaskCursor:
     def position(self) -> TaskPosition:
         return TaskPosition(next_draw=self._next_draw, stream=self._stream.position)
 
+    @property
+    def has_gone_through(self) -> bool:
+        """Whether every row of every source has been read once."""
+        return all(place.epoch > 0 for place in self._stream.position.sources)
+
     def state(self) -> dict[str, Any]:
         """The position as plain values, for a checkpoint."""
         stream = self._stream.position

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from podium.recipe.on_policy import CriticSection
+
 if TYPE_CHECKING:
     from podium.recipe.schema import Recipe
 
@@ -77,6 +79,12 @@ def _estimator(recipe: Recipe) -> Iterator[str]:
         )
     if algorithm.gamma != 1.0 and name not in _PER_TOKEN and ":" not in name:
         yield f"algorithm.gamma: {algorithm.gamma} has no meaning with {name}, which rewards whole episodes. Remove it."
+    if algorithm.lam != 1.0 and name != "gae":
+        yield f"algorithm.lam: {algorithm.lam} has no meaning with {name}. Remove it, or set program to ppo."
+    if algorithm.keep_per_prompt != 1 and recipe.program != "expert_iteration":
+        yield f"algorithm.keep_per_prompt: {recipe.program} learns from all episodes. Remove it."
+    if recipe.program != "ppo" and recipe.critic != CriticSection():
+        yield f"critic: {recipe.program} has none. Remove the section, or set program to ppo."
     if algorithm.loss != "clipped" and algorithm.dual_clip is not None:
         yield f"algorithm.dual_clip: {algorithm.loss} has none. Remove it, or set algorithm.loss to clipped."
     if algorithm.overlong is not None and algorithm.overlong.buffer_tokens >= recipe.rollout.max_new_tokens:

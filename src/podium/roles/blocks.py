@@ -44,9 +44,7 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
         sampled_N=drawn,
         trained_N=drawn,
         turns_N=np.ones(len(answers), np.int64),
-        version_N=np.array(
-            [int(each.versions_L.min(initial=2**31 - 1)) if each.num_tokens else -1 for each in answers]
-        ),
+        version_N=np.array([int(each.versions_L.min()) if each.num_tokens else -1 for each in answers], np.int64),
         environment_N=np.full(len(answers), np.nan),
         errors={row: each.error for row, each in enumerate(answers) if each.error is not None},
     )

@@ -233,7 +233,6 @@ class UpdatePlan:
     version: int  # of the weights before the update
     max_new_tokens: int
     kl_coefficient: float = 0.0
-    returns: Literal["given", "to_go"] = "given"  # to_go: discounted rewards from each token on
     whitening: tuple[float, float] | None = None  # shift and scale of advantages that are given for each token
     whiten: bool = False  # shift and scale are found over the whole step
     loss: Literal["policy", "imitation"] = "policy"

@@ -15,6 +15,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from podium.algorithms.advantages import RELATIVE_SPREAD
 from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
@@ -167,7 +168,9 @@ class GradedRollouts:
         high = -low
         np.minimum.at(low, group, self.rewards_N)
         np.maximum.at(high, group, self.rewards_N)
-        uniform: NDArray[np.bool_] = (low == high)[group]
+        # As estimators have it: what differs by rounding only gives no advantage.
+        close = high - low <= RELATIVE_SPREAD * np.maximum(np.abs(low), np.abs(high))
+        uniform: NDArray[np.bool_] = close[group]
         return uniform
 
 

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from helpers.engines import one_rank, random_documents, relative_l2
+from helpers.on_policy import Episodes, block_of_rows, estimate_and_learn, make_episodes
 from helpers.tiny import save_tiny_model, tiny_config
 from podium.data.documents import Document, pack
 from podium.engine.scoring import values
@@ -21,8 +22,6 @@ from podium.errors import ModelError, UnsupportedModelError
 from podium.models.packing import to_device
 from podium.models.scalar import PackedScalarLM
 from podium.recipe import ModelSection
-
-from .trajectory_blocks import block_of_rows
 
 LENGTHS = (3, 9, 9, 17, 1, 31, 12)
 CPU = torch.device("cpu")
@@ -95,7 +94,7 @@ def test_values_of_sampled_tokens_are_of_the_states_that_they_were_drawn_in(tmp_
     """Of a row a b c d with c and d sampled, those of "a b" and of "a b c"."""
     model = placed(save_classifier("qwen3", tmp_path / "one"))
     rows = sequences()
-    block = block_of_rows([(row, len(row) // 2) for row in rows])
+    block = block_of_rows([(row, np.arange(len(row)) >= len(row) // 2) for row in rows])
 
     found = values(model, one_rank(), block, max_tokens=20).values_T
 
@@ -130,9 +129,7 @@ def test_a_critics_body_is_the_checkpoints(tmp_path: Path) -> None:
 
 def test_a_critic_from_a_reward_model_keeps_its_head(tmp_path: Path) -> None:
     folder = save_classifier("qwen3", tmp_path / "reward")
-    assert torch.equal(
-        packed_values(placed(folder, labels=1), sequences()), packed_values(placed(folder), sequences())
-    )
+    assert torch.equal(packed_values(placed(folder, labels=1), sequences()), packed_values(placed(folder), sequences()))
 
 
 def test_a_critic_from_a_classifier_of_several_labels_gets_a_head_of_one(tmp_path: Path) -> None:
@@ -164,10 +161,56 @@ def test_gradients_of_a_value_loss_are_those_of_plain_autograd(tmp_path: Path) -
     plain = torch.stack([classifier(torch.from_numpy(row[None].astype(np.int64))).logits[0, 0] for row in rows])
     ((plain - returns).square() / 2).sum().backward()
 
-    torch.testing.assert_close(float(total.detach()), float(((plain - returns).square() / 2).sum().detach()), **CLOSE)
+    assert float(total.detach()) == pytest.approx(float(((plain - returns).square() / 2).sum().detach()), rel=1e-5)
     found = torch.cat([each.grad.flatten() for each in model.hf.parameters()])
     wanted = torch.cat([each.grad.flatten() for each in classifier.parameters()])
     assert relative_l2(found, wanted) < 1e-5
 
 
-CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+# --- as a critic ---
+
+
+@pytest.mark.parametrize("kl", [None, {"coefficient": 0.3, "where": "reward"}])
+def test_a_critics_advantages_are_gae_walked_back_token_by_token(tmp_path: Path, kl: dict[str, object] | None) -> None:
+    folder, policy = save_classifier("qwen3", tmp_path / "critic"), save_tiny_model("qwen3", tmp_path / "policy")
+    episodes = make_episodes(policy, temperature=0.8)
+    found = estimate_and_learn(one_rank(), folder, episodes, gamma=0.95, lam=0.9, kl=kl)
+    wanted_values, wanted_advantages = walked_back(folder, episodes, gamma=0.95, lam=0.9, kl=kl is not None)
+
+    columns = found.columns
+    assert columns.ids.same_as(episodes.block.ids)
+    np.testing.assert_allclose(columns.values_T, wanted_values, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(columns.advantages_T, wanted_advantages, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(columns.returns_T, wanted_advantages + wanted_values, rtol=1e-5, atol=1e-5)
+    trained = episodes.block.loss_mask_T
+    assert found.moments == pytest.approx(
+        (trained.sum(), wanted_advantages.sum(), np.square(wanted_advantages).sum()), rel=1e-4
+    )
+    # Half the mean squared error: values are the old ones still, so nothing is clipped.
+    assert found.loss == pytest.approx(np.square(wanted_advantages[trained]).mean() / 2, rel=1e-4)
+    assert found.grad_norm > 0
+
+
+def walked_back(
+    folder: Path, episodes: Episodes, *, gamma: float, lam: float, kl: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """Values by transformers' own body and head, of each prefix; advantages by the recursion from the last token."""
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, attn_implementation="eager")
+    block = episodes.block
+    values, advantages = np.zeros(len(block.tokens_T)), np.zeros(len(block.tokens_T))
+    for row, (begin, end) in enumerate(zip(block.offsets[:-1].tolist(), block.offsets[1:].tolist(), strict=True)):
+        with torch.no_grad():
+            states = model.model(torch.from_numpy(block.tokens_T[begin:end][None].astype(np.int64))).last_hidden_state[
+                0
+            ]
+            of_state = model.score(states)[:, 0].numpy()
+        places = [place for place in range(begin + 1, end) if block.loss_mask_T[place]]
+        following = coming = 0.0
+        for number, place in enumerate(reversed(places)):
+            reward = float(episodes.rewards_N[row]) if number == 0 else 0.0
+            if kl:
+                reward -= 0.3 * float(block.behavior_logprobs_T[place] - episodes.reference_T[place])
+            values[place] = of_state[place - begin - 1]
+            coming = reward + gamma * following - values[place] + gamma * lam * coming
+            advantages[place], following = coming, values[place]
+    return values, advantages

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A recipe as pools and roles: who sits where, in which order roles are built, and from which folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.made_batches import on_policy_recipe
+from podium.cluster import Layout, MeshShape
+from podium.controller.layout import layout_of, longest_sequence, role_names
+from podium.recipe import Recipe
+from podium.spmd.folder import RunFolder
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with model folders in it."""
+    for name in ("models/base", "critic", "ref", "a", "b", "judge"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def _layout(recipe: Recipe, device: str = "cpu", resume_step: int | None = None) -> Layout:
+    return layout_of(recipe, RunFolder(path=Path("runs/bandit")), device=device, resume_step=resume_step)
+
+
+EVERYTHING = (
+    "program=ppo", "reward=[{model: judge}, {verifier: exact_match}, {model: a}]", "grading.workers=3",
+    "algorithm.kl={coefficient: 0.1, reference: ref}", "critic.path=critic", "placement.devices=4",
+)  # fmt: skip
+
+
+# --- names ---
+
+
+def test_a_plain_run_has_a_policy_and_a_generator_on_its_devices() -> None:
+    assert role_names(on_policy_recipe()).on_devices == ("policy", "generator")
+
+
+def test_every_role_has_a_name_and_the_policy_is_first() -> None:
+    names = role_names(on_policy_recipe(*EVERYTHING))
+
+    assert names.on_devices == ("policy", "generator", "critic", "reference", "reward-0", "reward-2")
+    assert names.reward_models == ((0, "reward-0"), (2, "reward-2"))
+
+
+def test_teachers_are_numbered() -> None:
+    names = role_names(on_policy_recipe("program=on_policy_distill", "teachers=[{path: a}, {path: b}]"))
+
+    assert names.teachers == ("teacher-0", "teacher-1")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("reward=[{model: judge}]",),
+        ("program=on_policy_distill", "teachers=[{path: a}]", "reward=[]"),
+        ("environment={environment: 'mine.py:Game'}", "reward=[]"),
+    ],
+)
+def test_somebody_always_reads_what_was_answered(here: Path, overrides: tuple[str, ...]) -> None:
+    assert _layout(on_policy_recipe(*overrides)).role("grader").pool == "graders"
+
+
+# --- colocated ---
+
+
+def test_colocated_roles_share_all_devices(here: Path) -> None:
+    layout = _layout(on_policy_recipe(*EVERYTHING))
+
+    assert [(pool.name, pool.slots, pool.collectives) for pool in layout.pools] == [
+        ("train", 4, True), ("graders", 3, False)
+    ]  # fmt: skip
+    assert [(role.name, role.kind.__name__, role.pool) for role in layout.roles] == [
+        ("policy", "Learner", "train"),
+        ("critic", "Critic", "train"),
+        ("reference", "Scorer", "train"),
+        ("reward-0", "RewardModel", "train"),
+        ("reward-2", "RewardModel", "train"),
+        ("generator", "Generator", "train"),
+        ("grader", "Grader", "graders"),
+    ]
+    assert all(role.mesh == MeshShape(shard=4) for role in layout.roles[:5])
+    assert layout.role("generator").mesh == MeshShape(replica=4)
+    assert layout.role("grader").mesh == MeshShape(replica=3)
+    assert layout.role("generator").arguments[0].learner == "policy"
+
+
+def test_folders_are_those_of_each_role(here: Path) -> None:
+    layout = _layout(on_policy_recipe(*EVERYTHING))
+
+    (policy,), (critic,), (reference,), (judge,) = (
+        layout.role(name).arguments for name in ("policy", "critic", "reference", "reward-0")
+    )
+    run = here / "runs/bandit"  # absolute: workers may be elsewhere
+    assert (policy.folder, policy.checkpoints) == (Path("models/base"), run / "checkpoints")
+    assert (critic.folder, critic.checkpoints) == (Path("critic"), run / "critic")
+    assert (reference.folder, reference.checkpoints, reference.begin) == (
+        Path("ref"),
+        run / "reference",
+        None,
+    )
+    assert (judge.folder, judge.model.path, judge.model.tokenizer) == (Path("judge"), "judge", None)
+    assert judge.policy.path == "models/base"
+
+
+def test_critic_and_reference_begin_as_the_policy_where_the_recipe_says_nothing(here: Path) -> None:
+    layout = _layout(on_policy_recipe("program=ppo", "algorithm.kl={coefficient: 0.1}", "model.init=random"))
+
+    assert layout.role("critic").arguments[0].folder == Path("models/base")
+    reference = layout.role("reference").arguments[0]
+    assert (reference.folder, reference.model.init, reference.seed) == (Path("models/base"), "random", 0)
+
+
+def test_another_checkpoint_is_never_drawn_at_random(here: Path) -> None:
+    layout = _layout(
+        on_policy_recipe("model.init=random", "program=on_policy_distill", "teachers=[{path: a}, {path: b}]")
+    )
+
+    teachers = [layout.role(f"teacher-{number}").arguments[0] for number in range(2)]
+    assert [(spec.folder, spec.model.init) for spec in teachers] == [
+        (Path("a"), "pretrained"),
+        (Path("b"), "pretrained"),
+    ]
+    assert all(spec.checkpoints is None for spec in teachers)
+
+
+def test_a_gpu_is_asked_for_whole_and_graders_ask_for_none(here: Path) -> None:
+    layout = _layout(on_policy_recipe(), "cuda")
+
+    train, graders = layout.pools
+    assert (train.each.gpus, graders.each.gpus) == (1.0, 0.0)
+    assert train.each.cpus + graders.each.cpus < 1  # both fit one core
+    assert _layout(on_policy_recipe(), "cpu").pools[0].each.gpus == 0.0
+
+
+@pytest.mark.parametrize(("device", "tokens"), [("cpu", 4096), ("cuda", 16_384)])
+def test_scorers_take_as_many_tokens_as_the_device_bears(here: Path, device: str, tokens: int) -> None:
+    kl = "algorithm.kl={coefficient: 0.1}"
+
+    assert _layout(on_policy_recipe(kl), device).role("reference").arguments[0].max_tokens == tokens
+    asked = on_policy_recipe(kl, "micro_batch_tokens=99")
+    assert _layout(asked, device).role("reference").arguments[0].max_tokens == 99
+
+
+# --- split ---
+
+
+@pytest.mark.parametrize(
+    ("placement", "learn", "generate"),
+    [
+        ("{layout: split, devices: 4}", 2, 2),
+        ("{layout: split, devices: 5}", 3, 2),
+        ("{layout: split, devices: 4, rollout_devices: 3}", 1, 3),
+    ],
+)
+def test_split_generators_have_devices_of_their_own(here: Path, placement: str, learn: int, generate: int) -> None:
+    layout = _layout(on_policy_recipe(*EVERYTHING[:-1], f"placement={placement}"), "cuda")
+
+    assert [(pool.name, pool.slots, pool.collectives, pool.each.gpus) for pool in layout.pools] == [
+        ("train", learn, True, 1.0), ("rollout", generate, False, 1.0), ("graders", 3, False, 0.0)
+    ]  # fmt: skip
+    assert layout.role("policy").mesh == layout.role("critic").mesh == MeshShape(shard=learn)
+    generator = layout.role("generator")
+    assert (generator.pool, generator.mesh) == ("rollout", MeshShape(replica=generate))
+    assert generator.arguments[0].learner is None
+
+
+# --- environments ---
+
+
+def test_episode_runners_have_processes_of_their_own(here: Path) -> None:
+    layout = _layout(on_policy_recipe("environment={tools: ['mine.py:f'], runners: 2}", "placement.timeout_s=50"))
+
+    assert [(pool.name, pool.slots) for pool in layout.pools] == [("train", 1), ("runners", 2), ("graders", 1)]
+    runner = layout.role("runner")
+    assert (runner.kind.__name__, runner.mesh) == ("EpisodeRunner", MeshShape(replica=2))
+    assert (runner.arguments[0].generator, runner.arguments[0].deadline_s) == ("generator", 50.0)
+
+
+# --- lengths, and a run that goes on ---
+
+
+@pytest.mark.parametrize(("override", "longest"), [("rollout.max_length=40", 40), ("rollout.max_length=99", 64)])
+def test_an_engine_is_never_longer_than_the_data_allows(here: Path, override: str, longest: int) -> None:
+    recipe = on_policy_recipe(override)
+
+    assert longest_sequence(recipe) == longest
+    assert _layout(recipe).role("generator").arguments[0].max_length == longest
+    assert longest_sequence(on_policy_recipe()) == 64
+
+
+def test_a_run_that_goes_on_begins_at_its_checkpoints(here: Path) -> None:
+    recipe = on_policy_recipe("program=ppo", "algorithm.kl={coefficient: 0.1, refresh_every: 3}")
+    saved = here / "runs/bandit/reference/step-00000006"
+    saved.mkdir(parents=True)
+
+    resumed, before = _layout(recipe, resume_step=6), _layout(recipe, resume_step=5)
+
+    assert [resumed.role(name).arguments[0].resume_step for name in ("policy", "critic")] == [6, 6]
+    assert resumed.role("reference").arguments[0].begin == saved
+    # A reference that was not refreshed yet has no checkpoint, and begins where it began.
+    assert before.role("reference").arguments[0].begin is None

@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each estimator that a recipe can name, on one small batch, and estimators of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.made_batches import make_graded, on_policy_recipe
+from podium.controller.estimators import Weigh, weigher
+from podium.controller.expert import solved_episodes
+from podium.errors import RecipeError
+from podium.roles.stages import GradedRollouts, ScoredRollouts
+
+# Two groups of three and two; the second is of equal rewards.
+REWARDS, GROUPS, LENGTHS = [3.0, 0.0, 0.0, 5.0, 5.0], [2, 2, 2, 9, 9], [1, 2, 3, 4, 5]
+NONE = np.empty(0, np.int64)
+
+
+def _scored(penalty_N: np.ndarray | None = None) -> ScoredRollouts:
+    return ScoredRollouts(graded=make_graded(REWARDS, GROUPS, lengths=LENGTHS), penalty_N=penalty_N)
+
+
+def _weigh(name: str) -> Weigh:
+    return weigher(on_policy_recipe(f"algorithm.advantage='{name}'"))
+
+
+@pytest.mark.parametrize(
+    ("name", "advantages"),
+    [
+        # Mean 1, unbiased standard deviation sqrt((4 + 1 + 1) / 2) = sqrt(3).
+        ("group_relative", [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5, 0, 0]),
+        ("group_centered", [2, -1, -1, 0, 0]),
+        ("leave_one_out", [3, -1.5, -1.5, 0, 0]),
+        # The mean weighted by length is 3 * 1 / 6.
+        ("length_weighted", [2.5, -0.5, -0.5, 0, 0]),
+    ],
+)
+def test_an_estimator_of_whole_episodes_gives_one_advantage_each(name: str, advantages: list[float]) -> None:
+    weighted = _weigh(name)(_scored())
+
+    assert weighted.advantages_N == pytest.approx(advantages, abs=2e-6)
+    assert weighted.advantages_N is not None
+    assert weighted.advantages_N.dtype == np.float64
+    assert not weighted.whiten
+
+
+def test_grpo_without_a_name_is_group_relative() -> None:
+    by_default = weigher(on_policy_recipe())(_scored()).advantages_N
+
+    assert by_default is not None
+    assert by_default.tolist() == _weigh("group_relative")(_scored()).advantages_N.tolist()  # type: ignore[union-attr]
+
+
+def test_reinforce_pp_leaves_returns_to_the_learner_and_whitens() -> None:
+    weighted = _weigh("reinforce_pp")(_scored())
+
+    assert (weighted.advantages_N, weighted.whiten) == (None, True)
+
+
+def test_reinforce_pp_with_baseline_centers_here_and_whitens_there() -> None:
+    weighted = _weigh("reinforce_pp_baseline")(_scored())
+
+    assert weighted.advantages_N == pytest.approx([2, -1, -1, 0, 0])
+    assert weighted.whiten
+
+
+def test_estimators_see_rewards_less_the_kl_that_is_in_them() -> None:
+    weighted = _weigh("group_centered")(_scored(np.array([3.0, 0.0, 0.0, 1.0, 0.0])))
+
+    assert weighted.advantages_N == pytest.approx([0, 0, 0, -0.5, 0.5])
+
+
+@pytest.mark.parametrize("name", ["group_relative", "group_centered", "leave_one_out", "length_weighted"])
+def test_of_no_episode_there_is_no_advantage(name: str) -> None:
+    nothing = ScoredRollouts(graded=make_graded(REWARDS, GROUPS).take(NONE))
+
+    weighted = _weigh(name)(nothing)
+
+    assert weighted.advantages_N is not None
+    assert weighted.advantages_N.shape == (0,)
+
+
+# --- estimators of one's own ---
+
+
+def _own(folder: Path, body: str) -> Weigh:
+    (folder / "mine.py").write_text(f"import torch\n\ndef own(rewards_N, group_N):\n    {body}\n")
+    return _weigh(f"{folder}/mine.py:own")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "return rewards_N - group_N",
+        "return (rewards_N - group_N).tolist()",
+        "return (rewards_N - group_N).numpy()",
+        "return (rewards_N.requires_grad_() - group_N).double()",
+    ],
+)
+def test_a_function_of_ones_own_gives_anything_that_is_an_array(tmp_path: Path, body: str) -> None:
+    weighted = _own(tmp_path, body)(_scored())
+
+    assert weighted.advantages_N is not None
+    assert weighted.advantages_N.tolist() == [1.0, -2.0, -2.0, -4.0, -4.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "complaint"),
+    [
+        ("return rewards_N[:2]", "gave (2,) values for 5 episodes"),
+        ("return rewards_N[:, None]", "gave (5, 1) values for 5 episodes"),
+        ("return rewards_N.sum()", "gave () values for 5 episodes"),
+        ("return rewards_N / 0", "or one that is not finite"),
+        ("return torch.full((5,), float('nan'))", "or one that is not finite"),
+        ("raise KeyError('lost')", "raised KeyError: 'lost'"),
+        ("return None", "mine.py:own raised"),
+        ("return 'many'", "mine.py:own raised"),
+    ],
+)
+def test_a_function_of_ones_own_that_is_wrong_is_told_with_its_key(tmp_path: Path, body: str, complaint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        _own(tmp_path, body)(_scored())
+
+    assert str(caught.value).startswith(f"algorithm.advantage: {tmp_path}/mine.py:own ")
+    assert complaint in str(caught.value)
+
+
+def test_a_function_that_is_not_there_is_told_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def other():\n    pass\n")
+
+    with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*has no function 'own'"):
+        _weigh(f"{tmp_path}/mine.py:own")
+
+
+def test_a_function_of_ones_own_cannot_change_the_rewards_that_are_recorded(tmp_path: Path) -> None:
+    scored = _scored()
+
+    _own(tmp_path, "return rewards_N.zero_() + group_N.zero_()")(scored)
+
+    assert scored.graded.rewards_N.tolist() == REWARDS
+    assert scored.group_N.tolist() == GROUPS
+
+
+# --- what expert iteration learns from ---
+
+
+def _kept(graded: GradedRollouts, per_prompt: int, solved_at: float = 1.0) -> list[tuple[int, int]]:
+    found = solved_episodes(graded, solved_at=solved_at, per_prompt=per_prompt)
+    return [(id.draw, id.sample) for id in found.rollouts.rows.ids]
+
+
+def test_the_best_solved_episodes_of_each_prompt_are_kept() -> None:
+    graded = make_graded([1.0, 2.0, 0.5, 3.0, 0.0, 1.0, 1.0], [4, 4, 4, 4, 6, 8, 8], lengths=[1] * 7)
+
+    assert _kept(graded, 1) == [(4, 3), (8, 0)]
+    assert _kept(graded, 2) == [(4, 1), (4, 3), (8, 0), (8, 1)]
+    assert _kept(graded, 99) == [(4, 0), (4, 1), (4, 3), (8, 0), (8, 1)]
+    assert _kept(graded, 1, solved_at=-1.0) == [(4, 3), (6, 0), (8, 0)]
+
+
+def test_of_equals_the_shorter_is_kept_then_the_first() -> None:
+    graded = make_graded([1.0] * 4, [0] * 4, lengths=[3, 2, 5, 2])
+
+    assert _kept(graded, 1) == [(0, 1)]
+    assert _kept(graded, 2) == [(0, 1), (0, 3)]
+    assert _kept(graded, 3) == [(0, 0), (0, 1), (0, 3)]
+
+
+def test_the_rewards_stay_with_their_episodes() -> None:
+    kept = solved_episodes(make_graded([1.0, 4.0, 2.0, 0.0], [1, 1, 5, 5]), solved_at=1.0, per_prompt=1)
+
+    assert kept.rewards_N.tolist() == [4.0, 2.0]
+    assert kept.rollouts.rows.ids.array_N4[:, :2].tolist() == [[1, 1], [5, 0]]
+    assert sorted(kept.rollouts.tasks) == [1, 5]
+
+
+def test_nothing_solved_is_nothing_kept() -> None:
+    assert _kept(make_graded([0.0, 0.9], [0, 1]), 3) == []
+    assert _kept(make_graded([0.0], [0]).take(NONE), 3) == []

@@ -1,0 +1,464 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes of on-policy programs: every rule broken once, defaults by program, presets, changes, and paths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from helpers.made_batches import on_policy_recipe
+from helpers.recipes import make_recipe
+from podium.errors import RecipeError
+from podium.recipe import load_recipe, parse_recipe
+from podium.recipe.changes import changes
+from podium.recipe.on_policy_rules import advantage_of
+from podium.recipe.programs import SIGNALS
+from podium.recipe.resolving import resolved
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+PPO, EXPERT = "program=ppo", "program=expert_iteration"
+DISTILL = ("program=on_policy_distill", "teachers=[{path: models/large}]")
+HELDOUT = "data.heldout=[{path: h.jsonl}]"
+
+# --- rules ---
+
+RULES: list[tuple[tuple[str, ...], str]] = [
+    # What makes an episode good.
+    (("program=on_policy_distill",), "teachers: on_policy_distill learns from teachers, and there is none."),
+    (("teachers=[{path: m}]",), "teachers: grpo has no use for them."),
+    (("reward=[]",), "reward: grpo needs something that makes an episode good, and there is none."),
+    ((EXPERT, "reward=[]"), "reward: expert_iteration needs something that makes an episode good"),
+    # Estimators.
+    (
+        (PPO, "algorithm.advantage=leave_one_out"),
+        "algorithm.advantage: leave_one_out is not what ppo estimates with (gae)",
+    ),
+    ((*DISTILL, "algorithm.advantage=gae"), "algorithm.advantage: gae is not what on_policy_distill estimates with"),
+    (
+        (EXPERT, "algorithm.advantage=gae"),
+        "algorithm.advantage: gae is not what expert_iteration estimates with (solved)",
+    ),
+    (("algorithm.advantage=gae",), "algorithm.advantage: gae needs more than rewards. Set program to ppo."),
+    (("algorithm.advantage=teacher",), "teacher needs more than rewards. Set program to on_policy_distill."),
+    (("rollout.samples_per_prompt=1",), "rollout.samples_per_prompt: 1 leaves group_relative nothing to compare"),
+    (
+        ("rollout.samples_per_prompt=1", "algorithm={advantage: reinforce_pp, dynamic_sampling: true}"),
+        "algorithm.dynamic_sampling: it leaves out groups of equal rewards, and a group of one always is.",
+    ),
+    ((PPO, "algorithm.dynamic_sampling=true"), "algorithm.dynamic_sampling: ppo does not compare within groups."),
+    (("algorithm.constant=100",), "algorithm.constant: 100.0 has no meaning with reduction token_mean."),
+    (
+        ("algorithm.gamma=0.9",),
+        "algorithm.gamma: 0.9 has no meaning with group_relative, which rewards whole episodes.",
+    ),
+    (
+        ("algorithm={loss: sequence_clipped, dual_clip: 3}",),
+        "algorithm.dual_clip: sequence_clipped has none. Remove it, or set algorithm.loss to clipped.",
+    ),
+    (
+        ("algorithm.overlong={buffer_tokens: 8}",),
+        "algorithm.overlong.buffer_tokens: 8 is not below rollout.max_new_tokens 8, so every answer would be",
+    ),
+    # KL.
+    (
+        ("algorithm.kl={coefficient: 1, estimator: k1}",),
+        "algorithm.kl.estimator: k1 as a loss has a gradient that says",
+    ),
+    (
+        ("algorithm.kl={coefficient: 1, where: reward, estimator: k3_straight}",),
+        "algorithm.kl.estimator: k3_straight is about gradients; in the reward use k1",
+    ),
+    ((EXPERT, "algorithm.kl={coefficient: 1}"), "algorithm.kl: expert_iteration imitates and has no KL term."),
+    (
+        (*DISTILL, "algorithm.kl={coefficient: 1, where: reward}"),
+        "algorithm.kl.where: on_policy_distill has no rewards.",
+    ),
+    # Batches.
+    (("algorithm.mini_batches=17",), "algorithm.mini_batches: 17 cannot be made of 16 episodes."),
+    (("algorithm={proximal: never, correction: {}}",), "algorithm.proximal: a correction weighs proximal against"),
+    ((PPO, "critic.warmup_steps=100"), "critic.warmup_steps: 100 is not below steps 100, so the policy would never be"),
+    (("micro_batch_tokens=63",), "data.max_length: 64 does not fit micro_batch_tokens 63; an episode is never cut"),
+    (
+        ("rollout.max_new_tokens=64",),
+        "data.max_length: 64 leaves no room for a prompt beside rollout.max_new_tokens 64.",
+    ),
+    # Draws that are not from the policy.
+    (("rollout.top_p=0.9",), "rollout.top_p 0.9: what is drawn so is not drawn from the policy"),
+    (("rollout.top_k=5",), "rollout.top_k 5: what is drawn so is not drawn from the policy"),
+    (("rollout.min_p=0.1", "rollout.top_k=5"), "rollout.top_k 5 and rollout.min_p 0.1: what is drawn so"),
+    # Places.
+    (("placement.launcher=local",), "placement.launcher: local starts ranks without a controller, and grpo has one."),
+    (("placement.layout=split",), "placement.layout: split needs 2 devices or more."),
+    (
+        ("placement={layout: split, devices: 2, rollout_devices: 2}",),
+        "placement.rollout_devices: 2 of 2 devices leaves none to learn on.",
+    ),
+    (("placement.rollout_devices=1",), "placement.rollout_devices: with layout colocated all devices generate."),
+    (("placement={launcher: inline, devices: 2}",), "placement.devices: inline is one process on one device, not 2."),
+    (("placement.restarts=1",), "placement.restarts: is about ranks without a controller."),
+    (("rollout.engine=vllm",), "rollout.engine: vllm has weights of its own and needs placement.layout split."),
+    # Environments.
+    (("environment={}",), "environment: give either `environment` (a class of one's own) or `tools` (functions)"),
+    (("environment={environment: 'a.py:A', tools: ['a.py:f']}",), "environment: give either `environment`"),
+    # Rewards.
+    (("reward=[{name: x}]",), "reward.0: needs exactly one of function, verifier and model, and has none."),
+    (
+        ("reward=[{verifier: exact_match}, {function: 'a.py:f', model: m}]",),
+        "reward.1: needs exactly one of function, verifier and model, and has function and model.",
+    ),
+    (("reward=[{verifier: exact_match, style: trl}]",), "reward.0: style and per are about functions."),
+    (("reward=[{model: m, per: batch}]",), "reward.0: style and per are about functions."),
+    (("reward=[{model: m, options: {a: 1}}]",), "reward.0.options: a reward model has none."),
+]
+
+
+@pytest.mark.parametrize(("overrides", "complaint"), RULES, ids=[complaint[:40] for _, complaint in RULES])
+def test_a_broken_rule_names_its_key_and_says_what_to_change(overrides: tuple[str, ...], complaint: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        on_policy_recipe(*overrides)
+
+    assert complaint in str(caught.value)
+    assert "(1 problem)" in str(caught.value)  # no rule speaks of another's keys
+
+
+def test_several_broken_rules_are_told_together() -> None:
+    with pytest.raises(RecipeError, match=r"\(3 problems\)"):
+        on_policy_recipe("reward=[]", "placement.restarts=1", "algorithm.mini_batches=99")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("rollout.samples_per_prompt=1", "algorithm.advantage=reinforce_pp"),
+        ("rollout.samples_per_prompt=1", PPO),
+        ("rollout.samples_per_prompt=1", EXPERT),
+        ("rollout.samples_per_prompt=2", "algorithm.dynamic_sampling=true"),
+        ("algorithm={reduction: constant, constant: 100}",),
+        ("algorithm={advantage: reinforce_pp, gamma: 0.9}",),
+        (PPO, "algorithm={gamma: 0.9, lam: 0.95, dual_clip: 3}"),
+        ("algorithm.overlong={buffer_tokens: 7}",),
+        ("algorithm.kl={coefficient: 1, estimator: k2}",),
+        ("algorithm.kl={coefficient: 1, where: reward, estimator: k1}",),
+        (*DISTILL, "algorithm.kl={coefficient: 1}"),
+        (*DISTILL, "reward=[]"),
+        ("algorithm.mini_batches=16",),
+        (PPO, "critic.warmup_steps=99"),
+        ("micro_batch_tokens=64",),
+        ("rollout.max_new_tokens=63",),
+        ("rollout.top_p=0.9", "rollout.min_p=0.1", "algorithm.correction={}"),
+        (EXPERT, "rollout.top_k=5"),
+        ("placement={layout: split, devices: 2, rollout_devices: 1}",),
+        ("placement={layout: split, devices: 2}", "rollout.engine=vllm"),
+        ("placement.launcher=inline",),
+        ("environment={environment: 'a.py:Game', options: {size: 3}}", "reward=[]"),
+        ("environment={tools: ['a.py:f', 'a.py:g']}",),
+        ("reward=[{function: 'a.py:f', style: trl}, {model: m, weight: 0}, {verifier: regex, options: {pattern: x}}]",),
+        ("data.train.0.columns={prompt: q, reference: a, data_source: s, tools: t}",),
+    ],
+)
+def test_the_border_of_a_rule_is_allowed(overrides: tuple[str, ...]) -> None:
+    on_policy_recipe(*overrides)
+
+
+def test_a_discount_that_nothing_reads_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"algorithm\.gamma"):
+        on_policy_recipe("algorithm={advantage: reinforce_pp_baseline, gamma: 0.9}")
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("reward=[{verifier: exact_match}]", "reward"),
+        ("grading.workers=2", "grading"),
+        ("algorithm.clip_high=0.28", "algorithm"),
+        ("critic.lr=1", "critic"),
+        ("teachers=[{path: m}]", "teachers"),
+        ("environment={tools: ['a.py:f']}", "environment"),
+        ("rollout.engine=vllm", "rollout.engine"),
+        ("placement.launcher=inline", "placement"),
+        ("placement.layout=split", "placement"),
+    ],
+)
+def test_what_is_on_policy_has_no_place_in_sft(override: str, key: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make_recipe(override)
+
+    assert f"\n  {key}: " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["reference", "data_source", "tools"])
+def test_columns_of_tasks_are_read_by_on_policy_programs_only(name: str) -> None:
+    on_policy_recipe(f"data.train.0.columns={{{name}: mine}}")
+
+    with pytest.raises(RecipeError, match=rf"data\.train\.0\.columns\.{name}: not a column that Podium reads"):
+        make_recipe(f"data.train.0.columns={{{name}: mine}}")
+
+
+# --- defaults ---
+
+
+@pytest.mark.parametrize(
+    ("overrides", "advantage"),
+    [((), "group_relative"), ((PPO,), "gae"), (DISTILL, "teacher"), ((EXPERT,), "solved")],
+)
+def test_each_program_has_an_estimator_of_its_own(overrides: tuple[str, ...], advantage: str) -> None:
+    assert advantage_of(on_policy_recipe(*overrides)) == advantage
+
+
+def test_a_named_estimator_goes_before_the_programs_own() -> None:
+    assert advantage_of(on_policy_recipe("algorithm.advantage=leave_one_out")) == "leave_one_out"
+    assert advantage_of(on_policy_recipe("algorithm.advantage='mine.py:own'")) == "mine.py:own"
+
+
+def test_the_shortest_recipe_has_the_documented_defaults() -> None:
+    recipe = on_policy_recipe()
+
+    algorithm, grading, critic = recipe.algorithm, recipe.grading, recipe.critic
+    assert (algorithm.loss, algorithm.reduction, algorithm.clip_low, algorithm.clip_high) == (
+        "clipped", "token_mean", 0.2, 0.2
+    )  # fmt: skip
+    assert (algorithm.epochs, algorithm.mini_batches, algorithm.kl, algorithm.correction) == (1, 1, None, None)
+    assert (grading.on_error, grading.max_failed_share, grading.solved_at) == ("drop_group", 0.5, 1.0)
+    assert (critic.value_clip, critic.warmup_steps, critic.lr) == (0.2, 0, None)
+    assert (recipe.rollout.temperature, recipe.rollout.engine, recipe.placement.layout) == (1.0, "native", "colocated")
+
+
+@pytest.mark.parametrize("program", ["grpo", "ppo", "on_policy_distill", "expert_iteration"])
+def test_programs_that_make_their_own_data_have_a_controller(program: Any) -> None:
+    assert (SIGNALS[program].data, SIGNALS[program].execution) == ("on_policy", "controlled")
+
+
+# --- presets ---
+
+PRESETS = {
+    "GRPO": "algorithm: {advantage: group_relative, kl: {coefficient: 0.001}}",
+    "Dr.GRPO": "algorithm: {advantage: group_centered, reduction: constant, constant: 512}",
+    "DAPO": """algorithm:
+  clip_low: 0.2
+  clip_high: 0.28
+  dynamic_sampling: true
+  overlong: {buffer_tokens: 64}
+  mask_truncated: true""",
+    "GSPO": "algorithm: {loss: sequence_clipped, reduction: sequence_mean_mean, clip_low: 3.0e-4, clip_high: 4.0e-4}",
+    "CISPO": "algorithm: {loss: clipped_weights, clip_low: 1.0, clip_high: 4.0}",
+    "RLOO": "algorithm: {advantage: leave_one_out, loss: policy_gradient, reduction: sequence_sum_mean}",
+    "REINFORCE++": "algorithm: {advantage: reinforce_pp, gamma: 0.99, kl: {coefficient: 0.01, where: reward}}",
+    "REINFORCE++ baseline": "algorithm: {advantage: reinforce_pp_baseline}",
+    "OPO": "algorithm: {advantage: length_weighted}",
+    "off-policy": "algorithm: {correction: {kind: sequence_mask, low: 0.5, cap: 2.0}, epochs: 2, mini_batches: 4}",
+    "PPO": """program: ppo
+algorithm: {lam: 0.95, mini_batches: 4, kl: {coefficient: 0.05, where: reward, target: 0.02}}
+critic: {lr: 1.0e-5, warmup_steps: 5}""",
+    "distillation": """program: on_policy_distill
+teachers: [{path: models/large, weight: 2}, {path: owner/other}]""",
+    "expert iteration": """program: expert_iteration
+algorithm: {keep_per_prompt: 2}""",
+    "tools": """environment: {tools: ["tools.py:calculate"], max_turns: 4, runners: 2}
+rollout: {prompts_per_step: 16, samples_per_prompt: 8, max_new_tokens: 128}""",
+    "vLLM": """rollout: {engine: vllm, prompts_per_step: 64, samples_per_prompt: 8, max_new_tokens: 512}
+placement: {layout: split, devices: 8, rollout_devices: 4}""",
+    "mixed rewards": """reward:
+  - {function: "rewards.py:correct", weight: 1.0}
+  - {verifier: regex, options: {pattern: "<answer>.*</answer>"}, weight: 0.1, name: format}
+  - {model: models/judge, weight: 0.5}
+grading: {workers: 4, timeout_s: 10, on_error: zero}""",
+}
+BASE = """
+program: grpo
+model: {path: models/base}
+data:
+  train: [{path: data/train.jsonl}]
+  heldout: [{path: data/heldout.jsonl}]
+reward: [{function: "rewards.py:correct"}]
+rollout: {prompts_per_step: 32, samples_per_prompt: 8, max_new_tokens: 256}
+optimizer: {lr: 1.0e-6}
+steps: 200
+evaluation: {every: 20, at_start: true, generation: {prompts: 100, samples: 4}}
+checkpoint: {every: 20, keep_best: true}
+"""
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_method_is_a_few_lines_on_top_of_a_recipe(name: str) -> None:
+    recipe = parse_recipe(yaml.safe_load(BASE) | yaml.safe_load(PRESETS[name]))
+
+    assert parse_recipe(recipe.model_dump(mode="json")) == recipe
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_the_recipes_of_the_examples_are_valid(file: Path) -> None:
+    load_recipe(file)
+
+
+# --- what a resumed run may change ---
+
+KL, TOOLS = "algorithm.kl={coefficient: 0.1}", "environment={tools: ['a.py:f']}"
+
+
+@pytest.mark.parametrize(
+    ("before", "override"),
+    [
+        ((), "grading.workers=9"),
+        ((), "grading.timeout_s=9"),
+        ((), "grading.max_failed_share=0.9"),
+        ((), "rollout.memory_gib=3"),
+        ((), "rollout.max_running=3"),
+        ((), "rollout.prefill_tokens=64"),
+        ((), "rollout.page_tokens=16"),
+        ((), "rollout.reuse_prefixes=false"),
+        ((), "rollout.decode=eager"),
+        ((), "rollout.offload_optimizer=true"),
+        ((), "placement.devices=2"),
+        ((), "placement={layout: split, devices: 2}"),
+        ((), "micro_batch_tokens=100"),
+        ((), "checkpoint.every=3"),
+        ((), HELDOUT),
+        ((), "run.log_every=5"),
+        ((), "steps=200"),
+        ((TOOLS,), "environment.runners=4"),
+        ((TOOLS,), "environment.concurrency=4"),
+    ],
+)
+def test_sizes_and_places_leave_a_run_what_it_is(before: tuple[str, ...], override: str) -> None:
+    found = changes(on_policy_recipe(*before), on_policy_recipe(*before, override))
+
+    assert found
+    assert [str(change) for change in found if change.breaks is not None] == []
+
+
+@pytest.mark.parametrize(
+    ("before", "override"),
+    [
+        ((), "rollout.temperature=0.7"),
+        ((), "rollout.samples_per_prompt=8"),
+        ((), "rollout.prompts_per_step=8"),
+        ((), "rollout.max_new_tokens=9"),
+        ((), "rollout.stop=[END]"),
+        ((), "rollout.max_length=40"),
+        (("placement={layout: split, devices: 2}",), "rollout.engine=vllm"),
+        ((), "reward.0.weight=2"),
+        ((), "reward=[{verifier: exact_match}, {model: m}]"),
+        ((), "grading.on_error=zero"),
+        ((EXPERT,), "grading.solved_at=0.5"),
+        ((), "algorithm.clip_high=0.28"),
+        ((), KL),
+        ((KL,), "algorithm.kl.coefficient=0.2"),
+        ((PPO,), "critic.lr=1"),
+        (DISTILL, "teachers.0.weight=2"),
+        ((), TOOLS),
+        ((TOOLS,), "environment.max_turns=2"),
+        ((), "run.seed=4"),
+    ],
+)
+def test_what_is_drawn_graded_or_learned_breaks_exactness(before: tuple[str, ...], override: str) -> None:
+    found = changes(on_policy_recipe(*before), on_policy_recipe(*before, override))
+
+    assert [change for change in found if change.breaks is not None]
+
+
+def test_a_change_is_named_by_its_key() -> None:
+    (change,) = changes(on_policy_recipe(), on_policy_recipe("rollout.temperature=0.7"))
+
+    assert str(change) == "rollout.temperature: 1.0 -> 0.7"
+    assert change.breaks == "the steps already taken used the old value"
+
+
+def test_what_generates_is_harmless_where_only_evaluation_does() -> None:
+    (change,) = changes(make_recipe(), make_recipe("rollout.temperature=0.7"))
+
+    assert change.breaks is None
+
+
+# --- paths ---
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with models and a plug-in file in it."""
+    for folder in ("models/base", "judge", "large", "critic", "ref"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "mine.py").touch()
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_every_path_and_plugin_becomes_absolute(here: Path) -> None:
+    recipe = resolved(
+        on_policy_recipe(
+            "reward=[{function: 'mine.py:f'}, {model: judge}, {verifier: exact_match}]", "run.loggers=['mine.py:log']",
+            "algorithm={advantage: 'mine.py:own', loss: 'mine.py:loss', kl: {coefficient: 1, reference: ref}}",
+            "environment={tools: ['mine.py:a', 'mine.py:b']}",
+        ),
+        {},
+    )  # fmt: skip
+
+    assert recipe.model.path == f"{here}/models/base"
+    assert [reward.function for reward in recipe.reward] == [f"{here}/mine.py:f", None, None]
+    assert recipe.reward[1].model == f"{here}/judge"
+    assert (recipe.algorithm.advantage, recipe.algorithm.loss) == (f"{here}/mine.py:own", f"{here}/mine.py:loss")
+    assert recipe.algorithm.kl is not None
+    assert recipe.algorithm.kl.reference == f"{here}/ref"
+    assert recipe.environment is not None
+    assert recipe.environment.tools == (f"{here}/mine.py:a", f"{here}/mine.py:b")
+    assert recipe.run.loggers == (f"{here}/mine.py:log",)
+
+
+def test_a_critic_becomes_absolute(here: Path) -> None:
+    recipe = resolved(on_policy_recipe("program=ppo", "critic.path=critic"), {})
+
+    assert recipe.critic.path == f"{here}/critic"
+
+
+def test_teachers_and_environments_become_absolute(here: Path) -> None:
+    recipe = resolved(
+        on_policy_recipe(
+            "program=on_policy_distill", "teachers=[{path: large}, {path: owner/other}]",
+            "environment={environment: 'mine.py:Game'}",
+        ),
+        {},
+    )  # fmt: skip
+
+    assert [teacher.path for teacher in recipe.teachers] == [f"{here}/large", "owner/other"]
+    assert recipe.environment is not None
+    assert recipe.environment.environment == f"{here}/mine.py:Game"
+
+
+def test_names_of_podiums_own_pieces_and_modules_stay(here: Path) -> None:
+    recipe = resolved(
+        on_policy_recipe(
+            "algorithm={advantage: leave_one_out, loss: clipped}", "reward=[{function: 'package.module:f'}]"
+        ),
+        {},
+    )
+
+    assert (recipe.algorithm.advantage, recipe.algorithm.loss) == ("leave_one_out", "clipped")
+    assert recipe.reward[0].function == "package.module:f"
+
+
+def test_resolving_again_from_elsewhere_changes_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    once = resolved(on_policy_recipe("reward=[{function: 'mine.py:f'}]", "data.max_length=null"), {})
+    monkeypatch.chdir(here / "models")
+
+    assert resolved(once, {}) == once
+
+
+@pytest.mark.parametrize(
+    ("override", "config", "longest"),
+    [
+        ("data.max_length=null", {"max_position_embeddings": 512}, 512),
+        # Not what fits a step of fixed data.
+        ("data.max_length=null", {"max_position_embeddings": 100_000}, 100_000),
+        ("data.max_length=null", {}, 16_384),
+        ("data.max_length=40", {"max_position_embeddings": 512}, 40),
+    ],
+)
+def test_an_episode_may_be_as_long_as_the_models_context(override: str, config: dict[str, int], longest: int) -> None:
+    assert resolved(on_policy_recipe(override), config).data.max_length == longest
+
+
+def test_a_context_without_room_for_a_prompt_is_refused() -> None:
+    with pytest.raises(RecipeError, match=r"data\.max_length: 8 leaves no room for a prompt"):
+        resolved(on_policy_recipe("data.max_length=null"), {"max_position_embeddings": 8})

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How episodes are dealt to graders, what becomes of one that dies, and how their answers are joined again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from helpers.made_batches import make_answer, make_rollouts
+from podium.cluster import MeshShape
+from podium.cluster.identity import WorkerId
+from podium.errors import DeadlineError, WorkerDiedError
+from podium.roles.carriers import GradeNote, GradeShard
+from podium.roles.grading_handle import GraderHandle, Rewarded, group_parts, shard_of
+from podium.roles.stages import Rollouts
+
+
+@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 5))
+def test_groups_stay_whole_and_every_row_is_graded_once(groups: list[int], count: int) -> None:
+    group_N = np.array(groups, np.int64)
+
+    parts = group_parts(group_N, count)
+
+    assert len(parts) == count
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(groups)))
+    owners = [{rank for rank, part in enumerate(parts) if draw in group_N[part]} for draw in set(groups)]
+    assert all(len(owner) == 1 for owner in owners)
+    sizes = [len(np.unique(group_N[part])) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_shares_are_stretches_of_groups() -> None:
+    parts = group_parts(np.array([4, 4, 7, 7, 7, 9]), 2)
+
+    assert [part.tolist() for part in parts] == [[0, 1, 2, 3, 4], [5]]
+
+
+def test_a_shard_has_the_tasks_of_its_rows_only() -> None:
+    rollouts = make_rollouts([make_answer(1, finish="length"), make_answer(2), make_answer(3, finish="cancelled")])
+
+    shard = shard_of(rollouts, np.array([0, 2]), show=2)
+
+    assert list(shard.tasks) == [1, 3]
+    assert shard.truncated_N.tolist() == [True, True]
+    assert [id.draw for id in shard.ids] == [1, 3]
+    assert shard.show == 2
+
+
+# --- the handle, over graders that do as a test says ---
+
+Answer = Callable[[int, GradeShard], GradeNote]
+
+
+class FakeGraders:
+    """Workers and their role in one; keeps account of who was replaced."""
+
+    def __init__(self, count: int, answer: Answer) -> None:
+        self.mesh = SimpleNamespace(shape=MeshShape(replica=count))
+        self.workers = tuple(WorkerId("graders", rank, "here", "cpu") for rank in range(count))
+        self.ended: list[int] = []
+        self.recovered: list[str] = []
+        self._answer = answer
+
+    def requires(self, *methods: Any) -> None: ...
+
+    def within(self, seconds: float) -> FakeGraders:
+        return self
+
+    async def call_one(self, rank: int, method: Any, shard: GradeShard, purpose: str) -> Any:
+        return SimpleNamespace(value=self._answer(rank, shard))
+
+    async def end_worker(self, worker: WorkerId) -> None:
+        self.ended.append(worker.index)
+        raise WorkerDiedError("it is dead already")
+
+    async def recover(self, pool: str) -> None:
+        self.recovered.append(pool)
+
+
+def _draws(rank: int, shard: GradeShard) -> GradeNote:
+    """The reward of an episode is its draw, and that of the second reward its grader."""
+    draws = shard.ids.array_N4[:, 0].astype(np.float64)
+    return GradeNote(
+        values_NR=np.stack([draws, np.full(len(draws), rank)], axis=1),
+        errors={row: f"draw {int(draw)}" for row, draw in enumerate(draws) if draw == 5},
+        extras={"f/size": (float(len(draws)), 1.0)},
+        texts=tuple((f"{int(draw)}?", "!") for draw in draws[: shard.show]),
+    )
+
+
+def _graded(
+    count: int, answer: Answer, rewards: tuple[int, ...] = (0, 2), show: int = 0
+) -> tuple[FakeGraders, Rollouts, Rewarded]:
+    rollouts = make_rollouts([make_answer(draw, sample) for draw in (3, 5, 6, 8) for sample in (0, 1)])
+    fake: Any = FakeGraders(count, answer)
+    handle = GraderHandle(fake, fake, rewards, timeout_s=1.0)
+    return fake, rollouts, asyncio.run(handle.grade(rollouts, show=show))
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7])
+def test_answers_of_all_graders_are_in_the_order_of_the_rows(count: int) -> None:
+    _, _, found = _graded(count, _draws, show=3)
+
+    assert found.rewards == (0, 2)
+    assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
+    assert found.errors == {2: "draw 5", 3: "draw 5"}
+    assert found.extras == {"f/size": (8.0, float(min(count, 4)))}
+    assert found.texts[:2] == (("3?", "!"), ("3?", "!"))
+
+
+def test_a_grader_that_dies_is_replaced_and_its_share_tried_once_more() -> None:
+    calls: list[int] = []
+
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        calls.append(rank)
+        if rank == 1 and calls.count(1) == 1:
+            raise WorkerDiedError("grader 1 is gone")
+        return _draws(rank, shard)
+
+    fake, _, found = _graded(2, answer)
+
+    assert sorted(calls) == [0, 1, 1]
+    assert (fake.ended, fake.recovered) == ([1], ["graders"])
+    assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
+
+
+@pytest.mark.parametrize("error", [WorkerDiedError("it is gone\nstack"), DeadlineError("it is gone")])
+def test_a_share_that_fails_twice_has_no_rewards_and_spoils_no_other(error: Exception) -> None:
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        if rank == 1:
+            raise error
+        return _draws(rank, shard)
+
+    fake, _, found = _graded(2, answer)
+
+    assert found.values_NR[:4, 0].tolist() == [3, 3, 5, 5]
+    assert np.isnan(found.values_NR[4:]).all()
+    told = "the grader's process failed twice: it is gone"
+    assert {row: error for row, error in found.errors.items() if row > 3} == dict.fromkeys(range(4, 8), told)
+    assert fake.ended == [1, 1]
+
+
+def test_a_grader_with_calls_that_never_came_back_is_replaced_after_its_answer() -> None:
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        note = _draws(rank, shard)
+        return GradeNote(values_NR=note.values_NR, errors=note.errors, num_stuck=2 if rank == 0 else 0)
+
+    fake, _, found = _graded(2, answer)
+
+    assert fake.ended == [0]
+    assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
+
+
+def test_an_error_that_is_not_the_workers_is_not_swallowed() -> None:
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        raise ZeroDivisionError("a defect")
+
+    with pytest.raises(ZeroDivisionError, match="a defect"):
+        _graded(1, answer)

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""docs/metrics.md defines every number that a run writes, and no other."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task, on_policy_recipe
+from podium.algorithms.corrections import EffectiveSampleSize
+from podium.algorithms.values import ValueStatistics
+from podium.controller import evaluation, records
+from podium.controller.grading import HeldoutScores
+from podium.controller.records import StepRecord, step_metrics
+from podium.roles.carriers import DistanceNote
+from podium.roles.stages import CriticReport, ScoredRollouts
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "podium"
+# Words that stand for something in the page's names, and what the names of this test have in their place.
+STAND_INS = {"NAME": "correct", "SOURCE": "(?:easy|hard)", "KEY": "calls", "K": r"\d+"}
+
+# Keys of the answers that an evaluation shows: no metrics.
+OF_SAMPLES = {"prompt", "answer", "reference", "score"}
+
+
+def defined(*headings: str) -> set[str]:
+    """Names in the first column of the tables below these headings, and below headings within them."""
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
+    names: set[str] = set()
+    for part in re.split(r"^## ", page, flags=re.MULTILINE)[1:]:
+        if part.splitlines()[0] in headings:
+            rows = [line for line in part.splitlines() if line.startswith("| `")]
+            names |= {name for row in rows for name in re.findall(r"`([^`]+)`", row.split(" | ")[0])}
+    assert names, f"the page has nothing below {headings}"
+    return names
+
+
+def pattern(name: str) -> re.Pattern[str]:
+    """A name of the page as what it stands for."""
+    parts = [STAND_INS.get(part, re.escape(part)) for part in re.split(r"(NAME|SOURCE|KEY|\bK\b)", name)]
+    return re.compile("".join(parts))
+
+
+def assert_same(written: set[str], page: set[str]) -> None:
+    missing = sorted(name for name in written if not any(pattern(each).fullmatch(name) for each in page))
+    assert not missing, f"docs/metrics.md does not define {missing}"
+    idle = sorted(each for each in page if not any(pattern(each).fullmatch(name) for name in written))
+    assert not idle, f"docs/metrics.md defines {idle}, which nothing here writes"
+
+
+def causes() -> set[str]:
+    """Everything that the controller accounts time to: phases, and what is named where a span is opened."""
+    found = {"other", "rollout", "grade", "score", "update"}
+    for file in (SOURCE / "controller").glob("*.py"):
+        found |= set(re.findall(r"watch\.span\(\"([^\"]+)\"", file.read_text(encoding="utf-8")))
+    return found
+
+
+def step_names() -> set[str]:
+    """All names of a step in which everything happened: several sources and turns, refills, KL, a critic."""
+    answers = [make_answer(draw, sample) for draw in (0, 1) for sample in (0, 1)]
+    graded = make_graded(
+        [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], answers=answers, sources={0: "easy", 1: "hard"},
+        shaping_N=np.array([0.0, -0.5, 0.0, 0.0]), extras={"correct/calls": (2.0, 4.0)},
+    )  # fmt: skip
+    note = replace(graded.rollouts.note, turns_N=np.array([1, 2, 1, 1]), counts={"calls": 3.0})
+    graded = replace(graded, rollouts=replace(graded.rollouts, note=note))
+    ones_N = np.ones(4)
+    distance = DistanceNote(k1_N=ones_N, k2_N=ones_N, k3_N=ones_N, tokens_N=np.ones(4, np.int64))
+    weights = EffectiveSampleSize(count=4, kept=4, sum=4, sum_squares=4)
+    record = StepRecord(
+        step=1, lr=1e-3, graded=graded, used=graded, scored=ScoredRollouts(graded=graded, distance=distance),
+        report=make_report(sampling=weights, kl_reference=0.1), kl_coefficient=0.1,
+        critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
+        seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6, solved_at=1.0,
+        extra={"prompts/too_long": 0.0, "epoch": 0.0},
+    )  # fmt: skip
+    return set(step_metrics(record))
+
+
+def evaluation_names() -> set[str]:
+    """All names of an evaluation of two sources with four samples a prompt."""
+    recipe = on_policy_recipe(
+        "data.heldout=[{path: heldout.jsonl}]", "evaluation={generation: {prompts: 2, samples: 4}}"
+    )
+
+    class Run:
+        def __init__(self) -> None:
+            self.recipe = recipe
+
+        async def answer_heldout(self, tasks: Any, samples: int, plan: Any) -> Any:
+            answers = [make_answer(draw, sample) for draw in range(len(tasks)) for sample in range(samples)]
+            return make_rollouts(answers, sources={0: "easy", 1: "hard"})
+
+        async def score_heldout(self, rollouts: Any, *, show: int) -> Any:
+            return HeldoutScores(scores_N=np.ones(len(rollouts)), texts=(), num_errors=0, first_error=None)
+
+    run: Any = Run()
+    return set(asyncio.run(evaluation.summarise(run, [make_task(0), make_task(1)], 3)).metrics)
+
+
+def literals(file: Path, *functions: str) -> Iterator[str]:
+    """Keys of metrics as they are written down in these functions (all, where none is named), `*` where a value is put
+    in: of dictionaries, and where one is set."""
+    for function in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if not isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if functions and function.name not in functions:
+            continue
+        for node in ast.walk(function):
+            keys: list[ast.expr | None] = []
+            match node:
+                case ast.Dict(keys=found):
+                    keys = list(found)
+                case ast.DictComp(key=key):
+                    keys = [key]
+                case ast.Assign(targets=[ast.Subscript(slice=key)]):
+                    keys = [key]
+            for key in keys:
+                match key:
+                    case ast.Constant(value=str(text)):
+                        yield text
+                    case ast.JoinedStr(values=values):
+                        yield "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in values)
+
+
+def test_every_number_of_a_step_is_defined() -> None:
+    assert_same(step_names(), defined("On-policy programs: every step"))
+
+
+def test_every_number_of_an_evaluation_is_defined() -> None:
+    assert_same(evaluation_names(), defined("On-policy programs: evaluation"))
+
+
+@pytest.mark.parametrize(("module", "names"), [(records, step_names), (evaluation, evaluation_names)])
+def test_what_is_made_up_here_has_every_number_that_the_code_can_write(module: Any, names: Any) -> None:
+    """Else a number of a case that this test does not think of would be defined nowhere, and nobody would notice."""
+    written = names()
+    for name in set(literals(Path(module.__file__))) - OF_SAMPLES:
+        expected = re.compile(".+".join(re.escape(part) for part in name.split("*")))
+        assert any(expected.fullmatch(each) for each in written), f"{name} is written and not in what is made up here"
+
+
+def test_prompts_add_the_numbers_that_the_made_up_step_takes_as_given() -> None:
+    assert set(literals(SOURCE / "controller" / "prompts.py", "metrics")) == {"prompts/too_long", "epoch"}
+
+
+def test_every_number_of_sft_is_defined() -> None:
+    written = set(literals(SOURCE / "spmd" / "run.py", "_publish", "_evaluate"))
+    assert_same(written - OF_SAMPLES, defined("SFT"))
