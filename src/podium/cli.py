@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 from importlib.metadata import version
@@ -217,7 +218,9 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)  # a thread in user code that hangs would keep the process
 
 
 def _with_devices(overrides: list[str] | None, devices: int | None) -> list[str]:

@@ -40,7 +40,7 @@ def weigher(recipe: Recipe) -> Weigh:
 
 
 def _tensors(scored: ScoredRollouts) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(scored.rewards_N.astype(np.float32)), torch.from_numpy(scored.group_N.copy())
+    return torch.from_numpy(scored.rewards_N.astype(np.float64)), torch.from_numpy(scored.group_N.copy())
 
 
 def _per_episode(estimate: Callable[[Tensor, Tensor], Tensor]) -> Weigh:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from podium.controller.parts import Roles
 from podium.environments.grading import overlong_penalty
 from podium.environments.rewards import reward_names
-from podium.errors import RewardError
+from podium.errors import RewardError, RolloutError
 from podium.recipe import GradingSection, Recipe
 from podium.roles.carriers import Floats
 from podium.roles.grader import Purpose
@@ -58,6 +58,14 @@ def without_failed(
     stops."""
     if not failed_N.any():
         return everything
+    broken = len(everything.rollouts.note.errors) / len(failed_N)
+    if broken > grading.max_failed_share:
+        errors = everything.rollouts.note.errors
+        raise RolloutError(
+            f"{len(errors)} of {len(failed_N)} episodes of step {everything.rollouts.step} could not be generated: "
+            f"{errors[min(errors)]} That is more than grading.max_failed_share {grading.max_failed_share:g}, so the "
+            "run stops."
+        )
     told = f"{int(failed_N.sum())} of {len(failed_N)} episodes of step {everything.rollouts.step} have no reward: "
     if grading.on_error == "fail":
         raise RewardError(f"{told}{everything.first_error} (grading.on_error is fail)")

@@ -144,7 +144,10 @@ class AlgorithmSection(Section):
 class CriticSection(Section):
     """PPO's value model."""
 
-    path: Place | None = Field(None, description="Where its body comes from; default: model.path. Its head is new.")
+    path: Place | None = Field(
+        None,
+        description="A language model (its value head begins at 0) or a classifier of one label; default: model.path.",
+    )
     lr: Real | None = Field(None, gt=0, description="Default: optimizer.lr.")
     value_clip: Real | None = Field(0.2, gt=0, description="Values may move this far from the old ones; null: freely.")
     warmup_steps: NonNegative = Field(0, description="First steps that train the critic only.")

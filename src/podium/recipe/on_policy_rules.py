@@ -83,6 +83,8 @@ def _estimator(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.lam: {algorithm.lam} has no meaning with {name}. Remove it, or set program to ppo."
     if algorithm.keep_per_prompt != 1 and recipe.program != "expert_iteration":
         yield f"algorithm.keep_per_prompt: {recipe.program} learns from all episodes. Remove it."
+    if recipe.program == "expert_iteration" and (algorithm.loss != "clipped" or algorithm.entropy):
+        yield "algorithm: expert_iteration imitates, and has no loss or entropy to choose. Remove them."
     if recipe.program != "ppo" and recipe.critic != CriticSection():
         yield f"critic: {recipe.program} has none. Remove the section, or set program to ppo."
     if algorithm.loss != "clipped" and algorithm.dual_clip is not None:

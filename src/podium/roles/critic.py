@@ -18,6 +18,7 @@ from torch import Tensor
 from podium.algorithms.returns import Moments, gae
 from podium.algorithms.values import ValueStatistics, value_loss, value_statistics
 from podium.cluster import Computed, RowRefs, Seat
+from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
@@ -26,6 +27,7 @@ from podium.engine.optimizer import AdamW
 from podium.engine.scoring import values
 from podium.engine.sharding import place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
+from podium.errors import ModelError
 from podium.models.scalar import PackedScalarLM
 from podium.recipe import AlgorithmSection, Recipe
 from podium.roles.blocks import empty_block
@@ -90,6 +92,12 @@ class Critic:
         section = recipe.model.model_copy(update={"path": recipe.critic.path or recipe.model.path})
         begin = spec.resume_step
         model, trained = place_scalar(section, spec.folder, self._mesh, labels=1, weights=begin is None)
+        needed = len(load_tokenizer(recipe.model))
+        if model.vocab_size < needed:
+            raise ModelError(
+                f"critic.path: {section.path} has a vocabulary of {model.vocab_size} tokens and the policy's tokenizer "
+                f"one of {needed}: it cannot read the policy's tokens. Give a critic that shares the tokenizer."
+            )
         optimizer = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr or recipe.optimizer.lr})
         self._engine = TrainEngine(model, trained, AdamW(trained, optimizer), self._mesh, optimizer.clip_norm)
         if begin is not None:
@@ -116,7 +124,7 @@ class Critic:
         )
         advantages_T, returns_T = gae(
             torch.from_numpy(rewards_T),
-            torch.from_numpy(values_T),
+            torch.from_numpy(values_T.copy()),
             torch.from_numpy(trained_T),
             torch.from_numpy(block.offsets.copy()),
             gamma=algorithm.gamma,

@@ -29,6 +29,7 @@ from podium.data.documents import Document, PackedBatch, pack
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.engine.scoring import score
 from podium.engine.train_step import ObjectiveBatch, PendingReport, TrainEngine
+from podium.errors import RecipeError
 from podium.recipe import AlgorithmSection, plugins
 from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard
 from podium.weights.canary import LogprobGap
@@ -347,7 +348,23 @@ def loss_of(algorithm: AlgorithmSection) -> Loss:
         case "policy_gradient":
             return policy.policy_gradient
         case path:
-            return plugins.load(path, "algorithm.loss")
+            return _own_loss(plugins.load(path, "algorithm.loss"), path)
+
+
+def _own_loss(function: Callable[..., Any], path: str) -> Loss:
+    """A loss of the user's; one number for all tokens would be taken for the loss of each."""
+
+    def loss(tokens: PolicyTokens) -> Tensor:
+        found: Tensor = function(tokens)
+        if not isinstance(found, Tensor) or found.shape != tokens.logprobs_S.shape:
+            told = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise RecipeError(
+                f"algorithm.loss: {path} gave {told} for {len(tokens.logprobs_S)} tokens. It takes PolicyTokens and "
+                "gives one loss for each token; the recipe's reduction adds them up."
+            )
+        return found
+
+    return loss
 
 
 def imitation(tokens: PolicyTokens) -> Tensor:

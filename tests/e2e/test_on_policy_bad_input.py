@@ -1,0 +1,441 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What goes wrong in on-policy runs: rewards that misbehave, data and models that do not fit, impossible recipes."""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from helpers.on_policy import ledger, numbers, rl_recipe, said_by
+from helpers.tiny import save_tiny_model, tiny_config, tiny_tokenizer
+from helpers.workspace import Workspace
+from podium.spmd.folder import RunFolder
+
+VERBS = ("check", "train")
+# Wrong for the first prompt of the file and right for all others.
+FIRST_PROMPT = """
+import time
+from pathlib import Path
+
+FIRST = "{first}"
+
+def digits(answer, reference, row):
+    if row["messages"][0]["content"] == FIRST:
+        {deed}
+    return 0.25 + sum(letter.isdigit() for letter in answer)
+
+def by_group(answers, rows):
+    if rows[0]["messages"][0]["content"] == FIRST:
+        return [1.0]
+    return [float(len(answer)) for answer in answers]
+
+def one_of_each_group(answers):
+    return [float("nan"), *(float(len(answer)) for answer in answers[1:])]
+
+def constant(answer):
+    return 0.3
+
+def huge(answer):
+    return 1e300 if answer[:1].isdigit() else -1e300
+
+def leaves(answer):
+    raise SystemExit(3)
+"""
+DEEDS = {
+    "raises": ("raise KeyError('colour')", "digits raised KeyError: 'colour'"),
+    "NaN": ("return float('nan')", "digits returned NaN"),
+    "None": ("return None", "digits returned None"),
+    "text": ("return 'good'", "digits returned 'good' (str), which is not a number"),
+    "hangs": ("\n        while not Path('go').exists(): time.sleep(0.01)", "digits did not return in 0.2 s"),
+}
+# In the order of the file, so that the first step has the first prompt.
+IN_ORDER = {"train": [{"path": "train.jsonl"}], "shuffle": False}
+
+
+def with_rewards(workspace: Workspace, deed: str = "pass", function: str = "digits", **changes: Any) -> str:
+    """A recipe whose reward is one of the functions above."""
+    first = json.loads((workspace.path / "train.jsonl").read_text().splitlines()[0])["messages"][0]["content"]
+    (workspace.path / "rewards.py").write_text(FIRST_PROMPT.replace("{first}", first).replace("{deed}", deed))
+    reward = {"function": f"rewards.py:{function}", **changes.pop("section", {})}
+    return rl_recipe(workspace, reward=[reward], **{"steps": 2, "data": IN_ORDER, **changes})
+
+
+def said(workspace: Workspace, recipe: str) -> str:
+    outcome = workspace.podium("train", recipe)
+    (workspace.path / "go").touch()  # for whom it still hangs
+    assert outcome.code == 0, outcome
+    assert "Traceback" not in outcome.out + outcome.err
+    return outcome.out + outcome.err
+
+
+def assert_finite(found: dict[int, dict[str, float]]) -> None:
+    assert all(math.isfinite(value) for values in found.values() for value in values.values())
+
+
+# --- rewards ---
+
+
+@pytest.mark.parametrize(
+    "deed", [each if each in ("raises", "hangs") else pytest.param(each, marks=pytest.mark.slow) for each in DEEDS]
+)
+def test_a_reward_that_fails_leaves_out_its_group(workspace: Workspace, deed: str) -> None:
+    code, told = DEEDS[deed]
+
+    text = said(workspace, with_rewards(workspace, code, grading={"timeout_s": 0.2}))
+
+    found = numbers(workspace.path / "runs/sums")
+    assert f"4 of 16 episodes of step 1 have no reward: {told}" in text
+    assert_finite(found)
+    shares = ("episodes", "episodes/failed", "episodes/dropped", "episodes/learned_from", "groups")
+    assert [found[1][name] for name in shares] == [16, 4, 4, 12, 3]
+    assert [found[2][name] for name in shares] == [16, 0, 0, 16, 4]
+    assert sum(row[5] == "consumed" for row in ledger(workspace.path / "runs/sums")) == 28
+    assert found[1]["reward/mean"] >= 0.25
+
+
+def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: Workspace) -> None:
+    code, told = DEEDS["NaN"]
+
+    text = said(workspace, with_rewards(workspace, code, grading={"on_error": "zero"}))
+
+    found = numbers(workspace.path / "runs/sums")
+    assert f"4 of 16 episodes of step 1 have no reward: {told}" in text
+    assert_finite(found)
+    assert [found[1][name] for name in ("episodes/failed", "episodes/dropped", "episodes/learned_from")] == [4, 0, 16]
+    assert found[1]["reward/min"] == 0.0
+    assert [row[7] for row in ledger(workspace.path / "runs/sums")][:4] == [0.0] * 4
+
+
+@pytest.mark.parametrize("deed", ["raises", "hangs"])
+def test_a_reward_that_fails_stops_the_run_where_the_recipe_says_so(workspace: Workspace, deed: str) -> None:
+    code, told = DEEDS[deed]
+
+    outcome = workspace.podium("train", with_rewards(workspace, code, grading={"on_error": "fail", "timeout_s": 0.2}))
+
+    (workspace.path / "go").touch()
+    workspace.refused(outcome, f"4 of 16 episodes of step 1 have no reward: {told}", "grading.on_error is fail")
+
+
+def test_a_list_of_the_wrong_length_fails_its_group(workspace: Workspace) -> None:
+    text = said(workspace, with_rewards(workspace, function="by_group", section={"per": "group"}))
+    assert "4 of 16 episodes of step 1 have no reward: by_group returned 1 values for 4 samples" in text
+    assert numbers(workspace.path / "runs/sums")[1]["episodes/learned_from"] == 12
+
+
+def test_more_failures_than_the_recipe_allows_stop_the_run(workspace: Workspace) -> None:
+    recipe = with_rewards(workspace, DEEDS["raises"][0], grading={"max_failed_share": 0.2})
+    outcome = workspace.podium("train", recipe)
+    workspace.refused(
+        outcome,
+        "4 of 16 episodes of step 1 have no reward",
+        "more than grading.max_failed_share 0.2",
+        "so the run stops",
+    )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "ppo",
+        "on_policy_distill",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("grpo", "expert_iteration")),
+    ],
+)
+def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_goes_on(
+    workspace: Workspace, program: str
+) -> None:
+    """One episode of each group has no reward."""
+    changes: dict[str, Any] = {"program": program}
+    if program == "on_policy_distill":
+        changes["teachers"] = [{"path": str(workspace.model)}]
+    recipe = with_rewards(workspace, function="one_of_each_group", section={"per": "group"}, **changes)
+
+    text = said(workspace, recipe)
+
+    found = numbers(workspace.path / "runs/sums")
+    assert "4 of 16 episodes of step 2 have no reward: one_of_each_group returned NaN" in text
+    assert "step 1: nothing to learn from" in text
+    assert_finite(found)
+    for values in found.values():
+        assert [values[name] for name in ("episodes", "episodes/dropped", "episodes/learned_from")] == [16, 16, 0]
+        assert "loss" not in values
+
+
+def test_equal_rewards_teach_nothing_and_break_nothing(workspace: Workspace) -> None:
+    said(workspace, with_rewards(workspace, function="constant"))
+    found = numbers(workspace.path / "runs/sums")
+    assert_finite(found)
+    for values in found.values():
+        assert [values[name] for name in ("groups/uniform", "loss", "grad_norm", "advantage/std")] == [1, 0, 0, 0]
+    assert found[1]["entropy"] != found[2]["entropy"]  # other prompts
+    exported = workspace.podium("export", "runs/sums", "out")
+    assert exported.code == 0, exported
+    before = transformers.AutoModelForCausalLM.from_pretrained(workspace.model)
+    after = transformers.AutoModelForCausalLM.from_pretrained(workspace.path / "out")
+    assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_dynamic_sampling_gives_up_where_all_rewards_are_equal(workspace: Workspace) -> None:
+    recipe = with_rewards(
+        workspace, function="constant", algorithm={"dynamic_sampling": True, "max_refills": 2}, steps=1
+    )
+    text = said(workspace, recipe)
+    assert "step 1: nothing to learn from" in text
+    values = numbers(workspace.path / "runs/sums")[1]
+    assert values["episodes"] == 16 + 2 * 64  # twice as many as would do if a quarter were informative
+    assert values["episodes/learned_from"] == 0
+
+
+def test_rewards_that_float32_cannot_hold_do_not_reach_the_weights_and_stop_the_run(workspace: Workspace) -> None:
+    recipe = with_rewards(workspace, function="huge", optimizer={"max_skipped_in_a_row": 2}, steps=5)
+    outcome = workspace.podium("train", recipe)
+    assert outcome.code == 2, outcome
+    assert "warning: step 1: 1 optimizer steps were not finite and were skipped" in outcome.out
+    assert "2 steps in a row had a non-finite loss or gradient and were skipped, the last is step 2" in outcome.err
+    assert "look at the rewards of these steps" in outcome.err
+    assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
+
+
+def test_a_reward_that_ends_its_process_is_told(workspace: Workspace) -> None:
+    outcome = workspace.podium("train", with_rewards(workspace, function="leaves"))
+    workspace.refused(outcome, "16 of 16 episodes of step 1 have no reward", "leaves raised SystemExit: 3")
+
+
+def test_a_verifier_whose_rows_have_no_reference(workspace: Workspace) -> None:
+    workspace.rows("train.jsonl", [{"prompt": f"what is {number}+1?"} for number in range(20)])
+    outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"verifier": "exact_match"}]))
+    workspace.refused(outcome, "16 of 16 episodes of step 1 have no reward", "exact_match", "reference")
+
+
+# --- data ---
+
+
+def test_prompts_that_are_all_too_long(workspace: Workspace) -> None:
+    outcome = workspace.podium("train", rl_recipe(workspace, data={"max_length": 20}))
+    workspace.refused(
+        outcome, "data.train: all prompts are too long", "train.jsonl, line",
+        "leaves no room for rollout.max_new_tokens 6", "Lower rollout.max_new_tokens or raise data.max_length",
+    )  # fmt: skip
+
+
+def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace: Workspace) -> None:
+    long = [{"messages": [{"role": "user", "content": "what is 1" + "+1" * 60}]}]
+    short = [{"messages": [{"role": "user", "content": f"what is {number}?"}]} for number in range(9)]
+    workspace.rows("train.jsonl", [*short[:2], *long, *short[2:]])
+    data = {**IN_ORDER, "max_length": 60}
+
+    assert "finished at step 2" in said(workspace, rl_recipe(workspace, data=data, steps=2))
+    assert numbers(workspace.path / "runs/sums")[2]["prompts/too_long"] == 1.0
+
+    outcome = workspace.podium("train", rl_recipe(workspace, "strict", data={**data, "overlong": "error"}))
+    workspace.refused(outcome, "train.jsonl, line 3: a prompt of", "set data.overlong to drop", left=("sums",))
+
+
+# --- recipes and plug-ins ---
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("section", "told"),
+    [
+        ({"function": "broken.py:digits"}, ("reward.0.function", "broken.py, line 2")),
+        ({"function": "none.py:digits"}, ("reward.0.function: there is no file none.py",)),
+        ({"function": "rewards.py:letters"}, ("reward.0.function", "no function 'letters'", "digits")),
+        ({"function": "rewards.py"}, ("reward.0.function", "is not an import path")),
+        ({"verifier": "exactly"}, ("reward.0.verifier", "exact_match")),
+        ({"verifier": "regex"}, ("reward.0.options", "pattern")),
+        ({"model": "./no/model"}, ("reward.0.model: there is no folder ./no/model",)),
+        ({}, ("reward.0: needs exactly one of function, verifier and model",)),
+    ],
+)
+def test_a_reward_that_cannot_be_had_is_found_before_anything_starts(
+    workspace: Workspace, verb: str, section: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    (workspace.path / "broken.py").write_text("def digits(answer):\n    return ]\n")
+    workspace.refused(workspace.podium(verb, rl_recipe(workspace, reward=[section])), *told)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"algorithm": {"advantage": "grpo"}}, ("algorithm.advantage", "grpo")),
+        ({"algorithm": {"loss": "ppo"}}, ("algorithm.loss", "ppo")),
+        ({"algorithm": {"loss": "none.py:loss"}}, ("algorithm.loss: there is no file none.py",)),
+        ({"algorithm": {"advantage": "gae"}}, ("algorithm.advantage: gae needs more than rewards", "program to ppo")),
+        ({"rollout": {"samples_per_prompt": 1}}, ("rollout.samples_per_prompt: 1 leaves group_relative nothing",)),
+        ({"rollout": {"top_p": 0.9}}, ("rollout.top_p 0.9", "algorithm.correction")),
+        ({"program": "on_policy_distill"}, ("teachers: on_policy_distill learns from teachers",)),
+        ({"reward": []}, ("reward: grpo needs something that makes an episode good",)),
+        ({"placement": {"launcher": "local"}}, ("placement.launcher: local starts ranks without a controller",)),
+        ({"program": "ppo", "critic": {"path": "./no/critic"}}, ("critic.path: there is no folder ./no/critic",)),
+        (
+            {"program": "on_policy_distill", "teachers": [{"path": "./no/teacher"}]},
+            ("teachers.0.path: there is no folder ./no/teacher",),
+        ),
+        (
+            {"algorithm": {"kl": {"coefficient": 0.1, "reference": "./no/reference"}}},
+            ("algorithm.kl.reference: there is no folder ./no/reference",),
+        ),
+    ],
+)  # fmt: skip
+def test_a_method_that_cannot_be_is_found_before_anything_starts(
+    workspace: Workspace, verb: str, changes: dict[str, Any], told: tuple[str, ...]
+) -> None:
+    workspace.refused(workspace.podium(verb, rl_recipe(workspace, **changes)), *told)
+
+
+OWN = """
+import torch
+
+def raises(rewards_N, group_N):
+    raise RuntimeError("no baseline")
+
+def short(rewards_N, group_N):
+    return rewards_N[:3]
+
+def infinite(rewards_N, group_N):
+    return rewards_N / 0
+
+def loss_raises(tokens):
+    raise RuntimeError("no ratio")
+
+def loss_mean(tokens):
+    return -(tokens.logprobs_S * tokens.advantages_S).mean()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("raises", "algorithm.advantage: {path} raised RuntimeError: no baseline"),
+        ("short", "algorithm.advantage: {path} gave (3,) values for 16 episodes"),
+        ("infinite", "one that is not finite"),
+    ],
+)
+def test_an_estimator_of_ones_own_that_is_wrong_is_told(workspace: Workspace, name: str, told: str) -> None:
+    (workspace.path / "own.py").write_text(OWN)
+    outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"advantage": f"own.py:{name}"}))
+    workspace.refused(outcome, told.format(path=workspace.path / f"own.py:{name}"))
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("loss_raises", "no ratio"),
+        ("loss_mean", "algorithm.loss"),
+    ],
+)
+def test_a_loss_of_ones_own_that_is_wrong_is_told(workspace: Workspace, name: str, told: str) -> None:
+    (workspace.path / "own.py").write_text(OWN)
+    outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"loss": f"own.py:{name}"}))
+    assert outcome.code == 2, outcome
+    assert told in outcome.err
+    assert name in outcome.err
+
+
+def test_torchrun_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    outcome = workspace.podium("train", rl_recipe(workspace))
+    workspace.refused(outcome, "program: grpo has one controller that starts its own workers", "without torchrun")
+
+
+# --- models ---
+
+
+def other_model(folder: Path, *, vocabulary: int) -> str:
+    save_tiny_model("llama", folder, vocab_size=vocabulary)
+    return str(folder)
+
+
+@pytest.mark.parametrize("program", ["on_policy_distill", "grpo"])
+def test_a_teacher_or_reference_with_another_vocabulary_is_refused(workspace: Workspace, program: str) -> None:
+    path = other_model(workspace.path / "other", vocabulary=30)
+    changes: dict[str, Any] = (
+        {"teachers": [{"path": path}]}
+        if program == "on_policy_distill"
+        else {"algorithm": {"kl": {"coefficient": 0.1, "reference": path}}}
+    )
+    outcome = workspace.podium("train", rl_recipe(workspace, program=program, **changes))
+    workspace.refused(outcome, "other has a vocabulary of 30 tokens", "cannot score the policy's tokens")
+
+
+def test_a_critic_with_another_vocabulary_is_refused(workspace: Workspace) -> None:
+    path = other_model(workspace.path / "other", vocabulary=30)
+    outcome = workspace.podium("train", rl_recipe(workspace, program="ppo", critic={"path": path}))
+    workspace.refused(outcome, "other", "vocabulary")
+
+
+def test_a_language_model_as_a_reward_model_is_refused(workspace: Workspace) -> None:
+    path = other_model(workspace.path / "other", vocabulary=len(tiny_tokenizer()))
+    outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"model": path}]))
+    workspace.refused(outcome, "other has no head `score.weight`", "a language model alone is none")
+
+
+def test_a_reward_model_of_several_labels_is_refused(workspace: Workspace) -> None:
+    config = tiny_config("llama", vocab_size=len(tiny_tokenizer()), num_labels=3)
+    transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(workspace.path / "three")
+    outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"model": "three"}]))
+    workspace.refused(outcome, "three has 3 labels, and a reward is one number")
+
+
+def diverged(workspace: Workspace) -> str:
+    """What is said of weights that are no numbers any more after the first step."""
+    optimizer = {"lr": 1e38, "clip_norm": None}
+    outcome = workspace.podium("train", rl_recipe(workspace, optimizer=optimizer, checkpoint={"every": 1}))
+    assert outcome.code == 2, outcome
+    assert "Traceback" not in outcome.out + outcome.err
+    assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
+    return outcome.err
+
+
+@pytest.mark.slow
+def test_a_run_whose_weights_are_no_numbers_any_more_stops_and_says_so(workspace: Workspace) -> None:
+    assert "the logits were not numbers" in diverged(workspace)
+
+
+def test_weights_that_diverged_are_not_blamed_on_the_reward(workspace: Workspace) -> None:
+    assert "Mend the reward" not in diverged(workspace)
+
+
+# --- on Ray ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_more_devices_than_there_are_have_no_place(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    recipe = rl_recipe(workspace, placement={"launcher": "ray", "devices": 64})
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        text = said_by("train", recipe, output=workspace.path / "said", code=2)
+    assert "error: placement.devices: 64 devices have no place." in text
+    assert "Traceback" not in text
+    assert not (workspace.path / "runs" / "sums").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_reward_that_kills_its_process_loses_its_group_and_not_the_run(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Graders are processes of their own: one that dies is replaced and asked once more, then its share has failed."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    recipe = with_rewards(
+        workspace, "import os; os._exit(7)", placement={"launcher": "ray"},
+        grading={"workers": 2, "max_failed_share": 0.6}, steps=3,
+    )  # fmt: skip
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        monkeypatch.setenv("RAY_TMPDIR", folder)
+        text = said_by("train", recipe, output=workspace.path / "said")
+    assert "8 of 16 episodes of step 1 have no reward: the grader's process failed twice" in text
+    found = numbers(workspace.path / "runs/sums")
+    assert [values["episodes/learned_from"] for values in found.values()] == [8, 16, 16]
