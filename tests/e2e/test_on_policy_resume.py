@@ -287,13 +287,7 @@ def test_ctrl_c_in_a_terminal_saves_exits_0_and_leaves_no_process(
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        "inline",
-        "ray",
-    ],
-)
+@pytest.mark.parametrize("launcher", ["ray"])
 def test_a_second_ctrl_c_ends_a_run_whose_reward_never_returns(
     workspace: Workspace, ray_folder: None, launcher: str
 ) -> None:
