@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the demo's task on the spot: a tiny untrained model with its tokenizer, and arithmetic questions in words.
+"""Makes the demo's task on the spot: a tiny untrained model with its tokenizer, and sums asked in words.
 
     python examples/arithmetic/make_task.py demo
 
 writes demo/model (Hugging Face format), demo/train.jsonl and demo/heldout.jsonl. The same seed gives the same files.
+
+The demonstrations in train.jsonl are those of a hasty teacher. Where a round number is added, he tells the sum at once,
+and rightly. Of the others he only estimates most, to the nearest ten, and works some out before he tells them: 47 plus
+38 is "90", or "70+15=85". Who imitates that estimates too; who is rewarded for right answers finds that working out pays.
 """
 
 from __future__ import annotations
@@ -23,11 +27,12 @@ from transformers.utils import logging
 SMALLEST, LARGEST = 10, 99
 NUM_TRAIN, NUM_HELDOUT = 20_000, 600
 HELDOUT_PAIRS = 0.2  # share of all operand pairs that training never sees
+WORKED_OUT = 0.4  # share of the sums that are not easy that the teacher works out; the others he estimates
 PHRASINGS = (
-    "What is {left} {word} {right}?",
-    "How much is {left} {word} {right}?",
-    "Tell me {left} {word} {right}.",
-    "Work out {left} {word} {right}.",
+    "What is {left} plus {right}?",
+    "How much is {left} plus {right}?",
+    "Tell me {left} plus {right}.",
+    "Give me {left} plus {right}.",
 )
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -48,15 +53,29 @@ PIECES = r" ?\d| ?[A-Za-z]+\n?|[^\w\s]|\s"
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """`left plus right` or `left minus right`; the answer is never negative."""
+    """`left plus right`."""
 
-    word: str
     left: int
     right: int
 
     @property
-    def answer(self) -> int:
-        return self.left + self.right if self.word == "plus" else self.left - self.right
+    def answer(self) -> str:
+        return str(self.left + self.right)
+
+    @property
+    def is_easy(self) -> bool:
+        """Who adds a round number keeps the last digit."""
+        return self.right % 10 == 0
+
+    @property
+    def estimate(self) -> str:
+        return str((self.left + self.right + 5) // 10 * 10)
+
+    @property
+    def worked_out(self) -> str:
+        """Tens, units, and both together."""
+        tens, units = self.left // 10 + self.right // 10, self.left % 10 + self.right % 10
+        return f"{10 * tens}+{units}={self.answer}"
 
     @property
     def pair(self) -> tuple[int, int]:
@@ -83,8 +102,8 @@ def make_task(out: Path, *, seed: int) -> None:
     """Writes the model, the training questions and the held-out ones."""
     dice = random.Random(seed)
     train, heldout = split_questions(all_questions(), dice)
-    train_rows = [as_row(each, dice) for each in dice.choices(train, weights_of(train), k=NUM_TRAIN)]
-    heldout_rows = [as_row(each, dice) for each in draw_distinct(heldout, NUM_HELDOUT, dice)]
+    train_rows = [demonstration(each, dice) for each in dice.choices(train, weights_of(train), k=NUM_TRAIN)]
+    heldout_rows = [as_row(each, each.answer, dice) for each in draw_distinct(heldout, NUM_HELDOUT, dice)]
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "train.jsonl", train_rows)
     write_jsonl(out / "heldout.jsonl", heldout_rows)
@@ -101,9 +120,7 @@ def make_task(out: Path, *, seed: int) -> None:
 
 def all_questions() -> list[Question]:
     numbers = range(SMALLEST, LARGEST + 1)
-    sums = [Question("plus", left, right) for left in numbers for right in numbers]
-    differences = [Question("minus", left, right) for left in numbers for right in numbers if left >= right]
-    return sums + differences
+    return [Question(left, right) for left in numbers for right in numbers]
 
 
 def split_questions(questions: Sequence[Question], dice: random.Random) -> tuple[list[Question], list[Question]]:
@@ -126,9 +143,17 @@ def draw_distinct(questions: Sequence[Question], count: int, dice: random.Random
     return drawn
 
 
-def as_row(question: Question, dice: random.Random) -> dict[str, object]:
-    asked = dice.choice(PHRASINGS).format(left=question.left, word=question.word, right=question.right)
-    return {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": str(question.answer)}]}
+def demonstration(question: Question, dice: random.Random) -> dict[str, object]:
+    if question.is_easy:
+        return as_row(question, question.answer, dice)
+    return as_row(question, question.worked_out if dice.random() < WORKED_OUT else question.estimate, dice)
+
+
+def as_row(question: Question, said: str, dice: random.Random) -> dict[str, object]:
+    """A chat for imitation. `answer` is what is right: rewards and evaluations compare with it."""
+    asked = dice.choice(PHRASINGS).format(left=question.left, right=question.right)
+    chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
+    return {"messages": chat, "answer": question.answer}
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> None:

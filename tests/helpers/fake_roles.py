@@ -232,8 +232,8 @@ class FakeScorer(_Placed):
         assert self._policy.held != "offloaded", "the policy is away from its device and is to be copied"
         self._works("copy_from", role)
 
-    async def save(self, step: int, keep: int) -> None:
-        self._works("save", step, keep)
+    async def save(self, step: int) -> None:
+        self._works("save", step)
 
 
 class FakeCritic(_Placed):

@@ -72,7 +72,7 @@ def step_names() -> set[str]:
         [1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], answers=answers, sources={0: "easy", 1: "hard"},
         shaping_N=np.array([0.0, -0.5, 0.0, 0.0]), extras={"correct/calls": (2.0, 4.0)},
     )  # fmt: skip
-    note = replace(graded.rollouts.note, turns_N=np.array([1, 2, 1, 1]), counts={"calls": 3.0})
+    note = replace(graded.rollouts.note, turns_N=np.array([1, 2, 1, 1]), counts={"calls": np.array([3.0])})
     graded = replace(graded, rollouts=replace(graded.rollouts, note=note))
     ones_N = np.ones(4)
     distance = DistanceNote(k1_N=ones_N, k2_N=ones_N, k3_N=ones_N, tokens_N=np.ones(4, np.int64))

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
@@ -37,6 +38,7 @@ from podium.spmd.folder import RunFolder
 from podium.spmd.launch import InterruptHandler
 from podium.spmd.run import RunResult
 
+_SETTLE_S = 60.0
 ControlledProgram = Callable[[OnPolicyRun], Awaitable[None]]
 
 
@@ -69,7 +71,8 @@ async def _drive(
             reader = None
             if resume_step is not None:
                 reader = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}")
-                set_aside_later(folder.checkpoints, resume_step)
+                for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
+                    set_aside_later(part, resume_step)
             saved: Mapping[str, Any] = reader.record["extras"] if reader is not None else {}
             encoder = PromptEncoder(load_tokenizer(recipe.model))
             prompts = PromptSource(recipe, encoder, saved.get("cursor"))
@@ -111,7 +114,14 @@ async def _drive(
             )
             console.header(_header(recipe, folder, roles, resume_step))
             run = OnPolicyRun(parts, progress)
-            await program(run)
+            try:
+                await program(run)
+            except Exception:
+                # What was being saved is saved, as far as the learners still answer.
+                with contextlib.suppress(Exception):
+                    async with asyncio.timeout(_SETTLE_S):
+                        await roles.policy.finish_saving()
+                raise
             return _result(run, folder, watch)
 
 

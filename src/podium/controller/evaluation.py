@@ -35,16 +35,16 @@ class Evaluation:
 
 def heldout_limit(generation: GenerationSection | None, most: int | None) -> int:
     """How many held-out prompts are answered."""
-    asked = generation.prompts if generation is not None else DEFAULT_PROMPTS
+    asked = (generation.prompts if generation is not None else None) or DEFAULT_PROMPTS
     return asked if most is None else min(asked, most)
 
 
 async def summarise(run: OnPolicyRun, tasks: Sequence[Task], step: int) -> Evaluation:
     """Answers all tasks, greedily and (where the recipe wants pass@k) by samples, and grades the answers."""
     recipe = run.recipe
-    generation = recipe.evaluation.generation or GenerationSection(prompts=DEFAULT_PROMPTS)
+    generation = recipe.evaluation.generation or GenerationSection()
     rollout = recipe.rollout
-    longest = recipe.evaluation.generation.max_new_tokens if recipe.evaluation.generation else rollout.max_new_tokens
+    longest = generation.max_new_tokens or rollout.max_new_tokens
     greedy = SamplingPlan(max_new_tokens=longest, temperature=0.0, stop=rollout.stop, seed=recipe.run.seed)
     rollouts = await run.answer_heldout(tasks, 1, greedy)
     scored = await run.score_heldout(rollouts, show=generation.show)

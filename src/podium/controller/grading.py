@@ -125,7 +125,10 @@ async def heldout_scores(rollouts: Rollouts, recipe: Recipe, roles: Roles, *, sh
         weights = np.array([recipe.reward[index].weight for index in found.rewards])
         scores_N = np.nan_to_num(found.values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N)
         for index, model in roles.reward_models:
-            scores_N = scores_N + recipe.reward[index].weight * await model.score(rollouts)
+            found_N = await model.score(rollouts)
+            for row in np.flatnonzero(~np.isfinite(found_N)).tolist():
+                errors.setdefault(row, f"reward model {recipe.reward[index].model} gave {found_N[row]}")
+            scores_N = scores_N + recipe.reward[index].weight * found_N
     without = np.isin(np.arange(len(rollouts)), list(errors))
     return HeldoutScores(
         scores_N=np.where(without, 0.0, np.nan_to_num(scores_N)),

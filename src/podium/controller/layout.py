@@ -8,6 +8,7 @@ from pathlib import Path
 
 from podium.cluster import Layout, MeshShape, Pool, Resources, RoleSpec
 from podium.controller.phases import CRITIC, GENERATOR, REFERENCE
+from podium.errors import CheckpointError
 from podium.models.device import CpuSettings
 from podium.models.folder import local_folder
 from podium.recipe import ModelSection, Recipe
@@ -133,6 +134,7 @@ def _train_roles(
             recipe=recipe,
             folder=_folder(recipe.critic.path, model, "critic.path"),
             checkpoints=run / "critic",
+            beside=run / folder.checkpoints.name,
             resume_step=resume_step,
         )
         roles.append(RoleSpec(name=names.critic, kind=Critic, pool=TRAIN, mesh=mesh, arguments=(critic,)))
@@ -141,7 +143,8 @@ def _train_roles(
         at = recipe.algorithm.kl.reference
         spec = ScorerSpec(
             model=_section(recipe, at), folder=_folder(at, model, "algorithm.kl.reference"), max_tokens=max_tokens,
-            seed=recipe.run.seed, checkpoints=run / "reference", begin=_reference_begin(run, resume_step),
+            seed=recipe.run.seed, checkpoints=run / "reference", beside=run / folder.checkpoints.name,
+            begin=_reference_begin(run, resume_step, refreshed=recipe.algorithm.kl.refresh_every is not None),
         )  # fmt: skip
         roles.append(RoleSpec(name=names.reference, kind=Scorer, pool=TRAIN, mesh=mesh, arguments=(spec,)))
     for number, (name, teacher) in enumerate(zip(names.teachers, recipe.teachers, strict=True)):
@@ -158,6 +161,7 @@ def _train_roles(
             model=_section(recipe, at).model_copy(update={"tokenizer": None, "chat_template": None}),
             folder=local_folder(at, f"reward.{index}.model"),
             max_tokens=max_tokens,
+            tools=recipe.environment is not None and bool(recipe.environment.tools),
         )
         roles.append(RoleSpec(name=name, kind=RewardModel, pool=TRAIN, mesh=mesh, arguments=(scorer,)))
     return roles
@@ -182,16 +186,24 @@ def longest_sequence(recipe: Recipe) -> int:
 
 def _section(recipe: Recipe, path: str | None) -> ModelSection:
     """The policy's model section for another checkpoint that computes the same way."""
-    return recipe.model if path is None else recipe.model.model_copy(update={"path": path, "init": "pretrained"})
+    if path is None:
+        return recipe.model
+    # Trust in the policy's code is not trust in another's.
+    return recipe.model.model_copy(update={"path": path, "init": "pretrained", "trust_remote_code": False})
 
 
 def _folder(path: str | None, default: Path, key: str) -> Path:
     return default if path is None else local_folder(path, key)
 
 
-def _reference_begin(run: Path, resume_step: int | None) -> Path | None:
+def _reference_begin(run: Path, resume_step: int | None, *, refreshed: bool) -> Path | None:
     """A reference that was refreshed is saved beside the policy it is a copy of."""
     if resume_step is None:
         return None
     saved = run / "reference" / f"step-{resume_step:08d}"
-    return saved if saved.is_dir() else None
+    if refreshed and not saved.is_dir():
+        raise CheckpointError(
+            f"{saved} is missing, and the reference was refreshed in this run: without it the KL would be to another "
+            "policy. Go on from another step."
+        )
+    return saved if refreshed else None

@@ -19,7 +19,7 @@ _PATIENCE = 10_000
 class _Ahead:
     """Prompts that were drawn before their step (or why they could not be), and how things stood before."""
 
-    found: list[DrawnTask] | DataError
+    found: list[DrawnTask] | Exception
     state: dict[str, Any]
     metrics: dict[str, float]
 
@@ -64,8 +64,8 @@ class PromptSource:
         if self._ahead is None:
             state, metrics = self.state(), self.metrics()
             try:
-                found: list[DrawnTask] | DataError = self._drawn(count)
-            except DataError as error:
+                found: list[DrawnTask] | Exception = self._drawn(count)
+            except Exception as error:  # a source's `map` is the user's code
                 found = error
             self._ahead = _Ahead(found=found, state=state, metrics=metrics)
 

@@ -120,8 +120,8 @@ def _episodes(record: StepRecord) -> dict[str, float]:
         if note.turns_N.max() > 1:
             found["turns/mean"] = float(note.turns_N.mean())
             found["turns/max"] = float(note.turns_N.max())
-    for name, count in note.counts.items():
-        found[f"environment/{name}"] = count / max(1, len(graded))
+    for name, counts_N in note.counts.items():
+        found[f"environment/{name}"] = float(counts_N.mean()) if len(counts_N) else 0.0
     return found
 
 

@@ -322,9 +322,7 @@ class OnPolicyRun:
             if self.critic is not None:
                 await self.critic.save(self._step, {})
             if kl is not None and kl.refresh_every is not None and parts.roles.reference is not None:
-                await parts.roles.reference.save(
-                    self._step, recipe.checkpoint.keep + 1 + int(recipe.checkpoint.keep_best)
-                )
+                await parts.roles.reference.save(self._step)
             await self.policy.save(self._step, values)
         self._saved_step = self._step
 

@@ -62,9 +62,18 @@ class CheckpointWriter:
     """Saves steps into one folder, at most one in flight. `wait` is what blocks, with a deadline."""
 
     def __init__(
-        self, folder: Path, mesh: Mesh, *, keep: int, keep_best: bool, background: bool, timeout_s: float
+        self,
+        folder: Path,
+        mesh: Mesh,
+        *,
+        keep: int,
+        keep_best: bool,
+        background: bool,
+        timeout_s: float,
+        beside: Path | None = None,
     ) -> None:
-        self._folder, self._mesh = folder, mesh
+        """`beside`: another writer's folder whose steps decide which stay here; the one just written always does."""
+        self._folder, self._mesh, self._beside = folder, mesh, beside
         self._keep, self._keep_best = keep, keep_best
         self._background, self._timeout_s = background, timeout_s
         self._thread: threading.Thread | None = None
@@ -174,7 +183,13 @@ class CheckpointWriter:
             shutil.rmtree(final)
         os.replace(partial, final)
         _flush_folder(self._folder)
-        for old in to_remove(saved_steps(self._folder), keep=self._keep, keep_best=self._keep_best):
+        saved = saved_steps(self._folder)
+        if self._beside is None:
+            superfluous = to_remove(saved, keep=self._keep, keep_best=self._keep_best)
+        else:
+            kept = {each.step for each in saved_steps(self._beside)} | {step}
+            superfluous = [each for each in saved if each.step not in kept]
+        for old in superfluous:
             shutil.rmtree(old.folder, ignore_errors=True)
         for aside in self._folder.glob(f"{_SUPERSEDED}*"):
             if int(aside.name.removeprefix(_SUPERSEDED)) <= step:

@@ -67,6 +67,7 @@ def place_scalar(
     mesh: Mesh,
     *,
     labels: int | None,
+    seed: int = 0,
     weights: bool = True,
     masters: bool = True,
 ) -> tuple[PackedScalarLM, list[TrainedParameter]]:
@@ -78,9 +79,16 @@ def place_scalar(
     model = build_scalar(section, config, device=torch.device("meta"), dtype=held, labels=labels)
     trained = _spread(model, section, mesh, dtype, masters=masters)
     if weights:
-        source = CheckpointWeights(folder, model.hf)
+        source: WeightSource = (
+            _drawn_scalar(section, config, labels, seed)
+            if section.init == "random"
+            else CheckpointWeights(folder, model.hf)
+        )
         shapes, pieces = source.shapes(), list(_pieces(model, trained))
-        new = [piece for piece in pieces if piece.name == "score.weight" and shapes.get(piece.name) != piece.shape]
+        is_new = section.init == "random" or shapes.get("score.weight") not in {
+            piece.shape for piece in pieces if piece.name == "score.weight"
+        }
+        new = [piece for piece in pieces if piece.name == "score.weight" and is_new]
         for piece in new:
             if labels is None:
                 raise ModelError(
@@ -155,6 +163,14 @@ def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> Weig
         torch.manual_seed(seed)
         device = mesh.device if mesh.world == 1 else torch.device("cpu")
         model = build(section, config, device=device, dtype=torch.float32)
+    return MemoryWeights({**dict(model.hf.named_parameters()), **persistent_buffers(model.hf)})
+
+
+def _drawn_scalar(section: ModelSection, config: object, labels: int | None, seed: int) -> WeightSource:
+    """The same for a scalar model."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = build_scalar(section, config, device=torch.device("cpu"), dtype=torch.float32, labels=labels)
     return MemoryWeights({**dict(model.hf.named_parameters()), **persistent_buffers(model.hf)})
 
 

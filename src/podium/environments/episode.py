@@ -192,7 +192,14 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
         return SingleTurn
     if section.environment is None:
         tools = load_tools(section.tools, f"{key}.tools")
-        return lambda: ToolEnvironment(tools, timeout_s=section.timeout_s)
+        options = {"timeout_s": section.timeout_s, **section.options}
+        try:
+            ToolEnvironment(tools, **options)
+        except TypeError as error:
+            raise RecipeError(
+                f"{key}.options: tools cannot be run with these ({error}). They take max_chars, max_calls and role."
+            ) from error
+        return lambda: ToolEnvironment(tools, **options)
     made: Any = plugins.load(section.environment, f"{key}.environment")
     for name in ("reset", "step"):
         if isinstance(made, type) and not callable(getattr(made, name, None)):

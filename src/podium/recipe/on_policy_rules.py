@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from podium.recipe.on_policy import CriticSection
+from podium.recipe.on_policy import AlgorithmSection, CriticSection, KlSection
 
 if TYPE_CHECKING:
     from podium.recipe.schema import Recipe
@@ -83,8 +83,25 @@ def _estimator(recipe: Recipe) -> Iterator[str]:
         yield f"algorithm.lam: {algorithm.lam} has no meaning with {name}. Remove it, or set program to ppo."
     if algorithm.keep_per_prompt != 1 and recipe.program != "expert_iteration":
         yield f"algorithm.keep_per_prompt: {recipe.program} learns from all episodes. Remove it."
-    if recipe.program == "expert_iteration" and (algorithm.loss != "clipped" or algorithm.entropy):
-        yield "algorithm: expert_iteration imitates, and has no loss or entropy to choose. Remove them."
+    if recipe.program == "expert_iteration":
+        for name in ("loss", "entropy", "clip_low", "clip_high", "dual_clip", "proximal", "correction"):
+            if getattr(algorithm, name) != AlgorithmSection.model_fields[name].default:
+                yield f"algorithm.{name}: expert_iteration imitates and has no use for it. Remove it."
+    correction = algorithm.correction
+    if correction is not None and "truncate" in correction.kind and correction.low:
+        yield "algorithm.correction.low: is of the masked kinds; truncation has a cap only. Remove it."
+    if correction is not None and correction.low > correction.cap:
+        yield (
+            f"algorithm.correction.low: {correction.low} is above cap {correction.cap}, so everything would be "
+            "dropped. Lower it."
+        )
+    if algorithm.max_refills != AlgorithmSection.model_fields["max_refills"].default and not algorithm.dynamic_sampling:
+        yield "algorithm.max_refills: has no meaning without dynamic_sampling. Remove it, or switch that on."
+    if algorithm.overlong is not None and (recipe.environment is not None or recipe.program == "on_policy_distill"):
+        yield (
+            "algorithm.overlong: is about the length of a single answer that is rewarded. Remove it; an environment "
+            "can give such a penalty itself."
+        )
     if recipe.program != "ppo" and recipe.critic != CriticSection():
         yield f"critic: {recipe.program} has none. Remove the section, or set program to ppo."
     if algorithm.loss != "clipped" and algorithm.dual_clip is not None:
@@ -100,6 +117,10 @@ def _kl(recipe: Recipe) -> Iterator[str]:
     kl = recipe.algorithm.kl
     if kl is None:
         return
+    if kl.target is None and kl.horizon != KlSection.model_fields["horizon"].default:
+        yield "algorithm.kl.horizon: has no meaning without a target. Remove it, or set algorithm.kl.target."
+    if kl.refresh_every is not None and kl.reference is not None:
+        yield "algorithm.kl.refresh_every: a reference of its own cannot become a copy of the policy. Remove one."
     if kl.where == "loss" and kl.estimator == "k1":
         yield (
             "algorithm.kl.estimator: k1 as a loss has a gradient that says nothing about the KL. Use k3_straight (the "
@@ -152,10 +173,10 @@ def _sampling(recipe: Recipe) -> Iterator[str]:
         )
         if value != off
     ]
-    if bent and recipe.algorithm.correction is None and recipe.program != "expert_iteration":
+    if bent and recipe.program != "expert_iteration":
         yield (
-            f"{' and '.join(bent)}: what is drawn so is not drawn from the policy, so ratios would be wrong. Remove "
-            "it, or switch on algorithm.correction."
+            f"{' and '.join(bent)}: what is drawn so is not drawn from the policy, and its log-probs do not know it, "
+            "so ratios would be wrong. Remove it; expert_iteration, which only imitates, allows it."
         )
 
 

@@ -133,8 +133,12 @@ class CheckpointSection(Section):
 class GenerationSection(Section):
     """Answers generated from held-out prompts during evaluation (greedy)."""
 
-    prompts: Count = Field(4, description="How many held-out prompts are answered.")
-    max_new_tokens: Count = 64
+    prompts: Count | None = Field(
+        None, description="How many held-out prompts are answered; default: 4, in on-policy programs 512."
+    )
+    max_new_tokens: Count | None = Field(
+        None, description="Longest answer; default: 64, in on-policy programs rollout.max_new_tokens."
+    )
     show: NonNegative = Field(3, description="How many answers are printed.")
     score: Literal["exact_match"] | PluginPath | None = Field(
         None,
@@ -155,9 +159,15 @@ class RolloutSection(Section):
     samples_per_prompt: Count = Field(8, description="On-policy: episodes of one prompt; together they are a group.")
     max_new_tokens: Count = Field(256, description="On-policy: longest answer (of one turn).")
     temperature: Real = Field(1.0, gt=0, description="On-policy: of the draw, and of the learner's log-probs.")
-    top_p: Real = Field(1.0, gt=0, le=1, description="Below 1 the draw is not from the policy: needs a correction.")
-    top_k: NonNegative = Field(0, description="0: off. Else the draw is not from the policy: needs a correction.")
-    min_p: Real = Field(0.0, ge=0, le=1, description="Above 0 the draw is not from the policy: needs a correction.")
+    top_p: Real = Field(
+        1.0, gt=0, le=1, description="Below 1 the draw is not from the policy: for expert_iteration only."
+    )
+    top_k: NonNegative = Field(
+        0, description="0: off. Else the draw is not from the policy: for expert_iteration only."
+    )
+    min_p: Real = Field(
+        0.0, ge=0, le=1, description="Above 0 the draw is not from the policy: for expert_iteration only."
+    )
     stop: tuple[str, ...] = Field((), description="Texts that end an answer, beside the tokenizer's end tokens.")
     memory_gib: Real | None = Field(
         None,

@@ -104,7 +104,7 @@ class EpisodeNote:
     environment_N: Floats  # the environment's rewards in sum; NaN where there is no environment
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     errors: Mapping[int, str] = field(default_factory=dict)  # by row
-    counts: Mapping[str, float] = field(default_factory=dict)  # sums over rows: tool calls and the like
+    counts: Mapping[str, Floats] = field(default_factory=dict)  # of each row: tool calls and the like
 
     def take(self, rows: Ints) -> EpisodeNote:
         place = {int(row): at for at, row in enumerate(rows)}
@@ -117,7 +117,7 @@ class EpisodeNote:
             environment_N=self.environment_N[rows],
             turn_rewards=self.turn_rewards.take(rows),
             errors={place[row]: error for row, error in self.errors.items() if row in place},
-            counts=self.counts,
+            counts={name: counts_N[rows] for name, counts_N in self.counts.items()},
         )
 
     @classmethod
@@ -137,7 +137,7 @@ class EpisodeNote:
                 for row, error in part.errors.items()
             },
             counts={
-                name: sum(part.counts.get(name, 0.0) for part in parts)
+                name: np.concatenate([part.counts.get(name, np.zeros(len(part.finish_N))) for part in parts])
                 for name in sorted({name for part in parts for name in part.counts})
             },
         )
@@ -216,6 +216,7 @@ class UpdateShard:
     rewards_N: Floats | None = None  # where the learner makes returns of them
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     reference: RowRefs[TokenColumn] | None = None
+    absent: tuple[tuple[int, int], ...] = ()  # of each optimizer step: tokens and episodes that count, and no rank has
 
     @property
     def ids(self) -> TrajectoryIds:

@@ -45,6 +45,7 @@ class CriticSpec:
     recipe: Recipe
     folder: Path
     checkpoints: Path
+    beside: Path  # checkpoints of the policy: a critic is kept as long as its policy
     resume_step: int | None
 
 
@@ -89,10 +90,16 @@ class Critic:
         self._seat, self._recipe = seat, recipe
         self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
         self._max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[self._mesh.device.type]
-        section = recipe.model.model_copy(update={"path": recipe.critic.path or recipe.model.path})
+        own = recipe.critic.path is not None
+        section = recipe.model
+        if own:  # trust in the policy's code is not trust in another's
+            changes = {"path": recipe.critic.path, "init": "pretrained", "trust_remote_code": False}
+            section = recipe.model.model_copy(update=changes)
         begin = spec.resume_step
-        model, trained = place_scalar(section, spec.folder, self._mesh, labels=1, weights=begin is None)
-        needed = len(load_tokenizer(recipe.model))
+        model, trained = place_scalar(
+            section, spec.folder, self._mesh, labels=1, seed=recipe.run.seed, weights=begin is None
+        )
+        needed = 0 if not own else len(load_tokenizer(recipe.model))
         if model.vocab_size < needed:
             raise ModelError(
                 f"critic.path: {section.path} has a vocabulary of {model.vocab_size} tokens and the policy's tokenizer "
@@ -103,9 +110,8 @@ class Critic:
         if begin is not None:
             restore_engine(self._engine, CheckpointReader(spec.checkpoints / f"step-{begin:08d}"))
         self._writer = CheckpointWriter(
-            # One more than of the policy, whose checkpoint is whole a moment later.
-            spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep + 1 + int(recipe.checkpoint.keep_best),
-            keep_best=False, background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
+            spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep, keep_best=False, beside=spec.beside,
+            background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
         )  # fmt: skip
         self._leaving: OffloadedTensors | None = None
 

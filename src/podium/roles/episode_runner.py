@@ -83,7 +83,7 @@ class EpisodeRunner:
         if self._is_checked or all(prompt.task.messages is None for prompt in shard.prompts):
             return
         section = self._spec.environment
-        tools = [tool.schema for tool in load_tools(section.tools)] or None
+        tools = [tool.schema for tool in load_tools(section.tools)] if section.tools else None
         role = str(section.options.get("role", "tool")) if section.tools else "user"
         check_template(load_tokenizer(self._spec.model), role=role, tools=tools)
         self._is_checked = True
@@ -228,5 +228,5 @@ def note_of(episodes: list[Episode]) -> EpisodeNote:
             reward_K=np.array([reward for _, _, reward in places], np.float64),
         ),
         errors={row: each.error for row, each in enumerate(episodes) if each.error is not None},
-        counts={name: float(sum(each.metrics.get(name, 0.0) for each in episodes)) for name in names},
+        counts={name: np.array([each.metrics.get(name, 0.0) for each in episodes], np.float64) for name in names},
     )

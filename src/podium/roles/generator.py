@@ -92,10 +92,14 @@ class Generator:
         time."""
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
-        while self._mailboxes.wait_for_work(_IDLE_S):
-            for answer in self._engine.results(deadline_s=self._spec.deadline_s):
-                self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
-                self._mailboxes.deliver(answer)
+        try:
+            while self._mailboxes.wait_for_work(_IDLE_S):
+                for answer in self._engine.results(deadline_s=self._spec.deadline_s):
+                    self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
+                    self._mailboxes.deliver(answer)
+        except BaseException as error:
+            self._mailboxes.fail(error)
+            raise
         return self._metrics(before, time.perf_counter() - began)
 
     def begin_serving(self) -> None:
@@ -109,8 +113,13 @@ class Generator:
     def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
         """Takes a runner's new requests and gives what is done of its earlier ones. For control threads."""
         if requests:
-            self._mailboxes.expect(runner, [request.id for request in requests])
-            self._engine.submit(requests)
+            ids = [request.id for request in requests]
+            self._mailboxes.expect(runner, ids)  # before an answer can come
+            try:
+                self._engine.submit(requests)
+            except BaseException:
+                self._mailboxes.withdraw(ids)
+                raise
         return self._mailboxes.fetch(runner, wait_s)
 
     def install(self, parcel: Parcel) -> int:

@@ -16,7 +16,7 @@ from podium.environments.grading import MOST_HANGING
 from podium.errors import ClusterError, DeadlineError, WorkerDiedError
 from podium.roles.carriers import Floats, GradeNote, GradeShard, Residency
 from podium.roles.grader import Grader, Purpose
-from podium.roles.handles import even_parts
+from podium.roles.handles import PHASE_S, even_parts
 from podium.roles.reward_model import RewardModel
 from podium.roles.stages import Rollouts
 from podium.rollout.engine import MemoryChange
@@ -106,7 +106,7 @@ class RewardModelHandle:
 
     def __init__(self, group: RoleGroup[RewardModel]) -> None:
         group.requires(RewardModel.score, RewardModel.hold)
-        self._group = group
+        self._group = group.within(PHASE_S)
 
     async def score(self, rollouts: Rollouts) -> Floats:
         parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.num_data_ranks)

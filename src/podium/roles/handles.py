@@ -43,8 +43,8 @@ from podium.weights.canary import LogprobGap
 from podium.weights.parcels import ByBroadcast
 from podium.weights.versions import WeightVersion
 
-# Serving lasts as long as the episodes do, and those have deadlines of their own.
-_SERVING_S = 3e8
+# A phase may take hours. What can hang inside it has deadlines of its own: collectives, engines, environments.
+PHASE_S = 24 * 3600.0
 
 
 class GeneratorHandle:
@@ -52,7 +52,7 @@ class GeneratorHandle:
 
     def __init__(self, group: RoleGroup[Generator]) -> None:
         group.requires(Generator.generate, Generator.install, Generator.share, Generator.hold, Generator.load)
-        self._group = group
+        self._group = group.within(PHASE_S)
 
     @property
     def num_engines(self) -> int:
@@ -71,7 +71,7 @@ class GeneratorHandle:
     async def serving(self) -> AsyncIterator[asyncio.Task[tuple[Answer[tuple[Metric, ...]], ...]]]:
         """Generators answer episode runners inside; the task has their metrics afterwards."""
         await self._group.call_all(Generator.begin_serving)
-        serving = asyncio.create_task(self._group.within(_SERVING_S).call_all(Generator.serve))
+        serving = asyncio.create_task(self._group.within(PHASE_S).call_all(Generator.serve))
         try:
             yield serving
         finally:
@@ -98,7 +98,7 @@ class RunnerHandle:
 
     def __init__(self, group: RoleGroup[EpisodeRunner], generator: GeneratorHandle) -> None:
         group.requires(EpisodeRunner.run)
-        self._group, self._generator = group, generator
+        self._group, self._generator = group.within(PHASE_S), generator
 
     async def generate(
         self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
@@ -125,7 +125,7 @@ class LearnerHandle:
 
     def __init__(self, group: RoleGroup[Learner], facts: LearnerFacts) -> None:
         group.requires(Learner.update, Learner.score, Learner.describe, Learner.send, Learner.hold, Learner.save)
-        self._group, self.facts = group, facts
+        self._group, self.facts = group.within(PHASE_S), facts
 
     @classmethod
     async def open(cls, group: RoleGroup[Learner]) -> LearnerHandle:
@@ -135,23 +135,27 @@ class LearnerHandle:
     def num_ranks(self) -> int:
         return self._group.mesh.shape.num_data_ranks
 
-    def split(self, lengths_N: Ints, group_N: Ints, *, mini_batches: int, order: np.random.Generator) -> SplitPlan:
+    def split(self, lengths_N: Ints, mini_batch_N: Ints) -> SplitPlan:
         """Spreads episodes over ranks and micro-steps by cost, each mini-batch for itself."""
         return split_rows(
             lengths_N,
             self.facts.cost.of(lengths_N),
             num_ranks=self.num_ranks,
             max_tokens=max(self.facts.max_tokens, int(lengths_N.max(initial=1))),
-            mini_batch_N=deal_mini_batches(group_N, mini_batches, order),
+            mini_batch_N=mini_batch_N,
         )
 
     async def update(self, weighted: WeightedRollouts, plan: UpdatePlan, *, seed: int) -> UpdateReport:
         """Every optimizer step of a batch, in one call: epochs times mini-batches."""
-        rollouts, algorithm = weighted.rollouts, plan.algorithm
+        algorithm = plan.algorithm
         order = np.random.default_rng([seed, plan.step])
-        split = self.split(rollouts.rows.lengths_N, rollouts.group_N, mini_batches=algorithm.mini_batches, order=order)
+        mini_batch_N = deal_mini_batches(weighted.rollouts.group_N, algorithm.mini_batches, order)
+        kept, absent = without_idle(weighted, plan, mini_batch_N)
+        weighted, mini_batch_N = weighted.take(kept), mini_batch_N[kept]
+        rollouts = weighted.rollouts
+        split = self.split(rollouts.rows.lengths_N, mini_batch_N)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
-        shards = [self._shard(weighted, split, rank, sequence) for rank in range(self.num_ranks)]
+        shards = [self._shard(weighted, split, rank, sequence, absent) for rank in range(self.num_ranks)]
         merged = await self._group.call_sharded(Learner.update, shards, plan)
         notes = [result.note for result in merged.results]
         entropy = _mean([note.entropy for note in notes])
@@ -203,7 +207,14 @@ class LearnerHandle:
     async def grade(self, step: int, loss: float) -> None:
         await self._group.call_one(0, Learner.grade, step, loss)
 
-    def _shard(self, weighted: WeightedRollouts, split: SplitPlan, rank: int, sequence: Sequence[int]) -> UpdateShard:
+    def _shard(
+        self,
+        weighted: WeightedRollouts,
+        split: SplitPlan,
+        rank: int,
+        sequence: Sequence[int],
+        absent: Sequence[tuple[int, int]],
+    ) -> UpdateShard:
         rollouts, scored = weighted.rollouts, weighted.scored
         mine, batches = rank_batches(split, rank, sequence)
         rows = rollouts.rows.take(mine)
@@ -218,6 +229,7 @@ class LearnerHandle:
             rewards_N=scored.graded.last_token_rewards_N[mine] if needs_rewards else None,
             turn_rewards=rollouts.note.turn_rewards.take(mine) if needs_rewards else TurnRewards.none(),
             reference=None if scored.reference is None else scored.reference.select(rows.ids),
+            absent=tuple(absent[mini_batch] for mini_batch in sequence),
         )
 
 
@@ -226,7 +238,7 @@ class ScorerHandle:
 
     def __init__(self, group: RoleGroup[Scorer]) -> None:
         group.requires(Scorer.score, Scorer.hold, Scorer.copy_from)
-        self._group = group
+        self._group = group.within(PHASE_S)
 
     async def score(
         self, rows: RowRefs[TrajectoryBlock], temperature: float
@@ -241,8 +253,8 @@ class ScorerHandle:
     async def copy_from(self, role: str) -> None:
         await self._group.call_all(Scorer.copy_from, role)
 
-    async def save(self, step: int, keep: int) -> None:
-        await self._group.call_all(Scorer.save, step, keep)
+    async def save(self, step: int) -> None:
+        await self._group.call_all(Scorer.save, step)
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
         return tuple(answer.value for answer in await self._group.call_all(Scorer.hold, residency))
@@ -253,7 +265,7 @@ class CriticHandle:
 
     def __init__(self, group: RoleGroup[Critic], policy: LearnerHandle) -> None:
         group.requires(Critic.estimate, Critic.update, Critic.hold, Critic.save)
-        self._group, self._policy = group, policy
+        self._group, self._policy = group.within(PHASE_S), policy
 
     async def estimate(
         self,
@@ -289,9 +301,8 @@ class CriticHandle:
         seed: int,
     ) -> CriticReport:
         order = np.random.default_rng([seed, step, 1])
-        split = self._policy.split(
-            rows.lengths_N, rows.ids.array_N4[:, 0], mini_batches=algorithm.mini_batches, order=order
-        )
+        dealt = deal_mini_batches(rows.ids.array_N4[:, 0], algorithm.mini_batches, order)
+        split = self._policy.split(rows.lengths_N, dealt)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
         shards = []
         for rank in range(self._policy.num_ranks):
@@ -328,6 +339,26 @@ def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> 
     dealt = np.empty(units, np.int64)
     dealt[shuffled] = np.arange(units) * count // units
     return dealt[group] if units == len(draws) and len(draws) >= count else dealt
+
+
+def without_idle(
+    weighted: WeightedRollouts, plan: UpdatePlan, mini_batch_N: Ints
+) -> tuple[Ints, list[tuple[int, int]]]:
+    """(episodes to compute, of each mini-batch the tokens and episodes that only count). An episode with advantage 0
+    (its group agreed) has no loss and no gradient unless a KL or entropy term gives it one; it stays in the numbers
+    that the loss is divided by, and costs nothing. A mini-batch that would have none left is computed whole."""
+    count, algorithm = int(mini_batch_N.max(initial=0)) + 1, plan.algorithm
+    everything = np.arange(len(mini_batch_N)), [(0, 0)] * count
+    other_terms = algorithm.entropy != 0 or algorithm.kl is not None or algorithm.correction is not None
+    if weighted.advantages_N is None or weighted.whiten or other_terms or ":" in algorithm.loss:
+        return everything
+    idle_N = weighted.advantages_N == 0
+    left = np.bincount(mini_batch_N[~idle_N], minlength=count)
+    idle_N &= left[mini_batch_N] > 0
+    trained_N = weighted.rollouts.note.trained_N
+    tokens = np.bincount(mini_batch_N, trained_N * idle_N, count).astype(int).tolist()
+    episodes = np.bincount(mini_batch_N, idle_N & (trained_N > 0), count).astype(int).tolist()
+    return np.flatnonzero(~idle_N), list(zip(tokens, episodes, strict=True))
 
 
 def mini_batch_order(count: int, epochs: int, order: np.random.Generator) -> list[int]:

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from podium.data.trajectories import TrajectoryId
+from podium.errors import RolloutError
 from podium.rollout.requests import Completion
 
 
@@ -19,10 +20,11 @@ class Mailboxes:
         self._owners: dict[TrajectoryId, str] = {}
         self._boxes: dict[str, list[Completion]] = {}
         self._closing = False
+        self._failure: BaseException | None = None
 
     def open(self) -> None:
         with self._changed:
-            self._closing = False
+            self._closing, self._failure = False, None
             self._owners.clear()
             self._boxes.clear()
 
@@ -38,6 +40,19 @@ class Mailboxes:
             self._owners.update(dict.fromkeys(ids, runner))
             self._changed.notify_all()
 
+    def withdraw(self, ids: Sequence[TrajectoryId]) -> None:
+        """These were not asked for after all."""
+        with self._changed:
+            for id in ids:
+                self._owners.pop(id, None)
+            self._changed.notify_all()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing more will be answered: whoever fetches hears why."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
+
     def deliver(self, answer: Completion) -> None:
         with self._changed:
             self._boxes.setdefault(self._owners.pop(answer.id), []).append(answer)
@@ -48,6 +63,8 @@ class Mailboxes:
         deadline = time.monotonic() + wait_s
         with self._changed:
             while not self._boxes.get(runner):
+                if self._failure is not None:
+                    raise RolloutError(f"the generator has failed while it served: {self._failure}")
                 left = deadline - time.monotonic()
                 if left <= 0 or self._closing:
                     return []

@@ -10,6 +10,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -111,6 +112,7 @@ class PolicyUpdate:
 
     def __init__(self, engine: TrainEngine, *, max_tokens: int) -> None:
         self._engine, self._mesh, self._max_tokens = engine, engine.mesh, max_tokens
+        self._losses: dict[str, Loss] = {}  # a file of the user's is read once: a run keeps the loss it began with
 
     def run(self, block: TrajectoryBlock, shard: UpdateShard, plan: UpdatePlan) -> UpdateNote:
         """Collective. The same gradient for any number of ranks and any cut into micro-batches."""
@@ -143,7 +145,7 @@ class PolicyUpdate:
         reports = [each.resolve() for each in pending]
         return UpdateNote(
             statistics=PolicyStatistics.merge([_statistics(each, logprobs, plan) for each, logprobs, _ in seen]),
-            gap=_gap(seen, plan.version),
+            gap=_gap(seen if plan.loss == "policy" or plan.temperature == 1.0 else (), plan.version),
             sampling=columns.sampling,
             entropy=(float(sum(entropy.double().sum().item() for _, _, entropy in seen)), _num_seen(seen)),
             kl_reference=_distance(seen),
@@ -237,7 +239,15 @@ class PolicyUpdate:
             if len(rows):
                 mine[number, 0], mine[number, 1] = int(trained_N[rows].sum()), int((trained_N[rows] > 0).sum())
         total = self._mesh.sum(mine.to(self._mesh.device)).cpu()
-        return [(int(tokens), int(sequences)) for tokens, sequences in total.tolist()]
+        return [
+            (int(tokens) + absent[0], int(sequences) + absent[1])
+            for (tokens, sequences), absent in zip(total.tolist(), shard.absent or repeat((0, 0)), strict=False)
+        ]
+
+    def _loss(self, algorithm: AlgorithmSection) -> Loss:
+        if algorithm.loss not in self._losses:
+            self._losses[algorithm.loss] = loss_of(algorithm)
+        return self._losses[algorithm.loss]
 
     def _micro(self, block: TrajectoryBlock, columns: _Columns, rows: Ints, plan: UpdatePlan) -> _Micro:
         packed, places_S, sequence_S, num_sequences = packed_rows(block, columns.trained_T, rows)
@@ -252,10 +262,11 @@ class PolicyUpdate:
             return torch.from_numpy(np.ascontiguousarray(values_T[places_S])).to(device)
 
         objective = PolicyObjective(
-            temperature=plan.temperature,
+            # What is imitated counts as data does, whatever it was drawn with.
+            temperature=plan.temperature if plan.loss == "policy" else 1.0,
             entropy=plan.algorithm.entropy if plan.loss == "policy" else 0.0,
             ties_tokens=plan.loss == "policy" and _ties_tokens(plan.algorithm),
-            loss=imitation if plan.loss == "imitation" else loss_of(plan.algorithm),
+            loss=imitation if plan.loss == "imitation" else self._loss(plan.algorithm),
             old_S=moved(columns.old_T),
             advantages_S=moved(columns.advantages_T),
             sequence_S=torch.from_numpy(sequence_S).to(device),

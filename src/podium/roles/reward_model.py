@@ -36,6 +36,7 @@ class RewardModelSpec:
     model: ModelSection
     folder: Path
     max_tokens: int
+    tools: bool = False  # what is said between the policy's turns is said by tools, else by a user
 
 
 class RewardModel:
@@ -90,9 +91,10 @@ class RewardModel:
     def _document(self, task: Task, text: EpisodeText) -> Document:
         """The whole conversation in the reward model's format; the score is read at its last token, so one more token
         (which the model never sees) stands behind it."""
+        other = "tool" if self._spec.tools else "user"
         if task.messages is not None:
             spoken = [
-                {"role": "assistant" if is_policy else "tool", "content": said} for is_policy, said in text.turns
+                {"role": "assistant" if is_policy else other, "content": said} for is_policy, said in text.turns
             ] or [{"role": "assistant", "content": ""}]
             found = self._tokenizer.apply_chat_template([*task.messages, *spoken], tokenize=True, return_dict=False)
             tokens = [int(token) for token in found]

@@ -41,6 +41,7 @@ class ScorerSpec:
     max_tokens: int
     seed: int  # where its weights are drawn
     checkpoints: Path | None = None  # of a reference that is refreshed
+    beside: Path | None = None  # checkpoints of the policy: it is kept as long as its policy
     begin: Path | None = None
 
 
@@ -83,12 +84,13 @@ class Scorer:
             for name, buffer in persistent_buffers(self._model.hf).items():
                 buffer.copy_(buffers[name])
 
-    def save(self, step: int, keep: int) -> None:
+    def save(self, step: int) -> None:
         """Its weights, which are no other file's once it was refreshed."""
         assert self._spec.checkpoints is not None
         writer = CheckpointWriter(
-            self._spec.checkpoints, self._mesh, keep=keep, keep_best=False, background=False, timeout_s=_SAVING_S
-        )
+            self._spec.checkpoints, self._mesh, keep=1, keep_best=False, background=False, timeout_s=_SAVING_S,
+            beside=self._spec.beside,
+        )  # fmt: skip
         writer.save(step, self._pieces(), Extras(values={}, arrays={}))
 
     def hold(self, residency: Residency) -> MemoryChange:

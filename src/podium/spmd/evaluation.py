@@ -25,6 +25,9 @@ from podium.spmd.answering import Answerer
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 
+# Held-out prompts that are answered, and how long answers get, where the recipe does not say.
+_PROMPTS, _NEW_TOKENS = 4, 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
@@ -61,14 +64,16 @@ class Evaluator:
         self._answerer: Answerer | None = None
         self._score: Score | None = None
         if self._generation is not None:
-            self._prompts = read_prompts(recipe.data.heldout, "data.heldout", maker, self._generation.prompts)
+            self._prompts = read_prompts(
+                recipe.data.heldout, "data.heldout", maker, self._generation.prompts or _PROMPTS
+            )
             self._answerer = Answerer(
                 engine,
                 recipe.model,
                 recipe.rollout,
                 folder,
                 [prompt.tokens for prompt in self._prompts],
-                max_new_tokens=self._generation.max_new_tokens,
+                max_new_tokens=self._generation.max_new_tokens or _NEW_TOKENS,
                 stop_tokens=stop_tokens(self._tokenizer, folder),
                 max_batch_tokens=max(max_tokens, 2048),
             )

@@ -10,6 +10,7 @@ import pytest
 from helpers.made_batches import on_policy_recipe
 from podium.cluster import Layout, MeshShape
 from podium.controller.layout import layout_of, longest_sequence, role_names
+from podium.errors import CheckpointError
 from podium.recipe import Recipe
 from podium.spmd.folder import RunFolder
 
@@ -199,9 +200,12 @@ def test_a_run_that_goes_on_begins_at_its_checkpoints(here: Path) -> None:
     saved = here / "runs/bandit/reference/step-00000006"
     saved.mkdir(parents=True)
 
-    resumed, before = _layout(recipe, resume_step=6), _layout(recipe, resume_step=5)
+    resumed = _layout(recipe, resume_step=6)
 
     assert [resumed.role(name).arguments[0].resume_step for name in ("policy", "critic")] == [6, 6]
     assert resumed.role("reference").arguments[0].begin == saved
-    # A reference that was not refreshed yet has no checkpoint, and begins where it began.
-    assert before.role("reference").arguments[0].begin is None
+    # Without it the KL would be to another policy than before.
+    with pytest.raises(CheckpointError, match=r"step-00000005 is missing"):
+        _layout(recipe, resume_step=5)
+    fixed = on_policy_recipe("program=ppo", "algorithm.kl={coefficient: 0.1}")
+    assert _layout(fixed, resume_step=6).role("reference").arguments[0].begin is None

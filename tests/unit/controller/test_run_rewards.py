@@ -265,7 +265,7 @@ def test_what_an_environment_gives_counts_once_on_its_turn(tmp_path: Path) -> No
         rows = np.arange(len(note.finish_N))
         turns = TurnRewards(row_K=rows, token_K=np.full(len(rows), 2), reward_K=np.full(len(rows), 0.25))
         return replace(
-            note, environment_N=np.full(len(rows), 0.75), turn_rewards=turns, counts={"calls": 2.0 * len(rows)}
+            note, environment_N=np.full(len(rows), 0.75), turn_rewards=turns, counts={"calls": np.full(len(rows), 2.0)}
         )
 
     trial = Trial(

@@ -148,7 +148,6 @@ def test_several_broken_rules_are_told_together() -> None:
         (PPO, "critic.warmup_steps=99"),
         ("micro_batch_tokens=64",),
         ("rollout.max_new_tokens=63",),
-        ("rollout.top_p=0.9", "rollout.min_p=0.1", "algorithm.correction={}"),
         (EXPERT, "rollout.top_k=5"),
         ("placement={layout: split, devices: 2, rollout_devices: 1}",),
         ("placement={layout: split, devices: 2}", "rollout.engine=vllm"),

@@ -33,7 +33,7 @@ def _note(first: int, count: int, turns: list[tuple[int, int, int]], errors: set
     return EpisodeNote(
         finish_N=(rows % 7).astype(np.int8), sampled_N=rows * 10, trained_N=rows * 20, turns_N=rows * 30,
         version_N=rows * 40, environment_N=rows / 8, turn_rewards=_turns([each for each in turns if each[0] < count]),
-        errors={row: f"row {first + row}" for row in sorted(errors) if row < count}, counts={"calls": float(first)},
+        errors={row: f"row {first + row}" for row in sorted(errors) if row < count}, counts={"calls": rows * 50.0},
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_joined_notes_are_taken_apart_again(
     joined = EpisodeNote.concatenate(parts)
 
     assert joined.sampled_N.tolist() == [row * 10 for row in range(sum(counts))]
-    assert joined.counts == {"calls": float(sum(firsts[:-1]))}
+    assert joined.counts["calls"].tolist() == [row * 50.0 for row in range(sum(counts))]
     for first, part in zip(firsts, parts, strict=False):
         again = joined.take(np.arange(first, first + len(part.finish_N)))
         assert again.errors == part.errors
@@ -102,9 +102,14 @@ def test_joined_notes_are_taken_apart_again(
 
 def test_counts_that_only_some_blocks_have_are_joined_too() -> None:
     one, two = _note(0, 1, [], set()), _note(1, 1, [], set())
-    odd = EpisodeNote(**{**vars(two), "counts": {"refused": 2.0}})
+    odd = EpisodeNote(**{**vars(two), "counts": {"refused": np.array([2.0])}})
 
-    assert EpisodeNote.concatenate([one, odd]).counts == {"calls": 0.0, "refused": 2.0}
+    joined = EpisodeNote.concatenate([one, odd]).counts
+
+    assert {name: counts_N.tolist() for name, counts_N in joined.items()} == {
+        "calls": [0.0, 0.0],
+        "refused": [0.0, 2.0],
+    }
 
 
 def test_a_shard_of_prompts_knows_the_ids_of_its_episodes() -> None:

@@ -96,7 +96,7 @@ def independent_gradient(folder: Path, episodes: Episodes, case: Case) -> tuple[
     """(loss, gradient of each parameter)."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").double()
     rows, algorithm = Padded.of(episodes), case.section
-    logits_NLV = model(rows.tokens_NL).logits / episodes.temperature
+    logits_NLV = model(rows.tokens_NL).logits / (1.0 if case.signal == "imitation" else episodes.temperature)
     distribution = torch.log_softmax(logits_NLV[:, :-1], -1)
     logprobs = distribution.gather(2, rows.tokens_NL[:, 1:, None])[..., 0]
     logprobs = torch.cat([torch.zeros(len(logprobs), 1, dtype=torch.float64), logprobs], 1)
