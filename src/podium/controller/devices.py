@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -33,7 +35,17 @@ class Devices:
         with self._parts.watch.span("evaluation" if self.is_evaluating else phase):
             yield
 
-    async def enter(self, phase: Phase, *, awake: tuple[str, ...] = ()) -> None:
+    @asynccontextmanager
+    async def beside(self, phase: Phase) -> AsyncIterator[None]:
+        """The same where nobody on a device works in the phase: who leaves does so meanwhile."""
+        moving = asyncio.create_task(self.enter(phase, timed=False))
+        try:
+            with self._parts.watch.span("evaluation" if self.is_evaluating else phase):
+                yield
+        finally:
+            await moving
+
+    async def enter(self, phase: Phase, *, awake: tuple[str, ...] = (), timed: bool = True) -> None:
         """Tells the roles what to hold in this phase: who leaves goes first, so that there is room for who comes. Those
         in `awake` come by themselves, with the call that follows."""
         wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
@@ -45,7 +57,7 @@ class Devices:
         for leaving in (True, False):
             for role, target in changes:
                 if (target == "offloaded") == leaving:
-                    with self._parts.watch.span("residency"):
+                    with self._parts.watch.span("residency") if timed else contextlib.nullcontext():
                         await self._handle(role).hold(target)
         self._held = wanted
 

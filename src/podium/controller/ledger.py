@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,9 +40,11 @@ class EpisodeRecord:
 
 
 class Ledger:
-    """Rows of a step are written together when the step closes. Used by one thread at a time."""
+    """Rows of a step are written together when the step closes, by a thread beside the controller's. One uses it at a
+    time: a file that is closed under somebody's hands ends the process."""
 
     def __init__(self, path: Path) -> None:
+        self._using = threading.Lock()
         try:
             self._file = sqlite3.connect(path, check_same_thread=False)
             self._file.execute("PRAGMA journal_mode=WAL")
@@ -58,7 +61,7 @@ class Ledger:
         rows = [(*each.id, each.step, each.source, each.state, each.finish, each.version, each.tokens, each.reward)
                 for each in records]  # fmt: skip
         try:
-            with self._file:
+            with self._using, self._file:
                 self._file.executemany("INSERT INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows)
         except sqlite3.IntegrityError as error:
             raise RunFolderError(
@@ -68,19 +71,22 @@ class Ledger:
 
     def rewind(self, step: int) -> int:
         """Forgets what came after `step`: it is of weights that are gone. Returns how many episodes."""
-        with self._file:
+        with self._using, self._file:
             return self._file.execute("DELETE FROM episodes WHERE step > ?", (step,)).rowcount
 
     def count(self, state: str | None = None) -> int:
         where = "" if state is None else " WHERE state = ?"
-        found: int = self._file.execute(
-            f"SELECT COUNT(*) FROM episodes{where}", () if state is None else (state,)
-        ).fetchone()[0]
+        with self._using:
+            found: int = self._file.execute(
+                f"SELECT COUNT(*) FROM episodes{where}", () if state is None else (state,)
+            ).fetchone()[0]
         return found
 
     def last_step(self) -> int:
-        found: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
+        with self._using:
+            found: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
         return found or 0
 
     def close(self) -> None:
-        self._file.close()
+        with self._using:
+            self._file.close()

@@ -71,7 +71,9 @@ class OnPolicyRun:
 
     async def grade(self, rollouts: Rollouts) -> GradedRollouts:
         """Rewards of all episodes. What cannot be graded is dealt with as the recipe says."""
-        async with self._devices.phase("grade"):
+        # Reward models need their devices first; functions have none.
+        phase = self._devices.phase if self._parts.roles.reward_models else self._devices.beside
+        async with phase("grade"):
             everything, failed_N = await graded(rollouts, self.recipe, self._parts.roles)
         found = without_failed(everything, failed_N, self.recipe.grading, self._parts.console.warning)
         self._graded = found if self._graded is None else GradedRollouts.join([self._graded, found])
