@@ -17,12 +17,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(INSTALLED)  ## fine-tune a tiny model on arithmetic, on a laptop CPU
+demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforcement, on a laptop CPU
 	rm -rf demo
 	$(BIN)/python examples/arithmetic/make_task.py demo
 	$(BIN)/podium train examples/arithmetic/sft.yaml
 	$(BIN)/podium export demo/runs/arithmetic-sft demo/export
-	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic-sft
+	$(BIN)/podium train examples/arithmetic/grpo.yaml
+	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic-sft demo/runs/arithmetic-grpo
 
 test: lint types  ## what every change must pass
 	$(BIN)/python -m pytest -q -m "not slow and not gpu and not verl"

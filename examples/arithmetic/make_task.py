@@ -6,8 +6,9 @@
 writes demo/model (Hugging Face format), demo/train.jsonl and demo/heldout.jsonl. The same seed gives the same files.
 
 The demonstrations in train.jsonl are those of a hasty teacher. Where a round number is added, he tells the sum at once,
-and rightly. Of the others he only estimates most, to the nearest ten, and works some out before he tells them: 47 plus
-38 is "90", or "70+15=85". Who imitates that estimates too; who is rewarded for right answers finds that working out pays.
+and rightly. Of the other sums he only estimates most, to the nearest ten, and works some out before he tells them:
+47 plus 38 is "90", or "70+15=85". Who imitates that estimates too; who is rewarded for right answers finds that working
+out pays.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from transformers.utils import logging
 SMALLEST, LARGEST = 10, 99
 NUM_TRAIN, NUM_HELDOUT = 20_000, 600
 HELDOUT_PAIRS = 0.2  # share of all operand pairs that training never sees
-WORKED_OUT = 0.4  # share of the sums that are not easy that the teacher works out; the others he estimates
+WORKED_OUT = 0.4  # share of the sums that are not easy which the teacher works out; the others he estimates
 PHRASINGS = (
     "What is {left} plus {right}?",
     "How much is {left} plus {right}?",
