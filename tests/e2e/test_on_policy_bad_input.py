@@ -274,7 +274,7 @@ def test_a_reward_that_cannot_be_had_is_found_before_anything_starts(
         ({"algorithm": {"loss": "none.py:loss"}}, ("algorithm.loss: there is no file none.py",)),
         ({"algorithm": {"advantage": "gae"}}, ("algorithm.advantage: gae needs more than rewards", "program to ppo")),
         ({"rollout": {"samples_per_prompt": 1}}, ("rollout.samples_per_prompt: 1 leaves group_relative nothing",)),
-        ({"rollout": {"top_p": 0.9}}, ("rollout.top_p 0.9", "algorithm.correction")),
+        ({"rollout": {"top_p": 0.9}}, ("rollout.top_p 0.9", "expert_iteration")),
         ({"program": "on_policy_distill"}, ("teachers: on_policy_distill learns from teachers",)),
         ({"reward": []}, ("reward: grpo needs something that makes an episode good",)),
         ({"placement": {"launcher": "local"}}, ("placement.launcher: local starts ranks without a controller",)),

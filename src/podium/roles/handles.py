@@ -158,6 +158,7 @@ class LearnerHandle:
         shards = [self._shard(weighted, split, rank, sequence, absent) for rank in range(self.num_ranks)]
         merged = await self._group.call_sharded(Learner.update, shards, plan)
         notes = [result.note for result in merged.results]
+        idle_tokens = sum(count for count, _ in absent)
         entropy = _mean([note.entropy for note in notes])
         lengths = rollouts.rows.lengths_N
         return UpdateReport(
@@ -170,12 +171,12 @@ class LearnerHandle:
             ),
             entropy=entropy or 0.0,
             kl_reference=_mean([note.kl_reference for note in notes]),
-            advantages=Moments.merge([note.advantages for note in notes]),
+            advantages=Moments.merge([*(note.advantages for note in notes), Moments(float(idle_tokens), 0.0, 0.0)]),
             losses=notes[0].losses,
             grad_norms=notes[0].grad_norms,
             skipped=notes[0].skipped,
-            num_tokens=sum(note.num_tokens for note in notes),
-            num_sequences=sum(note.num_sequences for note in notes),
+            num_tokens=sum(note.num_tokens for note in notes) + idle_tokens,
+            num_sequences=sum(note.num_sequences for note in notes) + sum(count for _, count in absent),
             imbalance=split.imbalance,
             micro_steps=split.num_micro_steps,
             seconds=max(note.seconds for note in notes),
