@@ -29,6 +29,8 @@ TOLD_S = NOTICED_S + 1.0
 
 SHARDS = [Request(ids=ids(range(2))), Request(ids=ids(range(2, 4)))]
 
+pytestmark = pytest.mark.slow
+
 
 async def pids(group: RoleGroup[Counter]) -> list[int]:
     return [answer.value[0] for answer in await group.call_all(Counter.thread)]

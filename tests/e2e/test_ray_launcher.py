@@ -33,6 +33,7 @@ from podium.spmd.on_ray import SpmdRank
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),
     pytest.mark.timeout(400),
+    pytest.mark.slow,
 ]
 
 # A command takes some 15 s on an idle machine: importing torch in the driver, starting Ray, and torch in the ranks.

@@ -279,7 +279,9 @@ class Estimated:
 def estimate_and_learn(mesh: Mesh, folder: Path, episodes: Episodes, **algorithm: Any) -> Estimated:
     """One round of a critic of a classifier's folder, its rows dealt out as the controller deals them. Collective."""
     recipe, full = critic_recipe(folder, **algorithm), episodes.block
-    spec = CriticSpec(recipe=recipe, folder=folder, checkpoints=folder / "critic", resume_step=None)
+    spec = CriticSpec(
+        recipe=recipe, folder=folder, checkpoints=folder / "critic", beside=folder / "critic", resume_step=None
+    )
     critic = Critic(seat_on(mesh, "critic"), spec)
     mine = even_parts(full.lengths_N, mesh.world)[mesh.rank]
     rows = refs_of(full).take(mine)
