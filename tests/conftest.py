@@ -11,7 +11,8 @@ import torch
 import transformers
 from hypothesis import settings
 
-from helpers.tiny import save_tiny_folder
+from helpers.tiny import save_tiny_folder, write_chats
+from helpers.workspace import Workspace
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("podium", deadline=None)
@@ -35,3 +36,16 @@ def _cpu_settings() -> Iterator[None]:
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A seeded tiny Qwen3 checkpoint with tied embeddings, a character tokenizer and a chat template. Read only."""
     return save_tiny_folder(tmp_path_factory.mktemp("tiny") / "qwen3")
+
+
+@pytest.fixture
+def workspace(
+    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Workspace:
+    """A folder as a user has it: data, a model, and the command line to type into."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    write_chats(tmp_path / "train.jsonl", count=64)
+    write_chats(tmp_path / "heldout.jsonl", count=8, seed=1)
+    return Workspace(path=tmp_path, model=tiny_folder, capture=capsys, monkeypatch=monkeypatch)

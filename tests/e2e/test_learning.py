@@ -29,18 +29,18 @@ NUM_HELDOUT = 300
 # Method -> (what is changed to make the run short, the least gain). Three of PPO's sixteen steps train the critic only.
 SMALLER = ("rollout.prompts_per_step=16", f"steps={STEPS}")
 METHODS: dict[str, tuple[tuple[str, ...], float]] = {
-    "grpo": (SMALLER, 0.20),
-    "dr_grpo": (SMALLER, 0.20),
-    "dapo": (SMALLER, 0.20),
-    "gspo": (SMALLER, 0.20),
+    "grpo": (SMALLER, 0.25),
+    "dr_grpo": (SMALLER, 0.25),
+    "dapo": (SMALLER, 0.25),
+    "gspo": (SMALLER, 0.25),
     "cispo": (SMALLER, 0.20),
-    "rloo": (SMALLER, 0.20),
-    "opo": (SMALLER, 0.20),
-    "reinforce_pp": (("rollout.prompts_per_step=128", f"steps={STEPS}"), 0.20),
-    "reinforce_pp_baseline": (SMALLER, 0.20),
+    "rloo": (SMALLER, 0.25),
+    "opo": (SMALLER, 0.25),
+    "reinforce_pp": (("rollout.prompts_per_step=128", f"steps={STEPS}"), 0.25),
+    "reinforce_pp_baseline": (SMALLER, 0.25),
     "ppo": (("rollout.prompts_per_step=16", "steps=16", "critic.warmup_steps=3"), 0.15),
-    "on_policy_distill": (SMALLER, 0.20),
-    "expert_iteration": (SMALLER, 0.15),
+    "on_policy_distill": (SMALLER, 0.25),
+    "expert_iteration": (SMALLER, 0.20),
 }
 # What a careful teacher imitates: rows whose demonstration ends in the right number.
 CAREFUL = """
@@ -128,4 +128,5 @@ def test_nothing_is_learned_from_rewards_that_were_shuffled_over_the_batch() -> 
         "evaluation.generation.score=examples/arithmetic/rewards.py:exact_answer",
         "run.name=shuffled",
     )
-    assert after < before + 0.05, f"{before:.1%} -> {after:.1%}"
+    # Accuracy wanders as the weights do: between -17 and +4 points with several seeds, where rewards gave 29 to 58.
+    assert after < before + 0.10, f"{before:.1%} -> {after:.1%}"

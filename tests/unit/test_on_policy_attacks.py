@@ -14,7 +14,7 @@ import torch
 
 from helpers.made_batches import make_answer
 from helpers.on_policy import CASES, Case, make_episodes, recording_engine, rl_recipe, run_update
-from helpers.tiny import save_tiny_model, write_chats
+from helpers.tiny import save_tiny_model
 from helpers.workspace import Workspace
 from podium.controller.evaluation import DEFAULT_PROMPTS, heldout_limit
 from podium.controller.layout import layout_of
@@ -35,16 +35,6 @@ RECIPE: dict[str, Any] = {
     "optimizer": {"lr": 1e-3}, "steps": 2, "reward": [{"verifier": "exact_match"}], "run": {"name": "attack"},
     "rollout": {"max_new_tokens": 8, "prompts_per_step": 2, "samples_per_prompt": 2},
 }  # fmt: skip
-
-
-@pytest.fixture
-def workspace(
-    tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Workspace:
-    monkeypatch.chdir(tmp_path)
-    write_chats(tmp_path / "train.jsonl", count=64)
-    write_chats(tmp_path / "heldout.jsonl", count=8, seed=1)
-    return Workspace(path=tmp_path, model=tiny_folder, capture=capsys, monkeypatch=monkeypatch)
 
 
 # --- the mathematics ---
