@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The calculator agent: imitation leaves it calling its tool three times in ten; reward teaches it to call always."""
+"""The agent of examples/calculator is rewarded for right answers only, and learns to call its tool, since the
 calculator gives them, where its demonstrations mostly guess."""
 
 from __future__ import annotations
