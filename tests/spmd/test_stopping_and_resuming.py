@@ -17,7 +17,10 @@ from podium import api
 from podium.engine.checkpoint import saved_steps
 from podium.spmd.folder import RunFolder
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),
+    pytest.mark.slow,
+]
 
 # A logger is loaded inside rank 0, so it is where a test can reach into a rank of a real run. This one makes the write
 # of step 6 stop half-way for ever.
