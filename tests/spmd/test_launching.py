@@ -22,7 +22,10 @@ from helpers.ranks import (
 from podium.errors import DataError, LaunchError
 from podium.spmd.launch import RankPlace, launch, place_under_torchrun
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),
+    pytest.mark.slow,
+]
 
 
 def launched(main: Callable[..., Any], *args: Any, ranks: int = 2) -> Any:
