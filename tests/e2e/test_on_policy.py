@@ -276,7 +276,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "reinforce++ baseline": {"algorithm": {"advantage": "reinforce_pp_baseline"}},
     "kl in the loss": {"algorithm": {"kl": {"coefficient": 0.1, "refresh_every": 1, "target": 0.01, "horizon": 100}}},
     "kl in the reward": {"algorithm": {"kl": {"coefficient": 0.1, "where": "reward"}}},
-    "correction": {"algorithm": {"correction": {"kind": "sequence_mask", "low": 0.5}}, "rollout": {"top_p": 0.9}},
+    "correction": {"algorithm": {"correction": {"kind": "sequence_mask", "low": 0.5}}},
     "no truncated": {"algorithm": {"mask_truncated": True}},
     "own pieces": {"algorithm": {"advantage": "pieces.py:halved", "loss": "pieces.py:squared"}},
 }  # fmt: skip
@@ -302,7 +302,8 @@ def test_methods_are_combinations_of_pieces(workspace: Workspace, name: str) -> 
             assert found[1]["reward/shaping/mean"] < 0
         case "kl in the loss":
             assert found[1]["kl/reference"] == pytest.approx(0.0, abs=1e-6)  # the policy is its reference still
-            assert found[1]["kl/coefficient"] < 0.1  # below its target
+            assert found[1]["kl/coefficient"] == 0.1  # it moves after the step
+            assert found[2]["kl/coefficient"] < 0.1  # below its target
         case "correction":
             assert found[1]["correction/mean"] > 0
         case "no truncated":
