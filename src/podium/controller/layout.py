@@ -143,14 +143,15 @@ def _train_roles(
         at = recipe.algorithm.kl.reference
         spec = ScorerSpec(
             model=_section(recipe, at), folder=_folder(at, model, "algorithm.kl.reference"), max_tokens=max_tokens,
-            seed=recipe.run.seed, checkpoints=run / "reference", beside=run / folder.checkpoints.name,
+            seed=recipe.run.seed, policy=None if at is None else recipe.model,
+            checkpoints=run / "reference", beside=run / folder.checkpoints.name,
             begin=_reference_begin(run, resume_step, refreshed=recipe.algorithm.kl.refresh_every is not None),
         )  # fmt: skip
         roles.append(RoleSpec(name=names.reference, kind=Scorer, pool=TRAIN, mesh=mesh, arguments=(spec,)))
     for number, (name, teacher) in enumerate(zip(names.teachers, recipe.teachers, strict=True)):
         spec = ScorerSpec(
             model=_section(recipe, teacher.path), folder=local_folder(teacher.path, f"teachers.{number}.path"),
-            max_tokens=max_tokens, seed=recipe.run.seed,
+            max_tokens=max_tokens, seed=recipe.run.seed, policy=recipe.model,
         )  # fmt: skip
         roles.append(RoleSpec(name=name, kind=Scorer, pool=TRAIN, mesh=mesh, arguments=(spec,)))
     for index, name in names.reward_models:

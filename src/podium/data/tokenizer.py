@@ -46,9 +46,14 @@ def load_tokenizer(section: ModelSection) -> Any:
     return tokenizer
 
 
+def has_tokenizer(folder: str | Path) -> bool:
+    """Whether a local folder holds some tokenizer's files."""
+    return any(glob.glob(os.path.join(glob.escape(str(folder)), name)) for name in _TOKENIZER_FILES)
+
+
 def require_tokenizer_files(folder: str, key: str) -> None:
     """A local folder must hold some tokenizer's files."""
-    if any(glob.glob(os.path.join(glob.escape(folder), name)) for name in _TOKENIZER_FILES):
+    if has_tokenizer(folder):
         return
     raise ModelError(
         f"{key}: {folder} has no tokenizer (looked for {', '.join(_TOKENIZER_FILES)}). Save one there with "
@@ -74,6 +79,19 @@ def require_embeddings(tokenizer: Any, rows: int) -> None:
         raise ModelError(
             f"model.path: the tokenizer has {len(tokenizer)} tokens and the model {rows} embedding rows, so some "
             "tokens have no embedding. They do not belong together."
+        )
+
+
+def require_same_tokens(policy: Any, other: Any, path: str) -> None:
+    """Every token of the policy must have the same id in the other's tokenizer: what that one says of ids would
+    otherwise be about other words, and nothing would show it."""
+    theirs = other.get_vocab()
+    differing = [token for token, number in policy.get_vocab().items() if theirs.get(token) != number]
+    if differing:
+        raise ModelError(
+            f"{path}: its tokenizer gives {len(differing)} of the policy's tokens another id (or none), "
+            f"{differing[0]!r} for one. It would score other words than were said. Teacher, reference and "
+            "policy must share their tokenizer."
         )
 
 

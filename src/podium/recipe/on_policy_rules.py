@@ -84,9 +84,9 @@ def _estimator(recipe: Recipe) -> Iterator[str]:
     if algorithm.keep_per_prompt != 1 and recipe.program != "expert_iteration":
         yield f"algorithm.keep_per_prompt: {recipe.program} learns from all episodes. Remove it."
     if recipe.program == "expert_iteration":
-        for name in ("loss", "entropy", "clip_low", "clip_high", "dual_clip", "proximal", "correction"):
-            if getattr(algorithm, name) != AlgorithmSection.model_fields[name].default:
-                yield f"algorithm.{name}: expert_iteration imitates and has no use for it. Remove it."
+        for key in ("loss", "entropy", "clip_low", "clip_high", "dual_clip", "proximal", "correction"):
+            if getattr(algorithm, key) != AlgorithmSection.model_fields[key].default:
+                yield f"algorithm.{key}: expert_iteration imitates and has no use for it. Remove it."
     correction = algorithm.correction
     if correction is not None and "truncate" in correction.kind and correction.low:
         yield "algorithm.correction.low: is of the masked kinds; truncation has a cap only. Remove it."

@@ -15,7 +15,7 @@ from podium.cluster import Computed, Seat
 from podium.data.documents import Document, pack
 from podium.data.splitting import split_step
 from podium.data.tasks import Task
-from podium.data.tokenizer import load_tokenizer, require_embeddings
+from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_embeddings
 from podium.data.trajectories import TokenColumn
 from podium.engine.mesh import adopt
 from podium.engine.sharding import place_scalar
@@ -47,10 +47,7 @@ class RewardModel:
         self._spec = spec
         self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
         self._reader = TextReader(load_tokenizer(spec.policy))
-        own = any(
-            (spec.folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
-        )
-        self._tokenizer: Any = load_tokenizer(spec.model if own else spec.policy)
+        self._tokenizer: Any = load_tokenizer(spec.model if has_tokenizer(spec.folder) else spec.policy)
         self._model, _ = place_scalar(spec.model, spec.folder, self._mesh, labels=None, masters=False)
         require_embeddings(self._tokenizer, self._model.vocab_size)
         labels = self._model.hf.config.num_labels

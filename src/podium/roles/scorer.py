@@ -14,6 +14,7 @@ import transformers
 
 from podium.algorithms.kl import KlEstimator, kl_estimate
 from podium.cluster import Computed, Seat
+from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_tokens
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
@@ -40,6 +41,7 @@ class ScorerSpec:
     folder: Path
     max_tokens: int
     seed: int  # where its weights are drawn
+    policy: ModelSection | None = None  # whose tokens it scores; None: its own
     checkpoints: Path | None = None  # of a reference that is refreshed
     beside: Path | None = None  # checkpoints of the policy: it is kept as long as its policy
     begin: Path | None = None
@@ -62,6 +64,9 @@ class Scorer:
                 f"{policy.vocab_size}: it cannot score the policy's tokens. Teacher, reference and policy must share "
                 "their tokenizer."
             )
+        if spec.policy is not None and has_tokenizer(spec.folder):
+            own = spec.model.model_copy(update={"tokenizer": None, "chat_template": None})
+            require_same_tokens(load_tokenizer(spec.policy), load_tokenizer(own), spec.model.path)
         if spec.begin is not None:
             CheckpointReader(spec.begin).load(self._pieces())
         self._model.eval()
