@@ -20,6 +20,7 @@ _HARMLESS = (
     "run.log_every",
     "run.folder",
     "run.name",
+    "run.cache",
     "data.workers",
     "data.prefetch",
     "data.heldout",

@@ -24,6 +24,9 @@ class SignalShape:
 
 SIGNALS: dict[ProgramName, SignalShape] = {
     "sft": SignalShape(density="dense", data="fixed"),
+    "dpo": SignalShape(density="sparse", data="fixed"),
+    "reward_model": SignalShape(density="sparse", data="fixed"),
+    "distill": SignalShape(density="dense", data="fixed"),
     "grpo": SignalShape(density="sparse", data="on_policy"),
     "ppo": SignalShape(density="sparse", data="on_policy"),
     "on_policy_distill": SignalShape(density="dense", data="on_policy"),

@@ -19,6 +19,10 @@ def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
     values = recipe.model_dump(mode="json")
     for key in ("path", "tokenizer", "chat_template"):
         values["model"][key] = _absolute(values["model"][key])
+    for section, key in (("lora", "adapter"), ("new_tokens", "file")):
+        if values["model"][section] is not None:
+            values["model"][section][key] = _absolute(values["model"][section][key])
+    values["preference"]["reference_model"] = _absolute(values["preference"]["reference_model"])
     for part in ("train", "heldout"):
         for source in values["data"][part]:
             source["path"] = _absolute(source["path"])

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from podium.recipe.dense_rules import dense_rules
 from podium.recipe.on_policy_rules import on_policy_rules
 from podium.recipe.programs import SIGNALS
 
@@ -17,7 +18,7 @@ def broken_rules(recipe: Recipe) -> list[str]:
     """All rules that span several keys and do not hold."""
     controlled = SIGNALS[recipe.program].execution == "controlled"
     own = on_policy_rules(recipe) if controlled else [*_lengths(recipe), *_only_on_policy(recipe)]
-    return [*own, *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
+    return [*own, *dense_rules(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
 
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
@@ -27,7 +28,7 @@ def _lengths(recipe: Recipe) -> Iterator[str]:
             f"data.max_length: {longest} does not fit micro_batch_tokens {budget}; a document is never cut over two "
             f"micro-batches. Lower data.max_length to {budget} or raise micro_batch_tokens to {longest}."
         )
-    if longest is not None and longest > step:
+    if longest is not None and longest > step and recipe.rows_per_step is None:
         yield (
             f"data.max_length: {longest} is longer than tokens_per_step {step}. "
             f"Raise tokens_per_step to at least {longest}."
@@ -83,6 +84,8 @@ def _only_on_policy(recipe: Recipe) -> Iterator[str]:
         )
     fields = type(recipe).model_fields
     for name in ("reward", "grading", "algorithm", "critic", "teachers", "environment"):
+        if name == "teachers" and recipe.program == "distill":
+            continue
         if getattr(recipe, name) != fields[name].get_default(call_default_factory=True):
             yield (
                 f"{name}: {recipe.program} learns from data that is known in advance and has no use for it. Remove "
@@ -96,9 +99,7 @@ def _only_on_policy(recipe: Recipe) -> Iterator[str]:
 
 
 def _names(recipe: Recipe) -> Iterator[str]:
-    known = {"messages", "prompt", "completion", "text"}
-    if SIGNALS[recipe.program].execution == "controlled":
-        known |= {"reference", "data_source", "tools"}
+    known = _columns(recipe)
     for part in ("train", "heldout"):
         for index, source in enumerate(getattr(recipe.data, part)):
             for name in source.columns:
@@ -107,3 +108,18 @@ def _names(recipe: Recipe) -> Iterator[str]:
                         f"data.{part}.{index}.columns.{name}: not a column that Podium reads. "
                         f"The left side is one of {', '.join(sorted(known))}; the right side is your column's name."
                     )
+
+
+def _columns(recipe: Recipe) -> set[str]:
+    """Names that rows of this program may have."""
+    pairs = {"prompt", "chosen", "rejected", "tools"}
+    known = {"messages", "prompt", "completion", "text"}
+    match recipe.program:
+        case "dpo":
+            return {"prompt", "completion", "label", "tools"} if recipe.preference.loss == "kto" else pairs
+        case "reward_model":
+            return pairs | {"margin"} if recipe.reward_model.learns == "pairs" else known | {"score", "tools"}
+        case "sft" | "distill":
+            return known
+        case _:
+            return known | {"reference", "data_source", "tools"}

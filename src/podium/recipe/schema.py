@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, StringConstraints, model_validator
 
+from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
 from podium.recipe.fields import Count, NonNegative, Place, Real, Section, Switch, Text
 from podium.recipe.on_policy import (
     AlgorithmSection,
@@ -18,7 +19,35 @@ from podium.recipe.on_policy import (
 )
 from podium.recipe.plugins import PluginPath
 
-ProgramName = Literal["sft", "grpo", "ppo", "on_policy_distill", "expert_iteration"]
+ProgramName = Literal["sft", "dpo", "reward_model", "distill", "grpo", "ppo", "on_policy_distill", "expert_iteration"]
+
+
+class LoraSection(Section):
+    """Low-rank adapters: the base stays frozen in the compute dtype, only the adapter is trained and saved."""
+
+    rank: Count = 16
+    alpha: Real = Field(32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
+    dropout: Real = Field(0.0, ge=0, lt=1)
+    targets: Literal["all-linear"] | tuple[Text, ...] = Field(
+        "all-linear", description="Names of linear layers, such as [q_proj, v_proj]; all-linear: all but the head."
+    )
+    rank_stabilized: Switch = Field(False, description="Scale by alpha / sqrt(rank) instead.")
+    adapter: Place | None = Field(
+        None, description="Folder of an adapter of this base to go on from; its config sets rank, alpha and targets."
+    )
+
+
+class NewTokensSection(Section):
+    """Tokens that the tokenizer gets beside its own, such as the items of a catalogue."""
+
+    tokens: tuple[Text, ...] = Field((), description="The tokens themselves.")
+    file: Place | None = Field(None, description="A text file with one token a line, beside or instead of `tokens`.")
+    special: Switch = Field(False, description="Special tokens are left out of decoded text.")
+    init: Literal["pieces", "mean"] = Field(
+        "pieces",
+        description="A new token's embedding begins as the mean of those of the pieces that it was written with "
+        "before, or of all.",
+    )
 
 
 class ModelSection(Section):
@@ -40,9 +69,17 @@ class ModelSection(Section):
     )
     pad_vocab_to: Count = Field(64, description="Vocabulary rows are padded to a multiple of this inside the run.")
     trust_remote_code: Switch = Field(False, description="Run Python code that the checkpoint ships. Off unless asked.")
+    lora: LoraSection | None = Field(None, description="Train a low-rank adapter instead of all weights.")
+    new_tokens: NewTokensSection | None = Field(None, description="Tokens to add to the vocabulary.")
     self_check: Switch = Field(
         True, description="Before step 1, compare Podium's packed forward with plain transformers on random tokens."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        """`model: FOLDER` is short for `model: {path: FOLDER}`."""
+        return {"path": value} if isinstance(value, str) else value
 
 
 class SourceSection(Section):
@@ -217,6 +254,9 @@ class RunSection(Section):
         None, description="Name of the run folder; default: the recipe file's name."
     )
     folder: Place = "runs"
+    cache: Place | None = Field(
+        None, description="Where what is computed once before training is kept for other runs; default: folder/.cache."
+    )
     seed: NonNegative = 0
     loggers: tuple[Literal["tensorboard"] | PluginPath, ...] = ()
     log_every: Count = 1
@@ -232,6 +272,9 @@ class Recipe(Section):
     optimizer: OptimizerSection
     steps: Count
     tokens_per_step: Count = Field(16_384, description="Tokens of one optimizer step, over all ranks.")
+    rows_per_step: Count | None = Field(
+        None, description="Fixed data: exactly so many rows a step, however long, instead of tokens_per_step."
+    )
     micro_batch_tokens: Count | None = Field(
         None,
         description="Most tokens of one forward on one rank. Changes speed and memory, never the result. "
@@ -245,7 +288,10 @@ class Recipe(Section):
     grading: GradingSection = GradingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection = CriticSection()
-    teachers: tuple[TeacherSection, ...] = Field((), description="on_policy_distill: whom to learn from.")
+    teachers: tuple[TeacherSection, ...] = Field((), description="distill, on_policy_distill: whom to learn from.")
+    preference: PreferenceSection = PreferenceSection()
+    reward_model: RewardModelSection = RewardModelSection()
+    distill: DistillSection = DistillSection()
     environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
     run: RunSection = RunSection()
 

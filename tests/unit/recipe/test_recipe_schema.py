@@ -136,7 +136,7 @@ def test_an_unknown_key_like_nothing_else_lists_what_is_known_there() -> None:
         ("data.train.0.weight=0", "data.train.0.weight:", "0"),
         ("data.train.0.columns=[a]", "data.train.0.columns:", "['a']"),
         ("data.trained=user", "data.trained:", "'user'"),
-        ("model=base", "model:", "'base'"),
+        ("model=7", "model:", "7"),
         ("model.path=''", "model.path:", "''"),
         ("model.path=7", "model.path:", "7"),
         ("run.name='../up'", "run.name:", "'../up'"),
