@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
 from podium.data.checking import check_source
 from podium.data.documents import Document
+from podium.data.examples import shape_of
 from podium.data.tasks import PromptEncoder, check_task_source, read_tasks
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
@@ -25,12 +28,22 @@ _SHOWN_CHARACTERS = 400
 
 def check_recipe(recipe: Recipe) -> None:
     """Torch-free and quick. All problems are raised together."""
+    raise_together(problems_of(recipe))
+
+
+def problems_of(recipe: Recipe) -> list[PodiumError]:
+    """Everything that is wrong, each beginning with its key."""
     problems: list[PodiumError] = []
     for look in _looks(recipe):
         try:
             look()
         except PodiumError as error:
             problems.append(error)
+    return problems
+
+
+def raise_together(problems: Sequence[PodiumError]) -> None:
+    """One as itself, several in one error, none not at all."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -49,7 +62,7 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         template = model.chat_template
         yield lambda: _check_exists(template, "model.chat_template", hub=False)
     for key, source in _sources(recipe):
-        look = check_task_source if _is_controlled(recipe) else check_source
+        look = check_task_source if _is_controlled(recipe) else partial(check_source, shape=shape_of(recipe))
         yield lambda key=key, source=source, look=look: look(source, key)  # type: ignore[misc]
         if source.map is not None:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
@@ -83,6 +96,8 @@ def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:
 
 def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Checkpoints beside the policy's, with their keys."""
+    if recipe.preference.reference_model is not None:
+        yield "preference.reference_model", recipe.preference.reference_model
     for index, teacher in enumerate(recipe.teachers):
         yield f"teachers.{index}.path", teacher.path
     for index, reward in enumerate(recipe.reward):
@@ -147,18 +162,15 @@ def _task_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: An
 
 def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
     """What became of a source's first rows, and one of its documents with the trained part in brackets."""
-    from podium.data.chat import Dropped, Made, MakerSpec
+    from podium.data.chat import Dropped
+    from podium.data.examples import MadeExample, MakerSpec
     from podium.data.sources import open_source
 
-    assert recipe.data.max_length is not None
-    spec = MakerSpec(
-        model=recipe.model, sections=(section,), key=key.rpartition(".")[0], trained=recipe.data.trained,
-        max_length=recipe.data.max_length, overlong=recipe.data.overlong,
-    )  # fmt: skip
+    spec = replace(MakerSpec.of(recipe), sections=(section,), key=key.rpartition(".")[0])
     maker, source = spec.build(), open_source(section, key)
     rows = islice((row for block in range(source.num_blocks) for row in source.read_block(block)), _DEEP_ROWS)
     results = [maker.make(0, row) for row in rows]
-    made = [result for result in results if isinstance(result, Made)]
+    made = [result for result in results if isinstance(result, MadeExample)]
     dropped = Counter(result.value for result in results if isinstance(result, Dropped))
     reasons = ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
     if not made:
@@ -166,13 +178,17 @@ def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: 
             f"{key}: none of the first {len(results)} rows of {section.path} gives a document: {reasons}. Check "
             "data.trained (chats need assistant turns), data.max_length with data.overlong, and the source's `map`."
         )
-    tokens = sum(len(each.document.tokens) for each in made)
-    trained = sum(each.document.num_trained for each in made)
+    documents = [document for each in made for document in each.example.documents]
+    tokens = sum(len(document.tokens) for document in documents)
+    trained = sum(document.num_trained for document in documents)
     truncated = sum(each.truncated for each in made)
     return [
-        f"{key}: {len(results)} rows read, {len(made)} documents, {tokens / len(made):.0f} tokens on average, "
-        f"{trained / tokens:.0%} of them trained, {truncated} truncated, {reasons or 'none dropped'}",
-        f"  the first, with what is trained in brackets: {_marked(made[0].document, tokenizer)}",
+        f"{key}: {len(results)} rows read, {len(documents)} documents, {tokens / len(documents):.0f} tokens on "
+        f"average, {trained / tokens:.0%} of them trained, {truncated} truncated, {reasons or 'none dropped'}",
+        *(
+            f"  the first, with what is trained in brackets: {_marked(document, tokenizer)}"
+            for document in made[0].example.documents
+        ),
     ]
 
 

@@ -38,6 +38,10 @@ class TrainingDivergedError(PodiumError):
     """Too many steps in a row had a non-finite loss or gradient."""
 
 
+class RunStoppedError(PodiumError):
+    """The user stopped a run before its first step: says how to go on. What was computed so far is kept."""
+
+
 class MissingExtraError(PodiumError):
     """An optional dependency is asked for and not installed: says what to install."""
 

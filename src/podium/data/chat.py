@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,19 +22,15 @@ from podium.data.kinds import (
     parse_tools,
 )
 from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools
-from podium.data.rows import LinePlace, Row
-from podium.data.tokenizer import load_tokenizer
+from podium.data.rows import Row
 from podium.errors import DataError
 from podium.recipe import plugins
-from podium.recipe.schema import ModelSection, SourceSection
+from podium.recipe.schema import SourceSection
 
 Trained = Literal["assistant", "last_turn", "everything"]
 Overlong = Literal["truncate", "drop", "error"]
 
 _NO_COLUMNS: Mapping[str, str] = {}
-# Documents that a SourcesMaker remembers: about 80 MB at 5 bytes a token, each counted with what holds it.
-_MOST_REMEMBERED_TOKENS = 16_000_000
-_TOKENS_PER_ENTRY = 150
 
 
 class Dropped(enum.Enum):
@@ -77,14 +73,16 @@ class DocumentMaker:
     ) -> Made | Dropped:
         """The row's document, or why there is none; a row that is wrong raises a DataError that names it."""
         values = named_values(row, columns, map)
-        if values is None:
-            return Dropped.BY_MAP
+        return Dropped.BY_MAP if values is None else self.document(values, columns, row)
+
+    def document(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Made | Dropped:
+        """The same of values that are named already."""
         try:
             marked = self._marked(values, columns, row)
         except ChatTemplateError as error:
             raise DataError(f"{row.where}: {error}") from error
         except (TypeError, UnicodeError) as error:
-            raise _unreadable(row, error) from error
+            raise unreadable(row, error) from error
         return self._finished(marked, row)
 
     def prompt_of(
@@ -92,14 +90,16 @@ class DocumentMaker:
     ) -> Prompt | None:
         """What comes before the row's last answer; None for raw text, a chat without answer, or a dropped row."""
         values = named_values(row, columns, map)
-        if values is None:
-            return None
+        return None if values is None else self.prompt(values, columns, row)
+
+    def prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Prompt | None:
+        """The same of values that are named already."""
         try:
             found = self._prompt(values, columns, row)
         except ChatTemplateError as error:
             raise DataError(f"{row.where}: {error}") from error
         except (TypeError, UnicodeError) as error:
-            raise _unreadable(row, error) from error
+            raise unreadable(row, error) from error
         if found is None:
             return None
         tokens, reference = found
@@ -198,58 +198,11 @@ class DocumentMaker:
         return tokens if end is None or (tokens and tokens[-1] == end) else [*tokens, end]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MakerSpec:
-    """All that another thread or process needs to make documents of several sources; small, and pickles."""
-
-    model: ModelSection
-    sections: tuple[SourceSection, ...]
-    key: str  # where the sections stand in the recipe: `data.train`
-    trained: Trained
-    max_length: int
-    overlong: Overlong
-
-    def build(self) -> SourcesMaker:
-        """Loads a tokenizer of its own and the plug-ins: slow, and once per thread or process."""
-        maker = DocumentMaker(load_tokenizer(self.model), self.trained, self.max_length, self.overlong)
-        return SourcesMaker(maker, self.sections, self.key)
-
-
-class SourcesMaker:
-    """A DocumentMaker that knows each source's `columns` and `map`, and remembers what it made.
-
-    Small data is tokenized once and not again in every epoch. Memory is bounded: what comes after it is full is made
-    anew each time. Rows of a source with a `map` are not remembered; the plug-in sees every draw.
-    """
-
-    def __init__(self, maker: DocumentMaker, sections: Sequence[SourceSection], key: str) -> None:
-        self._maker = maker
-        self._columns = [section.columns for section in sections]
-        self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
-        self._remembered: dict[tuple[int, str | LinePlace], Made | Dropped] = {}
-        self._remembered_tokens = 0
-
-    def make(self, source: int, row: Row) -> Made | Dropped:
-        if self._maps[source] is not None:
-            return self._maker.make(row, self._columns[source], self._maps[source])
-        found = self._remembered.get((source, row.place))
-        if found is not None:
-            return found
-        made = self._maker.make(row, self._columns[source])
-        if self._remembered_tokens < _MOST_REMEMBERED_TOKENS:
-            self._remembered[source, row.place] = made
-            self._remembered_tokens += _TOKENS_PER_ENTRY + (len(made.document.tokens) if isinstance(made, Made) else 0)
-        return made
-
-    def prompt_of(self, source: int, row: Row) -> Prompt | None:
-        return self._maker.prompt_of(row, self._columns[source], self._maps[source])
-
-
 def load_map(section: SourceSection, key: str) -> MapFunction | None:
     return plugins.load(section.map, f"{key}.map") if section.map is not None else None
 
 
-def _unreadable(row: Row, error: Exception) -> DataError:
+def unreadable(row: Row, error: Exception) -> DataError:
     return DataError(
         f"{row.where}: the tokenizer cannot read it ({type(error).__name__}: {error}). Halves of surrogate pairs, "
         "as in broken emoji, are the usual reason; mend or drop such rows with the source's `map`."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packing buffer: made documents come in, whole steps go out, and every row is accounted for."""
+"""The packing buffer: made examples come in, whole steps go out, and every row is accounted for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from podium.data.chat import Dropped, Made
-from podium.data.documents import Document
+from podium.data.chat import Dropped
+from podium.data.documents import Example
+from podium.data.examples import MadeExample
 from podium.data.packing import compose_step
 from podium.data.state import DocumentCounts, LoaderState
 from podium.data.stream import Drawn, StreamPosition
@@ -23,25 +24,35 @@ class RowChunk:
     position: StreamPosition
 
 
-class StepComposer:
-    """Holds the documents that wait. The same chunks give the same steps, however and wherever they were made."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSize:
+    """How much one step takes: as many rows as fit so many tokens, or exactly so many rows."""
 
-    def __init__(self, names: Sequence[str], tokens_per_step: int, window: int, state: LoaderState) -> None:
+    tokens: int
+    rows: int | None = None
+
+
+class StepComposer:
+    """Holds the examples that wait. The same chunks give the same steps, however and wherever they were made."""
+
+    def __init__(self, names: Sequence[str], size: StepSize, window: int, state: LoaderState) -> None:
         self._names = tuple(names)
-        self._tokens_per_step = tokens_per_step
+        self._size = size
         self._window = window
         self._waiting = list(state.waiting)
-        self._num_waiting_inputs = sum(document.num_inputs for document in self._waiting)
+        self._num_waiting_inputs = sum(example.num_inputs for example in self._waiting)
         self._position = state.position
         self._counts = state.counts
         self._made_in_epoch = list(state.made_in_epoch)
 
     @property
     def is_ready(self) -> bool:
-        """Whether enough documents wait to fill a step well."""
-        return len(self._waiting) >= self._window and self._num_waiting_inputs >= self._tokens_per_step
+        """Whether enough examples wait to fill a step well."""
+        if self._size.rows is not None:
+            return len(self._waiting) >= self._size.rows
+        return len(self._waiting) >= self._window and self._num_waiting_inputs >= self._size.tokens
 
-    def add(self, chunk: RowChunk, made: Sequence[Made | Dropped]) -> None:
+    def add(self, chunk: RowChunk, made: Sequence[MadeExample | Dropped]) -> None:
         counts = self._counts
         drawn_by_source, epochs = list(counts.drawn), list(counts.epochs)
         num_kept = num_truncated = 0
@@ -53,9 +64,9 @@ class StepComposer:
                 self._made_in_epoch[drawn.source] = 0
             drawn_by_source[drawn.source] += 1
             match result:
-                case Made(document=document, truncated=truncated):
-                    self._waiting.append(document)
-                    self._num_waiting_inputs += document.num_inputs
+                case MadeExample(example=example, truncated=truncated):
+                    self._waiting.append(example)
+                    self._num_waiting_inputs += example.num_inputs
                     self._made_in_epoch[drawn.source] += 1
                     num_kept += 1
                     num_truncated += truncated
@@ -76,14 +87,15 @@ class StepComposer:
             epochs=tuple(epochs),
         )
 
-    def take(self) -> tuple[tuple[Document, ...], LoaderState]:
-        """The next step's documents, and the state right after they left the buffer."""
-        chosen = compose_step(self._waiting, self._tokens_per_step)
-        documents = tuple(self._waiting[index] for index in chosen)
+    def take(self) -> tuple[tuple[Example, ...], LoaderState]:
+        """The next step's examples, and the state right after they left the buffer."""
+        rows = self._size.rows
+        chosen = compose_step(self._waiting, self._size.tokens) if rows is None else tuple(range(rows))
+        examples = tuple(self._waiting[index] for index in chosen)
         gone = set(chosen)
-        self._waiting = [document for index, document in enumerate(self._waiting) if index not in gone]
-        self._num_waiting_inputs -= sum(document.num_inputs for document in documents)
-        return documents, self._state()
+        self._waiting = [example for index, example in enumerate(self._waiting) if index not in gone]
+        self._num_waiting_inputs -= sum(example.num_inputs for example in examples)
+        return examples, self._state()
 
     def _state(self) -> LoaderState:
         return LoaderState(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the data room hands out: documents, the documents of one step, and packed micro-batches. NumPy only."""
 
-# T packed tokens · D documents
+# T packed tokens · D documents · S trained tokens · R examples
 
 from __future__ import annotations
 
@@ -33,6 +33,23 @@ class Document:
     @property
     def num_trained(self) -> int:
         return int(self.trained.sum())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Example:
+    """What one row trains on: a document, or two that are compared (chosen, then rejected). They stay together: one
+    step, one rank, one micro-batch."""
+
+    documents: tuple[Document, ...]
+    value: float = 0.0  # what the row says beside its text: a pair's margin, a score, a label (1 or 0)
+
+    @property
+    def num_inputs(self) -> int:
+        return sum(document.num_inputs for document in self.documents)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(document.num_trained for document in self.documents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -71,4 +88,44 @@ def pack(documents: Sequence[Document]) -> PackedBatch:
         targets_T=np.concatenate([document.tokens[1:] for document in documents]),
         weights_T=np.concatenate([document.trained[1:] for document in documents]).astype(np.float32),
         offsets=offsets,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedExamples:
+    """Examples as one micro-batch, and where each of their documents went in it."""
+
+    packed: PackedBatch
+    documents: tuple[Document, ...]  # in the order in which they are packed
+    document_S: NDArray[np.int64]  # of each trained token
+    places: NDArray[np.int64]  # [R, documents of an example]: positions in `documents`
+    values_R: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SplitExamples:
+    """Examples of all ranks, in order, and which of them are this rank's, micro-batch by micro-batch. All ranks have
+    equally many micro-batches; some may be empty."""
+
+    examples: tuple[Example, ...]
+    rows: tuple[tuple[int, ...], ...]  # of each micro-batch: positions in `examples`
+
+    @property
+    def parts(self) -> tuple[tuple[Example, ...], ...]:
+        return tuple(tuple(self.examples[row] for row in part) for part in self.rows)
+
+
+def pack_examples(examples: Sequence[Example]) -> PackedExamples:
+    """Documents sorted by length, so that those of one length lie side by side and share attention calls."""
+    flat = [document for example in examples for document in example.documents]
+    order = sorted(range(len(flat)), key=lambda at: flat[at].num_inputs)
+    place = np.empty(len(flat), np.int64)
+    place[order] = np.arange(len(flat))
+    documents = tuple(flat[at] for at in order)
+    return PackedExamples(
+        packed=pack(documents),
+        documents=documents,
+        document_S=np.repeat(np.arange(len(flat)), [document.num_trained for document in documents]).astype(np.int64),
+        places=place.reshape(len(examples), -1) if examples else np.empty((0, 1), np.int64),
+        values_R=np.array([example.value for example in examples], np.float32),
     )

@@ -86,22 +86,22 @@ def check_values(values: Mapping[str, Any], columns: Mapping[str, str], row: Row
 def parse_text(values: Mapping[str, Any], column: str, row: Row) -> str:
     value = values[column]
     if not isinstance(value, str):
-        raise DataError(f"{row.where}: `{column}` must be a string, found {_shown(value)}.")
+        raise DataError(f"{row.where}: `{column}` must be a string, found {shown(value)}.")
     return value
 
 
 def parse_prompt_completion(
-    values: Mapping[str, Any], row: Row
+    values: Mapping[str, Any], row: Row, *, completion: str = "completion"
 ) -> tuple[str, str] | tuple[list[Message], list[Message]]:
-    """Two strings, or two lists of messages that together are a chat."""
-    prompt, completion = values["prompt"], values["completion"]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        return prompt, completion
-    if isinstance(prompt, list | tuple) and isinstance(completion, list | tuple):
-        return parse_messages(prompt, "prompt", row), parse_messages(completion, "completion", row)
+    """Two strings, or two lists of messages that together are a chat. `completion`: what the row calls it."""
+    prompt, said = values["prompt"], values["completion"]
+    if isinstance(prompt, str) and isinstance(said, str):
+        return prompt, said
+    if isinstance(prompt, list | tuple) and isinstance(said, list | tuple):
+        return parse_messages(prompt, "prompt", row), parse_messages(said, completion, row)
     raise DataError(
-        f"{row.where}: `prompt` and `completion` must both be strings or both lists of messages, found "
-        f"{_shown(prompt)} and {_shown(completion)}."
+        f"{row.where}: `prompt` and `{completion}` must both be strings or both lists of messages, found "
+        f"{shown(prompt)} and {shown(said)}."
     )
 
 
@@ -109,7 +109,7 @@ def parse_messages(value: Any, column: str, row: Row) -> list[Message]:
     """The messages without their empty fields (columnar formats fill a field that some message has with null)."""
     if not isinstance(value, list | tuple):
         raise DataError(
-            f"{row.where}: `{column}` must be a list of {{role, content}}, found {_shown(value)}."
+            f"{row.where}: `{column}` must be a list of {{role, content}}, found {shown(value)}."
             + (" CSV cannot hold lists; use JSONL or Parquet." if isinstance(value, str) else "")
         )
     if not value:
@@ -119,7 +119,7 @@ def parse_messages(value: Any, column: str, row: Row) -> list[Message]:
 
 def _parse_message(message: Any, name: str, row: Row) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{row.where}: {name} must be {{role, content}}, found {_shown(message)}.")
+        raise DataError(f"{row.where}: {name} must be {{role, content}}, found {shown(message)}.")
     filled = {key: value for key, value in message.items() if value is not None}
     role, content = filled.get("role"), filled.get("content")
     if role is None:
@@ -127,7 +127,7 @@ def _parse_message(message: Any, name: str, row: Row) -> Message:
         raise DataError(f"{row.where}: {name} has no `role`, only {_listed(filled)}.{hint}")
     if role not in _ROLES:
         raise DataError(
-            f"{row.where}: {name}.role is {_shown(role)}; known are {', '.join(_ROLES)}. "
+            f"{row.where}: {name}.role is {shown(role)}; known are {', '.join(_ROLES)}. "
             "Rename it with the source's `map`."
         )
     if isinstance(content, list | tuple | Mapping):
@@ -138,7 +138,7 @@ def _parse_message(message: Any, name: str, row: Row) -> Message:
     if content is None and not (role == "assistant" and filled.get("tool_calls")):
         raise DataError(f"{row.where}: {name} ({role}) has no `content`. Give a string; it may be empty.")
     if content is not None and not isinstance(content, str):
-        raise DataError(f"{row.where}: {name}.content must be a string, found {_shown(content)}.")
+        raise DataError(f"{row.where}: {name}.content must be a string, found {shown(content)}.")
     return filled
 
 
@@ -153,7 +153,7 @@ def parse_tools(values: Mapping[str, Any], row: Row) -> list[dict[str, Any]] | N
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{row.where}: `tools` must be a list of JSON schemas, found {_shown(tools)}.")
+        raise DataError(f"{row.where}: `tools` must be a list of JSON schemas, found {shown(tools)}.")
     return [dict(tool) for tool in tools]
 
 
@@ -172,6 +172,7 @@ def _listed(values: Mapping[str, Any]) -> str:
     return ", ".join(shown) or "nothing"
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Type and beginning of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of documents, prepared in the background: drawn, tokenized and packed while the last step trains."""
+"""Steps of examples, prepared in the background: drawn, tokenized and packed while the last step trains."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from podium.data.chat import MakerSpec
-from podium.data.composing import RowChunk, StepComposer, first_state
-from podium.data.documents import Document
+from podium.data.composing import RowChunk, StepComposer, StepSize, first_state
+from podium.data.documents import Example
+from podium.data.examples import MakerSpec
 from podium.data.sources import Source
 from podium.data.state import DocumentCounts, LoaderState, decode, encode
 from podium.data.stream import MixedStream
 from podium.data.workers import ChunkMaker, InlineMaker, WorkerPool
 from podium.errors import DataError
 
-__all__ = ["DocumentCounts", "LoaderState", "StepDocuments", "StepLoader", "decode", "encode"]
+__all__ = ["DocumentCounts", "LoaderState", "StepExamples", "StepLoader", "StepSize", "decode", "encode"]
 
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
@@ -31,10 +31,10 @@ _LARGEST_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepDocuments:
-    """The documents of one optimizer step over all ranks, in order, and the loader's state right after it."""
+class StepExamples:
+    """The examples of one optimizer step over all ranks, in order, and the loader's state right after it."""
 
-    documents: tuple[Document, ...]
+    examples: tuple[Example, ...]
     state: LoaderState
     wait_s: float  # how long the consumer waited for it
 
@@ -44,12 +44,12 @@ class StepDocuments:
 
     @property
     def num_trained(self) -> int:
-        return sum(document.num_trained for document in self.documents)
+        return sum(example.num_trained for example in self.examples)
 
 
 @dataclass(frozen=True, slots=True)
 class _Composed:
-    documents: tuple[Document, ...]
+    examples: tuple[Example, ...]
     state: LoaderState
 
 
@@ -67,20 +67,20 @@ class StepLoader:
 
     def __init__(
         self, sources: Sequence[Source], maker_spec: MakerSpec, *, seed: int, shuffle: bool, shuffle_rows: int,
-        tokens_per_step: int, window: int, workers: int, prefetch: int, state: LoaderState | None = None,
+        size: StepSize, window: int, workers: int, prefetch: int, state: LoaderState | None = None,
     ) -> None:  # fmt: skip
         assert len(sources) == len(maker_spec.sections)
-        if maker_spec.max_length > tokens_per_step:
+        if maker_spec.max_length > size.tokens and size.rows is None:
             raise DataError(
                 f"data.max_length: documents of up to {maker_spec.max_length} tokens do not fit tokens_per_step "
-                f"{tokens_per_step}. Lower data.max_length or raise tokens_per_step."
+                f"{size.tokens}. Lower data.max_length or raise tokens_per_step."
             )
         self._stream = MixedStream(
             sources, [section.weight for section in maker_spec.sections], seed=seed, shuffle=shuffle,
             shuffle_rows=shuffle_rows, position=state.position if state else None,
         )  # fmt: skip
         self._composer = StepComposer(
-            [source.name for source in sources], tokens_per_step, window, state or first_state(self._stream.position)
+            [source.name for source in sources], size, window, state or first_state(self._stream.position)
         )
         # The same for any number of workers, so that the state after a step is the same too.
         self._chunk_rows = max(1, min(_LARGEST_CHUNK, window // 8))
@@ -92,10 +92,10 @@ class StepLoader:
         self._thread = threading.Thread(target=self._produce, name="podium-loader", daemon=True)
         self._thread.start()
 
-    def __iter__(self) -> Iterator[StepDocuments]:
+    def __iter__(self) -> Iterator[StepExamples]:
         return self
 
-    def __next__(self) -> StepDocuments:
+    def __next__(self) -> StepExamples:
         """Waits for the producer thread, which ends the wait with a step or with its exception; warns when it takes
         long, and raises when the thread is gone."""
         if self._failure is not None:
@@ -119,7 +119,7 @@ class StepLoader:
         if isinstance(item, _Failed):
             self._failure = item.error
             raise item.error
-        return StepDocuments(documents=item.documents, state=item.state, wait_s=time.monotonic() - begun_s)
+        return StepExamples(examples=item.examples, state=item.state, wait_s=time.monotonic() - begun_s)
 
     def close(self) -> None:
         """Ends the thread and the worker processes; a second call does nothing."""
@@ -149,8 +149,8 @@ class StepLoader:
                     self._add_chunk(maker, under_way)
                     continue
                 self._doing = "packing a step"
-                documents, state = self._composer.take()
-                self._put(_Composed(documents, state))
+                examples, state = self._composer.take()
+                self._put(_Composed(examples, state))
         except BaseException as error:
             self._put(_Failed(error))
         finally:

@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which waiting documents make up the next step; pure, and blind to ranks and micro-batches."""
+"""Which waiting examples make up the next step; pure, and blind to ranks and micro-batches."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from podium.data.documents import Document
+from podium.data.documents import Example
 
 
-def compose_step(waiting: Sequence[Document], budget: int) -> tuple[int, ...]:
-    """Positions in `waiting` of the next step's documents, in order of arrival; together at most `budget` inputs.
+def compose_step(waiting: Sequence[Example], budget: int) -> tuple[int, ...]:
+    """Positions in `waiting` of the next step's examples, in order of arrival; together at most `budget` inputs.
 
-    Documents are taken as they came until one does not fit; the room left is filled from the rest, the longest that
+    Examples are taken as they came until one does not fit; the room left is filled from the rest, the longest that
     fits first. The oldest is always taken, so none waits for ever.
     """
-    lengths = [document.num_inputs for document in waiting]
+    lengths = [example.num_inputs for example in waiting]
     room = budget
     first_left = 0
     for length in lengths:

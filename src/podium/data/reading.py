@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out data, read once in file order: documents for the loss, prompts for generation."""
+"""Data read once in file order: examples for the held-out loss or a pass before training, prompts for generation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import islice
 
-from podium.data.chat import DocumentMaker, Dropped, Made, Prompt, load_map
-from podium.data.documents import Document
+from podium.data.chat import Dropped, Prompt, load_map
+from podium.data.documents import Example
+from podium.data.examples import ExampleMaker, MadeExample
 from podium.data.kinds import MapFunction
 from podium.data.rows import Row
 from podium.data.sources import open_source
@@ -14,28 +16,28 @@ from podium.errors import DataError
 from podium.recipe.schema import SourceSection
 
 
-def read_documents(
-    sections: Sequence[SourceSection], key: str, maker: DocumentMaker, limit: int | None
-) -> list[Document]:
-    """The first `limit` documents (None: all) of sources that stand at `key` (`data.heldout`) in the recipe."""
-    documents: list[Document] = []
-    for section, function, row in _rows(sections, key):
-        match maker.make(row, section.columns, function):
-            case Made(document=document):
-                documents.append(document)
-            case Dropped():
-                continue
-        if len(documents) == limit:
-            break
-    if not documents:
+def read_examples(sections: Sequence[SourceSection], key: str, maker: ExampleMaker, limit: int | None) -> list[Example]:
+    """The first `limit` examples (None: all) of sources that stand at `key` (`data.heldout`) in the recipe."""
+    examples = list(islice(iterate_examples(sections, key, maker), limit))
+    if not examples:
         raise DataError(
             f"{key}: no trained token in the whole of {_names(sections)}. Check data.trained (chats need assistant "
             "turns), data.max_length with data.overlong, and the sources' `map`."
         )
-    return documents
+    return examples
 
 
-def read_prompts(sections: Sequence[SourceSection], key: str, maker: DocumentMaker, limit: int | None) -> list[Prompt]:
+def iterate_examples(sections: Sequence[SourceSection], key: str, maker: ExampleMaker) -> Iterator[Example]:
+    """All examples in file order."""
+    for section, function, row in _rows(sections, key):
+        match maker.make(row, section.columns, function):
+            case MadeExample(example=example):
+                yield example
+            case Dropped():
+                continue
+
+
+def read_prompts(sections: Sequence[SourceSection], key: str, maker: ExampleMaker, limit: int | None) -> list[Prompt]:
     """The first `limit` prompts (None: all), from the same rows as the documents."""
     prompts: list[Prompt] = []
     for section, function, row in _rows(sections, key):

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from podium.data.documents import Document
+from podium.data.documents import Document, Example
 from podium.data.stream import SourcePosition, StreamPosition
 from podium.errors import DataError
 
@@ -35,14 +35,15 @@ class LoaderState:
     """Enough to compose the very same later steps: nothing of the buffer is read or tokenized again."""
 
     position: StreamPosition
-    waiting: tuple[Document, ...]
+    waiting: tuple[Example, ...]
     counts: DocumentCounts
     made_in_epoch: tuple[int, ...]  # documents by source since its epoch began
 
 
 def encode(state: LoaderState) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]:
     """A JSON-able part and arrays."""
-    lengths = [len(document.tokens) for document in state.waiting]
+    documents = [document for example in state.waiting for document in example.documents]
+    lengths = [len(document.tokens) for document in documents]
     values = {
         "draw": state.position.draw,
         "sources": [[place.epoch, place.block, place.row] for place in state.position.sources],
@@ -50,9 +51,11 @@ def encode(state: LoaderState) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]
         "made_in_epoch": list(state.made_in_epoch),
     }
     arrays = {
-        "tokens": np.concatenate([np.empty(0, np.int32), *(document.tokens for document in state.waiting)]),
-        "trained": np.concatenate([np.empty(0, np.bool_), *(document.trained for document in state.waiting)]),
+        "tokens": np.concatenate([np.empty(0, np.int32), *(document.tokens for document in documents)]),
+        "trained": np.concatenate([np.empty(0, np.bool_), *(document.trained for document in documents)]),
         "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        "sizes": np.array([len(example.documents) for example in state.waiting], np.int64),
+        "values": np.array([example.value for example in state.waiting], np.float64),
     }
     return values, arrays
 
@@ -64,6 +67,11 @@ def decode(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Loa
         tokens, trained = arrays["tokens"].astype(np.int32), arrays["trained"].astype(np.bool_)
         if offsets[-1] != len(tokens) or len(tokens) != len(trained):
             raise ValueError(f"{len(tokens)} tokens, {len(trained)} marks and boundaries up to {offsets[-1]}")
+        documents = [Document(tokens=tokens[begin:end], trained=trained[begin:end]) for begin, end in pairwise(offsets)]
+        sizes, marks = arrays["sizes"].tolist(), arrays["values"].tolist()
+        if sum(sizes) != len(documents):
+            raise ValueError(f"{len(documents)} documents, and examples of {sum(sizes)}")
+        rest = iter(documents)
         counts = dict(values["counts"])
         counts = {**counts, "drawn": tuple(counts["drawn"]), "epochs": tuple(counts["epochs"])}
         return LoaderState(
@@ -72,7 +80,8 @@ def decode(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Loa
                 sources=tuple(SourcePosition(epoch=e, block=b, row=r) for e, b, r in values["sources"]),
             ),
             waiting=tuple(
-                Document(tokens=tokens[begin:end], trained=trained[begin:end]) for begin, end in pairwise(offsets)
+                Example(documents=tuple(islice(rest, size)), value=mark)
+                for size, mark in zip(sizes, marks, strict=True)
             ),
             counts=DocumentCounts(**counts),
             made_in_epoch=tuple(values["made_in_epoch"]),

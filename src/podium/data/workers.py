@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
-from podium.data.chat import Dropped, Made, MakerSpec
+from podium.data.chat import Dropped
+from podium.data.examples import MadeExample, MakerSpec
 from podium.data.rows import Row
 from podium.errors import DataError
 
@@ -29,7 +30,7 @@ class ChunkMaker(Protocol):
 
     def submit(self, rows: RowsOfSources) -> None: ...
 
-    def result(self, is_stopped: Callable[[], bool]) -> list[Made | Dropped] | None:
+    def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
         """The oldest chunk's documents; None when stopped meanwhile."""
 
     def close(self) -> None: ...
@@ -47,8 +48,8 @@ class InlineMaker:
     def submit(self, rows: RowsOfSources) -> None:
         self._waiting.append(rows)
 
-    def result(self, is_stopped: Callable[[], bool]) -> list[Made | Dropped] | None:
-        made: list[Made | Dropped] = []
+    def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
+        made: list[MadeExample | Dropped] = []
         for source, row in self._waiting.popleft():
             if is_stopped():
                 return None
@@ -90,7 +91,7 @@ class WorkerPool:
             raise self._died(number) from error
         self._num_submitted += 1
 
-    def result(self, is_stopped: Callable[[], bool]) -> list[Made | Dropped] | None:
+    def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
         number = self._num_received % self.capacity
         pipe, process = self._pipes[number], self._processes[number]
         while not is_stopped():
@@ -103,7 +104,7 @@ class WorkerPool:
             self._num_received += 1
             if isinstance(answer, BaseException):
                 raise answer
-            made: list[Made | Dropped] = answer
+            made: list[MadeExample | Dropped] = answer
             return made
         return None
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log-probs and values of sampled tokens: packed forward passes without gradient, within a budget of tokens."""
+"""Log-probs and values of given tokens: packed forward passes without gradient, within a budget of tokens."""
 
 # T tokens of all trajectories · S sampled tokens of one micro-batch
 
@@ -12,9 +12,9 @@ from itertools import pairwise
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
-from podium.data.documents import Document, PackedBatch, pack
+from podium.data.documents import Document, PackedBatch, PackedExamples, pack
 from podium.data.splitting import split_step
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.engine.mesh import Mesh
@@ -59,6 +59,20 @@ def score(
 def values(model: PackedScalarLM, mesh: Mesh, block: TrajectoryBlock, *, max_tokens: int = 16384) -> TokenColumn:
     """The value of the state that each sampled token was drawn in, 0 elsewhere. Collective, like `score`."""
     return _seen(model, mesh, block, max_tokens, lambda tokens: model(tokens, None, "values"))
+
+
+@torch.no_grad()
+def summed_logprobs(model: PackedCausalLM, mesh: Mesh, batch: PackedExamples) -> Tensor:
+    """Log-probs summed over the trained tokens of each document [D], in packed order. Collective."""
+    was_training = model.training
+    model.eval()
+    try:
+        tokens = to_device(batch.packed, mesh.device, multiple=round_tokens(mesh.device))
+        logprobs_S: Tensor = model(tokens, None, "logprobs")
+    finally:
+        model.train(was_training)
+    document_S = torch.from_numpy(batch.document_S).to(mesh.device)
+    return logprobs_S.new_zeros(len(batch.documents)).index_add(0, document_S, logprobs_S)
 
 
 @torch.no_grad()

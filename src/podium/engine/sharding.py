@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,8 +23,18 @@ from podium.models.causal_lm import (
     persistent_buffers,
     restore_buffers,
 )
+from podium.models.lora import adapter_source, require_adapter_of, widen
 from podium.models.scalar import PackedScalarLM, build_scalar
-from podium.models.weights import Box, CheckpointWeights, MemoryWeights, Piece, WeightSource, fill
+from podium.models.weights import (
+    Box,
+    CheckpointWeights,
+    MemoryWeights,
+    Piece,
+    WeightSource,
+    base_name,
+    fill,
+    is_adapter,
+)
 from podium.recipe import ModelSection
 
 PackedModel = PackedCausalLM | PackedScalarLM
@@ -40,24 +50,31 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
 def place(
     section: ModelSection, folder: Path, mesh: Mesh, *, seed: int, weights: bool = True, masters: bool = True
 ) -> tuple[PackedCausalLM, list[TrainedParameter]]:
-    """The model on this rank's device, sharded over the mesh, with float32 masters of what it trains.
+    """The model on this rank's device, sharded over the mesh, with float32 masters of what it trains: everything, or
+    with model.lora the adapter alone, beside a base in the dtype that it computes in.
 
-    `weights=False` leaves the values undefined, for a checkpoint to fill. `masters=False`: it is not trained, so its
-    weights exist once, in the dtype that it computes in.
+    `weights=False` leaves the trained values undefined, for a checkpoint to fill; a frozen base, which is in no
+    checkpoint of Podium's, is read all the same. `masters=False`: nothing is trained, so all weights exist once, in the
+    dtype that they compute in.
     """
+    require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
-    model = build(section, config, device=torch.device("meta"), dtype=_held_dtype(dtype, mesh, masters))
-    trained = _spread(model, section, mesh, dtype, masters=masters)
-    if weights:
+    model = build(section, config, device=torch.device("meta"), dtype=_held_dtype(section, dtype, mesh, masters))
+    held = _spread(model, section, mesh, dtype, masters=masters)
+    trained = held.trained
+    base = held.everything if section.lora is None else held.frozen
+    if weights or section.lora is not None:
         padded = padded_parameters(model)
         if section.init == "random":
-            fill(_pieces(model, trained), _drawn(section, config, mesh, seed), padded_rows={})
-            _zero_padding(trained, padded)
+            fill(_pieces(model, base), _drawn(section, config, mesh, seed), padded_rows={})
+            _zero_padding(base, padded)
         else:
-            fill(_pieces(model, trained), CheckpointWeights(folder, model.hf), padded_rows=padded)
-        for each in trained:
-            each.publish()
+            fill(_pieces(model, base), CheckpointWeights(folder, model.hf), padded_rows=padded)
+    if weights and section.lora is not None:
+        fill(_adapter_pieces(trained), adapter_source(model.hf, section.lora, seed), padded_rows={})
+    for each in trained if weights else []:
+        each.publish()
     return model, trained
 
 
@@ -71,56 +88,86 @@ def place_scalar(
     weights: bool = True,
     masters: bool = True,
 ) -> tuple[PackedScalarLM, list[TrainedParameter]]:
-    """The same for a body with a scalar head. A head that the checkpoint does not have, or not of this shape, begins
-    at zero: every value is 0 until it has learned."""
+    """The same for a body with a scalar head, which is trained beside an adapter too. A head that neither checkpoint
+    nor adapter has, or not of this shape, begins at zero: every value is 0 until it has learned."""
+    require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
-    held = _held_dtype(dtype, mesh, masters)
-    model = build_scalar(section, config, device=torch.device("meta"), dtype=held, labels=labels)
-    trained = _spread(model, section, mesh, dtype, masters=masters)
-    if weights:
+    kept = _held_dtype(section, dtype, mesh, masters)
+    model = build_scalar(section, config, device=torch.device("meta"), dtype=kept, labels=labels)
+    held = _spread(model, section, mesh, dtype, masters=masters)
+    if weights or section.lora is not None:
         source: WeightSource = (
             _drawn_scalar(section, config, labels, seed)
             if section.init == "random"
             else CheckpointWeights(folder, model.hf)
         )
-        shapes, pieces = source.shapes(), list(_pieces(model, trained))
-        is_new = section.init == "random" or shapes.get("score.weight") not in {
-            piece.shape for piece in pieces if piece.name == "score.weight"
-        }
-        new = [piece for piece in pieces if piece.name == "score.weight" and is_new]
-        for piece in new:
-            if labels is None:
-                raise ModelError(
-                    f"{folder} has no head `score.weight` of shape {list(piece.shape)}, so it cannot score anything. "
-                    "Give a sequence-classification checkpoint; a language model alone is none."
-                )
-            piece.local.zero_()
-        fill([piece for piece in pieces if piece not in new], source, padded_rows={})
-        for each in trained:
-            each.publish()
-    return model, trained
+        pieces = list(_pieces(model, held.everything if weights else held.frozen))
+        sources = [source] if section.init != "random" else []
+        if section.lora is not None and weights:
+            sources.insert(0, adapter_source(model.hf, section.lora, seed))
+            fill(_adapter_pieces(held.trained), sources[0], padded_rows={})
+        for piece in pieces:
+            if piece.name == "score.weight":
+                _fill_head(piece, sources, folder, can_be_new=labels is not None)
+        fill([piece for piece in pieces if piece.name != "score.weight"], source, padded_rows={})
+    for each in held.trained if weights else []:
+        each.publish()
+    return model, held.trained
 
 
-def _held_dtype(dtype: torch.dtype, mesh: Mesh, masters: bool) -> torch.dtype:
+def _fill_head(head: Piece, sources: list[WeightSource], folder: Path, *, can_be_new: bool) -> None:
+    """From the first that has one of this shape."""
+    for source in sources:
+        if source.shapes().get(head.name) == head.shape:
+            fill([head], source, padded_rows={})
+            return
+    if not can_be_new:
+        raise ModelError(
+            f"{folder} has no head `score.weight` of shape {list(head.shape)}, so it cannot score anything. "
+            "Give a sequence-classification checkpoint; a language model alone is none."
+        )
+    head.local.zero_()
+
+
+def _held_dtype(section: ModelSection, dtype: torch.dtype, mesh: Mesh, masters: bool) -> torch.dtype:
     """Sharded parameters that are trained are float32 and cast as they are gathered; a single device keeps the cast
-    copy itself, so that forward, backward and generation read compute-dtype weights without casting them again."""
-    return dtype if mesh.world == 1 or not masters else torch.float32
+    copy itself, so that forward, backward and generation read compute-dtype weights without casting them again. So is
+    a frozen base (its adapter is widened after)."""
+    return dtype if mesh.world == 1 or not masters or section.lora is not None else torch.float32
 
 
-def _spread(
-    model: PackedModel, section: ModelSection, mesh: Mesh, dtype: torch.dtype, *, masters: bool
-) -> list[TrainedParameter]:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Held:
+    """All parameters of a model, and those of them that training changes."""
+
+    everything: list[TrainedParameter]
+    trained: list[TrainedParameter]
+
+    @property
+    def frozen(self) -> list[TrainedParameter]:
+        chosen = {id(each) for each in self.trained}
+        return [each for each in self.everything if id(each) not in chosen]
+
+
+def _spread(model: PackedModel, section: ModelSection, mesh: Mesh, dtype: torch.dtype, *, masters: bool) -> _Held:
     """Compiles and shards, and gives every parameter memory; values are undefined."""
+    if section.lora is not None and masters and mesh.world > 1:
+        widen(model.hf)
     _prepare_layers(model, section, mesh.device)
     if mesh.devices is not None:
         _shard(model, mesh, dtype)
     model.to_empty(device=mesh.device)
     model.hf.tie_weights()
     restore_buffers(model.hf)
+    everything = [
+        _trained(name, parameter, masters=masters and parameter.requires_grad)
+        for name, parameter in model.hf.named_parameters()
+    ]
+    trained = [each for each in everything if each.parameter.requires_grad]
     if not masters:
         model.requires_grad_(False)
-    return [_trained(name, parameter, masters=masters) for name, parameter in model.hf.named_parameters()]
+    return _Held(everything=everything, trained=trained)
 
 
 def local_box(parameter: Tensor) -> Box:
@@ -150,11 +197,21 @@ def _trained(name: str, parameter: nn.Parameter, *, masters: bool) -> TrainedPar
     )
 
 
-def _pieces(model: PackedModel, trained: list[TrainedParameter]) -> Iterator[Piece]:
-    for each in trained:
-        yield Piece(name=each.name, local=each.master, box=each.box, shape=each.shape)
+def _pieces(model: PackedModel, held: list[TrainedParameter]) -> Iterator[Piece]:
+    """What a checkpoint of the base has, under its names there."""
+    for each in held:
+        if not is_adapter(each.name):
+            yield Piece(name=base_name(each.name), local=each.master, box=each.box, shape=each.shape)
     for name, buffer in persistent_buffers(model.hf).items():
-        yield Piece(name=name, local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+        yield Piece(name=base_name(name), local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+
+
+def _adapter_pieces(trained: list[TrainedParameter]) -> list[Piece]:
+    return [
+        Piece(name=each.name, local=each.master, box=each.box, shape=each.shape)
+        for each in trained
+        if is_adapter(each.name)
+    ]
 
 
 def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> WeightSource:
@@ -162,7 +219,8 @@ def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> Weig
     with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
         torch.manual_seed(seed)
         device = mesh.device if mesh.world == 1 else torch.device("cpu")
-        model = build(section, config, device=device, dtype=torch.float32)
+        plain = section.model_copy(update={"lora": None})
+        model = build(plain, config, device=device, dtype=torch.float32)
     return MemoryWeights({**dict(model.hf.named_parameters()), **persistent_buffers(model.hf)})
 
 
@@ -170,7 +228,8 @@ def _drawn_scalar(section: ModelSection, config: object, labels: int | None, see
     """The same for a scalar model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = build_scalar(section, config, device=torch.device("cpu"), dtype=torch.float32, labels=labels)
+        plain = section.model_copy(update={"lora": None})
+        model = build_scalar(plain, config, device=torch.device("cpu"), dtype=torch.float32, labels=labels)
     return MemoryWeights({**dict(model.hf.named_parameters()), **persistent_buffers(model.hf)})
 
 

@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import PackedBatch
 from podium.engine.mesh import Mesh
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
 from podium.engine.sharding import PackedModel, local_tensor
 from podium.models.causal_lm import PackedCausalLM
-from podium.models.head import Objective, TokenLoss
+from podium.models.head import LogitsObjective, Objective, TokenLoss, TokenObjective
 from podium.models.packing import round_tokens, to_device
-from podium.models.scalar import ScalarObjective
+from podium.models.scalar import PackedScalarLM, ScalarObjective
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,12 +30,27 @@ class StepReport:
     grad_norm: float  # before clipping
     skipped: bool  # non-finite loss or gradient: nothing was changed
     stop_requested: bool  # some rank was asked to stop
+    sums: Mapping[str, float]  # what the step's tally added up, over all ranks
+
+
+class Tally:
+    """Sums that objectives add up beside the loss, over the micro-batches of a step; the report has them for all
+    ranks. They stay on the device until it is read."""
+
+    def __init__(self, names: Sequence[str], device: torch.device) -> None:
+        self.names = tuple(names)
+        self.sums_M = torch.zeros(len(self.names), dtype=torch.float32, device=device)
+
+    def add(self, *sums: Tensor) -> None:
+        """One sum for each name."""
+        self.sums_M += torch.stack([each.detach().float() for each in sums])
 
 
 class PendingReport:
     """A step's report that may still be on its way from the device: asking for it is what waits."""
 
-    def __init__(self, values: Tensor) -> None:
+    def __init__(self, values: Tensor, names: Sequence[str] = ()) -> None:
+        self._names = tuple(names)
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             self._values = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -46,8 +63,11 @@ class PendingReport:
     def resolve(self) -> StepReport:
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, skipped, stops = self._values.tolist()
-        return StepReport(loss=loss, grad_norm=grad_norm, skipped=skipped > 0, stop_requested=stops > 0)
+        loss, grad_norm, skipped, stops, *sums = self._values.tolist()
+        return StepReport(
+            loss=loss, grad_norm=grad_norm, skipped=skipped > 0, stop_requested=stops > 0,
+            sums=dict(zip(self._names, sums, strict=True)),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,7 +75,8 @@ class ObjectiveBatch:
     """A micro-batch and what is to be minimised over its trained tokens."""
 
     packed: PackedBatch
-    objective: Objective | ScalarObjective
+    objective: Objective | LogitsObjective | ScalarObjective
+    kind: Literal["objective", "divergence"] = "objective"  # divergence: the objective is one of whole distributions
 
 
 class TrainEngine:
@@ -92,29 +113,24 @@ class TrainEngine:
         stop_requested: bool = False,
     ) -> PendingReport:
         """Forward and backward over this rank's micro-batches (equal in number on all ranks), then one update."""
-        self.model.train()
-        total, gradients = self.gradients(micro_batches, loss, normalizer=normalizer)
-        return self._apply(total, gradients, normalizer=normalizer, lr=lr, stop_requested=stop_requested)
+        batches = _of_tokens(micro_batches, loss)
+        return self.objective_step(batches, normalizer=normalizer, lr=lr, stop_requested=stop_requested)[0]
 
     def objective_step(
-        self, micro_batches: Sequence[ObjectiveBatch], *, normalizer: float, lr: float
+        self,
+        micro_batches: Sequence[ObjectiveBatch],
+        *,
+        normalizer: float,
+        lr: float,
+        stop_requested: bool = False,
+        tally: Tally | None = None,
     ) -> tuple[PendingReport, list[tuple[Tensor, ...]]]:
         """The same with an objective for each micro-batch. Also gives what the forward passes saw of each trained
-        token: log-probs and entropies of a language model, values of a critic."""
+        token: log-probs and entropies of a language model, values of a critic. `tally`: what the objectives add to."""
         self.model.train()
-        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
-        sums: dict[int, Tensor] = {}
-        seen: list[tuple[Tensor, ...]] = []
-        for batch in micro_batches:
-            tokens = to_device(batch.packed, self.mesh.device, multiple=self._multiple)
-            value, *rest = self.model(tokens, batch.objective, "objective")
-            (value / normalizer).backward()
-            total += value.detach()
-            seen.append(tuple(rest))
-            if len(micro_batches) > 1:
-                self._add_in_float32(sums)
-        gradients = {id(each): self._gradient(each, sums) for each in self._trained}
-        return self._apply(total, gradients, normalizer=normalizer, lr=lr), seen
+        total, gradients, seen = self._gradients(micro_batches, normalizer)
+        report = self._apply(total, gradients, normalizer=normalizer, lr=lr, stop_requested=stop_requested, tally=tally)
+        return report, seen
 
     def _apply(
         self,
@@ -123,34 +139,56 @@ class TrainEngine:
         *,
         normalizer: float,
         lr: float,
-        stop_requested: bool = False,
+        stop_requested: bool,
+        tally: Tally | None,
     ) -> PendingReport:
         held = [gradients[id(each)] for each in self._trained if each.master.numel()]
         norms = torch._foreach_norm(held, 2, dtype=torch.float32) if held else [total.new_zeros(())]
         squares = torch.stack(norms).square().sum()
         # `new_full` fills on the device; `new_tensor` would copy from the host and wait for all work in flight.
-        sums = self.mesh.sum(torch.stack([total, squares, total.new_full((), float(stop_requested))]))
+        mine = torch.stack([total, squares, total.new_full((), float(stop_requested))])
+        sums = self.mesh.sum(mine if tally is None else torch.cat([mine, tally.sums_M]))
         norm = sums[1].sqrt()
         skip = (~torch.isfinite(sums[:2]).all()).float()
         limit = self._clip_norm or float("inf")
         clip = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
         self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
-        return PendingReport(torch.stack([sums[0] / normalizer, norm, skip, sums[2]]))
+        values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip]), sums[2:]])
+        return PendingReport(values, () if tally is None else tally.names)
 
     def gradients(
         self, micro_batches: Sequence[PackedBatch], loss: TokenLoss, *, normalizer: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
         """(sum of the loss on this rank, gradient of this rank's part of each parameter, by id of the trained
         parameter). Everything is divided by the step's global count, never by a local one."""
+        return self._gradients(_of_tokens(micro_batches, loss), normalizer)[:2]
+
+    def trial(self, batch: PackedBatch) -> None:
+        """One forward and backward whose gradients are thrown away: to be timed."""
+        objective: Objective | ScalarObjective = TokenObjective(token_cross_entropy)
+        if isinstance(self.model, PackedScalarLM):
+            objective = lambda values_S: values_S.square()  # noqa: E731
+        self._gradients([ObjectiveBatch(packed=batch, objective=objective)], 1.0)
+
+    def _gradients(
+        self, micro_batches: Sequence[ObjectiveBatch], normalizer: float
+    ) -> tuple[Tensor, dict[int, Tensor], list[tuple[Tensor, ...]]]:
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         sums: dict[int, Tensor] = {}
+        seen: list[tuple[Tensor, ...]] = []
         for batch in micro_batches:
-            value = self.model(to_device(batch, self.mesh.device, multiple=self._multiple), loss)
+            value, *rest = self._forward(batch)
             (value / normalizer).backward()
             total += value.detach()
+            seen.append(tuple(rest))
             if len(micro_batches) > 1:
                 self._add_in_float32(sums)
-        return total, {id(each): self._gradient(each, sums) for each in self._trained}
+        return total, {id(each): self._gradient(each, sums) for each in self._trained}, seen
+
+    def _forward(self, batch: ObjectiveBatch) -> tuple[Tensor, ...]:
+        tokens = to_device(batch.packed, self.mesh.device, multiple=self._multiple)
+        result: tuple[Tensor, ...] = self.model(tokens, batch.objective, batch.kind)
+        return result
 
     def _add_in_float32(self, sums: dict[int, Tensor]) -> None:
         """A single device computes in the model's dtype; over several micro-batches its gradients are summed in
@@ -181,3 +219,17 @@ class TrainEngine:
             total += self.model(to_device(batch, self.mesh.device, multiple=self._multiple), loss)
         self.model.train()
         return total
+
+    @torch.no_grad()
+    def objective_sum(self, micro_batches: Sequence[ObjectiveBatch]) -> Tensor:
+        """The objectives summed over this rank's micro-batches (equal in number on all ranks); for evaluation."""
+        self.model.eval()
+        total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
+        for batch in micro_batches:
+            total += self._forward(batch)[0]
+        self.model.train()
+        return total
+
+
+def _of_tokens(micro_batches: Sequence[PackedBatch], loss: TokenLoss) -> list[ObjectiveBatch]:
+    return [ObjectiveBatch(packed=packed, objective=TokenObjective(loss)) for packed in micro_batches]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, assert_never, cast
@@ -18,17 +19,20 @@ from podium.errors import ModelError, UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
 from podium.models.head import (
     HeadSpec,
+    LogitsObjective,
     Objective,
     TokenLoss,
+    fused_logits_objective,
     fused_objective,
     fused_token_loss,
     next_token_scores,
     target_logprobs,
 )
+from podium.models.lora import adapter_off, inject
 from podium.models.packing import TokenBatch
 from podium.recipe import ModelSection
 
-ForwardKind = Literal["loss", "objective", "logprobs", "scores", "plain"]
+ForwardKind = Literal["loss", "objective", "divergence", "logprobs", "scores", "states", "plain"]
 ObjectiveOutput = tuple[Tensor, Tensor, Tensor]
 """Σ weight · loss, and of each trained token its log-prob and entropy."""
 
@@ -49,14 +53,16 @@ class PackedCausalLM(nn.Module):
     def forward(
         self,
         batch: TokenBatch,
-        loss: TokenLoss | Objective | None,
+        loss: TokenLoss | Objective | LogitsObjective | None,
         kind: ForwardKind = "loss",
         temperature: float = 1.0,
-    ) -> Tensor | ObjectiveOutput:
+    ) -> Tensor | ObjectiveOutput | tuple[Tensor]:
         """`loss`: the weighted sum of a token loss over trained tokens; `objective`: that of an objective, with each
-        token's log-prob and entropy; `logprobs`: of the targets [S] at the temperature that they were sampled with
-        (which the other kinds do not look at); `scores`: float32 logits at the trained positions; `plain`: the same
-        logits through transformers' own attention and head, one document at a time, to compare with."""
+        token's log-prob and entropy; `divergence`: that of a loss over whole distributions, alone in a tuple;
+        `logprobs`: of the targets [S] at the temperature that they were sampled with (which the other kinds do not
+        look at); `scores`: float32 logits at the trained positions; `states`: the hidden states that these are made of
+        [S, E]; `plain`: the same logits through transformers' own attention and head, one document at a time, to
+        compare with."""
         if kind == "plain":
             return self._plain_scores(batch)
         hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
@@ -72,6 +78,11 @@ class PackedCausalLM(nn.Module):
                 return fused_objective(
                     hidden_SE, weight_VE, batch.targets_S, batch.weights_S, objective, self.head_spec
                 )
+            case "divergence":
+                divergence = cast("LogitsObjective", loss)
+                return (fused_logits_objective(hidden_SE, weight_VE, batch.weights_S, divergence, self.head_spec),)
+            case "states":
+                return hidden_SE
             case "logprobs":
                 return target_logprobs(hidden_SE, weight_VE, batch.targets_S, self.head_spec, temperature)
             case "scores":
@@ -105,6 +116,10 @@ class PackedCausalLM(nn.Module):
         finally:
             self.hf.set_attn_implementation(PACKED_ATTENTION)
         return torch.cat(parts)[batch.trained_S][:, : self.vocab_size]
+
+    def without_adapter(self) -> AbstractContextManager[None]:
+        """Inside, the model computes as the frozen base of its adapter; an error where it has none."""
+        return adapter_off(self.hf)
 
     @property
     def head_weight(self) -> Tensor:
@@ -144,6 +159,8 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
         raise UnsupportedModelError(
             f"{type(model).__name__} has a bias in its head, which the fused loss does not know."
         )
+    if section.lora is not None:
+        inject(model, section.lora)
     model.train()
     return PackedCausalLM(model, vocab_size)
 

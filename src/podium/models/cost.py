@@ -54,10 +54,12 @@ class ModelCost:
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
-    """Counts the matrices of a Hugging Face causal LM; the input embedding is a look-up and costs nothing, the head
-    does (tied or not); of a mixture's experts only the active share counts."""
+    """Counts the matrices of a Hugging Face causal LM or sequence classifier; the input embedding is a look-up and
+    costs nothing, the head does (tied or not); of a mixture's experts only the active share counts. An adapter's
+    matrices are trained ones like others."""
     config = model.config.get_text_config()
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    embedding = model.get_input_embeddings().weight
+    head = (model.get_output_embeddings() or model.get_submodule("score")).weight
     share = _active_share(config)
     trained = frozen = 0
     for name, parameter in model.named_parameters():

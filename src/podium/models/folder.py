@@ -40,6 +40,11 @@ def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -
 def read_config(folder: Path, key: str) -> dict[str, Any]:
     """config.json as plain values."""
     file = folder / "config.json"
+    if not file.is_file() and (folder / "adapter_config.json").is_file():
+        raise ModelError(
+            f"{key}: {folder} is an adapter, not a model. Set model.path to the base that it was trained on, and "
+            f"model.lora.adapter to {folder}."
+        )
     if not file.is_file():
         raise ModelError(f"{key}: {folder} has no config.json, so it is not a Hugging Face checkpoint.")
     try:

@@ -36,6 +36,10 @@ class Objective(Protocol):
         """Coefficient of the entropy bonus: the loss of each token is less by this times its entropy."""
 
     @property
+    def watches_entropy(self) -> bool:
+        """Whether entropies are wanted: a bonus needs them, and so do reports; they cost a pass over the logits."""
+
+    @property
     def ties_tokens(self) -> bool:
         """Whether a token's loss depends on other tokens' log-probs; it is then given all tokens at once."""
 
@@ -43,13 +47,21 @@ class Objective(Protocol):
         """The loss of each of these tokens, differentiable in their log-probs."""
 
 
+class LogitsObjective(Protocol):
+    """A loss over the whole distribution at each trained token: divergence from a teacher, for instance."""
+
+    def __call__(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        """The loss of each of these tokens, differentiable in their float32 logits over the real vocabulary."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
-class _Separate:
+class TokenObjective:
     """A token loss as an objective."""
 
     loss: TokenLoss
     temperature: float = 1.0
     entropy: float = 0.0
+    watches_entropy: bool = False
     ties_tokens: bool = False
 
     def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
@@ -64,6 +76,7 @@ class HeadSpec:
     softcap: float | None = None  # logits = softcap · tanh(logits / softcap)
     scale: float = 1.0  # logits are multiplied by this
     chunk_tokens: int = 4096
+    logits_chunk_tokens: int = 1024  # where the loss looks at whole distributions, which needs several copies of them
     compiled: bool = False
 
 
@@ -73,17 +86,25 @@ def fused_token_loss(
     """Σ over tokens of weight · loss(log-prob of the target), differentiable in hidden states and head."""
     if not torch.is_grad_enabled():
         return (loss(target_logprobs(hidden_SE, weight_VE, targets_S, spec)) * weights_S).sum()
-    result: Tensor = _FusedHead.apply(hidden_SE, weight_VE, targets_S, weights_S, _Separate(loss), spec, False)[0]  # type: ignore[no-untyped-call]
-    return result
+    return fused_objective(hidden_SE, weight_VE, targets_S, weights_S, TokenObjective(loss), spec)[0]
 
 
 def fused_objective(
     hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, weights_S: Tensor, objective: Objective, spec: HeadSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(Σ over tokens of weight · loss, log-probs [S], entropies [S]); only the first is differentiable."""
+    """(Σ over tokens of weight · loss, log-probs [S], entropies [S], zero where nobody watches them); only the first is
+    differentiable."""
     result: tuple[Tensor, Tensor, Tensor] = _FusedHead.apply(  # type: ignore[no-untyped-call]
-        hidden_SE, weight_VE, targets_S, weights_S, objective, spec, True
+        hidden_SE, weight_VE, targets_S, weights_S, objective, spec
     )
+    return result
+
+
+def fused_logits_objective(
+    hidden_SE: Tensor, weight_VE: Tensor, weights_S: Tensor, objective: LogitsObjective, spec: HeadSpec
+) -> Tensor:
+    """Σ over tokens of weight · loss of their whole distribution, differentiable in hidden states and head."""
+    result: Tensor = _FusedLogits.apply(hidden_SE, weight_VE, weights_S, objective, spec)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -126,7 +147,6 @@ class _FusedHead(torch.autograd.Function):
         weights_S: Tensor,
         objective: Objective,
         spec: HeadSpec,
-        wants_entropy: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         kernels, temperature = _kernels(spec), objective.temperature
@@ -136,7 +156,7 @@ class _FusedHead(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden_SE) if wants_hidden else None
         grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
         tied: Tensor | None = None
-        if objective.ties_tokens:
+        if objective.ties_tokens and len(targets_S) > spec.chunk_tokens:  # one chunk holds all there are
             logprobs_S = target_logprobs(hidden_SE, weight_VE, targets_S, spec, temperature)
             total, tied = _loss_and_gradient(logprobs_S, weights_S, objective, slice(0, len(targets_S)))
         for start in range(0, len(targets_S), spec.chunk_tokens):
@@ -151,7 +171,7 @@ class _FusedHead(torch.autograd.Function):
                 value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], objective, chunk)
                 total += value
             bend_C: Tensor | None = None
-            if wants_entropy:
+            if objective.watches_entropy:
                 entropy_S[chunk] = entropy_C = kernels.entropy(logits_CV, log_sum_C, spec, temperature)
                 if objective.entropy:
                     bend_C = -objective.entropy * weights_S[chunk]
@@ -173,13 +193,57 @@ class _FusedHead(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
-        if grad_weight is not None:  # scaled and cast in one pass
-            dtype: torch.dtype = ctx.weight_dtype  # type: ignore[attr-defined]
-            grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=dtype))
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return *_scaled_gradients(ctx, grad), None, None, None, None
+
+
+class _FusedLogits(torch.autograd.Function):
+    """As _FusedHead, for losses of whole distributions: torch differentiates the loss of a chunk in its logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_SE: Tensor,
+        weight_VE: Tensor,
+        weights_S: Tensor,
+        objective: LogitsObjective,
+        spec: HeadSpec,
+    ) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        total = torch.zeros((), dtype=torch.float32, device=hidden_SE.device)
+        grad_hidden = torch.empty_like(hidden_SE) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight_VE, dtype=torch.float32) if wants_weight else None
+        for start in range(0, len(hidden_SE), spec.logits_chunk_tokens):
+            chunk = slice(start, min(start + spec.logits_chunk_tokens, len(hidden_SE)))
+            hidden_CE = hidden_SE[chunk]
+            with torch.set_grad_enabled(wants_hidden or wants_weight):
+                raw_CV = _logits(hidden_CE, weight_VE).detach().requires_grad_(wants_hidden or wants_weight)
+                value = (objective(_shaped(raw_CV, spec)[:, : spec.vocab_size], chunk) * weights_S[chunk]).sum()
+            total += value.detach()
+            if not (wants_hidden or wants_weight):
+                continue
+            grad_logits_CV = torch.autograd.grad(value, raw_CV)[0].to(hidden_SE.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_logits_CV, weight_VE, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _accumulate_product(grad_weight, grad_logits_CV, hidden_CE)
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight_VE.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *_scaled_gradients(ctx, grad), None, None, None
+
+
+def _scaled_gradients(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """What the forward pass made, times the gradient of the sum."""
+    grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
+    if grad_hidden is not None:
+        grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
+    if grad_weight is not None:  # scaled and cast in one pass
+        dtype: torch.dtype = ctx.weight_dtype  # type: ignore[attr-defined]
+        grad_weight = torch.mul(grad_weight, grad, out=torch.empty_like(grad_weight, dtype=dtype))
+    return grad_hidden, grad_weight
 
 
 def _loss_and_gradient(

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -15,10 +16,11 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from podium.errors import UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
 from podium.models.causal_lm import decoder_layers
+from podium.models.lora import inject
 from podium.models.packing import TokenBatch
 from podium.recipe import ModelSection
 
-ScalarKind = Literal["values", "objective"]
+ScalarKind = Literal["values", "objective", "scores", "plain"]
 
 
 class ScalarObjective(Protocol):
@@ -44,7 +46,10 @@ class PackedScalarLM(nn.Module):
         self, batch: TokenBatch, objective: ScalarObjective | None, kind: ScalarKind = "values"
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`values`: float32 numbers at the trained positions, [S] or, with several labels, [S, L]; `objective`: the
-        weighted sum of the loss over them, and the values."""
+        weighted sum of the loss over them, and the values; `scores`: float32 hidden states there [S, E]; `plain`: the
+        same through transformers' own attention, one document at a time, to compare with."""
+        if kind == "plain":
+            return self._plain_states(batch)
         out = self.hf.base_model(
             input_ids=batch.tokens_T.unsqueeze(0),
             position_ids=batch.positions_T.unsqueeze(0),
@@ -52,6 +57,9 @@ class PackedScalarLM(nn.Module):
             packing=batch.packing,
         )
         hidden_SE = out.last_hidden_state[0].index_select(0, batch.trained_S)
+        if kind == "scores":
+            states: Tensor = hidden_SE.float()
+            return states
         values: Tensor = self.hf.score(hidden_SE).float()
         if values.shape[-1] == 1:
             values = values.squeeze(-1)
@@ -59,6 +67,19 @@ class PackedScalarLM(nn.Module):
             return values
         assert objective is not None
         return (objective(values) * batch.weights_S).sum(), values.detach()
+
+    @torch.no_grad()
+    def _plain_states(self, batch: TokenBatch) -> Tensor:
+        self.hf.set_attn_implementation("eager")
+        try:
+            bounds = batch.packing.boundaries.tolist()
+            parts = [
+                self.hf.base_model(input_ids=batch.tokens_T[None, start:stop], use_cache=False).last_hidden_state[0]
+                for start, stop in pairwise(bounds)
+            ]
+        finally:
+            self.hf.set_attn_implementation(PACKED_ATTENTION)
+        return torch.cat(parts)[batch.trained_S].float()
 
 
 def build_scalar(
@@ -82,5 +103,7 @@ def build_scalar(
             f"{type(model).__name__} has no linear `score` head on a causal body, so Podium cannot use it as a critic "
             "or reward model."
         )
+    if section.lora is not None:
+        inject(model, section.lora, is_scalar=True)
     model.train()
     return PackedScalarLM(model, config.get_text_config().vocab_size)

@@ -14,6 +14,7 @@ from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM, longest_packable
 from podium.models.cost import layer_windows
 from podium.models.packing import to_device
+from podium.models.scalar import PackedScalarLM
 
 # Largest difference of a log-prob. bfloat16 keeps 8 bits, so two right ways of computing differ by some hundredths.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
@@ -62,10 +63,11 @@ def compare(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> Comp
 
 @torch.no_grad()
 def self_check(
-    model: PackedCausalLM, device: torch.device, dtype: torch.dtype, *, max_length: int | None = None
+    model: PackedCausalLM | PackedScalarLM, device: torch.device, dtype: torch.dtype, *, max_length: int | None = None
 ) -> Comparison:
-    """Packed against document by document through transformers' own attention and head, on the weights about to be
-    trained. Raises UnsupportedModelError when they differ, or when documents of `max_length` would. Collective."""
+    """Packed against document by document through transformers' own attention and head (of a model that scores: the
+    body alone, whose head is still zero), on the weights about to be trained. Raises UnsupportedModelError when they
+    differ, or when documents of `max_length` would. Collective."""
     batch = to_device(random_batch(model.vocab_size), device)
     windows: list[int | None] = []
     batch = replace(batch, packing=replace(batch.packing, windows=windows))
@@ -84,7 +86,7 @@ def self_check(
     return found
 
 
-def _check_reach(model: PackedCausalLM, windows: list[int | None], max_length: int) -> None:
+def _check_reach(model: PackedCausalLM | PackedScalarLM, windows: list[int | None], max_length: int) -> None:
     """What only shows in documents longer than those of the check: windows that attention was not told of, and rotary
     embeddings that follow the longest document of a pack."""
     config, name = model.hf.config.get_text_config(), type(model.hf).__name__

@@ -71,8 +71,18 @@ class MemoryWeights:
         return self._tensors[name][box.slices()]
 
 
+def is_adapter(name: str) -> bool:
+    """Whether a parameter is part of a low-rank adapter, by the names that peft gives."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def base_name(name: str) -> str:
+    """What a parameter is called in a model without adapters, and so in the base's checkpoint."""
+    return name.replace(".base_layer.", ".")
+
+
 class CheckpointWeights:
-    """The safetensors files of a Hugging Face folder under the parameter names of a model.
+    """The safetensors files of a Hugging Face folder under the parameter names of a model, those without adapters.
 
     Names that transformers changes on loading (fused experts, for instance) go through its own conversion, one
     target tensor at a time; all others are sliced straight out of the file.
@@ -90,7 +100,7 @@ class CheckpointWeights:
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         shapes = {name: self._shapes[source] for name, source in self._plain.items()}
-        known = dict(self._model.state_dict())
+        known = self._state()
         shapes.update({name: tuple(known[name].shape) for name in self._converted})
         return shapes
 
@@ -101,6 +111,9 @@ class CheckpointWeights:
                 return file.get_slice(source)[box.slices()]  # type: ignore[no-any-return]
         return self._convert(name)[box.slices()]
 
+    def _state(self) -> dict[str, Tensor]:
+        return {base_name(name): tensor for name, tensor in self._model.state_dict().items() if not is_adapter(name)}
+
     def _shape(self, key: str) -> tuple[int, ...]:
         with _opened(self._files[key]) as file:
             return tuple(file.get_slice(key).get_shape())
@@ -110,7 +123,7 @@ class CheckpointWeights:
         renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
         converters = [t for t in transforms if isinstance(t, WeightConverter)]
         by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
-        state, prefix = self._model.state_dict(), self._model.base_model_prefix
+        state, prefix = self._state(), self._model.base_model_prefix
         for source in sorted(self._files, key=dot_natural_key):
             target, pattern = rename_source_key(source, renamings, converters, prefix, state)
             if target not in state and source in state:

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, TextIO
 
 from podium.observe.formats import duration, one_line, rate
@@ -57,6 +57,7 @@ class EvaluationView:
 
     step: int
     heldout_loss: float | None = None
+    measured: Mapping[str, float] = field(default_factory=dict)  # what else a program measures on held-out data
     score_name: str | None = None
     score: float | None = None  # mean over all scored answers
     num_scored: int = 0
@@ -67,6 +68,7 @@ class EvaluationView:
         parts = [f"evaluation at step {self.step}"]
         if self.heldout_loss is not None:
             parts.append(f"held-out loss {self.heldout_loss:.4f}")
+        parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in self.measured.items()]
         if self.score is not None:
             parts.append(f"{self.score_name or 'score'} {_shown_score(self.score)} of {self.num_scored}")
         if self.seconds is not None:

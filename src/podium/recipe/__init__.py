@@ -13,6 +13,7 @@ from podium.recipe.on_policy import (
     RewardSection,
     TeacherSection,
 )
+from podium.recipe.pipeline import PipelineRecipe, PipelineRunSection
 from podium.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -41,6 +42,8 @@ __all__ = [
     "ModelSection",
     "OptimizerSection",
     "OverlongSection",
+    "PipelineRecipe",
+    "PipelineRunSection",
     "PlacementSection",
     "Recipe",
     "RewardSection",

@@ -69,10 +69,20 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
     ]
 
 
-def _reason(key: str, recipe: Recipe) -> str | None:
+def what_matters(recipe: Recipe) -> dict[str, Any]:
+    """Key path -> value, of every key that has a say in the weights that come out."""
+    flat = _flat(recipe.model_dump(mode="json"))
+    return {key: value for key, value in flat.items() if not _is_harmless(key, recipe)}
+
+
+def _is_harmless(key: str, recipe: Recipe) -> bool:
     is_spmd = SIGNALS[recipe.program].execution == "spmd"
     harmless = (*_HARMLESS, "rollout") if is_spmd else (*_HARMLESS, *_ENGINE_SIZES)
-    if any(key == each or key.startswith(each + ".") for each in harmless):
+    return any(key == each or key.startswith(each + ".") for each in harmless)
+
+
+def _reason(key: str, recipe: Recipe) -> str | None:
+    if _is_harmless(key, recipe):
         return None
     if key == "steps":
         if recipe.optimizer.schedule == "constant":

@@ -29,12 +29,18 @@ def reference_of(recipe: Recipe) -> str | None:
     preference = recipe.preference
     if preference.loss not in WITH_REFERENCE:
         return None
-    is_base = recipe.model.lora is not None and recipe.model.lora.adapter is None and preference.reference_model is None
-    if preference.reference == "cached" or (
-        preference.reference == "auto" and not is_base and preference.loss != "kto"
-    ):
-        return "cached"
-    return "base" if is_base else "live"
+    lora = recipe.model.lora
+    is_base = lora is not None and lora.adapter is None and preference.reference_model is None
+    is_cached = preference.reference == "cached"
+    if preference.reference == "auto":
+        is_cached = not is_base and preference.loss != "kto"
+    return "cached" if is_cached else "base" if is_base else "live"
+
+
+def documents_per_row(recipe: Recipe) -> int:
+    """A pair is two documents that go through the model together."""
+    paired = {"dpo": recipe.preference.loss != "kto", "reward_model": recipe.reward_model.learns == "pairs"}
+    return 2 if paired.get(recipe.program, False) else 1
 
 
 def _owners(recipe: Recipe) -> Iterator[str]:
@@ -90,7 +96,7 @@ def _distill(recipe: Recipe) -> Iterator[str]:
     if distill.jsd_beta != default["jsd_beta"].default and distill.divergence != "jsd":
         yield f"distill.jsd_beta: {distill.divergence} has none. Remove it, or set distill.divergence to jsd."
     if distill.top_k != default["top_k"].default and distill.targets != "cached":
-        yield "distill.top_k: live teachers give all of their distribution. Remove it, or set distill.targets to cached."
+        yield "distill.top_k: live teachers give their whole distribution. Remove it, or set distill.targets to cached."
 
 
 def _model(recipe: Recipe) -> Iterator[str]:

@@ -71,6 +71,12 @@ for _kind in (_StrictLoader, _Dumper):
 
 def load_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Reads, overrides and checks a recipe file. The run is named after the file unless the recipe names it."""
+    values = apply_overrides(read_values(file), overrides)
+    return parse_recipe(named_after(file, values), origin=str(Path(file)))
+
+
+def read_values(file: str | Path) -> dict[str, Any]:
+    """The keys and values of a YAML file, whatever they are."""
     path = Path(file)
     if not path.is_file():
         raise RecipeError(f"there is no recipe {path}. Give the path of a YAML file; `podium schema` prints the keys.")
@@ -84,11 +90,15 @@ def load_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path}, {error}") from error
     if values is not None and not isinstance(values, dict):
         raise RecipeError(f"{path} holds a {type(values).__name__}, not keys and values. Begin with `program: sft`.")
-    values = apply_overrides(values or {}, overrides)
+    return values or {}
+
+
+def named_after(file: str | Path, values: dict[str, Any]) -> dict[str, Any]:
+    """With the file's name as the run's where the values name none."""
     run = values.setdefault("run", {})
     if isinstance(run, dict) and run.get("name") is None:
-        run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", path.stem).strip("-._") or "run"
-    return parse_recipe(values, origin=str(path))
+        run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).stem).strip("-._") or "run"
+    return values
 
 
 def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe") -> Recipe:
@@ -96,11 +106,13 @@ def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe") -> Re
     try:
         return Recipe.model_validate(values)
     except ValidationError as error:
-        lines = _problems(error)
-        count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
-        raise RecipeError(
-            f"{origin} is not a valid recipe ({count}):\n" + "\n".join(f"  {line}" for line in lines)
-        ) from None
+        raise not_valid(origin, explained(error)) from None
+
+
+def not_valid(origin: str, lines: Sequence[str]) -> RecipeError:
+    """All problems of one recipe in one error."""
+    count = f"{len(lines)} problem{'s' if len(lines) > 1 else ''}"
+    return RecipeError(f"{origin} is not a valid recipe ({count}):\n" + "\n".join(f"  {line}" for line in lines))
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
     return result
 
 
-def dump_recipe(recipe: Recipe) -> str:
+def dump_recipe(recipe: BaseModel) -> str:
     """The fully resolved recipe as YAML; reading it back gives an equal recipe."""
     return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
@@ -163,36 +175,39 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
 
 
-def _problems(error: ValidationError) -> list[str]:
+def explained(error: ValidationError, root: type[BaseModel] = Recipe) -> list[str]:
+    """One line for each problem: its key, what is wrong, and a guess at what was meant."""
     lines: list[str] = []
     for detail in error.errors():
-        for line in _explained(detail):
+        for line in _explained(detail, root):
             if line not in lines:
                 lines.append(line)
     return lines
 
 
-def _explained(detail: ErrorDetails) -> list[str]:
+def _explained(detail: ErrorDetails, root: type[BaseModel]) -> list[str]:
     location = [str(part) for part in detail["loc"] if not _is_union_tag(str(part))]
     key = ".".join(location)
     match detail["type"]:
         case "extra_forbidden":
-            return [f"{key}: unknown key.{_suggestion(location)}"]
+            return [f"{key}: unknown key.{_suggestion(location, root)}"]
         case "missing":
-            return [f"{key}: required, and missing.{_description(location)}"]
+            return [f"{key}: required, and missing.{_description(location, root)}"]
         case "value_error" if not location:
             return str(detail["msg"]).removeprefix("Value error, ").split("\n")
         case "value_error":
             return [f"{key}: {str(detail['msg']).removeprefix('Value error, ')}"]
+        case "string_pattern_mismatch" if detail["loc"][-1] == "[key]":
+            return [f"{key}: the name of a stage is letters, digits, - and _ (it is a folder's name too)."]
         case "model_type":
             return [f"{key or 'the recipe'}: expected keys and values, found {detail['input']!r}."]
     message = str(detail["msg"]).replace("valid tuple", "list").replace("Tuple", "List")
     message = message[0].lower() + message[1:]
-    return [f"{key}: {message}, found {_shown(detail['input'])}.{_description(location)}"]
+    return [f"{key}: {message}, found {_shown(detail['input'])}.{_description(location, root)}"]
 
 
 def _is_union_tag(part: str) -> bool:
-    return part.startswith(("literal[", "function-", "constrained-", "str", "nullable"))
+    return part == "[key]" or part.startswith(("literal[", "function-", "constrained-", "str", "nullable"))
 
 
 def _shown(value: Any) -> str:
@@ -200,9 +215,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _section_at(location: Sequence[str]) -> type[BaseModel] | None:
+def _section_at(location: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
     """The model class that holds the key at the end of `location`."""
-    here: type[BaseModel] | None = Recipe
+    here: type[BaseModel] | None = root
     for part in location[:-1]:
         if part.isdigit():
             continue
@@ -222,32 +237,36 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def _suggestion(location: Sequence[str]) -> str:
-    section, name = _section_at(location), location[-1]
+def _suggestion(location: Sequence[str], root: type[BaseModel]) -> str:
+    section, name = _section_at(location, root), location[-1]
     if section is None:
         return ""
+    if root is not Recipe and ".".join(location) in all_keys(Recipe):
+        key = ".".join(location)
+        return f" It belongs to the stages: write defaults.{key} for all of them, or stages.NAME.{key}."
     near = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.6)
     if near:
         return f" Did you mean {'.'.join([*location[:-1], near[0]])}?"
     if name in _ELSEWHERE:
         return f" Podium's name for it is {_ELSEWHERE[name]}."
-    elsewhere = [path for path in _all_keys(Recipe) if path.rpartition(".")[2] == name]
+    elsewhere = [path for path in all_keys(Recipe) if path.rpartition(".")[2] == name]
     if elsewhere:
         return f" It belongs at {elsewhere[0]}."
     return f" Known here: {', '.join(section.model_fields)}."
 
 
-def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    """Key paths of a section and of all below it."""
     keys: list[str] = []
     for name, field in section.model_fields.items():
         keys.append(prefix + name)
         inner = _model_in(field.annotation)
         if inner:
-            keys += _all_keys(inner, f"{prefix}{name}.")
+            keys += all_keys(inner, f"{prefix}{name}.")
     return keys
 
 
-def _description(location: Sequence[str]) -> str:
-    section = _section_at(location)
+def _description(location: Sequence[str], root: type[BaseModel]) -> str:
+    section = _section_at(location, root)
     field = section.model_fields.get(location[-1]) if section and location else None
     return f" ({field.description})" if field and field.description else ""

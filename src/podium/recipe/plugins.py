@@ -39,10 +39,14 @@ def split_plugin(path: str) -> tuple[str, str]:
     return module, name
 
 
+def source_file(path: str, key: str) -> Path:
+    """The file that a plug-in's function stands in."""
+    return _source_file(split_plugin(path)[0], key)
+
+
 def locate(path: str, key: str) -> None:
     """Raises a RecipeError that names `key` when the plug-in cannot be found by parsing."""
-    module, name = split_plugin(path)
-    file = _source_file(module, key)
+    name, file = split_plugin(path)[1], source_file(path, key)
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except SyntaxError as error:

@@ -9,6 +9,7 @@ from typing import Any
 
 from podium.errors import RecipeError
 from podium.recipe import plugins
+from podium.recipe.dense_rules import documents_per_row
 from podium.recipe.loading import parse_recipe
 from podium.recipe.programs import SIGNALS
 from podium.recipe.schema import Recipe
@@ -16,7 +17,14 @@ from podium.recipe.schema import Recipe
 
 def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
     """What is saved in the run folder. Resolving again changes nothing."""
-    values = recipe.model_dump(mode="json")
+    values = located(recipe)
+    values["data"]["max_length"] = _max_length(recipe, model_config)
+    return parse_recipe(values)
+
+
+def located(recipe: Recipe) -> dict[str, Any]:
+    """The recipe's values with local paths in full."""
+    values: dict[str, Any] = recipe.model_dump(mode="json")
     for key in ("path", "tokenizer", "chat_template"):
         values["model"][key] = _absolute(values["model"][key])
     for section, key in (("lora", "adapter"), ("new_tokens", "file")):
@@ -45,8 +53,7 @@ def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
         environment["environment"] = _absolute_plugin(environment["environment"])
         environment["tools"] = [_absolute_plugin(tool) for tool in environment["tools"]]
     values["run"]["loggers"] = [_absolute_plugin(logger) for logger in values["run"]["loggers"]]
-    values["data"]["max_length"] = _max_length(recipe, model_config)
-    return parse_recipe(values)
+    return values
 
 
 def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
@@ -66,7 +73,10 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
     if SIGNALS[recipe.program].execution == "controlled":
         # Prompts are read as they come; what bounds an episode is the model's context.
         return int(context or recipe.tokens_per_step)
-    return int(min(recipe.tokens_per_step, context or recipe.tokens_per_step))
+    if recipe.rows_per_step is not None and context is not None:
+        return int(context)
+    each = recipe.tokens_per_step // documents_per_row(recipe)
+    return int(min(each, context or each))
 
 
 def _absolute(path: str | None) -> str | None:

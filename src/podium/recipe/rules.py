@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from podium.recipe.dense_rules import dense_rules
+from podium.recipe.dense_rules import dense_rules, documents_per_row
 from podium.recipe.on_policy_rules import on_policy_rules
 from podium.recipe.programs import SIGNALS
 
@@ -23,15 +23,19 @@ def broken_rules(recipe: Recipe) -> list[str]:
 
 def _lengths(recipe: Recipe) -> Iterator[str]:
     longest, budget, step = recipe.data.max_length, recipe.micro_batch_tokens, recipe.tokens_per_step
-    if longest is not None and budget is not None and longest > budget:
+    count = documents_per_row(recipe)
+    what = "a document" if count == 1 else "a pair of documents"
+    if longest is not None and budget is not None and count * longest > budget:
         yield (
-            f"data.max_length: {longest} does not fit micro_batch_tokens {budget}; a document is never cut over two "
-            f"micro-batches. Lower data.max_length to {budget} or raise micro_batch_tokens to {longest}."
+            f"data.max_length: {longest} does not fit micro_batch_tokens {budget}; {what} is never cut over two "
+            f"micro-batches. Lower data.max_length to {budget // count} or raise micro_batch_tokens to "
+            f"{count * longest}."
         )
-    if longest is not None and longest > step and recipe.rows_per_step is None:
+    if longest is not None and count * longest > step and recipe.rows_per_step is None:
+        whose = "" if count == 1 else "of each document of a pair "
         yield (
-            f"data.max_length: {longest} is longer than tokens_per_step {step}. "
-            f"Raise tokens_per_step to at least {longest}."
+            f"data.max_length: {longest} {whose}is longer than tokens_per_step {step}. "
+            f"Raise tokens_per_step to at least {count * longest}."
         )
     if longest is not None and longest < 2:
         yield f"data.max_length: {longest} leaves no token to predict. Use at least 2."

@@ -65,6 +65,7 @@ class PolicyObjective:
     temperature: float
     entropy: float
     ties_tokens: bool
+    watches_entropy: bool = True
     loss: Loss
     old_S: Tensor
     advantages_S: Tensor

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -13,6 +12,7 @@ import transformers
 
 from podium.cluster import Computed, Seat
 from podium.data.documents import Document, pack
+from podium.data.scored import ConversationEncoder, scored_document
 from podium.data.splitting import split_step
 from podium.data.tasks import Task
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_embeddings
@@ -47,9 +47,10 @@ class RewardModel:
         self._spec = spec
         self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
         self._reader = TextReader(load_tokenizer(spec.policy))
-        self._tokenizer: Any = load_tokenizer(spec.model if has_tokenizer(spec.folder) else spec.policy)
+        tokenizer = load_tokenizer(spec.model if has_tokenizer(spec.folder) else spec.policy)
+        self._encoder = ConversationEncoder(tokenizer)
         self._model, _ = place_scalar(spec.model, spec.folder, self._mesh, labels=None, masters=False)
-        require_embeddings(self._tokenizer, self._model.vocab_size)
+        require_embeddings(tokenizer, self._model.vocab_size)
         labels = self._model.hf.config.num_labels
         if labels != 1:
             raise ModelError(
@@ -86,20 +87,13 @@ class RewardModel:
         return scores
 
     def _document(self, task: Task, text: EpisodeText) -> Document:
-        """The whole conversation in the reward model's format; the score is read at its last token, so one more token
-        (which the model never sees) stands behind it."""
+        """The whole conversation as the reward model was trained on."""
         other = "tool" if self._spec.tools else "user"
         if task.messages is not None:
             spoken = [
                 {"role": "assistant" if is_policy else other, "content": said} for is_policy, said in text.turns
             ] or [{"role": "assistant", "content": ""}]
-            found = self._tokenizer.apply_chat_template([*task.messages, *spoken], tokenize=True, return_dict=False)
-            tokens = [int(token) for token in found]
+            tokens = self._encoder.chat([*task.messages, *spoken])
         else:
-            said = "".join(part for _, part in text.turns)
-            tokens = list(self._tokenizer(f"{task.text}{said}", verbose=False)["input_ids"])
-        if self._context is not None:
-            tokens = tokens[-int(self._context) :]
-        trained = np.zeros(len(tokens) + 1, np.bool_)
-        trained[-1] = True
-        return Document(tokens=np.array([*tokens, 0], np.int32), trained=trained)
+            tokens = self._encoder.text(f"{task.text}{''.join(part for _, part in text.turns)}")
+        return scored_document(tokens, self._context)

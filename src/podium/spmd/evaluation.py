@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from podium.data.chat import DocumentMaker, Prompt
-from podium.data.documents import PackedBatch, pack
-from podium.data.reading import read_documents, read_prompts
+from podium.data.chat import Prompt
+from podium.data.documents import SplitExamples, pack_examples
+from podium.data.examples import ExampleMaker, shape_of
+from podium.data.reading import read_examples, read_prompts
 from podium.data.splitting import split_step
 from podium.data.tokenizer import stop_tokens
 from podium.engine.train_step import TrainEngine
@@ -24,6 +25,8 @@ from podium.recipe.plugins import load as load_plugin
 from podium.spmd.answering import Answerer
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
+HeldoutMeasure = Callable[[SplitExamples], Mapping[str, float]]
+"""Held-out examples -> numbers over all ranks, `loss` among them. Collective."""
 
 # Held-out prompts that are answered, and how long answers get, where the recipe does not say.
 _PROMPTS, _NEW_TOKENS = 4, 64
@@ -33,14 +36,29 @@ _PROMPTS, _NEW_TOKENS = 4, 64
 class Evaluation:
     """One evaluation: numbers for the metrics, and what a person is shown. `answers` is empty without generation."""
 
-    heldout_loss: float
+    measured: Mapping[str, float]  # `loss`, and what else the program measures
     score: float | None
     answers: tuple[SampleView, ...]
     view: EvaluationView
 
+    @property
+    def heldout_loss(self) -> float:
+        return self.measured["loss"]
+
+
+def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
+    """The loss of tokens, as language models are measured."""
+
+    def measure(split: SplitExamples) -> Mapping[str, float]:
+        total = engine.loss_sum([pack_examples(part).packed for part in split.parts], loss)
+        num_trained = sum(example.num_trained for example in split.examples)
+        return {"loss": engine.mesh.sum(total).item() / num_trained}
+
+    return measure
+
 
 class Evaluator:
-    """Holds the held-out documents of this rank, read once; the same numbers for any number of ranks."""
+    """Holds the held-out examples of this rank, read once; the same numbers for any number of ranks."""
 
     def __init__(self, recipe: Recipe, engine: TrainEngine, tokenizer: Any, folder: Path, *, max_tokens: int) -> None:
         self._engine, self._mesh = engine, engine.mesh
@@ -49,17 +67,14 @@ class Evaluator:
         assert recipe.data.max_length is not None
         # What is too long to train on is cut, not refused, when it is only measured.
         overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong
-        maker = DocumentMaker(self._tokenizer, recipe.data.trained, recipe.data.max_length, overlong)
-        documents = read_documents(recipe.data.heldout, "data.heldout", maker, recipe.evaluation.max_documents)
-        self._num_trained = sum(document.num_trained for document in documents)
+        maker = ExampleMaker(self._tokenizer, shape_of(recipe), recipe.data.trained, recipe.data.max_length, overlong)
+        examples = tuple(read_examples(recipe.data.heldout, "data.heldout", maker, recipe.evaluation.max_documents))
         plan = split_step(
-            [document.num_inputs for document in documents],
+            [example.num_inputs for example in examples],
             num_ranks=self._mesh.world, max_tokens=max_tokens, hard_cap=False,
         )  # fmt: skip
-        self._batches: list[PackedBatch] = [
-            pack(sorted((documents[i] for i in part), key=lambda document: document.num_inputs))
-            for part in plan.rows(self._mesh.rank)[0]
-        ]
+        rows = tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.rank)[0])
+        self._split = SplitExamples(examples=examples, rows=rows)
         self._prompts: list[Prompt] = []
         self._answerer: Answerer | None = None
         self._score: Score | None = None
@@ -79,23 +94,24 @@ class Evaluator:
             )
             self._score = _score_function(self._generation)
 
-    def run(self, step: int, loss: TokenLoss) -> Evaluation:
+    def run(self, step: int, measure: HeldoutMeasure) -> Evaluation:
         """Collective: all ranks evaluate together and get the same numbers."""
         began = time.perf_counter()
-        total = self._mesh.sum(self._engine.loss_sum(self._batches, loss)).item() / self._num_trained
+        measured = measure(self._split)
         answers = self._answers() if self._generation is not None else ()
         scores = [answer.score for answer in answers if answer.score is not None]
         score = sum(scores) / len(scores) if scores else None
         view = EvaluationView(
             step=step,
-            heldout_loss=total,
+            heldout_loss=measured["loss"],
+            measured={name: value for name, value in measured.items() if name != "loss"},
             score_name=self._score_name(),
             score=score,
             num_scored=len(scores),
             seconds=time.perf_counter() - began,
             samples=answers[: self._generation.show] if self._generation is not None else (),
         )
-        return Evaluation(heldout_loss=total, score=score, answers=answers, view=view)
+        return Evaluation(measured=measured, score=score, answers=answers, view=view)
 
     def _score_name(self) -> str | None:
         if self._generation is None or self._generation.score is None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a sharded checkpoint to a plain Hugging Face folder."""
+"""From a sharded checkpoint to a plain Hugging Face folder, or to an adapter that plain peft loads."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ import transformers
 
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, best_step, newest_usable, saved_steps
+from podium.engine.mesh import adopt
+from podium.engine.parameters import TrainedParameter
+from podium.engine.sharding import PackedModel, place, place_scalar
 from podium.errors import CheckpointError, RunFolderError
-from podium.models.causal_lm import build, load_config, persistent_buffers, restore_buffers
+from podium.models.causal_lm import load_config, persistent_buffers
 from podium.models.folder import local_folder
+from podium.models.lora import merge, save_adapter
 from podium.models.weights import Box, Piece
-from podium.recipe import Recipe
+from podium.recipe import ModelSection, Recipe
 from podium.spmd.folder import RunFolder
 
 Which = Literal["last", "best"] | int
 ExportDtype = Literal["float32", "bfloat16"]
 
 
-def export_checkpoint(folder: RunFolder, out: Path, *, which: Which, dtype: ExportDtype | None) -> int:
-    """Writes weights (padding rows cut off), config, tokenizer and generation config; returns the exported step.
+def export_checkpoint(
+    folder: RunFolder, out: Path, *, which: Which, dtype: ExportDtype | None, adapter: bool = False
+) -> int:
+    """Writes weights (padding rows cut off), config, tokenizer and generation config; returns the exported step. An
+    adapter is merged into its base, or with `adapter` written alone.
 
     The folder appears under its name only when it is complete.
     """
@@ -33,10 +40,12 @@ def export_checkpoint(folder: RunFolder, out: Path, *, which: Which, dtype: Expo
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     recipe, reader = folder.recipe(), _chosen(folder, which)
+    if adapter and recipe.model.lora is None:
+        raise RunFolderError(f"{folder.path} trained all weights, so it has no adapter. Export it without --adapter.")
     partial = out.with_name(out.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
-        _write(recipe, reader, partial, dtype)
+        _write(recipe, reader, partial, dtype, adapter=adapter)
         if out.exists():
             out.rmdir()
         partial.replace(out)
@@ -59,16 +68,39 @@ def _chosen(folder: RunFolder, which: Which) -> CheckpointReader:
     return newest_usable(folder.checkpoints, None if which == "last" else which)
 
 
-def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDtype | None) -> None:
+def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDtype | None, *, adapter: bool) -> None:
     source = local_folder(recipe.model.path, "model.path")
-    config = load_config(source, trust_remote_code=recipe.model.trust_remote_code)
-    unpadded = recipe.model.model_copy(update={"pad_vocab_to": 1})
-    model = build(unpadded, config, device=torch.device("meta"), dtype=torch.float32)
-    model.to_empty(device="cpu")
-    model.hf.tie_weights()
-    restore_buffers(model.hf)
+    hf, tokenizer = _filled(recipe, reader, source).hf, load_tokenizer(recipe.model)
+    if adapter:
+        save_adapter(hf.to(getattr(torch, dtype or "float32")), out, base=source, base_path=recipe.model.path)
+    else:
+        if recipe.model.lora is not None:
+            merge(hf)
+        config = load_config(source, trust_remote_code=recipe.model.trust_remote_code)
+        kept = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        hf = hf.to(getattr(torch, kept))
+        hf.config.dtype = getattr(torch, kept)
+        if (source / "generation_config.json").is_file():
+            hf.generation_config = transformers.GenerationConfig.from_pretrained(source)
+        if recipe.program == "reward_model":
+            # transformers finds the last token of a padded batch by it, and refuses a batch without.
+            hf.config.pad_token_id = (
+                tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+            )
+            hf.config.problem_type = "regression"
+        hf.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def _filled(recipe: Recipe, reader: CheckpointReader, source: Path) -> PackedModel:
+    """The model with the checkpoint's weights in float32, without padding rows; the frozen base of an adapter is not in
+    the checkpoint and read from where it was read for training."""
+    section = recipe.model.model_copy(
+        update={"pad_vocab_to": 1, "dtype": "float32", "compile": "off", "activation_checkpointing": "none"}
+    )
+    model, trained = _placed(recipe, section, source)
     stored = reader.shapes()
-    wanted = {f"weight/{name}": parameter.detach() for name, parameter in model.hf.named_parameters()}
+    wanted = {f"weight/{each.name}": each.master for each in trained}
     wanted |= {f"buffer/{name}": buffer for name, buffer in persistent_buffers(model.hf).items()}
     pieces = []
     for key, tensor in wanted.items():
@@ -78,10 +110,11 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
             )
         pieces.append(Piece(name=key, local=tensor, box=Box.whole(tensor.shape), shape=stored[key]))
     reader.load(pieces)
-    kept = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-    hf = model.hf.to(getattr(torch, kept))
-    hf.config.dtype = getattr(torch, kept)
-    if (source / "generation_config.json").is_file():
-        hf.generation_config = transformers.GenerationConfig.from_pretrained(source)
-    hf.save_pretrained(out)
-    load_tokenizer(recipe.model).save_pretrained(out)
+    return model
+
+
+def _placed(recipe: Recipe, section: ModelSection, source: Path) -> tuple[PackedModel, list[TrainedParameter]]:
+    mesh = adopt(rank=0, world=1, device="cpu", devices=None)
+    if recipe.program == "reward_model":
+        return place_scalar(section, source, mesh, labels=1, weights=False)
+    return place(section, source, mesh, seed=0, weights=False)

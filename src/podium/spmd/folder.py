@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,6 +19,8 @@ from typing import Any, Literal
 from podium.errors import RunFolderError
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
+PIPELINE_STATE = "pipeline.json"
+_LOCK_TRIES, _LOCK_PAUSE_S = 3, 0.05
 Status = Literal["starting", "running", "stopped", "failed", "finished"]
 
 
@@ -58,9 +61,11 @@ class RunFolder:
         return self.path / "run.json"
 
     @classmethod
-    def create(cls, recipe: Recipe, *, inputs: Mapping[str, str] | None = None) -> RunFolder:
-        """A new folder with the recipe in it and fingerprints of what it reads. A run that has begun is never written
-        over; what a killed start left is."""
+    def create(
+        cls, recipe: Recipe, *, files: Mapping[str, str] | None = None, lineage: Mapping[str, Any] | None = None
+    ) -> RunFolder:
+        """A new folder with the recipe in it, fingerprints of the files that a resumed run must find unchanged, and the
+        run's lineage. A run that has begun is never written over; what a killed start left is."""
         assert recipe.run.name is not None
         path = Path(recipe.run.folder) / recipe.run.name
         folder = cls(path=path)
@@ -68,14 +73,17 @@ class RunFolder:
             shutil.rmtree(path)
         if path.exists():
             begun = any(folder.checkpoints.glob("step-*"))
-            first = (
-                f"Continue it with `podium resume {path}`" if begun else "It has no checkpoint to go on from: remove it"
-            )
+            first = "It has no checkpoint to go on from: remove it"
+            if begun or is_pipeline_folder(path):
+                first = f"Continue it with `podium resume {path}`"
             raise RunFolderError(f"{path} exists already. {first}, or choose another name with --set run.name=...")
         try:
             folder.checkpoints.mkdir(parents=True)
             folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
-            folder.update(status="starting", versions=_versions(), program=recipe.program, inputs=dict(inputs or {}))
+            folder.update(
+                status="starting", versions=_versions(), program=recipe.program, files=dict(files or {}),
+                lineage=dict(lineage or {}),
+            )  # fmt: skip
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
             raise RunFolderError(f"the run folder {path} cannot be written: {error.strerror or error}.") from error
@@ -89,6 +97,8 @@ class RunFolder:
             raise RunFolderError(
                 f"there is no run folder {path}. Runs are under `run.folder` of their recipe, by name."
             )
+        if is_pipeline_folder(path):
+            raise RunFolderError(f"{path} is the folder of a pipeline. Give that of one of its stages: {path}/STAGE.")
         if not folder.recipe_file.is_file() or not folder._state_file.is_file():
             raise RunFolderError(f"{path} is not a run folder: it has no recipe.yaml and run.json.")
         return folder
@@ -140,21 +150,14 @@ class RunFolder:
                     return True
         return False
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Only one process runs a folder at a time; the operating system lets go when that process ends, however."""
-        try:
-            lock = (self.path / "run.lock").open("a+")
-        except OSError as error:
-            raise RunFolderError(f"{self.path} cannot be written: {error.strerror or error}.") from error
-        with lock as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise RunFolderError(
-                    f"{self.path} is being run by another process right now. Wait for it, or end it first."
-                ) from error
-            yield
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Only one process runs a folder at a time."""
+        return held(self.path)
+
+    def saved_steps(self) -> list[int]:
+        """Steps of complete checkpoints, oldest first."""
+        names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
+        return sorted(int(name) for name in names if name.isdigit())
 
     def forget_samples_after(self, step: int) -> None:
         """A resumed run answers the later evaluations again."""
@@ -169,6 +172,42 @@ class RunFolder:
                 file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
 
 
+def is_pipeline_folder(path: str | Path) -> bool:
+    return (Path(path) / PIPELINE_STATE).is_file()
+
+
+@contextlib.contextmanager
+def held(path: Path) -> Iterator[None]:
+    """Keeps other processes out of a folder; the operating system lets go when this process ends, however."""
+    try:
+        lock = (path / "run.lock").open("a+")
+    except OSError as error:
+        raise RunFolderError(f"{path} cannot be written: {error.strerror or error}.") from error
+    with lock as file:
+        for left in reversed(range(_LOCK_TRIES)):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if not left:
+                    raise RunFolderError(
+                        f"{path} is being run by another process right now. Wait for it, or end it first."
+                    ) from error
+            time.sleep(_LOCK_PAUSE_S)  # whoever only looks whether it is held lets go at once
+        yield
+
+
+def is_held(path: Path) -> bool:
+    """Whether a process runs the folder now."""
+    if not (path / "run.lock").exists():
+        return False
+    try:
+        with held(path):
+            return False
+    except RunFolderError:
+        return True
+
+
 def write_atomically(path: Path, text: str) -> None:
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
@@ -179,6 +218,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _versions() -> dict[str, str]:
+    """Of Python and what Podium computes with."""
     names = ("podium", "torch", "transformers", "numpy")
     found = {}
     for name in names:

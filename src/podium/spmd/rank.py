@@ -12,9 +12,8 @@ from typing import Any
 import torch
 import transformers
 
-from podium.algorithms.dense import token_cross_entropy
-from podium.data.chat import MakerSpec
-from podium.data.loader import LoaderState, StepLoader, decode
+from podium.data.examples import MakerSpec
+from podium.data.loader import LoaderState, StepLoader, StepSize, decode
 from podium.data.sources import open_source
 from podium.data.tokenizer import load_tokenizer, require_embeddings
 from podium.engine.checkpoint import (
@@ -26,7 +25,8 @@ from podium.engine.checkpoint import (
 )
 from podium.engine.mesh import Mesh, check_devices, join, leave
 from podium.engine.optimizer import AdamW
-from podium.engine.sharding import compute_dtype, place
+from podium.engine.parameters import TrainedParameter
+from podium.engine.sharding import PackedModel, compute_dtype, place, place_scalar
 from podium.engine.train_step import TrainEngine
 from podium.models.cost import model_cost
 from podium.models.device import CpuSettings, choose_cpu_settings, matrix_peak
@@ -102,7 +102,7 @@ def _build(
     model_folder = local_folder(recipe.model.path, "model.path")
     with watch.span("start-up"):
         torch.set_num_threads(recipe.placement.threads or 1)
-        model, trained = place(recipe.model, model_folder, mesh, seed=recipe.run.seed, weights=checkpoint is None)
+        model, trained = _place(recipe, model_folder, mesh, weights=checkpoint is None)
         optimizer = AdamW(trained, recipe.optimizer)
         engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
         progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
@@ -144,6 +144,14 @@ def _build(
     return SpmdRun(parts, progress)
 
 
+def _place(recipe: Recipe, folder: Path, mesh: Mesh, *, weights: bool) -> tuple[PackedModel, list[TrainedParameter]]:
+    """What the program trains: a language model, or one that scores."""
+    section, seed = recipe.model, recipe.run.seed
+    if recipe.program == "reward_model":
+        return place_scalar(section, folder, mesh, labels=1, seed=seed, weights=weights)
+    return place(section, folder, mesh, seed=seed, weights=weights)
+
+
 def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
     checkpoint.load(checkpoint_pieces(engine))
     for each in engine.optimizer.trained:
@@ -161,16 +169,11 @@ def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
 
 def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
     data = recipe.data
-    assert data.max_length is not None, "resolved before launch"
     sources = [open_source(section, f"data.train.{index}") for index, section in enumerate(data.train)]
-    spec = MakerSpec(
-        model=recipe.model, sections=data.train, key="data.train", trained=data.trained, max_length=data.max_length,
-        overlong=data.overlong,
-    )  # fmt: skip
     return StepLoader(
-        sources, spec, seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
-        tokens_per_step=recipe.tokens_per_step, window=data.packing_window, workers=data.workers,
-        prefetch=data.prefetch, state=state,
+        sources, MakerSpec.of(recipe), seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
+        size=StepSize(tokens=recipe.tokens_per_step, rows=recipe.rows_per_step), window=data.packing_window,
+        workers=data.workers, prefetch=data.prefetch, state=state,
     )  # fmt: skip
 
 
@@ -179,6 +182,8 @@ def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
     if recipe.micro_batch_tokens is not None:
         return recipe.micro_batch_tokens
     limit = _DEFAULT_MICRO_BATCH[mesh.device.type]
+    if recipe.rows_per_step is not None:
+        return limit
     parts = -(-recipe.tokens_per_step // (mesh.world * limit))
     return -(-recipe.tokens_per_step // (mesh.world * parts))
 
@@ -195,7 +200,7 @@ def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> Cpu
     else:
         batch = random_batch(engine.model.vocab_size, lengths=(16,) * 8 + (128,))
         settings = choose_cpu_settings(
-            lambda: engine.gradients([batch], token_cross_entropy, normalizer=1.0),
+            lambda: engine.trial(batch),
             ranks=mesh.world,
             threads=placement.threads,
             onednn=placement.onednn,

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -14,8 +15,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from podium.data.documents import Document, PackedBatch, pack
-from podium.data.loader import DocumentCounts, LoaderState, StepDocuments, StepLoader, encode
+from podium.data.documents import PackedBatch, SplitExamples, pack_examples
+from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLoader, encode
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter, Extras
 from podium.engine.mesh import Mesh
@@ -24,29 +25,45 @@ from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.errors import TrainingDivergedError
 from podium.models.causal_lm import persistent_buffers
 from podium.models.cost import ModelCost
-from podium.models.head import TokenLoss
 from podium.models.weights import Box, Piece
 from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch, TimeSummary
 from podium.recipe import Recipe
-from podium.spmd.evaluation import Evaluation, Evaluator
+from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
 from podium.spmd.folder import RunFolder
+
+Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
+"""Sums of a step's tally over all ranks, and its number of examples -> metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainStep:
-    """One optimizer step as this rank sees it: its own micro-batches, and counts over all ranks."""
+    """One optimizer step as this rank sees it."""
 
     number: int  # 1, 2, ... recipe.steps
     lr: float
-    micro_batches: tuple[PackedBatch, ...]
-    global_tokens: int  # trained tokens of the step: what the loss is divided by
-    lengths: tuple[int, ...]  # of all documents of the step
+    ready: StepExamples
+    split: SplitExamples
     imbalance: float
-    documents: StepDocuments
 
     @property
-    def num_inputs(self) -> int:
-        return sum(self.lengths)
+    def num_examples(self) -> int:
+        """Over all ranks: what losses of whole rows are divided by."""
+        return len(self.split.examples)
+
+    @property
+    def global_tokens(self) -> int:
+        """Trained tokens of the step over all ranks: what losses of tokens are divided by."""
+        return self.ready.num_trained
+
+    @property
+    def micro_batches(self) -> tuple[PackedBatch, ...]:
+        """This rank's, packed."""
+        return tuple(pack_examples(part).packed for part in self.split.parts)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of all documents of the step."""
+        return tuple(document.num_inputs for example in self.split.examples for document in example.documents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +132,30 @@ class SpmdRun:
         """Whether this rank was asked to stop; the train step tells all ranks, so that they stop at the same step."""
         return self._parts.stop_requested()
 
-    def steps(self, loss: TokenLoss) -> Iterator[TrainStep]:
-        """The steps still to do. `loss` is what held-out data is measured with."""
-        self._loss = loss
+    @property
+    def is_fresh(self) -> bool:
+        """Whether the weights are still those that the run began with."""
+        return self._step == 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens of one forward on this rank."""
+        return self._parts.max_tokens
+
+    @contextmanager
+    def preparing(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Work before the first step, told to the user and accounted for; gives what tells how far it is."""
+        console = self._parts.console
+        with self._parts.watch.span("preparation"):
+            console.note(what)
+            console.doing(what)
+            yield lambda progress: console.doing(f"{what}: {progress}")
+            console.doing(None)
+
+    def steps(self, measure: HeldoutMeasure, averages: Averages | None = None) -> Iterator[TrainStep]:
+        """The steps still to do. `measure` is what held-out examples are measured with; `averages` makes metrics of
+        the sums that a step's tally adds up."""
+        self._measure, self._averages = measure, averages
         if self._step == 0 and self.recipe.evaluation.at_start:
             self._evaluate()
         self._last_record = time.perf_counter()
@@ -134,7 +172,7 @@ class SpmdRun:
         now = time.perf_counter()
         elapsed, self._last_record = now - self._last_record, now
         self._flush()
-        self._step, self._loader_state = step.number, step.documents.state
+        self._step, self._loader_state = step.number, step.ready.state
         self._pending = (step, report, elapsed)
         recipe = self.recipe
         evaluate = _is_due(recipe.evaluation.every, step.number) and self._parts.evaluator is not None
@@ -162,9 +200,8 @@ class SpmdRun:
 
     def _next_step(self) -> TrainStep:
         ready = next(self._parts.loader)
-        lengths = tuple(document.num_inputs for document in ready.documents)
         plan = split_step(
-            lengths,
+            [example.num_inputs for example in ready.examples],
             num_ranks=self._mesh.world,
             max_tokens=self._parts.max_tokens,
             cost=self._parts.cost.per_sequence,
@@ -175,11 +212,12 @@ class SpmdRun:
         return TrainStep(
             number=number,
             lr=learning_rate(self.recipe.optimizer, number, self.recipe.steps),
-            micro_batches=tuple(_packed(ready.documents, part.tolist()) for part in plan.rows(self._mesh.rank)[0]),
-            global_tokens=ready.num_trained,
-            lengths=lengths,
+            ready=ready,
+            split=SplitExamples(
+                examples=ready.examples,
+                rows=tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.rank)[0]),
+            ),
             imbalance=plan.imbalance,
-            documents=ready,
         )
 
     def _seed(self, number: int) -> None:
@@ -211,8 +249,9 @@ class SpmdRun:
             )
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
-        parts, counts = self._parts, step.documents.counts
-        flops = parts.cost.training_flops(step.lengths, step.global_tokens)
+        parts, counts, lengths = self._parts, step.ready.counts, step.lengths
+        num_inputs = sum(lengths)
+        flops = parts.cost.training_flops(lengths, step.global_tokens)
         mfu = flops / elapsed / (parts.peak_flops * self._mesh.world)
         done = step.number - self._began[1]
         eta = (time.perf_counter() - self._began[0]) / max(1, done) * (self.recipe.steps - step.number)
@@ -221,19 +260,21 @@ class SpmdRun:
             "grad_norm": report.grad_norm,
             "lr": step.lr,
             "step_s": elapsed,
-            "data_wait_s": step.documents.wait_s,
-            "tokens": float(step.num_inputs),
+            "data_wait_s": step.ready.wait_s,
+            "tokens": float(num_inputs),
             "trained_tokens": float(step.global_tokens),
-            "documents": float(len(step.lengths)),
-            "tokens_per_s": step.num_inputs / elapsed,
+            "documents": float(len(lengths)),
+            "rows": float(step.num_examples),
+            "tokens_per_s": num_inputs / elapsed,
             "mfu": mfu,
-            "micro_steps": float(len(step.micro_batches)),
+            "micro_steps": float(len(step.split.rows)),
             "imbalance": step.imbalance,
             "skipped": float(report.skipped),
             "skipped_total": float(self._skipped),
             "documents_truncated": float(counts.truncated),
             "documents_dropped": float(counts.dropped_overlong + counts.dropped_untrained + counts.dropped_by_map),
             "epoch": float(min(counts.epochs, default=0)),
+            **(self._averages(report.sums, step.num_examples) if self._averages is not None else {}),
         }
         self._log(StepMetrics(step=step.number, time_s=time.time(), values=values))
         if step.number == 1:
@@ -246,7 +287,7 @@ class SpmdRun:
                 num_steps=self.recipe.steps,
                 loss=report.loss,
                 lr=step.lr,
-                tokens_per_s=step.num_inputs / elapsed,
+                tokens_per_s=num_inputs / elapsed,
                 mfu=mfu,
                 eta_s=eta,
                 grad_norm=report.grad_norm,
@@ -279,14 +320,14 @@ class SpmdRun:
         assert parts.evaluator is not None
         with parts.watch.span("evaluation"):
             parts.console.doing("evaluating")
-            self._evaluation = evaluation = parts.evaluator.run(self._step, self._loss)
+            self._evaluation = evaluation = parts.evaluator.run(self._step, self._measure)
             self._evaluated_step = self._step
             parts.console.doing(None)
         if not self._mesh.is_main:
             return
         if self._saved_step == self._step and self._step > 0:
             parts.writer.grade(self._step, evaluation.heldout_loss)
-        values = {"heldout_loss": evaluation.heldout_loss}
+        values = {f"heldout_{name}": value for name, value in evaluation.measured.items()}
         if evaluation.score is not None:
             values["heldout_score"] = evaluation.score
         self._log(StepMetrics(step=self._step, time_s=time.time(), values=values))
@@ -346,11 +387,6 @@ def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
         Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
         for name, buffer in persistent_buffers(engine.model.hf).items()
     ]
-
-
-def _packed(documents: Sequence[Document], part: Sequence[int]) -> PackedBatch:
-    """Sorted by length, so that documents of one length lie side by side and share attention calls."""
-    return pack(sorted((documents[index] for index in part), key=lambda document: document.num_inputs))
 
 
 def _is_due(every: int | None, step: int) -> bool:

@@ -4,7 +4,8 @@
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer, text_of, trained_spans
 
-from podium.data.chat import DocumentMaker, Dropped, Made, SourcesMaker
+from podium.data.chat import DocumentMaker, Dropped, Made
+from podium.data.examples import ExampleMaker, MadeExample, SourcesMaker
 from podium.data.rows import Row
 from podium.errors import DataError
 from podium.recipe import SourceSection
@@ -195,12 +196,13 @@ def test_a_row_drawn_again_is_not_tokenized_again_unless_a_map_has_to_see_it(tmp
     plugin = tmp_path / "count.py"
     plugin.write_text("calls = []\ndef count(row):\n    calls.append(1)\n    return {'text': 'x' * len(calls)}\n")
     sections = [SourceSection(path="a.jsonl"), SourceSection(path="b.jsonl", map=f"{plugin}:count")]
-    both = SourcesMaker(maker(), sections, "data.train")
+    examples = ExampleMaker(byte_tokenizer(CHATML), "documents", "assistant", 1000, "truncate")
+    both = SourcesMaker(examples, sections, "data.train")
     assert both.make(0, row(text="abc")) is both.make(0, row(text="abc"))
     first, second = both.make(1, row(text="abc")), both.make(1, row(text="abc"))
-    assert isinstance(first, Made)
-    assert isinstance(second, Made)
-    assert second.document.num_inputs == first.document.num_inputs + 1
+    assert isinstance(first, MadeExample)
+    assert isinstance(second, MadeExample)
+    assert second.example.num_inputs == first.example.num_inputs + 1
 
 
 def test_made_documents_cannot_be_written_to():

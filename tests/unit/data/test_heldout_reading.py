@@ -6,15 +6,15 @@ import json
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer, text_of
 
-from podium.data.chat import DocumentMaker
-from podium.data.reading import read_documents, read_prompts
+from podium.data.examples import ExampleMaker
+from podium.data.reading import read_examples, read_prompts
 from podium.errors import DataError
 from podium.recipe import SourceSection
 
 
 @pytest.fixture
 def maker():
-    return DocumentMaker(byte_tokenizer(CHATML), "assistant", 100, "drop")
+    return ExampleMaker(byte_tokenizer(CHATML), "documents", "assistant", 100, "drop")
 
 
 def sections(tmp_path, *files):
@@ -30,9 +30,9 @@ def pairs(*answers):
 def test_documents_come_in_file_order_over_all_sources_and_stop_at_the_limit(tmp_path, maker):
     found = sections(tmp_path, ("b.jsonl", pairs("1", "2")), ("a.jsonl", pairs("3", "x" * 200, "4")))
     tokenizer = byte_tokenizer()
-    texts = [text_of(tokenizer, document) for document in read_documents(found, "data.heldout", maker, None)]
+    texts = [text_of(tokenizer, example.documents[0]) for example in read_examples(found, "data.heldout", maker, None)]
     assert texts == ["q1</s>", "q2</s>", "q3</s>", "q4</s>"]
-    assert len(read_documents(found, "data.heldout", maker, 3)) == 3
+    assert len(read_examples(found, "data.heldout", maker, 3)) == 3
 
 
 def test_prompts_come_with_their_references(tmp_path, maker):
@@ -43,6 +43,6 @@ def test_prompts_come_with_their_references(tmp_path, maker):
 def test_held_out_data_without_a_trained_token_or_prompt_is_an_error(tmp_path, maker):
     only_text = sections(tmp_path, ("a.jsonl", [{"text": ""}]))
     with pytest.raises(DataError, match=r"data\.heldout: no trained token in the whole of .*a\.jsonl"):
-        read_documents(only_text, "data.heldout", maker, None)
+        read_examples(only_text, "data.heldout", maker, None)
     with pytest.raises(DataError, match=r"data\.heldout: no row of .* has a prompt and an answer"):
         read_prompts(only_text, "data.heldout", maker, None)

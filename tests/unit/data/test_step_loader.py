@@ -13,8 +13,8 @@ import pytest
 from chat_tokenizers import CHATML, byte_tokenizer
 
 from podium.data import loader as loader_module
-from podium.data.chat import MakerSpec
-from podium.data.loader import StepLoader
+from podium.data.examples import MakerSpec
+from podium.data.loader import StepLoader, StepSize
 from podium.data.sources import open_source
 from podium.data.state import decode, encode
 from podium.errors import DataError
@@ -53,11 +53,16 @@ def open_loader(spec, **changed):
     sources = [open_source(section, f"{spec.key}.{index}") for index, section in enumerate(spec.sections)]
     values = {"seed": 5, "shuffle": True, "shuffle_rows": 20, "tokens_per_step": 300, "window": 16}
     values |= {"workers": 0, "prefetch": 2, **changed}
-    return StepLoader(sources, spec, **values)
+    size = StepSize(tokens=values.pop("tokens_per_step"), rows=values.pop("rows", None))
+    return StepLoader(sources, spec, size=size, **values)
+
+
+def documents_of(step):
+    return [document for example in step.examples for document in example.documents]
 
 
 def shown(step):
-    documents = [(document.tokens.tolist(), document.trained.tolist()) for document in step.documents]
+    documents = [(document.tokens.tolist(), document.trained.tolist()) for document in documents_of(step)]
     return documents, step.counts
 
 
@@ -67,7 +72,7 @@ def take(loader, count):
 
 def test_steps_are_well_filled_and_never_over_budget(folder):
     with open_loader(spec_of(folder)) as loader:
-        totals = [sum(document.num_inputs for document in step.documents) for step in take(loader, 20)]
+        totals = [sum(example.num_inputs for example in step.examples) for step in take(loader, 20)]
     assert max(totals) <= 300
     assert np.mean(totals) > 0.95 * 300
 
@@ -204,8 +209,8 @@ def test_a_long_wait_is_logged_with_its_reason(folder, caplog, monkeypatch):
     logging.getLogger(loader_module.__name__).addHandler(handler)
     try:
         with caplog.at_level(logging.WARNING), StepLoader(
-            [Stalled()], spec_of(folder, spec.sections[0]), seed=0, shuffle=False, shuffle_rows=1, tokens_per_step=200,
-            window=4, workers=0, prefetch=1,
+            [Stalled()], spec_of(folder, spec.sections[0]), seed=0, shuffle=False, shuffle_rows=1,
+            size=StepSize(tokens=200), window=4, workers=0, prefetch=1,
         ) as loader:  # fmt: skip
             step = next(loader)
     finally:
@@ -218,7 +223,7 @@ def test_workers_end_when_their_parent_is_killed(folder):
     code = (
         "import sys, multiprocessing\n"
         "from podium.data.workers import WorkerPool\n"
-        "from podium.data.chat import MakerSpec\n"
+        "from podium.data.examples import MakerSpec\n"
         "from podium.recipe import ModelSection, SourceSection\n"
         "if __name__ == '__main__':\n"
         "    spec = MakerSpec(model=ModelSection(path=sys.argv[1]), sections=(SourceSection(path='x.jsonl'),),\n"

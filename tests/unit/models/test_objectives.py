@@ -33,6 +33,7 @@ class Goal:
     temperature: float = 1.0
     entropy: float = 0.0
     ties_tokens: bool = False
+    watches_entropy: bool = True
 
     def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
         return self.loss(logprobs_C, tokens)

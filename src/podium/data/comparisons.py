@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows that judge: chosen and rejected completions of a prompt, a completion with a label, a text with a score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from podium.data.kinds import check_values, parse_messages, parse_prompt_completion, shown
+from podium.data.rows import Row
+from podium.errors import DataError
+
+Shape = Literal["documents", "pairs", "labels", "ranked", "scores"]
+"""What examples are made of: documents as they are; chosen and rejected completions; a completion with a label; chosen
+and rejected conversations to be scored, with a margin; a conversation with its score."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Judged:
+    """The texts of a row, each as values of a row of its own (`prompt` with `completion`, mostly), and what is said of
+    them. The first is the one to be preferred, if any is."""
+
+    texts: tuple[Mapping[str, Any], ...]
+    value: float = 0.0
+
+
+def judged(values: Mapping[str, Any], shape: Shape, row: Row) -> Judged:
+    """The row taken apart; what makes no sense as data of this shape raises a DataError that names the row."""
+    match shape:
+        case "documents":
+            return Judged(texts=(values,))
+        case "pairs":
+            return Judged(texts=_pair(values, row))
+        case "ranked":
+            return Judged(texts=_pair(values, row), value=_number(values, "margin", row, default=0.0))
+        case "labels":
+            return Judged(texts=(_completed(values, row),), value=_label(values, row))
+        case "scores":
+            score = _number(values, "score", row)
+            return Judged(texts=({key: value for key, value in values.items() if key != "score"},), value=score)
+
+
+def check_judged(values: Mapping[str, Any], columns: Mapping[str, str], shape: Shape, row: Row) -> None:
+    """Raises unless the row is of this shape and well formed; needs no tokenizer."""
+    for text in judged(values, shape, row).texts:
+        check_values(text, columns, row)
+
+
+def _pair(values: Mapping[str, Any], row: Row) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    for name in ("chosen", "rejected"):
+        if values.get(name) is None:
+            raise DataError(
+                f"{row.where}: expected `prompt`, `chosen` and `rejected`, and there is no `{name}`. The row has: "
+                f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
+            )
+    chosen, rejected = values["chosen"], values["rejected"]
+    if chosen == rejected:
+        raise DataError(
+            f"{row.where}: `chosen` and `rejected` are the same, so there is nothing to prefer. Remove the row, or "
+            "drop it with the source's `map`."
+        )
+    if values.get("prompt") is None:
+        prompt, chosen, rejected = _shared_prompt(chosen, rejected, row)
+    else:
+        prompt = values["prompt"]
+    shared = {"prompt": prompt, **({"tools": values["tools"]} if values.get("tools") else {})}
+    texts = ({**shared, "completion": chosen}, {**shared, "completion": rejected})
+    for name, text in zip(("chosen", "rejected"), texts, strict=True):
+        _require_completion(text, name, row)
+    return texts
+
+
+def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]:
+    """Whole conversations: they part at the last turn, and what comes before it is the prompt of both."""
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        raise DataError(
+            f"{row.where}: `chosen` and `rejected` are text without a `prompt`, so where the completion begins cannot "
+            "be told. Give a `prompt` column, or lists of messages."
+        )
+    first, second = parse_messages(chosen, "chosen", row), parse_messages(rejected, "rejected", row)
+    if first[:-1] != second[:-1]:
+        differing = next(
+            (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
+            min(len(first), len(second)),
+        )
+        raise DataError(
+            f"{row.where}: the prompts of `chosen` and `rejected` differ at message {differing}; a pair compares two "
+            "answers to the same conversation. Mend the row, or drop it with the source's `map`."
+        )
+    for name, messages in (("chosen", first), ("rejected", second)):
+        if len(messages) < 2 or messages[-1]["role"] != "assistant":
+            raise DataError(
+                f"{row.where}: `{name}` must end with an assistant turn that answers what comes before it (there is no "
+                "`prompt` column). Give both, or a `prompt`."
+            )
+    return first[:-1], first[-1:], second[-1:]
+
+
+def _completed(values: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
+    for name in ("prompt", "completion"):
+        if values.get(name) is None:
+            raise DataError(
+                f"{row.where}: expected `prompt`, `completion` and `label`, and there is no `{name}`. The row has: "
+                f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
+            )
+    text = {name: values[name] for name in ("prompt", "completion", "tools") if values.get(name) is not None}
+    _require_completion(text, "completion", row)
+    return text
+
+
+def _require_completion(text: Mapping[str, Any], name: str, row: Row) -> None:
+    """Something must be said: an empty completion has no token to prefer."""
+    _, completion = parse_prompt_completion(text, row, completion=name)
+    if isinstance(completion, str):
+        is_empty = not completion.strip()
+    else:
+        is_empty = all(not str(turn.get("content") or "").strip() and not turn.get("tool_calls") for turn in completion)
+    if is_empty:
+        raise DataError(f"{row.where}: `{name}` is empty. Remove the row, or drop it with the source's `map`.")
+
+
+def _label(values: Mapping[str, Any], row: Row) -> float:
+    label = values.get("label")
+    if isinstance(label, str) and label.strip().lower() in ("true", "false"):
+        label = label.strip().lower() == "true"  # CSV knows no booleans
+    if label not in (True, False, 0, 1):
+        raise DataError(
+            f"{row.where}: `label` must be true (desirable) or false, found {shown(label)}. Make it so with the "
+            "source's `map`."
+        )
+    return float(label)
+
+
+def _number(values: Mapping[str, Any], name: str, row: Row, default: float | None = None) -> float:
+    value = values.get(name)
+    if value is None and default is not None:
+        return default
+    try:
+        number = float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(value, bool) or not math.isfinite(number):
+        raise DataError(
+            f"{row.where}: `{name}` must be a finite number, found {shown(value)}. Rename the column with the source's "
+            "`columns`, or mend it with its `map`."
+        )
+    return number

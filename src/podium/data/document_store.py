@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers about documents that were computed once, kept on disk: found again by what the document says.
+
+Layout of the folder: `part-00000.json` names the files of a finished part and comes last, so that a pass which was
+broken off goes on behind its last part; `complete.json` says that nothing is missing. Safetensors and JSON only.
+"""
+
+# D documents of a part · N numbers of it: one for each document, or one for each trained token
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from podium.data.documents import Document
+from podium.errors import DataError, RunFolderError
+
+_COMPLETE = "complete.json"
+# Arrays of a part that are not columns.
+_KEYS, _OFFSETS = "keys", "offsets"
+
+Columns = Mapping[str, NDArray[Any]]
+
+
+def document_key(document: Document) -> tuple[int, int]:
+    """128 bits of what the document says and of what is trained in it."""
+    digest = hashlib.blake2b(document.tokens.astype(np.int32).tobytes(), digest_size=16)
+    digest.update(document.trained.tobytes())
+    high, low = np.frombuffer(digest.digest(), np.uint64).tolist()
+    return high, low
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    file: str
+    start: int
+    stop: int
+
+
+class DocumentStore:
+    """Opened on every rank; each writes files of its own. Columns are read from disk as they are asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._places: dict[tuple[int, int], _Place] = {}
+        self._open_files: dict[str, Any] = {}
+        self._num_parts = 0
+        while (self.folder / f"part-{self._num_parts:05d}.json").is_file():
+            self._take_in(self._num_parts)
+            self._num_parts += 1
+
+    @property
+    def is_complete(self) -> bool:
+        return (self.folder / _COMPLETE).is_file()
+
+    @property
+    def num_parts(self) -> int:
+        """How many are finished."""
+        return self._num_parts
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, key: tuple[int, int]) -> bool:
+        return key in self._places
+
+    def read(self, document: Document) -> dict[str, NDArray[Any]]:
+        """The document's numbers, column by column."""
+        place = self._places.get(document_key(document))
+        if place is None:
+            raise DataError(
+                f"{self.folder} has nothing about a document that is trained on now, so the data changed after it was "
+                "computed (a `map` that draws at random does this). Set preference.reference or distill.targets to "
+                "live, or remove the folder to have it computed again."
+            )
+        file = self._opened(place.file)
+        names = [name for name in file.keys() if name not in (_KEYS, _OFFSETS)]  # noqa: SIM118 not a mapping
+        return {name: file.get_slice(name)[place.start : place.stop] for name in names}
+
+    def write(self, rank: int, documents: Sequence[Document], lengths: Sequence[int], columns: Columns) -> None:
+        """This rank's documents of the next part; `lengths`: how many rows of the columns each of them has."""
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        keys = np.array([document_key(document) for document in documents], np.uint64).reshape(-1, 2)
+        path = self.folder / self._file_name(self._num_parts, rank)
+        save_file({_KEYS: keys, _OFFSETS: offsets, **columns}, path.with_suffix(".tmp"))
+        os.replace(path.with_suffix(".tmp"), path)
+
+    def finish_part(self, world: int, *, is_main: bool) -> None:
+        """All ranks have written: the part counts from now on. Every rank calls it, behind a barrier."""
+        if is_main:
+            names = [self._file_name(self._num_parts, rank) for rank in range(world)]
+            self._note(f"part-{self._num_parts:05d}.json", {"files": names})
+        self._take_in(self._num_parts, [self._file_name(self._num_parts, rank) for rank in range(world)])
+        self._num_parts += 1
+
+    def finish(self) -> None:
+        """Nothing is missing; rank 0 only."""
+        self._note(_COMPLETE, {"parts": self._num_parts, "documents": len(self)})
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Only one run computes it at a time; the system lets go when that process ends, however."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunFolderError(
+                    f"{self.folder} is being computed by another run right now. Start this one when it is done: it "
+                    "will find everything there. Or give this run a cache of its own (run.cache)."
+                ) from error
+            yield
+
+    def _file_name(self, part: int, rank: int) -> str:
+        return f"part-{part:05d}-rank-{rank:05d}.safetensors"
+
+    def _take_in(self, part: int, files: Sequence[str] | None = None) -> None:
+        names = files or json.loads((self.folder / f"part-{part:05d}.json").read_text(encoding="utf-8"))["files"]
+        for name in names:
+            self._open_files.pop(name, None)
+            file = self._opened(name)
+            keys, offsets = file.get_tensor(_KEYS), file.get_tensor(_OFFSETS).tolist()
+            for at, (high, low) in enumerate(keys.tolist()):
+                self._places[high, low] = _Place(name, offsets[at], offsets[at + 1])
+
+    def _opened(self, name: str) -> Any:
+        if name not in self._open_files:
+            try:
+                self._open_files[name] = safe_open(str(self.folder / name), framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise DataError(
+                    f"{self.folder / name} cannot be read ({error}). Remove the folder {self.folder} to have it "
+                    "computed again."
+                ) from error
+        return self._open_files[name]
+
+    def _note(self, name: str, values: Mapping[str, Any]) -> None:
+        temporary = self.folder / f"{name}.tmp"
+        with temporary.open("w", encoding="utf-8") as file:
+            json.dump(values, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, self.folder / name)

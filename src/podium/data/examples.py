@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows become examples: what a program compares or scores together, made of documents."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from podium.data.chat import DocumentMaker, Dropped, Made, Overlong, Prompt, Trained, load_map
+from podium.data.comparisons import Shape, judged
+from podium.data.documents import Example
+from podium.data.kinds import MapFunction, named_values
+from podium.data.rows import LinePlace, Row
+from podium.data.scored import ConversationMaker
+from podium.data.tokenizer import load_tokenizer
+from podium.recipe.schema import ModelSection, Recipe, SourceSection
+
+_NO_COLUMNS: Mapping[str, str] = {}
+# Examples that a SourcesMaker remembers: about 80 MB at 5 bytes a token, each counted with what holds it.
+_MOST_REMEMBERED_TOKENS = 16_000_000
+_TOKENS_PER_ENTRY = 150
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MadeExample:
+    """The example of a row, and whether something of it was cut off."""
+
+    example: Example
+    truncated: bool
+
+
+class _TextMaker(Protocol):
+    """What makes one text of a row a document."""
+
+    def document(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Made | Dropped: ...
+
+
+class ExampleMaker:
+    """Turns rows into examples of one shape with one tokenizer. Not shared between threads: tokenizers are not safe."""
+
+    def __init__(self, tokenizer: Any, shape: Shape, trained: Trained, max_length: int, overlong: Overlong) -> None:
+        self._shape: Shape = shape
+        # Completions are what is compared, whatever else a row holds.
+        self._documents = DocumentMaker(
+            tokenizer, trained if shape == "documents" else "assistant", max_length, overlong
+        )
+        scored = shape in ("ranked", "scores")
+        self._texts: _TextMaker = ConversationMaker(tokenizer, max_length, overlong) if scored else self._documents
+
+    def make(
+        self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
+    ) -> MadeExample | Dropped:
+        """The row's example, or why there is none; a row that is wrong raises a DataError that names it."""
+        values = named_values(row, columns, map)
+        if values is None:
+            return Dropped.BY_MAP
+        found = judged(values, self._shape, row)
+        made = []
+        for text in found.texts:
+            document = self._texts.document(text, columns, row)
+            if isinstance(document, Dropped):
+                return document
+            made.append(document)
+        documents, truncated = tuple(each.document for each in made), any(each.truncated for each in made)
+        if truncated and len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
+            return Dropped.OVERLONG  # what told them apart was cut off
+        return MadeExample(example=Example(documents=documents, value=found.value), truncated=truncated)
+
+    def prompt_of(
+        self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
+    ) -> Prompt | None:
+        """What comes before the row's last (or chosen) answer; None where there is none, and for a dropped row."""
+        values = named_values(row, columns, map)
+        return (
+            None if values is None else self._documents.prompt(judged(values, self._shape, row).texts[0], columns, row)
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MakerSpec:
+    """All that another thread or process needs to make examples of several sources; small, and pickles."""
+
+    model: ModelSection
+    sections: tuple[SourceSection, ...]
+    key: str  # where the sections stand in the recipe: `data.train`
+    trained: Trained
+    max_length: int
+    overlong: Overlong
+    shape: Shape = "documents"
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> MakerSpec:
+        """What the recipe trains on."""
+        data = recipe.data
+        assert data.max_length is not None, "resolved before launch"
+        return cls(
+            model=recipe.model, sections=data.train, key="data.train", trained=data.trained,
+            max_length=data.max_length, overlong=data.overlong, shape=shape_of(recipe),
+        )  # fmt: skip
+
+    def build(self) -> SourcesMaker:
+        """Loads a tokenizer of its own and the plug-ins: slow, and once per thread or process."""
+        maker = ExampleMaker(load_tokenizer(self.model), self.shape, self.trained, self.max_length, self.overlong)
+        return SourcesMaker(maker, self.sections, self.key)
+
+
+def shape_of(recipe: Recipe) -> Shape:
+    """What rows of this program hold."""
+    match recipe.program:
+        case "dpo":
+            return "labels" if recipe.preference.loss == "kto" else "pairs"
+        case "reward_model":
+            return "ranked" if recipe.reward_model.learns == "pairs" else "scores"
+        case _:
+            return "documents"
+
+
+class SourcesMaker:
+    """An ExampleMaker that knows each source's `columns` and `map`, and remembers what it made.
+
+    Small data is tokenized once and not again in every epoch. Memory is bounded: what comes after it is full is made
+    anew each time. Rows of a source with a `map` are not remembered; the plug-in sees every draw.
+    """
+
+    def __init__(self, maker: ExampleMaker, sections: Sequence[SourceSection], key: str) -> None:
+        self._maker = maker
+        self._columns = [section.columns for section in sections]
+        self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
+        self._remembered: dict[tuple[int, str | LinePlace], MadeExample | Dropped] = {}
+        self._remembered_tokens = 0
+
+    def make(self, source: int, row: Row) -> MadeExample | Dropped:
+        if self._maps[source] is not None:
+            return self._maker.make(row, self._columns[source], self._maps[source])
+        found = self._remembered.get((source, row.place))
+        if found is not None:
+            return found
+        made = self._maker.make(row, self._columns[source])
+        if self._remembered_tokens < _MOST_REMEMBERED_TOKENS:
+            self._remembered[source, row.place] = made
+            self._remembered_tokens += _TOKENS_PER_ENTRY + (
+                made.example.num_inputs if isinstance(made, MadeExample) else 0
+            )
+        return made
+
+    def prompt_of(self, source: int, row: Row) -> Prompt | None:
+        return self._maker.prompt_of(row, self._columns[source], self._maps[source])

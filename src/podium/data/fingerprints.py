@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short texts that change when the content of files, model folders or all that a recipe names does. Torch-free.
+
+A file of up to 64 MiB is hashed whole. Of a larger one the size and 66 windows of 64 KiB count: the first, the last and
+others evenly between them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from podium.data import storage
+from podium.data.sources import FilesSource, open_source
+from podium.errors import RecipeError
+from podium.recipe import Recipe, SourceSection, plugins
+from podium.recipe.changes import what_matters
+
+_WHOLE_BYTES = 64 << 20
+_WINDOW_BYTES = 64 << 10
+_NUM_WINDOWS = 66
+# Of a model's folder: what a run reads. Cards, licences and Podium's own note of where it comes from are not.
+_MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".py")
+_NOT_THE_MODEL = ("podium.json",)
+_MODULE_PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+_DATA_PATH = re.compile(r"^data\.(train|heldout)\.(\d+)\.path$")
+
+InputKind = Literal["weights", "data", "code", "file"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Input:
+    """One thing outside the recipe that a run reads. `key` is its place in the recipe."""
+
+    key: str
+    kind: InputKind
+    path: str
+    fingerprint: str
+
+    def values(self) -> dict[str, str]:
+        return asdict(self)
+
+
+def text_fingerprint(text: str) -> str:
+    return _digest([text.encode()])
+
+
+def files_fingerprint(paths: Sequence[str | Path]) -> str:
+    """Of the contents, in the order given; names do not count. Local files or fsspec URLs."""
+    return _digest(part for path in paths for part in _content(str(path)))
+
+
+def folder_fingerprint(folder: Path, *, weights: bool = True) -> str:
+    """Of a model folder: config, tokenizer and weights, with the names of their files. Where it lies does not count."""
+    files = sorted(
+        file
+        for file in folder.iterdir()
+        if file.is_file() and file.suffix in _MODEL_SUFFIXES and file.name not in _NOT_THE_MODEL
+    )
+    kept = [file for file in files if weights or not file.name.endswith((".safetensors", ".safetensors.index.json"))]
+    return _digest(part for file in kept for part in (file.name.encode() + b"\0", *_content(str(file))))
+
+
+def source_fingerprint(section: SourceSection, key: str) -> str:
+    """Of the rows that a data source names: the contents of its files, or what `datasets` knows of a dataset."""
+    source = open_source(section, key)
+    if isinstance(source, FilesSource):
+        return files_fingerprint([file.name for file in source.files])
+    return source.fingerprint()
+
+
+def recipe_inputs(recipe: Recipe, model: Path) -> tuple[Input, ...]:
+    """Everything outside a resolved recipe that it names: data, checkpoints, plug-ins, other files. `model` is the
+    folder of model.path. Held-out data and what only records are listed too."""
+    found = []
+    for key, value in _strings(recipe.model_dump(mode="json")):
+        if key == "model.path":
+            whole = recipe.model.init == "pretrained"
+            content = folder_fingerprint(model, weights=whole)
+            found.append(Input(key=key, kind="weights", path=value, fingerprint=content))
+        elif match := _DATA_PATH.match(key):
+            section = getattr(recipe.data, match[1])[int(match[2])]
+            content = source_fingerprint(section, key.removesuffix(".path"))
+            found.append(Input(key=key, kind="data", path=value, fingerprint=content))
+        elif not key.startswith("run."):
+            found += _other_input(key, value)
+    return tuple(found)
+
+
+def recipe_fingerprint(recipe: Recipe, inputs: Iterable[Input]) -> str:
+    """Equal for recipes that make the same weights of the same content, wherever that content lies.
+
+    Keys that cannot change the weights do not count (see recipe/changes.py): placement, checkpoints, evaluation and
+    held-out data among them. The value of a key that names an input is that input's content.
+    """
+    values: dict[str, Any] = what_matters(recipe)
+    for each in inputs:
+        if each.key in values:
+            name = plugins.split_plugin(each.path)[1] if each.kind == "code" else ""
+            values[each.key] = [each.fingerprint, name]
+    return text_fingerprint(json.dumps(values, sort_keys=True))
+
+
+def _other_input(key: str, value: str) -> list[Input]:
+    """A resolved recipe has local paths in full, so an absolute path that is there is meant as one."""
+    if os.path.isabs(value) and os.path.isdir(value):
+        is_model = any(os.path.isfile(os.path.join(value, name)) for name in ("config.json", "adapter_config.json"))
+        content = folder_fingerprint(Path(value))
+        return [Input(key=key, kind="weights" if is_model else "file", path=value, fingerprint=content)]
+    if os.path.isabs(value) and os.path.isfile(value):
+        return [Input(key=key, kind="file", path=value, fingerprint=files_fingerprint([value]))]
+    if _MODULE_PLUGIN.match(value) or (os.path.isabs(value) and ".py:" in value):
+        with contextlib.suppress(RecipeError):
+            file = plugins.source_file(value, key)
+            return [Input(key=key, kind="code", path=value, fingerprint=files_fingerprint([file]))]
+    return []
+
+
+def _strings(value: Any, prefix: str = "") -> Iterable[tuple[str, str]]:
+    if isinstance(value, str):
+        yield prefix.rstrip("."), value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _strings(item, f"{prefix}{key}.")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _strings(item, f"{prefix}{index}.")
+
+
+def _content(name: str) -> Iterable[bytes]:
+    size = storage.size_bytes(name)
+    yield size.to_bytes(8, "little")
+    with storage.open_binary(name) as stream:
+        if size <= _WHOLE_BYTES:
+            while chunk := stream.read(1 << 20):
+                yield chunk
+            return
+        for window in range(_NUM_WINDOWS):
+            stream.seek(window * (size - _WINDOW_BYTES) // (_NUM_WINDOWS - 1))
+            yield stream.read(_WINDOW_BYTES)
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()

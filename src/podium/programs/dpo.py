@@ -1,0 +1,24 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learning from preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled rows. Every rank runs this."""
+
+from __future__ import annotations
+
+from podium.spmd.preferences import PreferenceMethod
+from podium.spmd.references import open_references
+from podium.spmd.run import SpmdRun
+
+
+def dpo(run: SpmdRun) -> None:
+    """One optimizer step per step of rows; chosen and rejected of a pair go through one packed forward."""
+    method = PreferenceMethod(run.recipe.preference, run.engine, open_references(run))
+    for step in run.steps(method.measure, method.averages):
+        tally = method.tally()
+        report, _ = run.engine.objective_step(
+            method.batches(step.split, tally),
+            # The count over all ranks: they hold unequal shares, a local mean would weigh them wrongly.
+            normalizer=step.num_examples,
+            lr=step.lr,
+            stop_requested=run.stop_requested,
+            tally=tally,
+        )
+        run.record(step, report)

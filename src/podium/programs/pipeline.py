@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stages in sequence: each is a run of its own, and begins with what earlier ones made of the weights.
+
+A stage is run when its fingerprint (recipe, data, parent weights) is new, gone on with when it was broken off, and left
+alone when it is done. Every decision is made from what is on disk, so that a pipeline may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, assert_never
+
+from podium.data.fingerprints import folder_fingerprint, recipe_fingerprint
+from podium.observe import Stopwatch
+from podium.observe.console import PlainConsole
+from podium.recipe import PipelineRecipe, Recipe
+from podium.recipe.pipeline_loading import stage_recipe
+from podium.spmd.folder import RunFolder
+from podium.spmd.lineage import Prepared, read_note, short
+from podium.spmd.pipeline_folder import PipelineFolder, StageRecord
+from podium.spmd.run import RunResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verbs:
+    """What can be done with one stage; the API's own verbs, which stand above this file."""
+
+    prepare: Callable[[Recipe], Prepared]
+    train: Callable[[Prepared], RunResult]
+    resume: Callable[[Prepared, RunFolder], RunResult]
+    export: Callable[[RunFolder, Path], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageOutcome:
+    """What was done about a stage. `result` is None where nothing was trained."""
+
+    name: str
+    done: Literal["skipped", "exported", "resumed", "trained"]
+    fingerprint: str
+    result: RunResult | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineResult(RunResult):
+    """How a pipeline ended. Step, loss and scores are of the last stage that was trained this time."""
+
+    stages: tuple[StageOutcome, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """How a stage stands on disk, beside what it is to be now."""
+
+    record: StageRecord
+    fingerprint: str  # of what it is to be
+    folder_fingerprint: str | None  # of the recipe in its folder on the same content; None: it has no folder
+    saved_step: int | None  # newest checkpoint
+    steps: int
+    export_fingerprint: str | None  # of the exported weights that are there
+
+
+Action = Literal["skip", "export", "resume", "train"]
+
+
+def decide(facts: StageFacts) -> Action:
+    """What is to be done about a stage; pure. Where it says train, a folder that is there is of something else."""
+    if facts.record.fingerprint != facts.fingerprint:
+        return "train"
+    is_exported = facts.export_fingerprint is not None and facts.export_fingerprint == facts.record.weights
+    if facts.record.status == "done" and is_exported:
+        return "skip"
+    if facts.saved_step is None or facts.folder_fingerprint != facts.fingerprint:
+        return "train"
+    return "export" if facts.saved_step >= facts.steps else "resume"
+
+
+def run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, verbs: Verbs) -> PipelineResult:
+    """Brings every stage to its end, in order; the first Ctrl-C ends it at the next step, to be gone on with."""
+    console, watch, outcomes = PlainConsole(sys.stdout, log_every=1), Stopwatch(), list[StageOutcome]()
+    with folder.made():
+        folder.begin(recipe)
+        order = recipe.order()
+        for number, name in enumerate(order, start=1):
+            say = functools.partial(_say, console, f"stage {number} of {len(order)}, {name}")
+            with _accounted(folder, name), watch.span(name):
+                outcomes.append(_run_stage(recipe, folder, name, verbs, say))
+            _free_memory()
+            result = outcomes[-1].result
+            if result is not None and result.status == "stopped":
+                folder.update(status="stopped")
+                break
+        else:
+            folder.update(status="finished")
+        return _result(folder, tuple(outcomes), watch)
+
+
+def _run_stage(
+    recipe: PipelineRecipe, folder: PipelineFolder, name: str, verbs: Verbs, say: Callable[[str], None]
+) -> StageOutcome:
+    places = {stage: str(folder.export(stage)) for stage in recipe.stages}
+    prepared = verbs.prepare(stage_recipe(recipe, name, places, folder.path))
+    run, fingerprint = folder.run(name), prepared.fingerprint
+    record, result = folder.record(name), None
+    action = decide(_facts(folder, name, prepared, record))
+    match action:
+        case "skip":
+            say(f"unchanged (fingerprint {short(fingerprint)}), not run again")
+            return StageOutcome(name=name, done="skipped", fingerprint=fingerprint, result=None)
+        case "train":
+            # First out of the way, then noted: whatever is killed in between, no folder passes for another stage's.
+            aside = folder.set_aside(name)
+            if aside is not None:
+                is_new = record.fingerprint != fingerprint
+                say(f"{'changed since it ran' if is_new else 'had nothing to go on from'}; it is now in {aside}")
+            record = StageRecord(status="running", fingerprint=fingerprint)
+            folder.note(name, record)
+            say(f"{prepared.recipe.program}, {prepared.recipe.steps} steps (fingerprint {short(fingerprint)})")
+            result = verbs.train(prepared)
+        case "resume":
+            folder.note(name, replace(record, status="running"))
+            say(f"goes on where it was broken off (fingerprint {short(fingerprint)})")
+            result = verbs.resume(prepared, run)
+        case "export":
+            say(f"was trained to its end (fingerprint {short(fingerprint)}), its weights are exported")
+            run.update(status="finished", step=prepared.recipe.steps)
+        case other:
+            assert_never(other)
+    if result is not None and result.status == "stopped":
+        folder.note(name, replace(record, status="stopped"))
+    else:
+        _export(folder, name, replace(record, status="done"), verbs)
+    done: Literal["exported", "resumed", "trained"] = (
+        "trained" if action == "train" else "resumed" if action == "resume" else "exported"
+    )
+    return StageOutcome(name=name, done=done, fingerprint=fingerprint, result=result)
+
+
+def _say(console: PlainConsole, title: str, text: str) -> None:
+    console.note(f"{title}: {text}")
+
+
+def _facts(folder: PipelineFolder, name: str, prepared: Prepared, record: StageRecord) -> StageFacts:
+    run, export = folder.run(name), folder.export(name)
+    begun = run.recipe_file.is_file()
+    is_exported = export.is_dir() and read_note(export) is not None
+    return StageFacts(
+        record=record,
+        fingerprint=prepared.fingerprint,
+        folder_fingerprint=recipe_fingerprint(run.recipe(), prepared.inputs) if begun else None,
+        saved_step=max(run.saved_steps(), default=None),
+        steps=prepared.recipe.steps,
+        export_fingerprint=folder_fingerprint(export) if is_exported else None,
+    )
+
+
+def _export(folder: PipelineFolder, name: str, record: StageRecord, verbs: Verbs) -> None:
+    """The stage is done once its weights are whole and this is written down."""
+    out = folder.export(name)
+    if out.exists():
+        shutil.rmtree(out)
+    verbs.export(folder.run(name), out)
+    folder.note(name, replace(record, weights=folder_fingerprint(out)))
+
+
+@contextlib.contextmanager
+def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
+    """What ends a stage is noted, and told with the stage's name and how to go on."""
+    try:
+        yield
+    except BaseException as error:
+        status: Literal["stopped", "failed"] = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        with contextlib.suppress(Exception):
+            folder.note(name, replace(folder.record(name), status=status))
+            folder.update(status=status)
+        # The stage's own advice is to resume it alone; the pipeline goes on from here.
+        kept = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]
+        error.__notes__ = [
+            *kept,
+            f"this was stage {name}. Go on with: podium resume {folder.path} (what is done is not run again)",
+        ]
+        raise
+
+
+def _free_memory() -> None:
+    """The next stage may need all of the device."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def _result(folder: PipelineFolder, outcomes: tuple[StageOutcome, ...], watch: Stopwatch) -> PipelineResult:
+    results = [outcome.result for outcome in outcomes if outcome.result is not None]
+    last = results[-1] if results else None
+    return PipelineResult(
+        folder=folder.path,
+        status=last.status if last is not None else "finished",
+        step=last.step if last is not None else 0,
+        loss=last.loss if last is not None else None,
+        heldout_loss=last.heldout_loss if last is not None else None,
+        score=last.score if last is not None else None,
+        time=watch.summary(),
+        stages=outcomes,
+    )

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""YAML -> Recipe or PipelineRecipe; every stage of a pipeline is checked as the recipe that it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from podium.recipe.loading import (
+    apply_overrides,
+    explained,
+    named_after,
+    not_valid,
+    parse_recipe,
+    read_values,
+)
+from podium.recipe.pipeline import PipelineRecipe, Reference, reference_problems, references, written_out
+from podium.recipe.resolving import located
+from podium.recipe.schema import Recipe
+
+_DEVICES = "placement.devices="
+# A shape that passes for a hub id: nothing looks for it on this machine.
+_NOT_YET_MADE = "podium.stage/"
+
+
+def load_any_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe | PipelineRecipe:
+    """Reads, overrides and checks a recipe file, of one run or of a pipeline. It is named after the file unless it
+    names itself."""
+    values = overridden(read_values(file), overrides)
+    parse = parse_pipeline if is_pipeline(values) else parse_recipe
+    return parse(named_after(file, values), origin=str(Path(file)))
+
+
+def is_pipeline(values: Mapping[str, Any]) -> bool:
+    return values.get("program") == "pipeline" or "stages" in values
+
+
+def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`--set` on a recipe of either kind. `placement.devices`, which --devices is short for, is every stage's."""
+    stages = values.get("stages")
+    if is_pipeline(values) and isinstance(stages, Mapping):
+        per_stage = [
+            [f"stages.{name}.{text}" for name in stages] if text.startswith(_DEVICES) else [text] for text in overrides
+        ]
+        overrides = [text for texts in per_stage for text in texts]
+    return apply_overrides(values, overrides)
+
+
+def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> PipelineRecipe:
+    """Checks plain values: the pipeline's own keys, where stages lead, and each stage as a recipe. Every problem is
+    listed at once, with its key."""
+    try:
+        pipeline = PipelineRecipe.model_validate(values)
+    except ValidationError as error:
+        raise not_valid(origin, explained(error, PipelineRecipe)) from None
+    merged = {name: pipeline.merged(name) for name in pipeline.stages}
+    found = [(name, f"{key}: {text}") for name, key, text in reference_problems(merged)]
+    found += [(name, line) for name, stage in merged.items() for line in _stage_problems(pipeline, name, stage)]
+    if found:
+        raise not_valid(origin, _told(pipeline, found))
+    return pipeline
+
+
+def stage_recipe(pipeline: PipelineRecipe, stage: str, places: Mapping[str, str], folder: Path) -> Recipe:
+    """A stage as the recipe of a run inside `folder`; `places` says where the weights of other stages are."""
+    values = pipeline.placed(stage, places)
+    run = {**(values.get("run") or {}), "name": stage, "folder": str(folder)}
+    return parse_recipe({**values, "run": run}, origin=f"stage {stage}")
+
+
+def unmade_stage_recipe(pipeline: PipelineRecipe, stage: str) -> Recipe:
+    """A stage before any has run: what a reference names is not looked for."""
+    places = {name: _NOT_YET_MADE + name for name in pipeline.stages}
+    return stage_recipe(pipeline, stage, places, Path(pipeline.run.folder) / (pipeline.run.name or "pipeline"))
+
+
+def references_of(pipeline: PipelineRecipe, stage: str) -> list[Reference]:
+    return references(pipeline.merged(stage))
+
+
+def resolved_pipeline(pipeline: PipelineRecipe) -> PipelineRecipe:
+    """Independent of where it was started: defaults written into every stage, paths in full. What is saved in the
+    pipeline's folder; resolving again changes nothing."""
+    stages = {}
+    for name in pipeline.stages:
+        values = located(unmade_stage_recipe(pipeline, name))
+        for key in ("name", "folder"):
+            del values["run"][key]
+        stages[name] = _with_references(values)
+    run = pipeline.run.model_dump(mode="json")
+    return parse_pipeline({"program": "pipeline", "stages": stages, "run": run})
+
+
+def recipe_schema() -> dict[str, Any]:
+    """JSON schema of recipes of either kind. The keys of a stage are those of a recipe, none of them required: they
+    may stand in `defaults`."""
+    schema = TypeAdapter(Recipe | PipelineRecipe).json_schema()
+    parts = schema["$defs"]
+    stage = {key: value for key, value in parts["Recipe"].items() if key != "required"} | {"title": "Stage"}
+    parts["Stage"] = stage
+    keys = parts["PipelineRecipe"]["properties"]
+    keys["stages"]["additionalProperties"] = keys["defaults"] = {"$ref": "#/$defs/Stage"}
+    return {"title": "Recipe", **schema}
+
+
+def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any]) -> list[str]:
+    run = stage.get("run")
+    lines = [
+        f"run.{key}: a stage's folder is {name}/ in that of the pipeline. Remove it; the pipeline's own is run.{key}."
+        for key in ("name", "folder")
+        if isinstance(run, Mapping) and key in run
+    ]
+    if stage.get("program") == "pipeline":
+        return [*lines, "program: a stage is a recipe, and this is a pipeline. Write its stages out in this one."]
+    places = {each.stage: _NOT_YET_MADE + each.stage for each in references(stage)}
+    try:
+        Recipe.model_validate(pipeline.placed(name, places))
+    except ValidationError as error:
+        lines += explained(error)
+    return lines
+
+
+def _told(pipeline: PipelineRecipe, found: Sequence[tuple[str, str]]) -> list[str]:
+    """Each problem of a stage under the key where the user wrote it: in the stage, or once in the defaults."""
+    taken: dict[str, list[str]] = {}
+    for name, line in found:
+        key, colon, text = line.partition(":")
+        own, shared = written_out(pipeline.stages[name]), written_out(pipeline.defaults)
+        if colon and _depth(shared, key) > _depth(own, key):
+            taken.setdefault(f"defaults.{key}:{text}", []).append(name)
+            continue
+        if key == "model.path" and isinstance(pipeline.stages[name].get("model"), str):
+            key = "model"
+        taken.setdefault(f"stages.{name}.{key}:{text}" if colon else f"stages.{name}: {line}", [])
+    return [
+        f"{line} (This is so in stage {', '.join(names)}.)" if 0 < len(names) < len(pipeline.stages) else line
+        for line, names in taken.items()
+    ]
+
+
+def _depth(values: Any, key: str) -> int:
+    """How far down a key path there are values."""
+    depth = 0
+    for part in key.split("."):
+        if isinstance(values, Mapping) and part in values:
+            values = values[part]
+        elif isinstance(values, list | tuple) and part.isdigit() and int(part) < len(values):
+            values = values[int(part)]
+        else:
+            break
+        depth += 1
+    return depth
+
+
+def _with_references(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(_NOT_YET_MADE):
+        return f"${{stage.{value.removeprefix(_NOT_YET_MADE)}}}"
+    if isinstance(value, Mapping):
+        return {key: _with_references(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_with_references(item) for item in value]
+    return value

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Distillation over packed micro-batches: divergence from the teachers at every trained token, mixed with the data's
+own cross-entropy."""
+
+# S trained tokens · C tokens of one chunk · V vocabulary
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from podium.data.documents import SplitExamples, pack_examples
+from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
+from podium.recipe.dense import DistillSection
+from podium.spmd.teachers import Target, Teachers
+
+_SUMS = ("tokens", "divergence", "cross_entropy", "agreement")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class DistillObjective:
+    """(1 - share) · divergence + share · cross-entropy, of each token."""
+
+    target: Target
+    targets_S: Tensor  # what the data says
+    share: float
+    tally: Tally
+
+    def __call__(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        far_C = self.target.divergence(logits_CV, tokens)
+        logprobs_CV = torch.log_softmax(logits_CV if self.share else logits_CV.detach(), dim=-1)
+        entropy_C = -logprobs_CV.gather(1, self.targets_S[tokens, None]).squeeze(1)
+        count = torch.tensor(len(far_C), device=far_C.device)
+        with torch.no_grad():
+            agreement = self.target.agreement(logits_CV, tokens)
+        self.tally.add(count, far_C.sum(), entropy_C.sum(), agreement)
+        return (1 - self.share) * far_C + self.share * entropy_C if self.share else far_C
+
+
+class DistillMethod:
+    """The recipe's divergence, in training and on held-out documents."""
+
+    def __init__(self, section: DistillSection, engine: TrainEngine, teachers: Teachers) -> None:
+        self._section, self._engine, self._teachers = section, engine, teachers
+
+    def tally(self) -> Tally:
+        """What is added up beside the loss; `averages` makes metrics of it."""
+        return Tally(_SUMS, self._engine.mesh.device)
+
+    def batches(self, split: SplitExamples, tally: Tally) -> list[ObjectiveBatch]:
+        """This rank's micro-batches with their objectives; live teachers are asked here. Collective."""
+        packed = [pack_examples(part) for part in split.parts]
+        device = self._engine.mesh.device
+        return [
+            ObjectiveBatch(
+                packed=batch.packed,
+                objective=DistillObjective(
+                    target=self._teachers(batch),
+                    targets_S=torch.from_numpy(batch.packed.targets_T[batch.packed.weights_T > 0]).long().to(device),
+                    share=self._section.cross_entropy,
+                    tally=tally,
+                ),
+                kind="divergence",
+            )
+            for batch in packed
+        ]
+
+    def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
+        """Means over tokens."""
+        return {name: sums[name] / max(1.0, sums["tokens"]) for name in _SUMS[1:]}
+
+    def measure(self, split: SplitExamples) -> Mapping[str, float]:
+        """Loss and averages of held-out documents. Collective."""
+        tally, engine = self.tally(), self._engine
+        total = engine.objective_sum(self.batches(split, tally))
+        sums = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        averages = self.averages(dict(zip(tally.names, sums[1:], strict=True)), len(split.examples))
+        return {"loss": sums[0] / sums[1], **averages}

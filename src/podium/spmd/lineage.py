@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where weights come from: which recipe, data, parent weights and code made them. Torch-free.
+
+A run keeps its lineage in run.json. An exported folder carries it on in podium.json, so that a run which begins with
+those weights knows their whole descent, also where the earlier folders are gone.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from podium.data.fingerprints import Input, files_fingerprint, recipe_fingerprint, recipe_inputs, text_fingerprint
+from podium.recipe import Recipe
+from podium.spmd.folder import RunFolder, write_atomically
+
+NOTE = "podium.json"
+_FORMAT = 1
+_SHORT = 12
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A resolved recipe and what it reads; contents are looked at when they are first asked for."""
+
+    recipe: Recipe
+    model: Path  # the folder of model.path
+
+    @functools.cached_property
+    def inputs(self) -> tuple[Input, ...]:
+        return recipe_inputs(self.recipe, self.model)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        return recipe_fingerprint(self.recipe, self.inputs)
+
+    def lineage(self, before: Mapping[str, Any] | None = None, *, step: int = 0) -> dict[str, Any]:
+        """For run.json. `before`: of a run that goes on after `step`, whose earlier steps other code may have made."""
+        codes = list((before or {}).get("code", ()))
+        now = code_version()
+        if not codes or {**codes[-1], "after_step": 0} != {**now, "after_step": 0}:
+            codes.append({**now, "after_step": step})
+        return {
+            "fingerprint": self.fingerprint,
+            "code": codes,
+            "inputs": [_with_descent(each, self.model) for each in self.inputs],
+        }
+
+
+@functools.cache
+def code_version() -> Mapping[str, str]:
+    """Podium's version, and a hash over its own Python files that tells a changed checkout from it. As it was when this
+    process first asked: what is changed later, it does not run."""
+    source = Path(__file__).parents[1]
+    files = sorted(source.rglob("*.py"))
+    names = "\n".join(str(file.relative_to(source)) for file in files)
+    return {"podium": _version(), "source": short(text_fingerprint(names + files_fingerprint(files)))}
+
+
+def short(fingerprint: str | None) -> str:
+    """As it is shown."""
+    return "-" if fingerprint is None else fingerprint[:_SHORT]
+
+
+def write_note(run: RunFolder, out: Path, *, step: int) -> None:
+    """Puts a run's lineage beside the weights that were exported from it."""
+    state = run.state()
+    note = {
+        "format": _FORMAT,
+        "run": str(run.path.absolute()),
+        "program": state.get("program"),
+        "step": step,
+        **state.get("lineage", {}),
+    }
+    write_atomically(out / NOTE, json.dumps(note, indent=1))
+
+
+def read_note(folder: str | Path) -> dict[str, Any] | None:
+    """The lineage of an exported folder; None where there is none that can be read."""
+    try:
+        note = json.loads((Path(folder) / NOTE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return note if isinstance(note, dict) and note.get("format") == _FORMAT else None
+
+
+def inputs_of(lineage: Mapping[str, Any], kind: str) -> Sequence[Mapping[str, Any]]:
+    return [each for each in lineage.get("inputs", ()) if each["kind"] == kind]
+
+
+def _with_descent(each: Input, model: Path) -> dict[str, Any]:
+    values: dict[str, Any] = each.values()
+    if each.kind == "weights":
+        made_by = read_note(model if each.key == "model.path" else each.path)
+        if made_by is not None:
+            values["made_by"] = made_by
+    return values
+
+
+def _version() -> str:
+    try:
+        return version("podium")
+    except PackageNotFoundError:
+        return "unknown"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A pass over the data before training: what a reference or teachers say of every document, computed once for all runs
+that would ask the same of the same data. Broken off, it goes on where it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.data.chat import Overlong
+from podium.data.document_store import DocumentStore, document_key
+from podium.data.documents import Document, Example, PackedExamples, pack_examples
+from podium.data.examples import ExampleMaker, MakerSpec
+from podium.data.fingerprints import files_fingerprint, source_fingerprint, text_fingerprint
+from podium.data.reading import iterate_examples
+from podium.data.splitting import split_step
+from podium.data.tokenizer import load_tokenizer
+from podium.engine.mesh import Mesh
+from podium.errors import RunStoppedError
+from podium.recipe import Recipe, SourceSection, plugins
+from podium.spmd.run import SpmdRun
+
+# Micro-batches of one rank in a part: what is lost at most when the pass is broken off.
+_PART_MICRO_BATCHES = 16
+
+Compute = Callable[[PackedExamples], tuple[Sequence[int], Mapping[str, NDArray[Any]]]]
+"""A micro-batch -> rows of the columns that each of its documents has, in their packed order, and the columns."""
+
+
+def cache_folder(recipe: Recipe, purpose: str, models: Sequence[str]) -> Path:
+    """One folder for one question: `models` are fingerprints and settings of who is asked, the data is the recipe's
+    own."""
+    spec = MakerSpec.of(recipe)
+    sources = [
+        source_fingerprint(section, f"data.{part}.{index}")
+        for part in ("train", "heldout")
+        for index, section in enumerate(getattr(recipe.data, part))
+    ]
+    how = [spec.trained, str(spec.max_length), spec.overlong, spec.shape]
+    maps = [_reading(section) for section in (*spec.sections, *recipe.data.heldout)]
+    key = text_fingerprint("\n".join([purpose, *models, *sources, *how, *maps]))
+    return Path(recipe.run.cache or Path(recipe.run.folder) / ".cache") / f"{purpose}-{key[:16]}"
+
+
+def _reading(section: SourceSection) -> str:
+    """How a source's rows are read: its renamed columns, and the code of its `map`."""
+    code = "" if section.map is None else files_fingerprint([plugins.source_file(section.map, "map")])
+    return f"{sorted(section.columns.items())} {section.map} {code}"
+
+
+def stored_pass(run: SpmdRun, folder: Path, what: str, prepare: Callable[[], Compute]) -> DocumentStore:
+    """The folder's store, with every document of data.train and data.heldout in it. What is missing is computed with
+    what `prepare` gives (a model is loaded only then). Collective."""
+    mesh, store = run.engine.mesh, DocumentStore(folder)
+    if mesh.gather(store.is_complete)[0]:
+        return store
+    with run.preparing(f"{what}, once for this model and data ({folder})") as tell, ExitStack() as stack:
+        if mesh.is_main:
+            stack.enter_context(store.held())
+        mesh.barrier()
+        store = DocumentStore(folder)  # another run may have gone on with it until now
+        _fill(store, run, prepare(), tell)
+    return store
+
+
+def _fill(store: DocumentStore, run: SpmdRun, compute: Compute, tell: Callable[[str], None]) -> None:
+    mesh = run.engine.mesh
+    batch: dict[tuple[int, int], Document] = {}
+    budget, held = _PART_MICRO_BATCHES * mesh.world * run.max_tokens, 0
+    for document in _documents(run.recipe):
+        if (key := document_key(document)) in batch or key in store:
+            continue
+        batch[key] = document
+        held += document.num_inputs
+        if held >= budget:
+            _part(store, list(batch.values()), mesh, compute, run.max_tokens)
+            tell(f"{len(store)} documents")
+            _stop_together(run, store)
+            batch, held = {}, 0
+    if batch:
+        _part(store, list(batch.values()), mesh, compute, run.max_tokens)
+    if mesh.is_main:
+        store.finish()
+    mesh.barrier()
+
+
+def _documents(recipe: Recipe) -> Iterator[Document]:
+    spec, tokenizer = MakerSpec.of(recipe), load_tokenizer(recipe.model)
+    # What is too long to train on is cut, not refused, when it is only measured.
+    lenient: Overlong = "truncate" if spec.overlong == "error" else spec.overlong
+    for part, overlong in (("train", spec.overlong), ("heldout", lenient)):
+        maker = ExampleMaker(tokenizer, spec.shape, spec.trained, spec.max_length, overlong)
+        for example in iterate_examples(getattr(recipe.data, part), f"data.{part}", maker):
+            yield from example.documents
+
+
+def _part(store: DocumentStore, documents: list[Document], mesh: Mesh, compute: Compute, max_tokens: int) -> None:
+    plan = split_step(
+        [document.num_inputs for document in documents], num_ranks=mesh.world, max_tokens=max_tokens, hard_cap=False
+    )
+    mine: list[Document] = []
+    lengths: list[int] = []
+    columns: dict[str, list[NDArray[Any]]] = {}
+    for part in plan.rows(mesh.rank)[0]:
+        packed = pack_examples([Example(documents=(documents[row],)) for row in part.tolist()])
+        sizes, found = compute(packed)
+        mine += packed.documents
+        lengths += sizes
+        for name, values in found.items():
+            columns.setdefault(name, []).append(values)
+    store.write(mesh.rank, mine, lengths, {name: np.concatenate(values) for name, values in columns.items()})
+    mesh.barrier()
+    store.finish_part(mesh.world, is_main=mesh.is_main)
+    mesh.barrier()
+
+
+def _stop_together(run: SpmdRun, store: DocumentStore) -> None:
+    if any(run.engine.mesh.gather(run.stop_requested)):
+        raise RunStoppedError(
+            f"stopped before the first step, after {len(store)} documents of the pass over the data. The same command "
+            f"goes on from there ({store.folder})."
+        )

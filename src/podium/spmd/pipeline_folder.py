@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a pipeline: its recipe, pipeline.json, and one run folder for each stage. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from podium.errors import RecipeError, RunFolderError
+from podium.recipe import PipelineRecipe, dump_recipe
+from podium.recipe.loading import read_values
+from podium.recipe.pipeline_loading import overridden, parse_pipeline
+from podium.spmd.folder import PIPELINE_STATE, RunFolder, held, is_pipeline_folder, write_atomically
+
+StageStatus = Literal["waiting", "running", "stopped", "failed", "done"]
+_EARLIER = ".earlier"
+# What a start that was killed may have left in a folder that is not yet a pipeline's.
+_OF_A_START = {"recipe.yaml", "recipe.yaml.tmp", PIPELINE_STATE + ".tmp", "run.lock"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageRecord:
+    """What pipeline.json knows of a stage. `fingerprint` is of what its folder was begun with."""
+
+    status: StageStatus = "waiting"
+    fingerprint: str | None = None
+    weights: str | None = None  # fingerprint of the exported folder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineFolder:
+    """Paths and state of one pipeline."""
+
+    path: Path
+
+    @property
+    def recipe_file(self) -> Path:
+        return self.path / "recipe.yaml"
+
+    @property
+    def _state_file(self) -> Path:
+        return self.path / PIPELINE_STATE
+
+    def run(self, stage: str) -> RunFolder:
+        """The folder of a stage, an ordinary one."""
+        return RunFolder(path=self.path / stage)
+
+    def export(self, stage: str) -> Path:
+        """Where a stage's weights are for the stages after it."""
+        return self.path.absolute() / stage / "export"
+
+    @classmethod
+    def at(cls, recipe: PipelineRecipe) -> PipelineFolder:
+        """The folder that a recipe names: a new one, or one of an earlier time. What is something else is refused."""
+        if recipe.run.name is None:
+            raise RecipeError("run.name: a recipe that was not read from a file needs a name for its folder.")
+        folder = cls(path=Path(recipe.run.folder) / recipe.run.name)
+        if folder.path.exists() and not is_pipeline_folder(folder.path):
+            found = {path.name for path in folder.path.iterdir()} if folder.path.is_dir() else {folder.path.name}
+            if found - _OF_A_START:
+                raise RunFolderError(
+                    f"{folder.path} exists already and is not a pipeline's. Choose another name with --set run.name=..."
+                )
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> PipelineFolder:
+        """An existing pipeline."""
+        if not is_pipeline_folder(path):
+            raise RunFolderError(f"{path} is not the folder of a pipeline: it has no {PIPELINE_STATE}.")
+        return cls(path=Path(path))
+
+    def recipe(self, overrides: tuple[str, ...] = ()) -> PipelineRecipe:
+        """As it was last run, changed by `--set`."""
+        for text in overrides:
+            if text.startswith("defaults"):
+                raise RecipeError(
+                    f"--set {text}: {self.recipe_file} has the defaults written into every stage. Set stages.NAME.KEY, "
+                    "or change your own file and `podium train` it again."
+                )
+        return parse_pipeline(overridden(read_values(self.recipe_file), overrides), origin=str(self.recipe_file))
+
+    def made(self) -> contextlib.AbstractContextManager[None]:
+        """Makes the folder if need be, and keeps other processes out of it."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"the folder {self.path} cannot be made: {error.strerror or error}.") from error
+        return held(self.path)
+
+    def begin(self, recipe: PipelineRecipe) -> None:
+        """Notes what is run now; what is known of stages stays known."""
+        write_atomically(self.recipe_file, dump_recipe(recipe))
+        self.update(status="running", order=list(recipe.order()), parents=recipe.parents())
+
+    def state(self) -> dict[str, Any]:
+        try:
+            values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise RunFolderError(
+                f"{self._state_file} is damaged ({error}). Restore it; without it every stage is run again."
+            ) from error
+        return values
+
+    def update(self, **values: Any) -> None:
+        """Merges values into pipeline.json, atomically."""
+        state = self.state() if self._state_file.exists() else {}
+        write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
+
+    def record(self, stage: str) -> StageRecord:
+        known: Mapping[str, Any] = self.state().get("stages", {}).get(stage, {})
+        return StageRecord(**known)
+
+    def note(self, stage: str, record: StageRecord) -> None:
+        """Writes down how a stage stands."""
+        values = {name: getattr(record, name) for name in StageRecord.__slots__}
+        self.update(stages={**self.state().get("stages", {}), stage: values})
+
+    def set_aside(self, stage: str) -> Path | None:
+        """Moves the folder of a stage out of the way of a new beginning. None: there was nothing."""
+        run = self.run(stage).path
+        if not run.exists():
+            return None
+        with held(run):  # by nobody: somebody may be running the stage by itself
+            pass
+        aside = self.path / _EARLIER
+        aside.mkdir(exist_ok=True)
+        number = 1 + max((_number(path, stage) for path in aside.iterdir()), default=0)
+        target = aside / f"{stage}-{number}"
+        os.replace(run, target)
+        return target
+
+
+def _number(path: Path, stage: str) -> int:
+    name, _, number = path.name.rpartition("-")
+    return int(number) if name == stage and number.isdigit() else 0

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Preference learning over packed micro-batches: the losses of algorithms/preferences.py on whole documents."""
+
+# S trained tokens · D documents of a micro-batch · R its rows
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from podium.algorithms import preferences
+from podium.data.documents import Document, Example, PackedExamples, SplitExamples, pack_examples
+from podium.engine.scoring import summed_logprobs
+from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
+from podium.recipe.dense import PreferenceSection
+from podium.spmd.references import References
+
+_PAIR_SUMS = ("correct", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
+_LABEL_SUMS = ("correct", "desirable", "reward_desirable", "reward_undesirable", "kl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """What a loss sees of a micro-batch: of each row's documents the summed log-prob, the reference's, and how many
+    tokens were summed up. Columns are documents of the row: chosen and rejected, or the only one."""
+
+    logprobs_R: tuple[Tensor, ...]
+    references_R: tuple[Tensor, ...]  # empty without a reference
+    tokens_R: tuple[Tensor, ...]
+    values_R: Tensor
+
+
+RowLoss = Callable[[Rows], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreferenceObjective:
+    """A loss of rows as an objective over their tokens: the loss of a row is put at its first trained token."""
+
+    loss: RowLoss
+    batch: PackedExamples
+    references_D: Tensor | None
+    device: torch.device
+    temperature: float = 1.0
+    entropy: float = 0.0
+    watches_entropy: bool = False
+    ties_tokens: bool = True
+
+    def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
+        document_S = torch.from_numpy(self.batch.document_S).to(self.device)
+        sums_D = logprobs_C.new_zeros(len(self.batch.documents)).index_add(0, document_S, logprobs_C)
+        counts_D = torch.tensor([document.num_trained for document in self.batch.documents], device=self.device)
+        places = [torch.from_numpy(column).to(self.device) for column in self.batch.places.T.copy()]
+        rows = Rows(
+            logprobs_R=tuple(sums_D[place] for place in places),
+            references_R=() if self.references_D is None else tuple(self.references_D[place] for place in places),
+            tokens_R=tuple(counts_D[place] for place in places),
+            values_R=torch.from_numpy(self.batch.values_R).to(self.device),
+        )
+        first_R = np.searchsorted(self.batch.document_S, self.batch.places[:, 0])
+        return torch.zeros_like(logprobs_C).index_add(
+            0, torch.from_numpy(first_R).to(self.device), self.loss(rows).to(logprobs_C.dtype)
+        )
+
+
+class PreferenceMethod:
+    """The recipe's loss on pairs or labelled rows, in training and on held-out rows."""
+
+    def __init__(self, section: PreferenceSection, engine: TrainEngine, references: References | None) -> None:
+        self._section, self._engine, self._references = section, engine, references
+        self._device = engine.mesh.device
+
+    def tally(self) -> Tally:
+        """What is added up beside the loss; `averages` makes metrics of it."""
+        return Tally(_LABEL_SUMS if self._section.loss == "kto" else _PAIR_SUMS, self._device)
+
+    def batches(self, split: SplitExamples, tally: Tally) -> list[ObjectiveBatch]:
+        """This rank's micro-batches with their objectives; reference log-probs are asked for here. Collective."""
+        baseline = self._baseline(split) if self._section.loss == "kto" else None
+        packed = [pack_examples(part) for part in split.parts]
+        return [
+            ObjectiveBatch(
+                packed=batch.packed,
+                objective=PreferenceObjective(
+                    loss=lambda rows: self._loss(rows, baseline, tally),
+                    batch=batch,
+                    references_D=None if self._references is None else self._references(batch),
+                    device=self._device,
+                ),
+            )
+            for batch in packed
+        ]
+
+    def measure(self, split: SplitExamples) -> Mapping[str, float]:
+        """Loss and averages of held-out rows. Collective."""
+        tally, engine = self.tally(), self._engine
+        total = engine.objective_sum(self.batches(split, tally))
+        sums = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        count = len(split.examples)
+        averages = self.averages(dict(zip(tally.names, sums[1:], strict=True)), count)
+        return {"loss": sums[0] / count, **averages}
+
+    def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
+        """Accuracy and rewards of a step's or of held-out rows."""
+        if self._section.loss == "kto":
+            desirable, undesirable = sums["desirable"], count - sums["desirable"]
+            good = sums["reward_desirable"] / max(1.0, desirable)
+            bad = sums["reward_undesirable"] / max(1.0, undesirable)
+            means = {"reward_desirable": good, "reward_undesirable": bad, "reward_margin": good - bad}
+            return {"accuracy": sums["correct"] / count, **means, "kl": sums["kl"] / count}
+        means = {name: sums[name] / count for name in _PAIR_SUMS[1:]}
+        margin = means["reward_chosen"] - means["reward_rejected"]
+        return {"accuracy": sums["correct"] / count, "reward_margin": margin, **means}
+
+    def _loss(self, rows: Rows, baseline: Tensor | None, tally: Tally) -> Tensor:
+        if baseline is not None:
+            return self._labelled(rows, baseline, tally)
+        section = self._section
+        (chosen_R, rejected_R), tokens = rows.logprobs_R, rows.tokens_R
+        match section.loss:
+            case "sigmoid":
+                loss_R = preferences.sigmoid_dpo(
+                    chosen_R, rejected_R, *rows.references_R, beta=section.beta, label_smoothing=section.label_smoothing
+                )
+            case "ipo":
+                loss_R = preferences.ipo(chosen_R, rejected_R, *rows.references_R, *tokens, beta=section.beta)
+            case "simpo":
+                loss_R = preferences.simpo(
+                    chosen_R, rejected_R, *tokens, beta=section.beta, gamma=section.gamma,
+                    label_smoothing=section.label_smoothing,
+                )  # fmt: skip
+            case _:
+                loss_R = preferences.orpo(chosen_R, rejected_R, *tokens, beta=section.beta)
+        if section.cross_entropy:
+            loss_R = loss_R - section.cross_entropy * chosen_R / tokens[0]
+        rewards = self._rewards(rows)
+        tally.add(ahead(*rewards).sum(), rewards[0].sum(), rewards[1].sum(), chosen_R.sum(), rejected_R.sum())
+        return loss_R
+
+    def _labelled(self, rows: Rows, baseline: Tensor, tally: Tally) -> Tensor:
+        section, desirable_R = self._section, rows.values_R > 0.5
+        ratio_R = rows.logprobs_R[0] - rows.references_R[0]
+        (reward_R,) = self._rewards(rows)
+        tally.add(
+            ((ratio_R > baseline) == desirable_R).sum(), desirable_R.sum(), (reward_R * desirable_R).sum(),
+            (reward_R * ~desirable_R).sum(), baseline * len(reward_R),
+        )  # fmt: skip
+        return preferences.kto(
+            ratio_R, desirable_R, baseline, beta=section.beta,
+            desirable_weight=section.desirable_weight, undesirable_weight=section.undesirable_weight,
+        )  # fmt: skip
+
+    def _rewards(self, rows: Rows) -> tuple[Tensor, ...]:
+        """What the policy says that each document is worth."""
+        beta = self._section.beta
+        if rows.references_R:
+            pairs = zip(rows.logprobs_R, rows.references_R, strict=True)
+            return tuple(preferences.implicit_rewards(logprobs, ref, beta=beta) for logprobs, ref in pairs)
+        pairs = zip(rows.logprobs_R, rows.tokens_R, strict=True)
+        return tuple(preferences.mean_rewards(logprobs, tokens, beta=beta) for logprobs, tokens in pairs)
+
+    def _baseline(self, split: SplitExamples) -> Tensor:
+        """KTO's estimate of the KL: log-ratios of completions behind the prompts of other rows, over all ranks. Each
+        row has the completion of the next one. Collective."""
+        assert self._references is not None
+        examples = split.examples
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        for part in split.rows:
+            others = [mismatched(examples[row], examples[(row + 1) % len(examples)]) for row in part]
+            batch = pack_examples(others)
+            policy_D = summed_logprobs(self._engine.language_model, self._engine.mesh, batch)
+            total += (policy_D - self._references(batch)).sum()
+        count = float(len(examples) if len(examples) > 1 else 0)
+        return preferences.kto_baseline(self._engine.mesh.sum(total) if count else torch.zeros_like(total), count)
+
+
+def ahead(chosen_R: Tensor, rejected_R: Tensor) -> Tensor:
+    """1 where the chosen side is worth more; a tie is half right, so that a policy which is still its own reference
+    scores as a coin does."""
+    return (chosen_R > rejected_R).float() + 0.5 * (chosen_R == rejected_R).float()
+
+
+def mismatched(prompt: Example, completion: Example) -> Example:
+    """The first row's prompt with the second row's completion, not longer than the longer of the two."""
+    before, after = prompt.documents[0], completion.documents[0]
+    start = int(np.flatnonzero(before.trained)[0])
+    said = int(np.flatnonzero(after.trained)[0])
+    longest = max(len(before.tokens), len(after.tokens), start + 1)
+    tokens = np.concatenate([before.tokens[:start], after.tokens[said:]])[:longest]
+    trained = np.concatenate([np.zeros(start, np.bool_), after.trained[said:]])[:longest]
+    end = int(np.flatnonzero(trained)[-1]) + 1
+    return Example(documents=(Document(tokens=tokens[:end], trained=trained[:end]),))

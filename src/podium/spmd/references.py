@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where a preference loss has its reference's log-probs from: a store, a second model, or the base under an adapter."""
+
+# S trained tokens · D documents of a micro-batch
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from podium.data.document_store import DocumentStore
+from podium.data.documents import PackedExamples
+from podium.data.fingerprints import folder_fingerprint
+from podium.data.tokenizer import load_tokenizer, require_same_tokens
+from podium.engine.mesh import Mesh
+from podium.engine.scoring import summed_logprobs
+from podium.engine.sharding import compute_dtype, place
+from podium.models.causal_lm import PackedCausalLM
+from podium.models.folder import local_folder
+from podium.recipe import ModelSection, Recipe
+from podium.recipe.dense_rules import reference_of
+from podium.spmd.passes import Compute, cache_folder, stored_pass
+from podium.spmd.run import SpmdRun
+
+_COLUMN = "logprob"
+
+
+class References(Protocol):
+    """Log-probs of whole documents under the reference."""
+
+    def __call__(self, batch: PackedExamples) -> Tensor:
+        """Summed over the trained tokens of each document [D], in packed order. Collective."""
+
+
+class LiveReferences:
+    """A model of its own, sharded as the policy is; inference only."""
+
+    def __init__(self, model: PackedCausalLM, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    def __call__(self, batch: PackedExamples) -> Tensor:
+        return summed_logprobs(self._model, self._mesh, batch)
+
+
+class BaseReferences:
+    """The policy with its adapter switched off: no second copy."""
+
+    def __init__(self, model: PackedCausalLM, mesh: Mesh) -> None:
+        self._model, self._mesh = model, mesh
+
+    def __call__(self, batch: PackedExamples) -> Tensor:
+        with self._model.without_adapter():
+            return summed_logprobs(self._model, self._mesh, batch)
+
+
+class StoredReferences:
+    """Computed once, before training."""
+
+    def __init__(self, store: DocumentStore, mesh: Mesh) -> None:
+        self._store, self._mesh = store, mesh
+
+    def __call__(self, batch: PackedExamples) -> Tensor:
+        sums = [float(self._store.read(document)[_COLUMN][0]) for document in batch.documents]
+        return torch.tensor(sums, dtype=torch.float32).to(self._mesh.device)
+
+
+def open_references(run: SpmdRun) -> References | None:
+    """As the recipe asks; None where the loss has no reference. Collective."""
+    recipe, engine = run.recipe, run.engine
+    match reference_of(recipe):
+        case None:
+            return None
+        case "base":
+            return BaseReferences(engine.language_model, engine.mesh)
+        case "live":
+            with run.preparing("loading the reference"):
+                return LiveReferences(_reference_model(run), engine.mesh)
+        case _:
+            return _stored(run)
+
+
+def _stored(run: SpmdRun) -> StoredReferences:
+    recipe, mesh = run.recipe, run.engine.mesh
+    section = _section(recipe)
+    adapter = [folder_fingerprint(Path(section.lora.adapter))] if section.lora and section.lora.adapter else []
+    weights = folder_fingerprint(local_folder(section.path, "preference.reference_model"))
+    folder = cache_folder(recipe, "reference", [weights, *adapter, str(compute_dtype(section, mesh.device))])
+
+    def prepare() -> Compute:
+        # Before the first step the policy is its own reference, where no other is named.
+        is_policy = run.is_fresh and recipe.preference.reference_model is None
+        model = run.engine.language_model if is_policy else _reference_model(run)
+
+        def compute(batch: PackedExamples) -> tuple[Sequence[int], Mapping[str, NDArray[Any]]]:
+            return [1] * len(batch.documents), {_COLUMN: summed_logprobs(model, mesh, batch).cpu().numpy()}
+
+        return compute
+
+    return StoredReferences(stored_pass(run, folder, "computing the reference's log-probs", prepare), mesh)
+
+
+def _section(recipe: Recipe) -> ModelSection:
+    """The reference's model: another checkpoint, or what the policy began as."""
+    path = recipe.preference.reference_model
+    return recipe.model if path is None else recipe.model.model_copy(update={"path": path, "lora": None})
+
+
+def _reference_model(run: SpmdRun) -> PackedCausalLM:
+    recipe, section = run.recipe, _section(run.recipe)
+    if section.path != recipe.model.path:
+        require_same_tokens(load_tokenizer(recipe.model), load_tokenizer(section), "preference.reference_model")
+    folder = local_folder(section.path, "preference.reference_model")
+    model, _ = place(section, folder, run.engine.mesh, seed=recipe.run.seed, masters=False)
+    model.eval()
+    return model

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What there is to know of a run, a pipeline or an exported folder, as lines of text. Torch-free and quick."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from podium.errors import RunFolderError
+from podium.observe import read_metrics
+from podium.observe.console import aligned
+from podium.spmd.folder import RunFolder, is_held, is_pipeline_folder
+from podium.spmd.lineage import inputs_of, read_note, short
+from podium.spmd.pipeline_folder import PipelineFolder
+
+_HELDOUT = ("heldout_", "heldout/")
+_SHOWN_METRICS = 8
+
+
+def show_lines(path: Path) -> list[str]:
+    """Of whichever kind of folder it is."""
+    if is_pipeline_folder(path):
+        return _pipeline_lines(PipelineFolder.open(path))
+    note = read_note(path)
+    if note is not None and not (path / "run.json").is_file():
+        return aligned([f"exported model: {path}", *_facts(note)]) + _descent(note)
+    return _run_lines(RunFolder.open(path))
+
+
+def _run_lines(run: RunFolder) -> list[str]:
+    state, recipe = run.state(), run.recipe()
+    lineage = state.get("lineage", {})
+    head = [
+        f"run: {run.path}",
+        f"program: {recipe.program}",
+        f"status: {_status(run.path, state)}, {_progress(run, state)}",
+        *_code_lines(lineage.get("code", ()), state.get("versions", {})),
+        f"fingerprint: {short(lineage.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
+        *_heldout_lines(run),
+        f"checkpoints: {_checkpoints(run)}",
+    ]
+    return aligned(head) + _descent(lineage)
+
+
+def _pipeline_lines(folder: PipelineFolder) -> list[str]:
+    state = folder.state()
+    head = [
+        f"pipeline: {folder.path}",
+        f"status: {_status(folder.path, state)}",
+    ]
+    rows = [("stage", "program", "status", "steps", "fingerprint", "weights", "parents")]
+    details: list[str] = []
+    stages = folder.recipe().stages
+    for name in state["order"]:
+        run, record = folder.run(name), folder.record(name)
+        begun = run.recipe_file.is_file() and (run.path / "run.json").is_file()
+        steps = f"{_step(run, run.state())}/{run.recipe().steps}" if begun else "-"
+        parents = ", ".join(state["parents"].get(name, ())) or "-"
+        program = str(stages[name].get("program"))
+        rows.append((name, program, record.status, steps, short(record.fingerprint), short(record.weights), parents))
+        if begun:
+            state_of_run = run.state()
+            lineage = state_of_run.get("lineage", {})
+            facts = [
+                *_code_lines(lineage.get("code", ()), state_of_run.get("versions", {})),
+                *_heldout_lines(run),
+                f"checkpoints: {_checkpoints(run)}",
+            ]
+            details += [f"stage {name}: {run.path}"]
+            details += [f"  {line}" for line in [*aligned(facts), *_descent(lineage, deep=False)]]
+    return [*aligned(head), *_table(rows), *details]
+
+
+def _facts(note: Mapping[str, Any]) -> list[str]:
+    return [
+        f"made by: {note.get('program')}, step {note.get('step')} of {note.get('run')}",
+        f"fingerprint: {short(note.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
+        *_code_lines(note.get("code", ()), {}),
+    ]
+
+
+def _descent(lineage: Mapping[str, Any], indent: str = "", *, deep: bool = True) -> list[str]:
+    """What a run read, and for weights that came from another run what that one read, back to the first."""
+    lines = []
+    for kind, title in (("data", "data"), ("weights", "weights"), ("code", "code of yours"), ("file", "file")):
+        for each in inputs_of(lineage, kind):
+            lines.append(f"{indent}{title} {each['key']}: {each['path']} (fingerprint {short(each['fingerprint'])})")
+            made_by = each.get("made_by")
+            if made_by is not None:
+                lines.append(
+                    f"{indent}  made by {made_by.get('program')}, step {made_by.get('step')} of {made_by.get('run')} "
+                    f"(fingerprint {short(made_by.get('fingerprint'))})"
+                )
+                lines += _descent(made_by, indent + "    ") if deep else []
+    return lines
+
+
+def _code_lines(codes: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> Iterator[str]:
+    told = [f"podium {code['podium']}, source {code['source']}" + _since(code) for code in codes]
+    if told:
+        yield f"code: {'; '.join(told)}"
+    others = [f"{name} {number}" for name, number in versions.items() if name != "podium"]
+    if others:
+        yield f"versions: {', '.join(others)}"
+
+
+def _since(code: Mapping[str, Any]) -> str:
+    return f" after step {code['after_step']}" if code.get("after_step") else ""
+
+
+def _status(path: Path, state: Mapping[str, Any]) -> str:
+    status = str(state.get("status"))
+    if status in ("starting", "running") and not is_held(path):
+        return f"broken off (go on with: podium resume {path})"
+    return status
+
+
+def _step(run: RunFolder, state: Mapping[str, Any]) -> int:
+    """The last step that is known of: of the metrics while a run goes on, else where it ended."""
+    if state.get("status") in ("finished", "stopped") and "step" in state:
+        return int(state["step"])
+    return max((line.step for line in _metrics(run)), default=0)
+
+
+def _progress(run: RunFolder, state: Mapping[str, Any]) -> str:
+    return f"step {_step(run, state)} of {run.recipe().steps}"
+
+
+def _checkpoints(run: RunFolder) -> str:
+    steps = run.saved_steps()
+    return f"step {', '.join(map(str, steps))}" if steps else "none"
+
+
+def _heldout_lines(run: RunFolder) -> list[str]:
+    """The first and the last value of everything that is measured on held-out data."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for line in _metrics(run):
+        for name, value in line.values.items():
+            if name.startswith(_HELDOUT) and not name.endswith("_s"):
+                found.setdefault(name, []).append((line.step, value))
+    lines = []
+    for name, values in list(found.items())[:_SHOWN_METRICS]:
+        first = f", {values[0][1]:.4g} at step {values[0][0]}" if len(values) > 1 else ""
+        lines.append(f"{name}: {values[-1][1]:.4g} at step {values[-1][0]}{first}")
+    return lines
+
+
+def _metrics(run: RunFolder) -> Sequence[Any]:
+    try:
+        return read_metrics(run.metrics_file) if run.metrics_file.is_file() else ()
+    except RunFolderError:
+        return ()
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]

@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What teachers say of every trained token: their whole distribution, live, or its top k from a store."""
+
+# S trained tokens · C tokens of one chunk · V shared vocabulary · K largest of a teacher
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from podium.algorithms.divergences import divergence, mixture_logprobs, top_k_divergence
+from podium.data.document_store import DocumentStore
+from podium.data.documents import PackedExamples
+from podium.data.fingerprints import folder_fingerprint
+from podium.data.tokenizer import load_tokenizer, require_same_tokens
+from podium.engine.mesh import Mesh
+from podium.engine.sharding import compute_dtype, place
+from podium.models.causal_lm import PackedCausalLM
+from podium.models.folder import local_folder
+from podium.models.head import HeadSpec, next_token_scores
+from podium.models.packing import TokenBatch, round_tokens, to_device
+from podium.recipe import ModelSection, Recipe
+from podium.recipe.dense import DistillSection
+from podium.spmd.passes import Compute, cache_folder, stored_pass
+from podium.spmd.run import SpmdRun
+
+_CHUNK_TOKENS = 1024
+
+
+class Target(Protocol):
+    """What the teachers say of the trained tokens of one micro-batch."""
+
+    def divergence(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        """How far the student is from it at each of these tokens, differentiable in its logits."""
+
+    def agreement(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        """How often both would say the same: the sum over these tokens."""
+
+
+class Teachers(Protocol):
+    """Targets of micro-batches."""
+
+    def __call__(self, batch: PackedExamples) -> Target:
+        """Collective."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Head:
+    """A teacher's head, whole on every rank: it never changes, and chunks of the vocabulary's width are made from it
+    when the student's are."""
+
+    weight_VE: Tensor
+    spec: HeadSpec
+    weight: float  # relative to the other teachers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _WholeTarget:
+    section: DistillSection
+    heads: tuple[_Head, ...]
+    states: tuple[Tensor, ...]  # [S, E] of each teacher
+
+    def divergence(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        section = self.section
+        teacher_CV = self.logprobs(tokens, logits_CV.shape[1])
+        student_CV = logits_CV[:, : teacher_CV.shape[1]]
+        return divergence(
+            section.divergence, student_CV, teacher_CV, temperature=section.temperature, beta=section.jsd_beta
+        )
+
+    def agreement(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        best_C = self.logprobs(tokens, logits_CV.shape[1]).argmax(-1)
+        return (logits_CV.argmax(-1) == best_C).sum()
+
+    @torch.no_grad()
+    def logprobs(self, tokens: slice, vocab_size: int) -> Tensor:
+        """Of all teachers together over the vocabulary that they share with the student."""
+        width = min(vocab_size, *(head.spec.vocab_size for head in self.heads))
+        found = [
+            torch.log_softmax(
+                next_token_scores(states_SE[tokens], head.weight_VE, head.spec)[:, :width] / self.section.temperature,
+                -1,
+            )
+            for head, states_SE in zip(self.heads, self.states, strict=True)
+        ]
+        return found[0] if len(found) == 1 else mixture_logprobs(found, [head.weight for head in self.heads])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _TopTarget:
+    section: DistillSection
+    ids_SK: Tensor
+    logprobs_SK: Tensor
+
+    def divergence(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        section = self.section
+        return top_k_divergence(
+            section.divergence, logits_CV, self.ids_SK[tokens], self.logprobs_SK[tokens],
+            temperature=section.temperature, beta=section.jsd_beta,
+        )  # fmt: skip
+
+    def agreement(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+        return (logits_CV.argmax(-1) == self.ids_SK[tokens, 0]).sum()  # the largest comes first
+
+
+class LiveTeachers:
+    """Models of their own, sharded as the student is; inference only."""
+
+    def __init__(self, section: DistillSection, models: Sequence[tuple[PackedCausalLM, float]], mesh: Mesh) -> None:
+        self._section, self._mesh = section, mesh
+        self._models = [model for model, _ in models]
+        self._heads = tuple(
+            _Head(weight_VE=_whole(model.head_weight), spec=model.head_spec, weight=weight) for model, weight in models
+        )
+
+    def __call__(self, batch: PackedExamples) -> _WholeTarget:
+        tokens = to_device(batch.packed, self._mesh.device, multiple=round_tokens(self._mesh.device))
+        states = tuple(self._states(model, tokens) for model in self._models)
+        return _WholeTarget(section=self._section, heads=self._heads, states=states)
+
+    @torch.no_grad()
+    def _states(self, model: PackedCausalLM, tokens: TokenBatch) -> Tensor:
+        states_SE: Tensor = model(tokens, None, "states")
+        return states_SE
+
+
+class StoredTeachers:
+    """The top k of every trained token, computed once, before training."""
+
+    def __init__(self, section: DistillSection, store: DocumentStore, mesh: Mesh) -> None:
+        self._section, self._store, self._mesh = section, store, mesh
+
+    def __call__(self, batch: PackedExamples) -> _TopTarget:
+        found = [self._store.read(document) for document in batch.documents]
+        none = np.empty((0, self._section.top_k))
+        ids_SK = np.concatenate([none.astype(np.int64), *(each["ids"] for each in found)])
+        logprobs_SK = np.concatenate([none.astype(np.float32), *(each["logprobs"] for each in found)])
+        device = self._mesh.device
+        return _TopTarget(
+            section=self._section,
+            ids_SK=torch.from_numpy(ids_SK).to(device),
+            logprobs_SK=torch.from_numpy(logprobs_SK).to(device),
+        )
+
+
+def open_teachers(run: SpmdRun) -> Teachers:
+    """As the recipe asks. Collective."""
+    recipe, mesh, section = run.recipe, run.engine.mesh, run.recipe.distill
+    if section.targets == "live":
+        with run.preparing("loading the teachers"):
+            return LiveTeachers(section, _models(run), mesh)
+    who = [
+        f"{folder_fingerprint(local_folder(teacher.path, 'teachers'))} {teacher.weight}" for teacher in recipe.teachers
+    ]
+    how = f"top {section.top_k} at {section.temperature} in {compute_dtype(recipe.model, mesh.device)}"
+    folder = cache_folder(recipe, "teachers", [*who, how])
+
+    def prepare() -> Compute:
+        live, width = LiveTeachers(section, _models(run), mesh), run.engine.language_model.vocab_size
+
+        def compute(batch: PackedExamples) -> tuple[Sequence[int], Mapping[str, NDArray[Any]]]:
+            lengths = [document.num_trained for document in batch.documents]
+            return lengths, _top(live(batch), sum(lengths), width, section.top_k)
+
+        return compute
+
+    store = stored_pass(run, folder, f"computing the teachers' top {section.top_k}", prepare)
+    return StoredTeachers(section, store, mesh)
+
+
+def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> dict[str, NDArray[Any]]:
+    """Of each token the ids and log-probs of the largest, the largest first."""
+    ids, logprobs = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
+    for start in range(0, num_tokens, _CHUNK_TOKENS):
+        found = target.logprobs(slice(start, start + _CHUNK_TOKENS), vocab_size)
+        values_CK, ids_CK = found.topk(top_k, dim=-1)
+        ids.append(ids_CK.cpu().numpy().astype(np.int32))
+        logprobs.append(values_CK.float().cpu().numpy())
+    return {"ids": np.concatenate(ids), "logprobs": np.concatenate(logprobs)}
+
+
+def _models(run: SpmdRun) -> list[tuple[PackedCausalLM, float]]:
+    recipe, student = run.recipe, load_tokenizer(run.recipe.model)
+    models = []
+    for index, teacher in enumerate(recipe.teachers):
+        key = f"teachers.{index}.path"
+        folder = local_folder(teacher.path, key)
+        section = teacher_section(recipe, str(folder))
+        require_same_tokens(student, load_tokenizer(section), key)
+        model, _ = place(section, folder, run.engine.mesh, seed=0, masters=False)
+        model.eval()
+        models.append((model, teacher.weight))
+    return models
+
+
+def teacher_section(recipe: Recipe, path: str) -> ModelSection:
+    """How a teacher computes: as the student does."""
+    model = recipe.model
+    return ModelSection(
+        path=path, dtype=model.dtype, compile=model.compile, pad_vocab_to=model.pad_vocab_to,
+        trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def _whole(weight_VE: Tensor) -> Tensor:
+    return weight_VE.full_tensor() if isinstance(weight_VE, DTensor) else weight_VE.detach()
