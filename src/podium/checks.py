@@ -16,11 +16,13 @@ from podium.data.checking import check_source
 from podium.data.documents import Document
 from podium.data.examples import shape_of
 from podium.data.tasks import PromptEncoder, check_task_source, read_tasks
+from podium.data.tokenizer import listed_tokens
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
 from podium.models.folder import check_model_folder
 from podium.recipe import Recipe, SourceSection, plugins
 from podium.recipe.programs import SIGNALS
+from podium.recipe.schema import NewTokensSection
 
 _DEEP_ROWS = 2000
 _SHOWN_CHARACTERS = 400
@@ -61,6 +63,9 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if model.chat_template is not None:
         template = model.chat_template
         yield lambda: _check_exists(template, "model.chat_template", hub=False)
+    if model.new_tokens is not None:
+        new_tokens = model.new_tokens
+        yield lambda: _check_new_tokens(new_tokens)
     for key, source in _sources(recipe):
         look = check_task_source if _is_controlled(recipe) else partial(check_source, shape=shape_of(recipe))
         yield lambda key=key, source=source, look=look: look(source, key)  # type: ignore[misc]
@@ -114,12 +119,14 @@ def deep_report(recipe: Recipe) -> list[str]:
     from podium.data.tokenizer import load_tokenizer, require_embeddings
     from podium.models.causal_lm import load_config
     from podium.models.folder import local_folder, read_config
+    from podium.models.new_tokens import grown_vocabulary
     from podium.recipe.resolving import resolved
 
     folder = local_folder(recipe.model.path, "model.path")
     config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
     recipe = resolved(recipe, read_config(folder, "model.path"))
-    tokenizer, rows = load_tokenizer(recipe.model), config.get_text_config().vocab_size
+    tokenizer = load_tokenizer(recipe.model)
+    rows = grown_vocabulary(recipe.model, config.get_text_config().vocab_size)
     assert recipe.data.max_length is not None
     lines = [
         f"model: {config.model_type}, vocabulary {rows}, tokenizer {type(tokenizer).__name__} "
@@ -205,6 +212,10 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceSection]]:
     for part, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
         for index, source in enumerate(sources):
             yield f"data.{part}.{index}", source
+
+
+def _check_new_tokens(section: NewTokensSection) -> None:
+    listed_tokens(section)
 
 
 def _check_exists(path: str, key: str, *, hub: bool) -> None:

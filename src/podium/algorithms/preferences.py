@@ -10,14 +10,11 @@ Log-probs of a reference are constants.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from podium.algorithms.logarithms import log1mexp, widened
-from podium.algorithms.sums import Sums
 
 
 def sigmoid_dpo(
@@ -131,65 +128,6 @@ def kto_baseline(mismatched_logratio_sum: Tensor, count: Tensor | float) -> Tens
     return (total / torch.as_tensor(count, dtype=total.dtype, device=total.device).clamp(min=1)).clamp(min=0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PairStatistics(Sums):
-    """Sums over pairs; micro-batches and ranks merge by adding them up."""
-
-    count: float
-    correct: float
-    sum_chosen: float
-    sum_rejected: float
-
-    @property
-    def accuracy(self) -> float:
-        """The share of pairs whose chosen side has the higher reward; equal ones (a policy that is still its reference)
-        are not correct."""
-        return self._share(self.correct)
-
-    @property
-    def mean_chosen(self) -> float:
-        """The mean reward of the chosen sides."""
-        return self._share(self.sum_chosen)
-
-    @property
-    def mean_rejected(self) -> float:
-        """The mean reward of the rejected sides."""
-        return self._share(self.sum_rejected)
-
-    @property
-    def mean_margin(self) -> float:
-        """By how much the chosen side is ahead."""
-        return self._share(self.sum_chosen - self.sum_rejected)
-
-    def _share(self, part: float) -> float:
-        return part / self.count if self.count else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LabelStatistics(Sums):
-    """Sums over labelled rows; micro-batches and ranks merge by adding them up."""
-
-    desirable: float
-    undesirable: float
-    sum_desirable: float
-    sum_undesirable: float
-
-    @property
-    def mean_desirable(self) -> float:
-        """The mean reward of desirable rows."""
-        return self.sum_desirable / self.desirable if self.desirable else 0.0
-
-    @property
-    def mean_undesirable(self) -> float:
-        """The mean reward of undesirable rows."""
-        return self.sum_undesirable / self.undesirable if self.undesirable else 0.0
-
-    @property
-    def mean_margin(self) -> float:
-        """By how much desirable rows are ahead; 0 where there is but one kind."""
-        return self.mean_desirable - self.mean_undesirable if self.desirable and self.undesirable else 0.0
-
-
 def implicit_rewards(logprobs_R: Tensor, reference_R: Tensor, *, beta: float) -> Tensor:
     """beta times the log-ratio: what the policy says the completion is worth, up to a number per prompt. A constant."""
     return beta * _log_ratio(logprobs_R.detach(), reference_R)
@@ -200,29 +138,11 @@ def mean_rewards(logprobs_R: Tensor, tokens_R: Tensor, *, beta: float) -> Tensor
     return beta * _mean(widened(logprobs_R.detach()), tokens_R)
 
 
-def pair_statistics(chosen_rewards_R: Tensor, rejected_rewards_R: Tensor) -> PairStatistics:
-    """What a run reports of a micro-batch of pairs: of implicit rewards, or of a reward model's scores."""
-    _assert_alike(chosen_rewards_R, rejected_rewards_R)
-    with torch.no_grad():
-        parts = [chosen_rewards_R > rejected_rewards_R, chosen_rewards_R, rejected_rewards_R]
-        # One transfer from the device for all of them.
-        correct, chosen, rejected = torch.stack([part.double().sum() for part in parts]).tolist()
-    return PairStatistics(
-        count=float(chosen_rewards_R.numel()), correct=correct, sum_chosen=chosen, sum_rejected=rejected
-    )
-
-
-def label_statistics(rewards_R: Tensor, desirable_R: Tensor) -> LabelStatistics:
-    """What a run reports of a micro-batch of labelled rows."""
-    _assert_alike(rewards_R, desirable_R)
-    with torch.no_grad():
-        desirable_R = desirable_R.bool()
-        rewards_R = rewards_R.double()
-        parts = [desirable_R, ~desirable_R, rewards_R * desirable_R, rewards_R * ~desirable_R]
-        numbers = torch.stack([part.double().sum() for part in parts]).tolist()
-    return LabelStatistics(
-        desirable=numbers[0], undesirable=numbers[1], sum_desirable=numbers[2], sum_undesirable=numbers[3]
-    )
+def preferred(chosen_R: Tensor, rejected_R: Tensor) -> Tensor:
+    """1 where the chosen side is worth more, 0 where the other is; a tie is half right, so that a policy which is still
+    its own reference scores as a coin does."""
+    _assert_alike(chosen_R, rejected_R)
+    return (chosen_R > rejected_R).float() + 0.5 * (chosen_R == rejected_R).float()
 
 
 def _logistic(lead_R: Tensor, label_smoothing: float) -> Tensor:

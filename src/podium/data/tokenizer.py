@@ -6,11 +6,12 @@ from __future__ import annotations
 import glob
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from podium.errors import ModelError
-from podium.recipe.schema import ModelSection
+from podium.recipe.schema import ModelSection, NewTokensSection
 
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece*.model",
@@ -43,7 +44,48 @@ def load_tokenizer(section: ModelSection) -> Any:
         ) from error
     if template is not None:
         tokenizer.chat_template = template
+    if section.new_tokens is not None:
+        _add_tokens(tokenizer, section.new_tokens)
     return tokenizer
+
+
+def without_new_tokens(section: ModelSection) -> ModelSection:
+    """The model as its checkpoint has it."""
+    return section.model_copy(update={"new_tokens": None})
+
+
+def listed_tokens(section: NewTokensSection) -> list[str]:
+    """The new tokens in the order of their ids."""
+    tokens = list(section.tokens)
+    if section.file is not None:
+        try:
+            lines = Path(section.file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"model.new_tokens.file: {section.file} cannot be read ({error}). Give a UTF-8 text file with one "
+                "token a line."
+            ) from error
+        tokens += [line.strip() for line in lines if line.strip()]
+    repeated = [token for token, count in Counter(tokens).items() if count > 1]
+    if repeated:
+        raise ModelError(f"model.new_tokens: {repeated[0]!r} is listed twice. Name every token once.")
+    if not tokens:
+        raise ModelError(f"model.new_tokens.file: {section.file} names no token. Write one a line.")
+    return tokens
+
+
+def _add_tokens(tokenizer: Any, section: NewTokensSection) -> None:
+    """Behind the tokenizer's own; one that it has already keeps its id."""
+    from tokenizers import AddedToken
+
+    tokens = listed_tokens(section)
+    tokenizer.add_tokens(
+        [AddedToken(token, special=section.special, normalized=False) for token in tokens],
+        special_tokens=section.special,
+    )
+    apart = [token for token in tokens if tokenizer.convert_tokens_to_ids(token) in (None, tokenizer.unk_token_id)]
+    if apart:
+        raise ModelError(f"model.new_tokens: the tokenizer does not take {apart[0]!r} as a token. Choose another name.")
 
 
 def has_tokenizer(folder: str | Path) -> bool:

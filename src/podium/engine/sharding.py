@@ -24,6 +24,7 @@ from podium.models.causal_lm import (
     restore_buffers,
 )
 from podium.models.lora import adapter_source, require_adapter_of, widen
+from podium.models.new_tokens import with_new_tokens
 from podium.models.scalar import PackedScalarLM, build_scalar
 from podium.models.weights import (
     Box,
@@ -70,7 +71,8 @@ def place(
             fill(_pieces(model, base), _drawn(section, config, mesh, seed), padded_rows={})
             _zero_padding(base, padded)
         else:
-            fill(_pieces(model, base), CheckpointWeights(folder, model.hf), padded_rows=padded)
+            source = with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
+            fill(_pieces(model, base), source, padded_rows=padded)
     if weights and section.lora is not None:
         fill(_adapter_pieces(trained), adapter_source(model.hf, section.lora, seed), padded_rows={})
     for each in trained if weights else []:
@@ -100,7 +102,7 @@ def place_scalar(
         source: WeightSource = (
             _drawn_scalar(section, config, labels, seed)
             if section.init == "random"
-            else CheckpointWeights(folder, model.hf)
+            else with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
         )
         pieces = list(_pieces(model, held.everything if weights else held.frozen))
         sources = [source] if section.init != "random" else []

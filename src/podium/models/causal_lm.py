@@ -29,6 +29,7 @@ from podium.models.head import (
     target_logprobs,
 )
 from podium.models.lora import adapter_off, inject
+from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
 from podium.recipe import ModelSection
 
@@ -143,7 +144,7 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
     drawn from the current torch seed."""
     config = copy.deepcopy(config)  # the caller's keeps the real vocabulary
     text = config.get_text_config()
-    vocab_size = text.vocab_size
+    vocab_size = grown_vocabulary(section, text.vocab_size)
     text.vocab_size = padded_vocabulary(vocab_size, section.pad_vocab_to)
     try:
         with torch.device(device):

@@ -17,6 +17,7 @@ from podium.errors import UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
 from podium.models.causal_lm import decoder_layers
 from podium.models.lora import inject
+from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
 from podium.recipe import ModelSection
 
@@ -87,6 +88,8 @@ def build_scalar(
 ) -> PackedScalarLM:
     """The module tree of a sequence classifier. `labels`: of the head; None: as the config says."""
     config = copy.deepcopy(config)
+    text = config.get_text_config()
+    text.vocab_size = grown_vocabulary(section, text.vocab_size)
     if labels is not None:
         config.num_labels = labels
     try:

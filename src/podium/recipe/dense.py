@@ -52,7 +52,12 @@ class DistillSection(Section):
     """distill: how the student's distribution is drawn to the teachers' at every trained token of the data."""
 
     divergence: DivergenceName = "forward_kl"
-    jsd_beta: Real = Field(0.5, gt=0, lt=1, description="jsd: near 0 it is like forward_kl, near 1 like reverse_kl.")
+    jsd_beta: Real = Field(
+        0.5,
+        gt=0,
+        lt=1,
+        description="jsd: the teachers' share of the mixture; towards 0 a small forward_kl, towards 1 a small reverse_kl.",
+    )
     temperature: Real = Field(1.0, gt=0, description="Of both distributions.")
     cross_entropy: Real = Field(
         0.0, ge=0, lt=1, description="Share of the data's own cross-entropy in the loss; the divergence has the rest."

@@ -138,7 +138,9 @@ class PreferenceMethod:
         if section.cross_entropy:
             loss_R = loss_R - section.cross_entropy * chosen_R / tokens[0]
         rewards = self._rewards(rows)
-        tally.add(ahead(*rewards).sum(), rewards[0].sum(), rewards[1].sum(), chosen_R.sum(), rejected_R.sum())
+        tally.add(
+            preferences.preferred(*rewards).sum(), rewards[0].sum(), rewards[1].sum(), chosen_R.sum(), rejected_R.sum()
+        )
         return loss_R
 
     def _labelled(self, rows: Rows, baseline: Tensor, tally: Tally) -> Tensor:
@@ -176,12 +178,6 @@ class PreferenceMethod:
             total += (policy_D - self._references(batch)).sum()
         count = float(len(examples) if len(examples) > 1 else 0)
         return preferences.kto_baseline(self._engine.mesh.sum(total) if count else torch.zeros_like(total), count)
-
-
-def ahead(chosen_R: Tensor, rejected_R: Tensor) -> Tensor:
-    """1 where the chosen side is worth more; a tie is half right, so that a policy which is still its own reference
-    scores as a coin does."""
-    return (chosen_R > rejected_R).float() + 0.5 * (chosen_R == rejected_R).float()
 
 
 def mismatched(prompt: Example, completion: Example) -> Example:

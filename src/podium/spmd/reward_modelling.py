@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from podium.algorithms.preferences import preferred
 from podium.algorithms.reward_models import (
     bradley_terry,
     brier_score,
@@ -25,7 +26,6 @@ from podium.data.documents import PackedExamples, SplitExamples, pack_examples
 from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import round_tokens, to_device
 from podium.recipe.dense import RewardModelSection
-from podium.spmd.preferences import ahead
 
 _PAIR_SUMS = ("correct", "score_chosen", "score_rejected")
 _SCORE_SUMS = ("absolute_error", "score")
@@ -50,7 +50,7 @@ class RewardObjective:
     def _loss(self, scores: tuple[Tensor, ...], values_R: Tensor) -> Tensor:
         if self.section.learns == "pairs":
             chosen_R, rejected_R = scores
-            self.tally.add(ahead(chosen_R, rejected_R).sum(), chosen_R.sum(), rejected_R.sum())
+            self.tally.add(preferred(chosen_R, rejected_R).sum(), chosen_R.sum(), rejected_R.sum())
             return bradley_terry(chosen_R, rejected_R, values_R, center=self.section.center)
         (score_R,) = scores
         self.tally.add((score_R - values_R).abs().sum(), score_R.sum())
@@ -110,7 +110,7 @@ class RewardModelMethod:
         loss_R = bradley_terry(chosen_R, rejected_R, margins_R, center=self._section.center)
         return {
             "loss": loss_R.mean().item(),
-            "accuracy": ahead(chosen_R, rejected_R).mean().item(),
+            "accuracy": preferred(chosen_R, rejected_R).mean().item(),
             "calibration_error": expected_calibration_error(bins),
             "brier_score": brier_score(bins),
             "score_margin": (chosen_R - rejected_R).mean().item(),

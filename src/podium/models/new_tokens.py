@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Vocabulary growth: embeddings and head rows for tokens that a checkpoint does not know, made from those it does."""
+
+# V rows of the vocabulary · E hidden width
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from podium.data.tokenizer import load_tokenizer, without_new_tokens
+from podium.models.weights import Box, WeightSource
+from podium.recipe import ModelSection
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRow:
+    """A new token's id, and the ids of what it was written with before."""
+
+    id: int
+    pieces: tuple[int, ...]
+
+
+def new_rows(section: ModelSection) -> tuple[NewRow, ...]:
+    """Of the tokens that model.new_tokens adds; those which the tokenizer has already keep their embeddings."""
+    if section.new_tokens is None:
+        return ()
+    before, after = load_tokenizer(without_new_tokens(section)), load_tokenizer(section)
+    known = before.get_vocab()
+    added = sorted((number, token) for token, number in after.get_vocab().items() if token not in known)
+    return tuple(
+        NewRow(id=number, pieces=tuple(before(token, add_special_tokens=False, verbose=False)["input_ids"]))
+        for number, token in added
+    )
+
+
+def grown_vocabulary(section: ModelSection, vocab_size: int) -> int:
+    """Rows that the model needs: the checkpoint's, and more where new tokens have ids beyond them."""
+    return max([vocab_size, *(row.id + 1 for row in new_rows(section))])
+
+
+class GrownWeights:
+    """A checkpoint's weights with the rows of new tokens in them."""
+
+    def __init__(self, source: WeightSource, section: ModelSection, model: nn.Module) -> None:
+        """`model` has the grown vocabulary already: its embedding and head are what grows."""
+        assert section.new_tokens is not None
+        self._source = source
+        self._rows = new_rows(section)
+        self._init = section.new_tokens.init
+        self._known = len(load_tokenizer(without_new_tokens(section)))
+        embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
+        weights = [each.weight for each in embeddings if each is not None]
+        named = dict(model.named_parameters())
+        self._names = {name for name, value in named.items() if any(value is weight for weight in weights)}
+
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        shapes = dict(self._source.shapes())
+        for name in self._names & shapes.keys():
+            rows, *rest = shapes[name]
+            shapes[name] = (max([rows, *(row.id + 1 for row in self._rows)]), *rest)
+        return shapes
+
+    def read(self, name: str, box: Box) -> Tensor:
+        if name not in self._names:
+            return self._source.read(name, box)
+        old = self._source.read(name, Box.whole(self._source.shapes()[name])).float()
+        values_VE = torch.zeros(self.shapes()[name])
+        values_VE[: len(old)] = old
+        mean_E = old[: self._known].mean(0)
+        for row in self._rows:
+            # A token that the tokenizer could not write at all begins as the mean of all.
+            is_written = self._init == "pieces" and len(row.pieces) > 0
+            values_VE[row.id] = old[list(row.pieces)].mean(0) if is_written else mean_E
+        return values_VE[box.slices()]
+
+
+def with_new_tokens(source: WeightSource, section: ModelSection, model: nn.Module) -> WeightSource:
+    """The source as it is, or grown."""
+    return source if section.new_tokens is None else GrownWeights(source, section, model)
