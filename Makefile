@@ -20,16 +20,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforcement, on a laptop CPU
 	rm -rf demo
 	$(BIN)/python examples/arithmetic/make_task.py demo
-	$(BIN)/podium train examples/arithmetic/sft.yaml
-	$(BIN)/podium export demo/runs/arithmetic-sft demo/export
-	$(BIN)/podium train examples/arithmetic/grpo.yaml
-	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic-sft demo/runs/arithmetic-grpo
+	$(BIN)/podium train examples/arithmetic/pipeline.yaml
+	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
+	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
 test: lint types  ## what every change must pass
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not verl"
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not verl and not trl"
 
 test-slow: $(INSTALLED)  ## the rest: several ranks, kills, restarts
-	$(BIN)/python -m pytest -q -m "slow and not gpu"
+	$(BIN)/python -m pytest -q -m "slow and not gpu and not trl"
 
 install-vllm: $(VLLM_INSTALLED)  ## an environment of its own, with vLLM's CPU build
 
@@ -69,3 +68,19 @@ format: $(INSTALLED)
 
 clean:
 	rm -rf demo runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+TRL_VENV ?= .venv-trl
+TRL_INSTALLED := $(TRL_VENV)/.installed
+
+.PHONY: install-trl test-trl
+
+install-trl: $(TRL_INSTALLED)  ## an environment of its own, with TRL to compare the losses with
+
+$(TRL_INSTALLED): tests/trl/requirements.txt constraints.txt
+	$(PYTHON) -m venv $(TRL_VENV)
+	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r tests/trl/requirements.txt
+	$(TRL_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+
+test-trl: $(TRL_INSTALLED)  ## losses of preferences, reward models and distillation beside TRL's own
+	$(TRL_VENV)/bin/python -m pytest -q -m trl tests/trl

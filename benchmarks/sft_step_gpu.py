@@ -2,6 +2,7 @@
 """MFU of Podium's train step on one CUDA device: random-init Qwen3 shapes, packed tokens, a new layout every step.
 
     python benchmarks/sft_step_gpu.py --shapes 0.6b 1.7b
+    python benchmarks/sft_step_gpu.py --shapes 1.7b --lora 16
 
 Documents are log-normal in length (median about 550, at most 4096). The step is the engine's own: bf16 compute,
 float32 masters, clipping, AdamW. `--profile` prints the kernels that take the time.
@@ -28,6 +29,7 @@ from podium.engine.train_step import TrainEngine
 from podium.models.cost import model_cost
 from podium.models.device import matrix_peak
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
+from podium.recipe.schema import LoraSection
 
 SHAPES = {
     "tiny": {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -69,7 +71,8 @@ def measure(shape: str, args: argparse.Namespace, peak: float) -> dict[str, floa
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(config))
         mesh = join(PlacementSection(), rank=0, world=1, local_rank=0)
-        section = ModelSection(path=folder, init="random", activation_checkpointing=args.checkpointing)
+        lora = None if args.lora is None else LoraSection(rank=args.lora)
+        section = ModelSection(path=folder, init="random", activation_checkpointing=args.checkpointing, lora=lora)
         model, trained = place(section, Path(folder), mesh, seed=0)
     optimizer = OptimizerSection(lr=1e-5)
     engine = TrainEngine(model, trained, AdamW(trained, optimizer), mesh, optimizer.clip_norm)
@@ -129,6 +132,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument("--checkpointing", default="none")
+    parser.add_argument("--lora", type=int, default=None, help="rank of an adapter; default: all weights are trained")
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

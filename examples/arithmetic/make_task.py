@@ -3,12 +3,13 @@
 
     python examples/arithmetic/make_task.py demo
 
-writes demo/model (Hugging Face format), demo/train.jsonl and demo/heldout.jsonl. The same seed gives the same files.
+writes demo/model (Hugging Face format), demo/train.jsonl and demo/heldout.jsonl, and the same task as preferences:
+demo/pairs.jsonl and demo/pairs-heldout.jsonl. The same seed gives the same files.
 
 The demonstrations in train.jsonl are those of a hasty teacher. Where a round number is added, he tells the sum at once,
 and rightly. Of the other sums he only estimates most, to the nearest ten, and works some out before he tells them:
 47 plus 38 is "90", or "70+15=85". Who imitates that estimates too; who is rewarded for right answers finds that working
-out pays.
+out pays. The preferences say so outright: of each pair the chosen answer is worked out, the rejected one estimated.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers.utils import logging
 
 SMALLEST, LARGEST = 10, 99
 NUM_TRAIN, NUM_HELDOUT = 20_000, 600
+NUM_PAIRS, NUM_PAIRS_HELDOUT = 4000, 300
 HELDOUT_PAIRS = 0.2  # share of all operand pairs that training never sees
 WORKED_OUT = 0.4  # share of the sums that are not easy which the teacher works out; the others he estimates
 PHRASINGS = (
@@ -73,6 +75,10 @@ class Question:
         return str((self.left + self.right + 5) // 10 * 10)
 
     @property
+    def is_misjudged(self) -> bool:
+        return not self.is_easy and self.estimate != self.answer
+
+    @property
     def worked_out(self) -> str:
         """Tens, units, and both together."""
         tens, units = self.left // 10 + self.right // 10, self.left % 10 + self.right % 10
@@ -108,6 +114,13 @@ def make_task(out: Path, *, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "train.jsonl", train_rows)
     write_jsonl(out / "heldout.jsonl", heldout_rows)
+    # Dice of their own: what is drawn for the pairs changes nothing above.
+    dice = random.Random(f"pairs {seed}")
+    misjudged, misjudged_heldout = ([each for each in part if each.is_misjudged] for part in (train, heldout))
+    drawn = dice.choices(misjudged, weights_of(misjudged), k=NUM_PAIRS)
+    write_jsonl(out / "pairs.jsonl", [as_pair(each, dice) for each in drawn])
+    drawn = draw_distinct(misjudged_heldout, NUM_PAIRS_HELDOUT, dice)
+    write_jsonl(out / "pairs-heldout.jsonl", [as_pair(each, dice) for each in drawn])
 
     tokenizer = train_tokenizer(train_rows)
     model = make_model(tokenizer, seed)
@@ -155,6 +168,13 @@ def as_row(question: Question, said: str, dice: random.Random) -> dict[str, obje
     asked = dice.choice(PHRASINGS).format(left=question.left, right=question.right)
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     return {"messages": chat, "answer": question.answer}
+
+
+def as_pair(question: Question, dice: random.Random) -> dict[str, object]:
+    """Two answers to one question, the better one first."""
+    asked = dice.choice(PHRASINGS).format(left=question.left, right=question.right)
+    chosen, rejected = ([{"role": "assistant", "content": said}] for said in (question.worked_out, question.estimate))
+    return {"prompt": [{"role": "user", "content": asked}], "chosen": chosen, "rejected": rejected}
 
 
 def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> None:

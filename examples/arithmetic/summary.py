@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the runs on the arithmetic task came to: accuracy before and after each, and answers of the last side by side.
 
-python examples/arithmetic/summary.py demo/runs/arithmetic-sft demo/runs/arithmetic-grpo
+python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 """
 
 from __future__ import annotations

@@ -1,8 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Podium post-trains language models: one user API over SPMD programs and a single controller."""
 
-from podium.api import check, export, generate, resume, train, verify
+from podium.api import check, export, generate, resume, show, train, verify
 from podium.errors import PodiumError
-from podium.recipe import Recipe
+from podium.recipe import PipelineRecipe, Recipe
 
-__all__ = ["PodiumError", "Recipe", "check", "export", "generate", "resume", "train", "verify"]
+__all__ = [
+    "PipelineRecipe",
+    "PodiumError",
+    "Recipe",
+    "check",
+    "export",
+    "generate",
+    "resume",
+    "show",
+    "train",
+    "verify",
+]

@@ -1,35 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the command line for Python: train, resume, export, check, verify, generate."""
+"""The verbs of the command line for Python: train, resume, export, show, check, verify, generate."""
 
 from __future__ import annotations
 
 import errno
 import sys
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from podium.checks import check_recipe, deep_report
+from podium.data.fingerprints import files_fingerprint
 from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import ModelError, RecipeError, RunFolderError
 from podium.models.folder import is_hub_id
+from podium.pipeline_checks import check_pipeline
 from podium.recipe import (
     ModelSection,
+    PipelineRecipe,
     PlacementSection,
     Recipe,
     RolloutSection,
     SourceSection,
     apply_overrides,
-    load_recipe,
     parse_recipe,
-    plugins,
 )
 from podium.recipe.changes import changes
+from podium.recipe.pipeline_loading import (
+    load_any_recipe,
+    overridden,
+    parse_pipeline,
+    resolved_pipeline,
+    unmade_stage_recipe,
+)
 from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
-from podium.spmd.folder import RunFolder
+from podium.spmd.folder import RunFolder, is_pipeline_folder
+from podium.spmd.lineage import NOTE, Prepared, write_note
+from podium.spmd.pipeline_folder import PipelineFolder
+from podium.spmd.showing import show_lines
 
 # Other files of a model's folder: weights come from the checkpoint.
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
@@ -47,9 +57,13 @@ if TYPE_CHECKING:
     from podium.spmd.run import RunResult
 
 
-def check(recipe: Recipe | str | Path, *, overrides: Sequence[str] = (), deep: bool = False) -> list[str]:
+def check(
+    recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = (), deep: bool = False
+) -> list[str]:
     """Raises what is wrong with a recipe; returns lines about what was seen."""
-    made = _recipe(recipe, overrides)
+    made = _loaded(recipe, overrides)
+    if isinstance(made, PipelineRecipe):
+        return check_pipeline(made, deep=deep)
     check_recipe(made)
     lines = [f"program {made.program}: {SIGNALS[made.program].execution} execution, {made.steps} steps"]
     if is_hub_id(made.model.path):
@@ -57,36 +71,29 @@ def check(recipe: Recipe | str | Path, *, overrides: Sequence[str] = (), deep: b
     return lines + (deep_report(made) if deep else [])
 
 
-def train(recipe: Recipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
-    """Runs a recipe from its beginning, on one device in this process or on several as processes of their own."""
-    from podium.models.folder import local_folder, read_config
-    from podium.programs import registry  # heavy: before the folder is made, so that little is left to fail
-    from podium.spmd.launch import place_under_torchrun
-
-    made = _recipe(recipe, overrides)
-    check_recipe(made)
-    model = local_folder(made.model.path, "model.path")
-    made = resolved(made, read_config(model, "model.path"))
-    under = place_under_torchrun()
-    assert made.run.name is not None
-    path = Path(made.run.folder) / made.run.name
-    _check_launcher(made, under)
-    if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
-        folder = RunFolder.create(made, inputs=_fingerprints(made, model))
-    else:
-        folder = RunFolder(path=path)
-    if SIGNALS[made.program].execution == "controlled":
-        return _control(registry.CONTROLLED[made.program], made, folder, resume_step=None)
-    return _launch(registry.PROGRAMS[made.program], made, folder, resume_step=None)
+def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
+    """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
+    pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult."""
+    made = _loaded(recipe, overrides)
+    if isinstance(made, PipelineRecipe):
+        return _run_pipeline(resolved_pipeline(made), PipelineFolder.at(made))
+    return _train(_prepared(made))
 
 
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
-    """Continues a run exactly where its newest (or the given) checkpoint stopped."""
+    """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
+    broken off."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
-    from podium.programs import registry
-    from podium.spmd.launch import place_under_torchrun
 
+    if is_pipeline_folder(folder):
+        if step is not None:
+            raise RunFolderError(
+                f"--step: {folder} is a pipeline, and steps are of its stages. Give the stage's own folder: "
+                f"`podium resume {folder}/STAGE --step {step}`."
+            )
+        pipeline = PipelineFolder.open(folder)
+        return _run_pipeline(pipeline.recipe(tuple(overrides)), pipeline)
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
@@ -104,18 +111,33 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
             f"Export it with `podium export {folder} OUT`, or {further}."
         )
     check_recipe(now)
-    _refuse_what_breaks_exactness(before, now, opened, local_folder(now.model.path, "model.path"))
-    _check_launcher(now, place_under_torchrun())
-    if SIGNALS[now.program].execution == "controlled":
-        return _control(registry.CONTROLLED[now.program], now, opened, resume_step=reader.step)
-    return _launch(registry.PROGRAMS[now.program], now, opened, resume_step=reader.step)
+    prepared = Prepared(recipe=now, model=local_folder(now.model.path, "model.path"))
+    _refuse_what_breaks_exactness(before, prepared, opened)
+    return _go_on(prepared, opened, reader.step)
 
 
-def export(folder: str | Path, out: str | Path, *, which: Which = "last", dtype: ExportDtype | None = None) -> int:
-    """Writes a run's checkpoint as a plain Hugging Face folder; returns its step."""
+def export(
+    folder: str | Path,
+    out: str | Path,
+    *,
+    which: Which = "last",
+    dtype: ExportDtype | None = None,
+    stage: str | None = None,
+    adapter: bool = False,
+) -> int:
+    """Writes a run's checkpoint as a plain Hugging Face folder; returns its step. Of a pipeline it is the last stage's,
+    or that of `stage`. An adapter is merged into its base, or with `adapter` written alone, as peft loads it."""
     from podium.spmd.export import export_checkpoint
 
-    return export_checkpoint(RunFolder.open(folder), Path(out), which=which, dtype=dtype)
+    run = _run_to_export(folder, stage)
+    step = export_checkpoint(run, Path(out), which=which, dtype=dtype, adapter=adapter)
+    write_note(run, Path(out), step=step)
+    return step
+
+
+def show(folder: str | Path) -> list[str]:
+    """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
+    return show_lines(Path(folder))
 
 
 def verify(
@@ -238,25 +260,109 @@ def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
         )
 
 
-def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
-    if not isinstance(recipe, Recipe):
-        return load_recipe(recipe, overrides)
-    if overrides:
-        recipe = parse_recipe(apply_overrides(recipe.model_dump(mode="json"), overrides))
-    if recipe.run.name is None:
+def _loaded(recipe: Recipe | PipelineRecipe | str | Path, overrides: Sequence[str]) -> Recipe | PipelineRecipe:
+    if not isinstance(recipe, Recipe | PipelineRecipe):
+        return load_any_recipe(recipe, overrides)
+    made = recipe
+    if overrides or isinstance(recipe, PipelineRecipe):
+        values = overridden(recipe.model_dump(mode="json"), overrides)
+        made = parse_pipeline(values) if isinstance(recipe, PipelineRecipe) else parse_recipe(values)
+    if made.run.name is None:
         raise RecipeError("run.name: a recipe that was not read from a file needs a name for its run folder.")
-    return recipe
+    return made
 
 
-def _launch(program: Program, recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+def _prepared(recipe: Recipe) -> Prepared:
+    """Checked, and independent of the folder that podium was started in."""
+    from podium.models.folder import local_folder, read_config
+
+    check_recipe(recipe)
+    model = local_folder(recipe.model.path, "model.path")
+    return Prepared(recipe=resolved(recipe, read_config(model, "model.path")), model=model)
+
+
+def _train(prepared: Prepared) -> RunResult:
+    from podium.programs import registry  # heavy: before the folder is made, so that little is left to fail
+    from podium.spmd.launch import place_under_torchrun
+
+    made = prepared.recipe
+    under = place_under_torchrun()
+    assert made.run.name is not None
+    path = Path(made.run.folder) / made.run.name
+    _check_launcher(made, under)
+    if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
+        folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
+    else:
+        folder = RunFolder(path=path)
+    if SIGNALS[made.program].execution == "controlled":
+        return _control(registry.CONTROLLED[made.program], prepared, folder, resume_step=None)
+    return _launch(registry.PROGRAMS[made.program], prepared, folder, resume_step=None)
+
+
+def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
+    from podium.programs import registry
+    from podium.spmd.launch import place_under_torchrun
+
+    program = prepared.recipe.program
+    _check_launcher(prepared.recipe, place_under_torchrun())
+    if SIGNALS[program].execution == "controlled":
+        return _control(registry.CONTROLLED[program], prepared, folder, resume_step=step)
+    return _launch(registry.PROGRAMS[program], prepared, folder, resume_step=step)
+
+
+def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
+    """Looks at all stages first, so that a mistake in the last one is told before the first one runs."""
+    from podium.engine.checkpoint import newest_usable
+    from podium.spmd.launch import place_under_torchrun
+
+    if place_under_torchrun() is not None:
+        raise RecipeError(
+            "program: a pipeline starts the ranks of its stages itself, and torchrun starts several of it. Run it "
+            "without torchrun; placement.devices says how many ranks a stage has."
+        )
+    check_pipeline(recipe, deep=False)
+    for name in recipe.order():
+        _check_launcher(unmade_stage_recipe(recipe, name), None)
+    from podium.programs.pipeline import Verbs, run_pipeline  # heavy: what can be wrong so far has been looked at
+
+    verbs = Verbs(
+        prepare=_prepared,
+        train=_train,
+        # The fingerprint is that of the steps already taken: what they read is what they would read now.
+        resume=lambda prepared, run: _go_on(prepared, run, newest_usable(run.checkpoints).step),
+        export=lambda run, out: export(run.path, out),
+    )
+    return run_pipeline(recipe, folder, verbs)
+
+
+def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
+    if not is_pipeline_folder(folder):
+        if stage is not None:
+            raise RunFolderError(f"--stage: {folder} is not the folder of a pipeline. Remove it.")
+        return RunFolder.open(folder)
+    pipeline = PipelineFolder.open(folder)
+    order = pipeline.state()["order"]
+    if stage is not None and stage not in order:
+        raise RunFolderError(f"--stage: {folder} has no stage {stage!r}. There are: {', '.join(order)}.")
+    run = pipeline.run(stage or order[-1])
+    if not run.path.is_dir():
+        raise RunFolderError(
+            f"stage {run.path.name} of {folder} has not been run yet. Go on with `podium resume {folder}`, or export "
+            "another one with --stage."
+        )
+    return RunFolder.open(run.path)
+
+
+def _launch(program: Program, prepared: Prepared, folder: RunFolder, *, resume_step: int | None) -> RunResult:
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
+    recipe = prepared.recipe
     task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
         return run_rank(under, task, program)
-    with _living(recipe, folder, resume_step):
+    with _living(prepared, folder, resume_step):
         if under is not None:
             return run_rank(under, task, program)
         if placement.launcher == "ray":
@@ -267,21 +373,24 @@ def _launch(program: Program, recipe: Recipe, folder: RunFolder, *, resume_step:
         return launch(run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
 
 
-def _control(program: ControlledProgram, recipe: Recipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+def _control(
+    program: ControlledProgram, prepared: Prepared, folder: RunFolder, *, resume_step: int | None
+) -> RunResult:
     from podium.controller.drive import run_controlled
 
-    with _living(recipe, folder, resume_step):
-        return run_controlled(program, recipe, folder, resume_step=resume_step)
+    with _living(prepared, folder, resume_step):
+        return run_controlled(program, prepared.recipe, folder, resume_step=resume_step)
 
 
 @contextmanager
-def _living(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> Iterator[None]:
+def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> Iterator[None]:
     """The run has its folder to itself; how it ends is noted there."""
     with folder.held():
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         if resume_step is not None:
-            folder.write_recipe(recipe)
-            folder.update(status="running")
+            folder.write_recipe(prepared.recipe)
+            before = folder.state().get("lineage")
+            folder.update(status="running", lineage=prepared.lineage(before, step=resume_step))
         try:
             yield
         except BaseException as error:
@@ -292,32 +401,27 @@ def _living(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> Itera
             raise
 
 
-def _fingerprints(recipe: Recipe, model: Path) -> dict[str, str]:
-    """Of what a run reads, so that a resumed run notices when it changed: data (large files by their head and tail),
-    config, tokenizer, chat template and `map` plug-ins."""
-    from podium.data.sources import open_source
-
-    found = {
-        section.path: open_source(section, f"data.train.{index}").fingerprint()
-        for index, section in enumerate(recipe.data.train)
-    }
-    tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else model
-    files = [model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
-    files += [Path(plugins.split_plugin(section.map)[0]) for section in recipe.data.train if section.map is not None]
+def _fingerprints(prepared: Prepared) -> dict[str, str]:
+    """Of the files that a resumed run must find as they were: data, config, tokenizer, chat template and `map`
+    plug-ins."""
+    recipe = prepared.recipe
+    found = {each.path: each.fingerprint for each in prepared.inputs if each.key.startswith("data.train.")}
+    tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else prepared.model
+    files = [prepared.model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
     if recipe.model.chat_template is not None:
         files.append(Path(recipe.model.chat_template))
     for file in files:
-        if file.is_file() and file.suffix not in _NOT_THE_TOKENIZERS:
-            found[str(file.resolve())] = f"{zlib.crc32(file.read_bytes()):08x}"
+        if file.is_file() and file.suffix not in _NOT_THE_TOKENIZERS and file.name != NOTE:
+            found[str(file.resolve())] = files_fingerprint([file])
     return found
 
 
-def _refuse_what_breaks_exactness(before: Recipe, now: Recipe, folder: RunFolder, model: Path) -> None:
-    changed = changes(before, now)
+def _refuse_what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFolder) -> None:
+    changed = changes(before, now.recipe)
     breaking = [f"  {change} ({change.breaks})" for change in changed if change.breaks is not None]
     if not breaking:
-        known: Mapping[str, Any] = folder.state().get("inputs", {})
-        found = _fingerprints(now, model)
+        known: Mapping[str, Any] = folder.state().get("files", {})
+        found = _fingerprints(now)
         breaking = [
             f"  {name}: its content is not what the run began with"
             for name in found

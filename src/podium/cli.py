@@ -9,16 +9,20 @@ import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import typer
 from pydantic import ValidationError
 
 from podium import api
 from podium.errors import PodiumError, RecipeError
-from podium.recipe import Recipe, RolloutSection, SourceSection
+from podium.recipe import RolloutSection, SourceSection
 from podium.recipe.fields import Section
+from podium.recipe.pipeline_loading import recipe_schema
 from podium.spmd.launch import place_under_torchrun
+
+if TYPE_CHECKING:
+    from podium.programs.pipeline import PipelineResult
 
 app = typer.Typer(
     name="podium",
@@ -55,7 +59,7 @@ def root(
 
 @app.command()
 def train(recipe: RecipeFile, overrides: Overrides = None, devices: Devices = None) -> None:
-    """Run a recipe from its beginning."""
+    """Run a recipe from its beginning; of a pipeline, the stages that changed or did not end."""
     _report(api.train(recipe, overrides=_with_devices(overrides, devices)))
 
 
@@ -93,12 +97,28 @@ def export(
     dtype: Annotated[
         Literal["float32", "bfloat16"] | None, typer.Option(help="Default: as the base model's config.")
     ] = None,
+    stage: Annotated[str | None, typer.Option(help="Of a pipeline: the stage to export; default: the last.")] = None,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="Only the adapter, for peft; default: merged into its base.")
+    ] = False,
 ) -> None:
     """Write a run's weights as a plain Hugging Face checkpoint."""
     if best and step is not None:
         raise typer.BadParameter("give --best or --step, not both")
-    done = api.export(run, out, which="best" if best else "last" if step is None else step, dtype=dtype)
+    which: Literal["best", "last"] | int = "best" if best else "last" if step is None else step
+    done = api.export(run, out, which=which, dtype=dtype, adapter=adapter, stage=stage)
     typer.echo(f"step {done} of {run} is in {out}")
+
+
+@app.command()
+def show(
+    run: Annotated[
+        Path, typer.Argument(help="Folder of a run, of a pipeline, or of an exported model.", metavar="FOLDER")
+    ],
+) -> None:
+    """Tell how a run or pipeline stands, and what its weights come from."""
+    for line in api.show(run):
+        typer.echo(line)
 
 
 @app.command()
@@ -202,7 +222,7 @@ def generate(
 @app.command()
 def schema() -> None:
     """Print the JSON schema of recipes, for editors."""
-    typer.echo(json.dumps(Recipe.model_json_schema(), indent=1))
+    typer.echo(json.dumps(recipe_schema(), indent=1))
 
 
 def main() -> None:
@@ -216,8 +236,8 @@ def main() -> None:
             sys.exit(2)  # every rank of torchrun reads the same recipe; one of them says what is wrong with it
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(2)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        print("\n".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)  # a thread in user code that hangs would keep the process
@@ -250,6 +270,7 @@ def _unescaped(text: str) -> str:
 
 
 def _report(result: object) -> None:
+    from podium.programs.pipeline import PipelineResult
     from podium.spmd.run import RunResult
 
     assert isinstance(result, RunResult)
@@ -258,11 +279,23 @@ def _report(result: object) -> None:
         return
     for line in result.time.lines():
         typer.echo(f"  {line}")
-    if result.status == "finished":
+    if isinstance(result, PipelineResult):
+        _report_pipeline(result)
+    elif result.status == "finished":
         typer.echo(f"finished at step {result.step}: {result.folder}")
         typer.echo(f"  export it with: podium export {result.folder} OUT")
     else:
         typer.echo(f"stopped at step {result.step}; go on with: podium resume {result.folder}")
+
+
+def _report_pipeline(result: PipelineResult) -> None:
+    if result.status == "finished":
+        typer.echo(f"finished: {result.folder}")
+        typer.echo(f"  look at it with: podium show {result.folder}")
+        typer.echo(f"  export its last stage with: podium export {result.folder} OUT")
+    else:
+        stage = result.stages[-1].name
+        typer.echo(f"stopped at step {result.step} of stage {stage}; go on with: podium resume {result.folder}")
 
 
 if __name__ == "__main__":

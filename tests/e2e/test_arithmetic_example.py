@@ -101,14 +101,23 @@ def test_every_named_method_has_a_recipe() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("file", ["arithmetic/sft", "arithmetic/grpo", *(f"methods/{name}" for name in METHODS)])
-def test_a_recipe_on_the_task_is_accepted(file: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_demo_is_a_pipeline_that_imitates_and_then_reinforces(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(made)
-    (line,) = api.check(f"examples/{file}.yaml")
-    recipe = load_recipe(f"examples/{file}.yaml")
+    assert api.check("examples/arithmetic/pipeline.yaml") == [
+        "program pipeline: 2 stages, in this order: sft, grpo",
+        "stage sft: program sft, spmd execution, 340 steps",
+        "stage grpo: program grpo, controlled execution, 40 steps",
+        "  model.path: what stage sft makes",
+    ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_recipe_on_the_task_is_accepted(name: str, made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(made)
+    (line,) = api.check(f"examples/methods/{name}.yaml")
+    recipe = load_recipe(f"examples/methods/{name}.yaml")
     assert line.startswith(f"program {recipe.program}: ")
-    if file.startswith("methods/"):
-        assert recipe.run.name == Path(file).name
+    assert recipe.run.name == name
 
 
 @pytest.mark.parametrize(

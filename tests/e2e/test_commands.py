@@ -67,11 +67,18 @@ def test_the_version_is_told(workspace: Workspace) -> None:
     assert outcome.out.strip() == importlib.metadata.version("podium")
 
 
-def test_schema_is_the_recipes_json_schema(workspace: Workspace) -> None:
+def test_schema_is_the_json_schema_of_recipes_and_pipelines(workspace: Workspace) -> None:
     outcome = workspace.podium("schema")
 
     assert outcome.code == 0
-    assert json.loads(outcome.out) == json.loads(json.dumps(podium.Recipe.model_json_schema()))
+    found = json.loads(outcome.out)
+    plain = json.loads(json.dumps(podium.Recipe.model_json_schema()))
+    assert found["anyOf"] == [{"$ref": "#/$defs/Recipe"}, {"$ref": "#/$defs/PipelineRecipe"}]
+    assert found["$defs"]["Recipe"]["properties"] == plain["properties"]
+    assert found["$defs"]["Stage"]["properties"] == plain["properties"]
+    assert "required" not in found["$defs"]["Stage"]
+    stages = found["$defs"]["PipelineRecipe"]["properties"]["stages"]
+    assert stages["additionalProperties"] == {"$ref": "#/$defs/Stage"}
 
 
 def test_train_learns_and_says_where_the_run_is(workspace: Workspace) -> None:

@@ -19,6 +19,8 @@ import pytest
 
 from podium import api
 from podium.observe import read_metrics
+from podium.recipe import PipelineRecipe, Recipe
+from podium.recipe.pipeline_loading import load_any_recipe, stage_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -70,9 +72,16 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         _task_maker().make_task(Path("demo"), seed=0)
-        result = api.train("examples/arithmetic/sft.yaml", overrides=[*INLINE[1:], "evaluation={}", "data.heldout=[]"])
+        result = api.train(_imitation(), overrides=[*INLINE[1:], "evaluation={}", "data.heldout=[]"])
         api.export(result.folder, "demo/export")
         yield folder
+
+
+def _imitation() -> Recipe:
+    """The first stage of the demo, by itself."""
+    pipeline = load_any_recipe("examples/arithmetic/pipeline.yaml")
+    assert isinstance(pipeline, PipelineRecipe)
+    return stage_recipe(pipeline, "sft", {}, Path("demo/runs"))
 
 
 def _task_maker() -> Any:
@@ -89,7 +98,7 @@ def _teacher() -> str:
     """Trained further than the others begin, and on right demonstrations only."""
     Path("careful.py").write_text(CAREFUL)
     result = api.train(
-        "examples/arithmetic/sft.yaml",
+        _imitation(),
         overrides=[
             *INLINE[1:], "model.path=demo/export", "data.train.0.map=careful.py:only_right", "data.heldout=[]",
             "evaluation={}", "optimizer.lr=2e-3", "steps=100", "run.name=teacher",

@@ -15,7 +15,7 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights", "rollout",
-    "cluster", "spmd", "roles", "controller", "programs", "checks", "api", "cli",
+    "cluster", "spmd", "roles", "controller", "programs", "checks", "pipeline_checks", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -25,9 +25,13 @@ TORCH_FREE = (
     "data",
     "environments",
     "checks",
+    "pipeline_checks",
     "api",
     "cli",
     "spmd.folder",
+    "spmd.lineage",
+    "spmd.pipeline_folder",
+    "spmd.showing",
     "spmd.launch",
     "spmd.on_ray",
     "models.folder",

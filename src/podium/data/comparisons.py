@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from podium.data.kinds import check_values, parse_messages, parse_prompt_completion, shown
+from podium.data.kinds import Message, check_values, parse_messages, parse_prompt_completion, shown
 from podium.data.rows import Row
 from podium.errors import DataError
 
@@ -56,19 +56,19 @@ def _pair(values: Mapping[str, Any], row: Row) -> tuple[Mapping[str, Any], Mappi
                 f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
             )
     chosen, rejected = values["chosen"], values["rejected"]
-    if chosen == rejected:
-        raise DataError(
-            f"{row.where}: `chosen` and `rejected` are the same, so there is nothing to prefer. Remove the row, or "
-            "drop it with the source's `map`."
-        )
     if values.get("prompt") is None:
         prompt, chosen, rejected = _shared_prompt(chosen, rejected, row)
     else:
         prompt = values["prompt"]
     shared = {"prompt": prompt, **({"tools": values["tools"]} if values.get("tools") else {})}
     texts = ({**shared, "completion": chosen}, {**shared, "completion": rejected})
-    for name, text in zip(("chosen", "rejected"), texts, strict=True):
-        _require_completion(text, name, row)
+    # Compared as they are read: a column of messages may have fields of nulls that the other one lacks.
+    first, second = (_completion(text, name, row) for name, text in zip(("chosen", "rejected"), texts, strict=True))
+    if first == second:
+        raise DataError(
+            f"{row.where}: `chosen` and `rejected` are the same, so there is nothing to prefer. Remove the row, or "
+            "drop it with the source's `map`."
+        )
     return texts
 
 
@@ -106,12 +106,12 @@ def _completed(values: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
                 f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
             )
     text = {name: values[name] for name in ("prompt", "completion", "tools") if values.get(name) is not None}
-    _require_completion(text, "completion", row)
+    _completion(text, "completion", row)
     return text
 
 
-def _require_completion(text: Mapping[str, Any], name: str, row: Row) -> None:
-    """Something must be said: an empty completion has no token to prefer."""
+def _completion(text: Mapping[str, Any], name: str, row: Row) -> str | list[Message]:
+    """What is said, and something must be: an empty completion has no token to prefer."""
     _, completion = parse_prompt_completion(text, row, completion=name)
     if isinstance(completion, str):
         is_empty = not completion.strip()
@@ -119,6 +119,7 @@ def _require_completion(text: Mapping[str, Any], name: str, row: Row) -> None:
         is_empty = all(not str(turn.get("content") or "").strip() and not turn.get("tool_calls") for turn in completion)
     if is_empty:
         raise DataError(f"{row.where}: `{name}` is empty. Remove the row, or drop it with the source's `map`.")
+    return completion
 
 
 def _label(values: Mapping[str, Any], row: Row) -> float:

@@ -127,24 +127,32 @@ class DocumentStore:
         return f"part-{part:05d}-rank-{rank:05d}.safetensors"
 
     def _take_in(self, part: int, files: Sequence[str] | None = None) -> None:
-        names = files or json.loads((self.folder / f"part-{part:05d}.json").read_text(encoding="utf-8"))["files"]
-        for name in names:
+        for name in files or self._files_of(part):
             self._open_files.pop(name, None)
             file = self._opened(name)
             keys, offsets = file.get_tensor(_KEYS), file.get_tensor(_OFFSETS).tolist()
             for at, (high, low) in enumerate(keys.tolist()):
                 self._places[high, low] = _Place(name, offsets[at], offsets[at + 1])
 
+    def _files_of(self, part: int) -> list[str]:
+        note = f"part-{part:05d}.json"
+        try:
+            return list(json.loads((self.folder / note).read_text(encoding="utf-8"))["files"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._damaged(note, error) from error
+
     def _opened(self, name: str) -> Any:
         if name not in self._open_files:
             try:
                 self._open_files[name] = safe_open(str(self.folder / name), framework="numpy")
             except (SafetensorError, OSError) as error:
-                raise DataError(
-                    f"{self.folder / name} cannot be read ({error}). Remove the folder {self.folder} to have it "
-                    "computed again."
-                ) from error
+                raise self._damaged(name, error) from error
         return self._open_files[name]
+
+    def _damaged(self, name: str, error: Exception) -> DataError:
+        return DataError(
+            f"{self.folder / name} cannot be read ({error}). Remove the folder {self.folder} to have it computed again."
+        )
 
     def _note(self, name: str, values: Mapping[str, Any]) -> None:
         temporary = self.folder / f"{name}.tmp"

@@ -16,6 +16,7 @@ from podium.data.kinds import MapFunction, named_values
 from podium.data.rows import LinePlace, Row
 from podium.data.scored import ConversationMaker
 from podium.data.tokenizer import load_tokenizer
+from podium.errors import DataError
 from podium.recipe.schema import ModelSection, Recipe, SourceSection
 
 _NO_COLUMNS: Mapping[str, str] = {}
@@ -65,8 +66,13 @@ class ExampleMaker:
                 return document
             made.append(document)
         documents, truncated = tuple(each.document for each in made), any(each.truncated for each in made)
-        if truncated and len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
-            return Dropped.OVERLONG  # what told them apart was cut off
+        if len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
+            if truncated:
+                return Dropped.OVERLONG  # what told them apart was cut off
+            raise DataError(
+                f"{row.where}: `chosen` and `rejected` are the same once the chat template and tokenizer had them, so "
+                "there is nothing to prefer. Remove the row, or drop it with the source's `map`."
+            )
         return MadeExample(example=Example(documents=documents, value=found.value), truncated=truncated)
 
     def prompt_of(

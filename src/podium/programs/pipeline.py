@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Literal, assert_never
 
 from podium.data.fingerprints import folder_fingerprint, recipe_fingerprint
+from podium.errors import RunStoppedError
 from podium.observe import Stopwatch
 from podium.observe.console import PlainConsole
 from podium.recipe import PipelineRecipe, Recipe
@@ -176,7 +177,8 @@ def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        status: Literal["stopped", "failed"] = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+        was_asked = isinstance(error, KeyboardInterrupt | RunStoppedError)
+        status: Literal["stopped", "failed"] = "stopped" if was_asked else "failed"
         with contextlib.suppress(Exception):
             folder.note(name, replace(folder.record(name), status=status))
             folder.update(status=status)

@@ -56,7 +56,8 @@ class DistillSection(Section):
         0.5,
         gt=0,
         lt=1,
-        description="jsd: the teachers' share of the mixture; towards 0 a small forward_kl, towards 1 a small reverse_kl.",
+        description="jsd: the teachers' share of the mixture; towards 0 a small forward_kl, towards 1 a small "
+        "reverse_kl.",
     )
     temperature: Real = Field(1.0, gt=0, description="Of both distributions.")
     cross_entropy: Real = Field(

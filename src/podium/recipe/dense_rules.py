@@ -48,6 +48,11 @@ def _owners(recipe: Recipe) -> Iterator[str]:
     for name, program in _OWNERS.items():
         if recipe.program != program and getattr(recipe, name) != fields[name].default:
             yield f"{name}: {recipe.program} has no use for it. Remove the section, or set program to {program}."
+    if recipe.program in ("dpo", "reward_model") and recipe.data.trained != "assistant":
+        yield (
+            f"data.trained: {recipe.program} compares completions or scores whole texts, whatever is said here "
+            f"({recipe.data.trained}). Remove it."
+        )
     if recipe.rows_per_step is not None and SIGNALS[recipe.program].execution == "controlled":
         yield f"rows_per_step: {recipe.program} counts rollout.prompts_per_step. Remove it."
 

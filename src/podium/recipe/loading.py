@@ -83,7 +83,7 @@ def read_values(file: str | Path) -> dict[str, Any]:
     try:
         values = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except yaml.YAMLError as error:
-        raise RecipeError(f"{path} is not valid YAML: {_yaml_problem(error)}") from error
+        raise RecipeError(f"{path} is not valid YAML: {_yaml_problem(error)}{_braces(path, error)}") from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{path} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
     except RecipeError as error:
@@ -173,6 +173,15 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     problem = getattr(error, "problem", None) or str(error)
     return f"line {mark.line + 1}, column {mark.column + 1}: {problem}" if mark else problem
+
+
+def _braces(path: Path, error: yaml.YAMLError) -> str:
+    """${stage.NAME} has braces of its own, which YAML takes for its own between braces."""
+    mark = getattr(error, "problem_mark", None)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if mark is None or mark.line >= len(lines) or "${" not in lines[mark.line]:
+        return ""
+    return '. Between braces, write a reference in quotes: {path: "${stage.sft}"}'
 
 
 def explained(error: ValidationError, root: type[BaseModel] = Recipe) -> list[str]:

@@ -131,6 +131,8 @@ def _wrong_target(reference: Reference, own: str, stages: Sequence[str]) -> str 
     target = reference.stage
     if reference.key.split(".")[0] == "data":
         return f"${{stage.{target}}} is a folder of weights, and data is asked for here. Name a file or dataset."
+    if reference.key == "model.lora.adapter":
+        return f"what stage {target} makes is a whole model, adapters merged. Set model.path to ${{stage.{target}}}."
     if target not in stages:
         near = difflib.get_close_matches(target, stages, n=1, cutoff=0.6)
         hint = f"Did you mean ${{stage.{near[0]}}}?" if near else f"There are: {', '.join(stages)}."

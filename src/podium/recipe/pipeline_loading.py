@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from podium.errors import RecipeError
 from podium.recipe.loading import (
     apply_overrides,
     explained,
@@ -46,7 +48,19 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
             [f"stages.{name}.{text}" for name in stages] if text.startswith(_DEVICES) else [text] for text in overrides
         ]
         overrides = [text for texts in per_stage for text in texts]
+        for text in overrides:
+            _refuse_unknown_stage(text, list(map(str, stages)))
     return apply_overrides(values, overrides)
+
+
+def _refuse_unknown_stage(override: str, stages: Sequence[str]) -> None:
+    """A key below a stage that is not there would make one of the defaults alone."""
+    section, _, rest = override.partition("=")[0].strip().partition(".")
+    name, below, _ = rest.partition(".")
+    if section == "stages" and below and name not in stages:
+        near = difflib.get_close_matches(name, stages, n=1, cutoff=0.6)
+        hint = f"Did you mean stages.{near[0]}?" if near else f"There are: {', '.join(stages)}."
+        raise RecipeError(f"--set {override}: there is no stage {name!r}. {hint}")
 
 
 def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> PipelineRecipe:

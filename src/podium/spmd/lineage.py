@@ -48,8 +48,21 @@ class Prepared:
         return {
             "fingerprint": self.fingerprint,
             "code": codes,
-            "inputs": [_with_descent(each, self.model) for each in self.inputs],
+            "inputs": [each.values() for each in self.inputs],
+            "ancestors": self._ancestors(),
         }
+
+    def _ancestors(self) -> dict[str, Any]:
+        """Fingerprint of weights -> the note of what made them, for all that these weights descend from. Flat, because
+        two of them may descend from the same."""
+        found: dict[str, Any] = {}
+        for each in self.inputs:
+            folder = self.model if each.key == "model.path" else Path(each.path)
+            note = read_note(folder) if each.kind == "weights" else None
+            if note is not None:
+                found |= note.pop("ancestors", {})
+                found[each.fingerprint] = note
+        return found
 
 
 @functools.cache
@@ -91,15 +104,6 @@ def read_note(folder: str | Path) -> dict[str, Any] | None:
 
 def inputs_of(lineage: Mapping[str, Any], kind: str) -> Sequence[Mapping[str, Any]]:
     return [each for each in lineage.get("inputs", ()) if each["kind"] == kind]
-
-
-def _with_descent(each: Input, model: Path) -> dict[str, Any]:
-    values: dict[str, Any] = each.values()
-    if each.kind == "weights":
-        made_by = read_note(model if each.key == "model.path" else each.path)
-        if made_by is not None:
-            values["made_by"] = made_by
-    return values
 
 
 def _version() -> str:

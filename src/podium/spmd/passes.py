@@ -41,10 +41,17 @@ def cache_folder(recipe: Recipe, purpose: str, models: Sequence[str]) -> Path:
         for part in ("train", "heldout")
         for index, section in enumerate(getattr(recipe.data, part))
     ]
-    how = [spec.trained, str(spec.max_length), spec.overlong, spec.shape]
+    how = [spec.trained, str(spec.max_length), spec.overlong, spec.shape, _tokenizing(load_tokenizer(recipe.model))]
     maps = [_reading(section) for section in (*spec.sections, *recipe.data.heldout)]
     key = text_fingerprint("\n".join([purpose, *models, *sources, *how, *maps]))
     return Path(recipe.run.cache or Path(recipe.run.folder) / ".cache") / f"{purpose}-{key[:16]}"
+
+
+def _tokenizing(tokenizer: Any) -> str:
+    """What texts become: the vocabulary with its rules, the special tokens, and the chat template."""
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    rules = str(sorted(tokenizer.get_vocab().items())) if core is None else core.to_str()
+    return text_fingerprint(f"{rules} {tokenizer.special_tokens_map} {tokenizer.chat_template}")
 
 
 def _reading(section: SourceSection) -> str:

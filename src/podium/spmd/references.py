@@ -89,7 +89,11 @@ def _stored(run: SpmdRun) -> StoredReferences:
     section = _section(recipe)
     adapter = [folder_fingerprint(Path(section.lora.adapter))] if section.lora and section.lora.adapter else []
     weights = folder_fingerprint(local_folder(section.path, "preference.reference_model"))
-    folder = cache_folder(recipe, "reference", [weights, *adapter, str(compute_dtype(section, mesh.device))])
+    # The same folder gives other weights where they are drawn, or where rows are added to its embeddings.
+    drawn = [f"seed {recipe.run.seed}"] if section.init == "random" else []
+    grown = [section.new_tokens.model_dump_json()] if section.new_tokens is not None else []
+    dtype = str(compute_dtype(section, mesh.device))
+    folder = cache_folder(recipe, "reference", [weights, *adapter, *drawn, *grown, dtype])
 
     def prepare() -> Compute:
         # Before the first step the policy is its own reference, where no other is named.
@@ -107,7 +111,8 @@ def _stored(run: SpmdRun) -> StoredReferences:
 def _section(recipe: Recipe) -> ModelSection:
     """The reference's model: another checkpoint, or what the policy began as."""
     path = recipe.preference.reference_model
-    return recipe.model if path is None else recipe.model.model_copy(update={"path": path, "lora": None})
+    own = {"path": path, "lora": None, "init": "pretrained", "tokenizer": None}
+    return recipe.model if path is None else recipe.model.model_copy(update=own)
 
 
 def _reference_model(run: SpmdRun) -> PackedCausalLM:

@@ -40,6 +40,8 @@ class RewardObjective:
     tally: Tally
 
     def __call__(self, values_S: Tensor) -> Tensor:
+        if not len(self.batch.documents):
+            return values_S  # no row and no value, but part of the graph: this rank still joins in the backward pass
         loss_R = self._loss(rows_of(values_S, self.batch), self._values_R(values_S))
         first_R = torch.from_numpy(self.batch.places[:, 0].copy()).to(values_S.device)
         return torch.zeros_like(values_S).index_add(0, first_R, loss_R.to(values_S.dtype))
@@ -96,7 +98,7 @@ class RewardModelMethod:
         correlation and R². Collective."""
         mesh = self._engine.mesh
         scored = [self._scores(pack_examples(part)) for part in split.parts]
-        mine = np.concatenate(scored) if scored else np.empty((0, 0))
+        mine = np.concatenate(scored)
         rows = [row for part in split.rows for row in part]
         gathered = mesh.gather((rows, mine.tolist()))
         by_row = {row: values for found, scores in gathered for row, values in zip(found, scores, strict=True)}
@@ -128,5 +130,7 @@ class RewardModelMethod:
         tokens = to_device(batch.packed, device, multiple=round_tokens(device))
         values_D: Tensor = model(tokens, None, "values")
         model.train()
-        found: np.ndarray = values_D.double().cpu().numpy()[batch.places] if len(batch.documents) else np.empty((0, 1))
+        if not len(batch.documents):
+            return np.empty((0, 2 if self._is_paired else 1))
+        found: np.ndarray = values_D.double().cpu().numpy()[batch.places]
         return found

@@ -80,20 +80,29 @@ def _facts(note: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _descent(lineage: Mapping[str, Any], indent: str = "", *, deep: bool = True) -> list[str]:
+def _descent(lineage: Mapping[str, Any], *, deep: bool = True) -> list[str]:
     """What a run read, and for weights that came from another run what that one read, back to the first."""
-    lines = []
+    return list(_branch(lineage, lineage.get("ancestors", {}), "", set(), deep=deep))
+
+
+def _branch(
+    made_of: Mapping[str, Any], ancestors: Mapping[str, Any], indent: str, told: set[str], *, deep: bool
+) -> Iterator[str]:
     for kind, title in (("data", "data"), ("weights", "weights"), ("code", "code of yours"), ("file", "file")):
-        for each in inputs_of(lineage, kind):
-            lines.append(f"{indent}{title} {each['key']}: {each['path']} (fingerprint {short(each['fingerprint'])})")
-            made_by = each.get("made_by")
-            if made_by is not None:
-                lines.append(
-                    f"{indent}  made by {made_by.get('program')}, step {made_by.get('step')} of {made_by.get('run')} "
-                    f"(fingerprint {short(made_by.get('fingerprint'))})"
-                )
-                lines += _descent(made_by, indent + "    ") if deep else []
-    return lines
+        for each in inputs_of(made_of, kind):
+            weights = each["fingerprint"]
+            yield f"{indent}{title} {each['key']}: {each['path']} (fingerprint {short(weights)})"
+            maker = ancestors.get(weights) if kind == "weights" else None
+            if maker is None:
+                continue
+            again = weights in told
+            told.add(weights)
+            yield (
+                f"{indent}  made by {maker.get('program')}, step {maker.get('step')} of {maker.get('run')} "
+                f"(fingerprint {short(maker.get('fingerprint'))}){', as above' if again else ''}"
+            )
+            if deep and not again:
+                yield from _branch(maker, ancestors, indent + "    ", told, deep=True)
 
 
 def _code_lines(codes: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> Iterator[str]:

@@ -79,10 +79,14 @@ class _WholeTarget:
         best_C = self.logprobs(tokens, logits_CV.shape[1]).argmax(-1)
         return (logits_CV.argmax(-1) == best_C).sum()
 
+    def width(self, vocab_size: int) -> int:
+        """Of the vocabulary that all share with a student of so many tokens."""
+        return min(vocab_size, *(head.spec.vocab_size for head in self.heads))
+
     @torch.no_grad()
     def logprobs(self, tokens: slice, vocab_size: int) -> Tensor:
         """Of all teachers together over the vocabulary that they share with the student."""
-        width = min(vocab_size, *(head.spec.vocab_size for head in self.heads))
+        width = self.width(vocab_size)
         found = [
             torch.log_softmax(
                 next_token_scores(states_SE[tokens], head.weight_VE, head.spec)[:, :width] / self.section.temperature,
@@ -139,13 +143,12 @@ class StoredTeachers:
 
     def __call__(self, batch: PackedExamples) -> _TopTarget:
         found = [self._store.read(document) for document in batch.documents]
-        none = np.empty((0, self._section.top_k))
-        ids_SK = np.concatenate([none.astype(np.int64), *(each["ids"] for each in found)])
-        logprobs_SK = np.concatenate([none.astype(np.float32), *(each["logprobs"] for each in found)])
+        none = {"ids": np.empty((0, 1), np.int32), "logprobs": np.empty((0, 1), np.float32)}
+        ids_SK, logprobs_SK = (np.concatenate([each[name] for each in found or [none]]) for name in none)
         device = self._mesh.device
         return _TopTarget(
             section=self._section,
-            ids_SK=torch.from_numpy(ids_SK).to(device),
+            ids_SK=torch.from_numpy(ids_SK).long().to(device),
             logprobs_SK=torch.from_numpy(logprobs_SK).to(device),
         )
 
@@ -159,11 +162,12 @@ def open_teachers(run: SpmdRun) -> Teachers:
     who = [
         f"{folder_fingerprint(local_folder(teacher.path, 'teachers'))} {teacher.weight}" for teacher in recipe.teachers
     ]
-    how = f"top {section.top_k} at {section.temperature} in {compute_dtype(recipe.model, mesh.device)}"
+    width = run.engine.language_model.vocab_size
+    how = f"top {section.top_k} of {width} at {section.temperature} in {compute_dtype(recipe.model, mesh.device)}"
     folder = cache_folder(recipe, "teachers", [*who, how])
 
     def prepare() -> Compute:
-        live, width = LiveTeachers(section, _models(run), mesh), run.engine.language_model.vocab_size
+        live = LiveTeachers(section, _models(run), mesh)
 
         def compute(batch: PackedExamples) -> tuple[Sequence[int], Mapping[str, NDArray[Any]]]:
             lengths = [document.num_trained for document in batch.documents]
@@ -176,7 +180,8 @@ def open_teachers(run: SpmdRun) -> Teachers:
 
 
 def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> dict[str, NDArray[Any]]:
-    """Of each token the ids and log-probs of the largest, the largest first."""
+    """Of each token the ids and log-probs of the largest, the largest first; of a smaller vocabulary all."""
+    top_k = min(top_k, target.width(vocab_size))
     ids, logprobs = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
     for start in range(0, num_tokens, _CHUNK_TOKENS):
         found = target.logprobs(slice(start, start + _CHUNK_TOKENS), vocab_size)

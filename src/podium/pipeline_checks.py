@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can be known of a pipeline before it runs: each stage as a recipe, and the order. Torch-free."""
+
+from __future__ import annotations
+
+from podium.checks import deep_report, problems_of, raise_together
+from podium.errors import PodiumError, RecipeError
+from podium.models.folder import is_hub_id
+from podium.recipe import PipelineRecipe
+from podium.recipe.pipeline import references
+from podium.recipe.pipeline_loading import unmade_stage_recipe
+from podium.recipe.programs import SIGNALS
+
+
+def check_pipeline(pipeline: PipelineRecipe, *, deep: bool) -> list[str]:
+    """Raises what is wrong with any stage; returns lines about what was seen. Weights that an earlier stage will make
+    cannot be looked at."""
+    order = pipeline.order()
+    problems: list[PodiumError] = [
+        RecipeError(f"stages.{name}.{problem}")
+        for name in order
+        for problem in problems_of(unmade_stage_recipe(pipeline, name))
+    ]
+    raise_together(problems)
+    lines = [f"program pipeline: {len(order)} stages, in this order: {', '.join(order)}"]
+    for name in order:
+        lines += _stage_lines(pipeline, name)
+        if deep:
+            lines += [f"  {line}" for line in _deep_lines(pipeline, name)]
+    return lines
+
+
+def _stage_lines(pipeline: PipelineRecipe, name: str) -> list[str]:
+    recipe = unmade_stage_recipe(pipeline, name)
+    execution = SIGNALS[recipe.program].execution
+    lines = [f"stage {name}: program {recipe.program}, {execution} execution, {recipe.steps} steps"]
+    found = references(pipeline.merged(name))
+    lines += [f"  {each.key}: what stage {each.stage} makes" for each in found]
+    if "model.path" not in {each.key for each in found} and is_hub_id(recipe.model.path):
+        lines.append(f"  model.path: there is no folder {recipe.model.path}; taken as a hub id, not looked up")
+    return lines
+
+
+def _deep_lines(pipeline: PipelineRecipe, name: str) -> list[str]:
+    """With the config and tokenizer of the model that the first of its ancestors begins with: training keeps both."""
+    recipe = unmade_stage_recipe(pipeline, name)
+    model = recipe.model.model_copy(update={"path": _first_model(pipeline, name)})
+    try:
+        return deep_report(recipe.model_copy(update={"model": model}))
+    except PodiumError as error:
+        raise type(error)(f"stages.{name}: {error}") from error
+
+
+def _first_model(pipeline: PipelineRecipe, name: str) -> str:
+    parents = {each.key: each.stage for each in references(pipeline.merged(name))}
+    if "model.path" in parents:
+        return _first_model(pipeline, parents["model.path"])
+    return unmade_stage_recipe(pipeline, name).model.path
