@@ -19,6 +19,7 @@ from podium.data.tasks import PromptEncoder, check_task_source, read_tasks
 from podium.data.tokenizer import listed_tokens
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
+from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder
 from podium.recipe import Recipe, SourceSection, plugins
 from podium.recipe.programs import SIGNALS
@@ -63,6 +64,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if model.chat_template is not None:
         template = model.chat_template
         yield lambda: _check_exists(template, "model.chat_template", hub=False)
+    if model.lora is not None:
+        yield lambda: check_adapter(model)
     if model.new_tokens is not None:
         new_tokens = model.new_tokens
         yield lambda: _check_new_tokens(new_tokens)

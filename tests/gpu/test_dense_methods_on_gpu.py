@@ -88,9 +88,7 @@ def scored(split: SplitExamples) -> SplitExamples:
     return SplitExamples(examples=examples, rows=split.rows)
 
 
-def preference_steps(
-    engine: TrainEngine, method: PreferenceMethod, steps: int, lr: float = 1e-3
-) -> list[StepReport]:
+def preference_steps(engine: TrainEngine, method: PreferenceMethod, steps: int, lr: float = 1e-3) -> list[StepReport]:
     reports = []
     for number in range(steps):
         split, tally = pairs(number), method.tally()

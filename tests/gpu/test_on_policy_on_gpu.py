@@ -92,6 +92,8 @@ def trained(folder: Path, name: str, values: dict[str, Any]) -> list[dict[str, f
         ("ppo", {"algorithm": {"lam": 0.95}}),
         ("on_policy_distill", {"teachers": [{"path": "model"}]}),
         ("expert_iteration", {"grading": {"solved_at": 0.0}}),
+        ("grpo", {"model": {"lora": {"rank": 8}}, "algorithm": {"kl": {"coefficient": 0.01}}}),
+        ("ppo", {"model": {"lora": {"rank": 8}}}),
     ],
 )
 def test_a_program_runs_and_engine_and_learner_agree(tmp_path: Path, program: str, changes: dict[str, Any]) -> None:

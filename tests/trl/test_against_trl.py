@@ -39,12 +39,11 @@ from trainer_batches import (
     token_logprobs,
     trainer,
 )
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.gkd import GKDTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 from trl.experimental.server_distillation import server_distillation_trainer as server_distillation
-
-from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer, RewardConfig, RewardTrainer
 
 pytestmark = pytest.mark.trl
 

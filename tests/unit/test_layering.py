@@ -34,6 +34,7 @@ TORCH_FREE = (
     "spmd.showing",
     "spmd.launch",
     "spmd.on_ray",
+    "models.adapter_folder",
     "models.folder",
     "engine.addresses",
     "cluster",

@@ -72,6 +72,8 @@ class Devices:
                 await roles.generator.share(version)  # wakes it
         else:
             with self._parts.watch.span("publish"):
+                if self._published is None and self._parts.recipe.model.lora is not None:
+                    await roles.generator.check_base(await roles.policy.describe_base())
                 described = await roles.policy.describe(version)
                 await send_weights(roles.policy, roles.generator, ByBroadcast(version=described, link=LINK))
         self._published = version

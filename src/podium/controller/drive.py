@@ -31,7 +31,7 @@ from podium.roles.generator import Generator
 from podium.roles.grader import Grader
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, RunnerHandle, ScorerHandle
-from podium.roles.learner import POLICY, Learner
+from podium.roles.learner import POLICY, Learner, LearnerFacts
 from podium.roles.reward_model import RewardModel
 from podium.roles.scorer import Scorer
 from podium.spmd.folder import RunFolder
@@ -191,14 +191,19 @@ def _header(recipe: Recipe, folder: RunFolder, roles: Roles, resume_step: int | 
     lines = [
         f"run: {folder.path}" + (f" (resumed after step {resume_step})" if resume_step else ""),
         f"program: {recipe.program}, {recipe.steps} steps of {episodes}, up to {rollout.max_new_tokens} new tokens",
-        f"model: {facts.architecture}, {facts.num_parameters / 1e6:.2f}M parameters, {facts.dtype} compute, float32 "
-        "masters",
+        f"model: {facts.architecture}, {facts.num_parameters / 1e6:.2f}M parameters{_adapter(facts)}, {facts.dtype} "
+        "compute, float32 masters",
         f"devices: {placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
         f"{roles.generator.num_engines} generate ({rollout.engine})",
     ]
     if facts.cpu is not None:
         lines.append(f"cpu: {facts.cpu} per worker ({facts.cpu.measured})")
     return lines
+
+
+def _adapter(facts: LearnerFacts) -> str:
+    count = facts.trained_parameters
+    return "" if count is None else f" ({count / 1e6:.3g}M of them an adapter's, the others frozen)"
 
 
 def _result(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResult:

@@ -47,12 +47,20 @@ class RoleNames:
 def role_names(recipe: Recipe) -> RoleNames:
     return RoleNames(
         critic=CRITIC if recipe.program == "ppo" else None,
-        reference=REFERENCE if recipe.algorithm.kl is not None else None,
+        reference=REFERENCE if recipe.algorithm.kl is not None and not reference_is_base(recipe) else None,
         teachers=tuple(f"teacher-{number}" for number in range(len(recipe.teachers))),
         reward_models=tuple(
             (index, f"reward-{index}") for index, reward in enumerate(recipe.reward) if reward.model is not None
         ),
     )
+
+
+def reference_is_base(recipe: Recipe) -> bool:
+    """Whether the reference is the policy with its new adapter switched off, so that no second model is needed."""
+    kl, lora = recipe.algorithm.kl, recipe.model.lora
+    if kl is None or lora is None or lora.adapter is not None:
+        return False
+    return kl.reference is None and kl.refresh_every is None
 
 
 def num_learners(recipe: Recipe) -> int:
@@ -186,11 +194,12 @@ def longest_sequence(recipe: Recipe) -> int:
 
 
 def _section(recipe: Recipe, path: str | None) -> ModelSection:
-    """The policy's model section for another checkpoint that computes the same way."""
+    """The policy's model section for another checkpoint that computes the same way, without an adapter."""
     if path is None:
         return recipe.model
     # Trust in the policy's code is not trust in another's.
-    return recipe.model.model_copy(update={"path": path, "init": "pretrained", "trust_remote_code": False})
+    changes = {"path": path, "init": "pretrained", "trust_remote_code": False, "lora": None}
+    return recipe.model.model_copy(update=changes)
 
 
 def _folder(path: str | None, default: Path, key: str) -> Path:

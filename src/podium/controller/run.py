@@ -101,11 +101,15 @@ class OnPolicyRun:
     async def score(self, graded: GradedRollouts) -> ScoredRollouts:
         """What the reference says of the episodes' tokens; without a KL term there is nothing to ask."""
         kl, reference = self.recipe.algorithm.kl, self._parts.roles.reference
-        if kl is None or reference is None or not len(graded):
+        if kl is None or not len(graded):
             self._scored = ScoredRollouts(graded=graded)
             return self._scored
+        rows, temperature = graded.rollouts.rows, self.recipe.rollout.temperature
         async with self._devices.phase("score"):
-            found, distance = await reference.score(graded.rollouts.rows, self.recipe.rollout.temperature)
+            if reference is not None:
+                found, distance = await reference.score(rows, temperature)
+            else:  # the policy with its adapter switched off
+                found, distance = await self.policy.score(rows, temperature, base=True)
         column = self._hold(found)
         penalty_N = None
         if kl.where == "reward":

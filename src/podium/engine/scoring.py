@@ -19,7 +19,7 @@ from podium.data.splitting import split_step
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.engine.mesh import Mesh
 from podium.models.causal_lm import PackedCausalLM
-from podium.models.packing import TokenBatch, round_tokens, to_device
+from podium.models.packing import TokenBatch, round_tokens, rows_to_device, to_device
 from podium.models.scalar import PackedScalarLM
 
 
@@ -71,8 +71,7 @@ def summed_logprobs(model: PackedCausalLM, mesh: Mesh, batch: PackedExamples) ->
         logprobs_S: Tensor = model(tokens, None, "logprobs")
     finally:
         model.train(was_training)
-    document_S = torch.from_numpy(batch.document_S).to(mesh.device)
-    return logprobs_S.new_zeros(len(batch.documents)).index_add(0, document_S, logprobs_S)
+    return rows_to_device(batch, mesh.device).summed(logprobs_S)
 
 
 @torch.no_grad()

@@ -3,18 +3,41 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
 from podium.data.fingerprints import files_fingerprint, text_fingerprint
-from podium.errors import ModelError
+from podium.errors import MissingExtraError, ModelError
 from podium.models.folder import is_hub_id, read_config
+from podium.recipe import ModelSection
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_NOTE = "podium_base.json"
 # Keys of a config that say who wrote it, not what the model is.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
+
+
+def check_adapter(model: ModelSection) -> None:
+    """What can be said of model.lora without loading anything: peft is there, and an adapter to go on from fits the
+    base, where both are local folders."""
+    if model.lora is None:
+        return
+    require_peft()
+    adapter, key = model.lora.adapter, "model.lora.adapter"
+    if adapter is not None and not is_hub_id(adapter):
+        check_adapter_folder(Path(adapter), key)
+        if (Path(model.path) / "config.json").is_file():
+            require_base(Path(adapter), Path(model.path), model.path, key)
+
+
+def require_peft() -> None:
+    """Raises what to install when peft is missing."""
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtraError(
+            "model.lora needs the peft package, which is not installed. Install it with: pip install 'podium[lora]'"
+        )
 
 
 def check_adapter_folder(folder: Path, key: str) -> dict[str, Any]:

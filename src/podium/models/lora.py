@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from podium.errors import MissingExtraError, ModelError
-from podium.models.adapter_folder import ADAPTER_WEIGHTS, require_base, write_base
+from podium.errors import ModelError
+from podium.models.adapter_folder import ADAPTER_WEIGHTS, require_base, require_peft, write_base
 from podium.models.folder import local_folder
 from podium.models.weights import Box, MemoryWeights, WeightSource, is_adapter
 from podium.recipe import ModelSection
@@ -274,10 +274,7 @@ def _foreign(folder: Path, what: str) -> ModelError:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise MissingExtraError(
-            "model.lora needs the peft package, which is not installed. Install it with: pip install 'podium[lora]'"
-        ) from error
+    require_peft()
+    import peft
+
     return peft

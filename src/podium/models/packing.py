@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A micro-batch as tensors on a device: packed tokens and the boundaries of the documents in it."""
+"""A micro-batch as tensors on a device: packed tokens, the boundaries of the documents in it, and its rows."""
 
-# T packed tokens · D documents
+# T packed tokens · S trained tokens · D documents · R rows
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from podium.data.documents import PackedBatch
+from podium.data.documents import PackedBatch, PackedExamples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -100,6 +100,40 @@ def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) ->
             longest=int(np.diff(offsets).max()),
             runs=() if on_cuda else runs_of(offsets),
         ),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RowTensors:
+    """Which tokens and documents of a packed micro-batch belong to which row, on the device."""
+
+    document_S: Tensor  # of each trained token
+    places: tuple[Tensor, ...]  # [R] each: the rows' first documents, their second ones
+    first_R: Tensor  # the first trained token of each row's first document
+    counts_D: Tensor  # trained tokens of each document
+    values_R: Tensor
+
+    def of_documents(self, values_D: Tensor) -> tuple[Tensor, ...]:
+        """Numbers of documents by place in the row: chosen and rejected, or the only one."""
+        return tuple(values_D[place] for place in self.places)
+
+    def summed(self, values_S: Tensor) -> Tensor:
+        """Added up over the trained tokens of each document [D]."""
+        return values_S.new_zeros(len(self.counts_D)).index_add(0, self.document_S, values_S)
+
+    def spread(self, loss_R: Tensor, values_S: Tensor) -> Tensor:
+        """A loss of rows as one of tokens: each stands at its row's first trained token, the other tokens have none."""
+        return torch.zeros_like(values_S).index_add(0, self.first_R, loss_R.to(values_S.dtype))
+
+
+def rows_to_device(batch: PackedExamples, device: torch.device) -> RowTensors:
+    """Before the forward pass: a copy in its middle would make the host wait for the device."""
+    return RowTensors(
+        document_S=_moved(batch.document_S, device),
+        places=tuple(_moved(column, device) for column in batch.places.T),
+        first_R=_moved(np.searchsorted(batch.document_S, batch.places[:, 0]), device),
+        counts_D=_moved(np.array([document.num_trained for document in batch.documents], np.int64), device),
+        values_R=_moved(batch.values_R, device),
     )
 
 

@@ -111,6 +111,11 @@ def _model(recipe: Recipe) -> Iterator[str]:
             "model.new_tokens: an adapter leaves the embeddings frozen, so new tokens would never be learned. Train "
             "them without model.lora first (a stage of its own), then the adapter on its result."
         )
+    if model.lora is not None and model.lora.dropout and SIGNALS[recipe.program].execution == "controlled":
+        yield (
+            f"model.lora.dropout: {model.lora.dropout} would make the learner's log-probs others than those that the "
+            "rollout was drawn with. Remove it."
+        )
     if model.lora is not None and model.init == "random":
         yield "model.lora: an adapter of random weights learns little. Remove model.init, or model.lora."
     if model.new_tokens is not None and not model.new_tokens.tokens and model.new_tokens.file is None:

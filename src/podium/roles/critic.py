@@ -93,7 +93,9 @@ class Critic:
         own = recipe.critic.path is not None
         section = recipe.model
         if own:  # trust in the policy's code is not trust in another's
-            changes = {"path": recipe.critic.path, "init": "pretrained", "trust_remote_code": False}
+            changes: dict[str, Any] = {"path": recipe.critic.path, "init": "pretrained", "trust_remote_code": False}
+            lora = recipe.model.lora  # an adapter of the policy's base is none of another's
+            changes["lora"] = None if lora is None else lora.model_copy(update={"adapter": None})
             section = recipe.model.model_copy(update=changes)
         begin = spec.resume_step
         model, trained = place_scalar(
@@ -181,7 +183,7 @@ class Critic:
         """Offloaded: optimizer state and weights are in host memory; nothing else reads them."""
         if residency == "offloaded" and self._leaving is None:
             leaving = {id(each): each for each in what_can_leave(self._engine.optimizer)}
-            leaving |= {id(each.parameter): each.parameter for each in self._engine.optimizer.trained}
+            leaving |= {id(each): each for each in self._model.parameters()}
             self._leaving = OffloadedTensors(list(leaving.values()))
             return MemoryChange(measured_bytes=0, accounted_bytes=self._leaving.offload())
         if residency != "offloaded" and self._leaving is not None:

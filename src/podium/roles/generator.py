@@ -31,6 +31,7 @@ from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Completion, Request, Sampling
 from podium.weights.parcels import Parcel
 from podium.weights.transports import received
+from podium.weights.versions import WeightVersion
 from podium.weights.whole_copy import WholeCopy
 
 _IDLE_S = 0.05
@@ -128,6 +129,11 @@ class Generator:
         delivery = received(parcel, device=device, link=self._seat.transfer)
         self._engine.install(parcel.version, delivery)
         return delivery.moved_bytes if delivery is not None else 0
+
+    def check_base(self, version: WeightVersion) -> None:
+        """Raises unless the frozen weights that this engine has read are those of the learner."""
+        assert isinstance(self._engine, NativeEngine)
+        self._engine.check_frozen(version)
 
     def share(self, number: int) -> str:
         """Takes the weights of the learner on this device as version `number`; returns their fingerprint. Collective

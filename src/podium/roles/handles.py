@@ -82,6 +82,10 @@ class GeneratorHandle:
         """Version `number` is what the learner on the same devices has now."""
         return (await self._group.call_all(Generator.share, number))[0].value
 
+    async def check_base(self, version: WeightVersion) -> None:
+        """Raises unless every generator has read the same base for its adapter as the learner."""
+        await self._group.call_all(Generator.check_base, version)
+
     async def install(self, parcel: ByBroadcast) -> int:
         answers = await self._group.call_all(Generator.install, parcel)
         return sum(answer.value for answer in answers)
@@ -184,14 +188,20 @@ class LearnerHandle:
             flops=float(self.facts.cost.of(lengths).sum()) * algorithm.epochs,
         )
 
-    async def score(self, rows: RowRefs[TrajectoryBlock], temperature: float) -> RowRefs[TokenColumn]:
+    async def score(
+        self, rows: RowRefs[TrajectoryBlock], temperature: float, *, base: bool = False
+    ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
+        """As a scorer's own, by the policy itself; with `base`, by what its adapter adapts."""
         shards = [ScoreShard(rows=rows.take(part)) for part in even_parts(rows.lengths_N, self.num_ranks)]
-        merged = await self._group.call_sharded(Learner.score, shards, temperature)
+        merged = await self._group.call_sharded(Learner.score, shards, temperature, base)
         assert merged.rows is not None
-        return merged.rows
+        return merged.rows, joined_distance(merged.results, rows)
 
     async def describe(self, number: int) -> WeightVersion:
         return (await self._group.call_all(Learner.describe, number))[0].value
+
+    async def describe_base(self) -> WeightVersion:
+        return (await self._group.call_all(Learner.describe_base))[0].value
 
     async def send(self, parcel: ByBroadcast) -> int:
         return sum(answer.value for answer in await self._group.call_all(Learner.send, parcel))

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from podium.models.verify import random_batch, self_check
 from podium.recipe import Recipe
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ScoreShard, UpdatePlan, UpdateShard
+from podium.roles.distances import distance
 from podium.roles.policy_update import PolicyUpdate, UpdateNote
 from podium.rollout.engine import MemoryChange
 from podium.spmd.run import checkpoint_pieces
@@ -69,6 +72,7 @@ class LearnerFacts:
     optimizer_bytes: int  # that can leave the device
     device_bytes: int  # 0 on CPU
     cpu: CpuSettings | None
+    trained_parameters: int | None = None  # of an adapter; None: all are trained
 
 
 class Learner:
@@ -124,15 +128,20 @@ class Learner:
             optimizer_bytes=sum(tensor.untyped_storage().nbytes() for tensor in leaving),
             device_bytes=torch.cuda.get_device_properties(mesh.device).total_memory if cuda else 0,
             cpu=self.cpu,
+            trained_parameters=(
+                sum(math.prod(each.shape) for each in self.engine.optimizer.trained)
+                if self._recipe.model.lora is not None
+                else None
+            ),
         )
 
-    def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
-        """Log-probs of the sampled tokens under the weights of this moment."""
-        block = shard.rows.read() if len(shard.rows) else empty_block()
-        column = score(
-            self.engine.language_model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens
-        )
-        return Computed(rows=column)
+    def score(self, shard: ScoreShard, temperature: float, base: bool = False) -> Computed[TokenColumn]:
+        """Log-probs of the sampled tokens under the weights of this moment, or with `base` under those that its adapter
+        adapts; and how far each episode's are from those of the policy that drew them."""
+        block, model = shard.rows.read() if len(shard.rows) else empty_block(), self.engine.language_model
+        with model.without_adapter() if base else contextlib.nullcontext():
+            column = score(model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens)
+        return Computed(rows=column, note=distance(block, column))
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
         """All optimizer steps of one batch of rollouts."""
@@ -143,6 +152,10 @@ class Learner:
 
     def describe(self, number: int) -> WeightVersion:
         return self.weights.describe(number)
+
+    def describe_base(self) -> WeightVersion:
+        """What an adapter's base consists of; it has no number, because it never changes."""
+        return self.weights.describe_frozen()
 
     def send(self, parcel: Parcel) -> int:
         """Puts published weights on their way to generators elsewhere; returns the bytes that this rank sent."""

@@ -1,32 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """A scorer: a frozen language model that says how likely it finds what others sampled. References and teachers."""
 
-# N episodes · T tokens of all of them
-
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
 
-from podium.algorithms.kl import KlEstimator, kl_estimate
 from podium.cluster import Computed, Seat
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_tokens
-from podium.data.trajectories import TokenColumn, TrajectoryBlock
+from podium.data.trajectories import TokenColumn
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
-from podium.engine.scoring import sampled_mask, score
+from podium.engine.scoring import score
 from podium.engine.sharding import PackedModel, local_tensor, place
 from podium.errors import ModelError
 from podium.models.causal_lm import persistent_buffers
 from podium.models.weights import Box, Piece
 from podium.recipe import ModelSection
 from podium.roles.blocks import empty_block
-from podium.roles.carriers import DistanceNote, Floats, Residency, ScoreShard
+from podium.roles.carriers import Residency, ScoreShard
+from podium.roles.distances import distance
 from podium.roles.learner import POLICY, Learner
 from podium.rollout.engine import MemoryChange
 
@@ -79,7 +76,7 @@ class Scorer:
         return Computed(rows=column, note=distance(block, column))
 
     def copy_from(self, role: str) -> None:
-        """Becomes a copy of a learner on the same devices, sharded alike."""
+        """Becomes a copy of a learner on the same devices, sharded alike: of its adapter, where it has one."""
         learner = self._seat.roommate(role, Learner)
         with torch.no_grad():
             for mine, theirs in zip(self._held, learner.engine.optimizer.trained, strict=True):
@@ -128,25 +125,3 @@ class HeldWeights:
             back, self._away = self._away, None
             return MemoryChange(measured_bytes=0, accounted_bytes=back.restore())
         return MemoryChange(measured_bytes=0, accounted_bytes=0)
-
-
-def distance(block: TrajectoryBlock, scored: TokenColumn) -> DistanceNote:
-    """KL of the sampling policy from the scoring model, estimated over each episode's sampled tokens."""
-    sampled_T = sampled_mask(block)
-    sampled_T[block.offsets[:-1][block.lengths_N > 0]] = False
-    behavior = torch.from_numpy(block.behavior_logprobs_T.copy())
-    reference = torch.from_numpy(scored.values_T.astype(np.float32))
-
-    def sums(estimator: KlEstimator) -> Floats:
-        values_T = np.where(sampled_T, kl_estimate(behavior, reference, estimator).numpy(), 0.0)
-        return _sums(values_T, block)
-
-    return DistanceNote(
-        k1_N=sums("k1"), k2_N=sums("k2"), k3_N=sums("k3"), tokens_N=_sums(sampled_T, block).astype(np.int64)
-    )
-
-
-def _sums(values_T: np.ndarray, block: TrajectoryBlock) -> Floats:
-    total = np.concatenate([[0.0], np.cumsum(values_T, dtype=np.float64)])
-    found: Floats = total[block.offsets[1:]] - total[block.offsets[:-1]]
-    return found

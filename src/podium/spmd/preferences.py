@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import preferences
-from podium.data.documents import Document, Example, PackedExamples, SplitExamples, pack_examples
+from podium.data.documents import Document, Example, SplitExamples, pack_examples
 from podium.engine.scoring import summed_logprobs
 from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
+from podium.models.packing import RowTensors, rows_to_device
 from podium.recipe.dense import PreferenceSection
 from podium.spmd.references import References
 
@@ -42,29 +43,22 @@ class PreferenceObjective:
     """A loss of rows as an objective over their tokens: the loss of a row is put at its first trained token."""
 
     loss: RowLoss
-    batch: PackedExamples
+    rows: RowTensors
     references_D: Tensor | None
-    device: torch.device
     temperature: float = 1.0
     entropy: float = 0.0
     watches_entropy: bool = False
     ties_tokens: bool = True
 
     def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
-        document_S = torch.from_numpy(self.batch.document_S).to(self.device)
-        sums_D = logprobs_C.new_zeros(len(self.batch.documents)).index_add(0, document_S, logprobs_C)
-        counts_D = torch.tensor([document.num_trained for document in self.batch.documents], device=self.device)
-        places = [torch.from_numpy(column).to(self.device) for column in self.batch.places.T.copy()]
-        rows = Rows(
-            logprobs_R=tuple(sums_D[place] for place in places),
-            references_R=() if self.references_D is None else tuple(self.references_D[place] for place in places),
-            tokens_R=tuple(counts_D[place] for place in places),
-            values_R=torch.from_numpy(self.batch.values_R).to(self.device),
+        rows = self.rows
+        seen = Rows(
+            logprobs_R=rows.of_documents(rows.summed(logprobs_C)),
+            references_R=() if self.references_D is None else rows.of_documents(self.references_D),
+            tokens_R=rows.of_documents(rows.counts_D),
+            values_R=rows.values_R,
         )
-        first_R = np.searchsorted(self.batch.document_S, self.batch.places[:, 0])
-        return torch.zeros_like(logprobs_C).index_add(
-            0, torch.from_numpy(first_R).to(self.device), self.loss(rows).to(logprobs_C.dtype)
-        )
+        return rows.spread(self.loss(seen), logprobs_C)
 
 
 class PreferenceMethod:
@@ -87,9 +81,8 @@ class PreferenceMethod:
                 packed=batch.packed,
                 objective=PreferenceObjective(
                     loss=lambda rows: self._loss(rows, baseline, tally),
-                    batch=batch,
+                    rows=rows_to_device(batch, self._device),
                     references_D=None if self._references is None else self._references(batch),
-                    device=self._device,
                 ),
             )
             for batch in packed

@@ -24,7 +24,7 @@ from podium.algorithms.reward_models import (
 )
 from podium.data.documents import PackedExamples, SplitExamples, pack_examples
 from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
-from podium.models.packing import round_tokens, to_device
+from podium.models.packing import RowTensors, round_tokens, rows_to_device, to_device
 from podium.recipe.dense import RewardModelSection
 
 _PAIR_SUMS = ("correct", "score_chosen", "score_rejected")
@@ -36,18 +36,14 @@ class RewardObjective:
     """The loss of a row stands where its first document is looked at."""
 
     section: RewardModelSection
-    batch: PackedExamples
+    rows: RowTensors
     tally: Tally
 
     def __call__(self, values_S: Tensor) -> Tensor:
-        if not len(self.batch.documents):
+        rows = self.rows
+        if not len(rows.counts_D):
             return values_S  # no row and no value, but part of the graph: this rank still joins in the backward pass
-        loss_R = self._loss(rows_of(values_S, self.batch), self._values_R(values_S))
-        first_R = torch.from_numpy(self.batch.places[:, 0].copy()).to(values_S.device)
-        return torch.zeros_like(values_S).index_add(0, first_R, loss_R.to(values_S.dtype))
-
-    def _values_R(self, values_S: Tensor) -> Tensor:
-        return torch.from_numpy(self.batch.values_R).to(values_S.device)
+        return rows.spread(self._loss(rows.of_documents(values_S), rows.values_R), values_S)
 
     def _loss(self, scores: tuple[Tensor, ...], values_R: Tensor) -> Tensor:
         if self.section.learns == "pairs":
@@ -57,11 +53,6 @@ class RewardObjective:
         (score_R,) = scores
         self.tally.add((score_R - values_R).abs().sum(), score_R.sum())
         return regression(score_R, values_R)
-
-
-def rows_of(values_D: Tensor, batch: PackedExamples) -> tuple[Tensor, ...]:
-    """Scores by place in the row: chosen and rejected, or the only one."""
-    return tuple(values_D[torch.from_numpy(column).to(values_D.device)] for column in batch.places.T.copy())
 
 
 class RewardModelMethod:
@@ -80,7 +71,10 @@ class RewardModelMethod:
         packed = [pack_examples(part) for part in split.parts]
         return [
             ObjectiveBatch(
-                packed=batch.packed, objective=RewardObjective(section=self._section, batch=batch, tally=tally)
+                packed=batch.packed,
+                objective=RewardObjective(
+                    section=self._section, rows=rows_to_device(batch, self._engine.mesh.device), tally=tally
+                ),
             )
             for batch in packed
         ]

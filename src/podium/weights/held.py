@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from podium.models.causal_lm import PackedCausalLM, persistent_buffers
+from podium.models.weights import is_adapter
 from podium.weights.transports import Delivery
 
 
 def held_tensors(model: PackedCausalLM) -> dict[str, Tensor]:
-    """Whole tensors, padding rows included."""
+    """What versions of its weights consist of: whole tensors, padding rows included. Of a model with an adapter that
+    is the adapter, because its base never changes."""
+    everything = all_tensors(model)
+    adapter = {name: tensor for name, tensor in everything.items() if is_adapter(name)}
+    return adapter or everything
+
+
+def all_tensors(model: PackedCausalLM) -> dict[str, Tensor]:
+    """The same with a frozen base."""
     parameters = {name: parameter.detach() for name, parameter in model.hf.named_parameters()}
     return {**parameters, **persistent_buffers(model.hf)}
 

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from podium.engine.mesh import Mesh
 from podium.engine.parameters import TrainedParameter
-from podium.engine.sharding import local_tensor
+from podium.engine.sharding import local_box, local_tensor
 from podium.models.causal_lm import PackedCausalLM, padded_parameters, persistent_buffers
 from podium.models.weights import Box
 from podium.weights.fingerprints import piece_fingerprint, unsigned
@@ -47,7 +47,8 @@ class _Part:
 
 class PublishedWeights:
     """Reads the weights where they are trained, at the moment it is asked. A tied head is its embedding, named once;
-    buffers that a checkpoint holds are part of it. What says "collective" runs on all ranks of the mesh together."""
+    buffers that a checkpoint holds are part of it. With an adapter it is the adapter alone: others have read the base
+    from the same files. What says "collective" runs on all ranks of the mesh together."""
 
     def __init__(
         self,
@@ -63,30 +64,78 @@ class PublishedWeights:
         self._mesh, self._bucket_bytes = mesh, bucket_bytes
         padded = padded_parameters(model)
         self._parts = [_of_parameter(each, padded.get(each.name), dtype) for each in trained]
-        self._parts += [_of_buffer(name, buffer) for name, buffer in persistent_buffers(model.hf).items()]
+        chosen = {each.name for each in trained}
+        frozen = [each for each in model.hf.named_parameters() if each[0] not in chosen]
+        self._frozen = [_of_frozen(name, parameter, padded.get(name), dtype) for name, parameter in frozen]
+        buffers = [_of_buffer(name, buffer) for name, buffer in persistent_buffers(model.hf).items()]
+        (self._frozen if frozen else self._parts).extend(buffers)
 
     @property
     def manifest(self) -> tuple[TensorSpec, ...]:
         return tuple(part.spec for part in self._parts)
 
+    @property
+    def frozen(self) -> FrozenWeights:
+        """What does not change from version to version, for a copy that has read no files."""
+        return FrozenWeights(self._frozen, self._bucket_bytes)
+
     def describe(self, number: int) -> WeightVersion:
         """These weights as version `number`, fingerprints computed where each rank's part lies. Collective."""
-        with torch.no_grad():
-            sums = torch.stack([self._partial(part) for part in self._parts])
+        return self._described(number, self._parts)
+
+    def describe_frozen(self) -> WeightVersion:
+        """The same of what does not change, by which others know that they have read the same. Collective."""
+        return self._described(0, self._frozen)
+
+    @torch.no_grad()
+    def _described(self, number: int, parts: Sequence[_Part]) -> WeightVersion:
+        sums = torch.stack([self._partial(part) for part in parts])
         fingerprints = unsigned(self._mesh.sum(sums))
-        return WeightVersion(number=number, manifest=self.manifest, fingerprints=tuple(fingerprints))
+        manifest = tuple(part.spec for part in parts)
+        return WeightVersion(number=number, manifest=manifest, fingerprints=tuple(fingerprints))
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors in the manifest's order, on all ranks. Collective: all iterate to the end."""
-        size = self._bucket_bytes
-        by_name = {part.spec.name: part for part in self._parts}
-        for bucket in plan_buckets(self.manifest, size, alone_bytes=large(size)):
-            yield from _whole([by_name[spec.name] for spec in bucket.specs])
+        return _tensors(self._parts, self._bucket_bytes)
 
     def _partial(self, part: _Part) -> Tensor:
         if part.group is None and not self._mesh.is_main:  # all have it whole: one of them counts it
             return torch.zeros((), dtype=torch.int64, device=self._mesh.device)
         return piece_fingerprint(part.local, part.box, part.spec.shape, part.dtype)
+
+
+class FrozenWeights:
+    """The base of an adapter, delivered as versions are; nothing where there is none."""
+
+    def __init__(self, parts: Sequence[_Part], bucket_bytes: int) -> None:
+        self._parts, self._bucket_bytes = parts, bucket_bytes
+
+    @property
+    def manifest(self) -> tuple[TensorSpec, ...]:
+        return tuple(part.spec for part in self._parts)
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Collective: all iterate to the end."""
+        return _tensors(self._parts, self._bucket_bytes)
+
+
+def _tensors(parts: Sequence[_Part], size: int) -> Iterator[tuple[str, Tensor]]:
+    by_name = {part.spec.name: part for part in parts}
+    for bucket in plan_buckets(tuple(part.spec for part in parts), size, alone_bytes=large(size)):
+        yield from _whole([by_name[spec.name] for spec in bucket.specs])
+
+
+def _of_frozen(name: str, parameter: Tensor, real_rows: int | None, dtype: torch.dtype) -> _Part:
+    shape = tuple(parameter.shape)
+    return _Part(
+        spec=TensorSpec(
+            name=name, shape=shape if real_rows is None else (real_rows, *shape[1:]), dtype=_name_of(dtype)
+        ),
+        dtype=dtype,
+        tensor=parameter,
+        box=local_box(parameter),
+        num_rows=shape[0] if shape else 1,
+    )
 
 
 def _of_parameter(each: TrainedParameter, real_rows: int | None, dtype: torch.dtype) -> _Part:

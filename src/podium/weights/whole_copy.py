@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from podium.errors import RolloutError
 from podium.models.causal_lm import PackedCausalLM, build, restore_buffers
 from podium.recipe import ModelSection
-from podium.weights.held import fill_held, held_tensors
+from podium.weights.held import all_tensors, fill_held, held_tensors
 from podium.weights.published import PublishedWeights
 from podium.weights.transports import torch_dtype
 
@@ -25,14 +25,18 @@ class WholeCopy:
     ) -> None:
         self._weights = weights
         self.model = _empty_model(weights, section, config, device=device, dtype=dtype)
-        self._sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in self.tensors.items()}
+        self._sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in self._everything.items()}
         self._addresses = self._where()
-        self._is_resident = True
+        self._is_resident, self._has_base = True, False
 
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Every published tensor by name, padding rows included."""
         return held_tensors(self.model)
+
+    @property
+    def _everything(self) -> dict[str, Tensor]:
+        return all_tensors(self.model)
 
     @property
     def nbytes(self) -> int:
@@ -44,18 +48,22 @@ class WholeCopy:
         return self._is_resident
 
     def refill(self) -> None:
-        """The learner's weights of this moment, bucket by bucket. Collective over the learner's ranks."""
+        """The learner's weights of this moment, bucket by bucket; of a base that is frozen only once, as long as the
+        copy stays. Collective over the learner's ranks."""
         if not self._is_resident:
             raise RolloutError("the whole copy of the weights is released, so it cannot be filled. Restore it first.")
+        if not self._has_base:
+            fill_held(self._everything, self._weights.frozen)
+            self._has_base = True
         fill_held(self.tensors, self._weights)
 
     def release(self) -> int:
         """Gives the memory back and returns how much. The model must not run until it is restored and refilled."""
         if not self._is_resident:
             return 0
-        for tensor in self.tensors.values():
+        for tensor in self._everything.values():
             tensor.untyped_storage().resize_(0)
-        self._is_resident = False
+        self._is_resident = self._has_base = False
         return self.nbytes
 
     def restore(self) -> bool:
@@ -63,21 +71,23 @@ class WholeCopy:
         was captured for the old addresses must be captured again."""
         if self._is_resident:
             return False
-        for name, tensor in self.tensors.items():
+        for name, tensor in self._everything.items():
             tensor.untyped_storage().resize_(self._sizes[name])
         self._is_resident = True
         before, self._addresses = self._addresses, self._where()
         return self._addresses != before
 
     def _where(self) -> dict[str, int]:
-        return {name: tensor.data_ptr() for name, tensor in self.tensors.items()}
+        return {name: tensor.data_ptr() for name, tensor in self._everything.items()}
 
 
 def _empty_model(
     weights: PublishedWeights, section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype
 ) -> PackedCausalLM:
     model = build(section, config, device=torch.device("meta"), dtype=dtype)
-    _match_buffers(model.hf, {spec.name: torch_dtype(spec.dtype) for spec in weights.manifest})
+    _match_buffers(
+        model.hf, {spec.name: torch_dtype(spec.dtype) for spec in (*weights.manifest, *weights.frozen.manifest)}
+    )
     model.to_empty(device=device)
     model.hf.tie_weights()
     restore_buffers(model.hf)

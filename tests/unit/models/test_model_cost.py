@@ -10,6 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from helpers.tiny import tiny_config
 from podium.models.cost import model_cost
+from podium.models.lora import inject
+from podium.recipe.schema import LoraSection
 
 SHAPE = {
     "vocab_size": 32, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -82,3 +84,24 @@ def test_a_frozen_head_costs_4() -> None:
     model.lm_head.weight.requires_grad_(False)
     cost = model_cost(model)
     assert cost.training_flops([8], head_tokens=5) - cost.training_flops([8], head_tokens=0) == 4 * 5 * HEAD
+
+
+def test_a_frozen_base_costs_4_and_its_adapter_6_per_token_and_parameter() -> None:
+    """Rank 2 on query (8×8) and value (8×4) of both layers."""
+    model = tiny("llama")
+    inject(model, LoraSection(rank=2, targets=("q_proj", "v_proj"), dropout=0.1))
+    cost = model_cost(model)
+    adapter = 2 * 2 * ((8 + 8) + (8 + 4))
+    assert (cost.trained_matrix, cost.frozen_matrix, cost.head_trained) == (adapter, 2 * LAYER, False)
+    attention = 3 * 4 * 8 * 2 * PAIRS
+    wanted = 8 * (6 * adapter + 4 * 2 * LAYER) + 4 * 4 * HEAD + attention
+    assert cost.training_flops([3, 5], head_tokens=4) == wanted
+
+
+def test_of_a_mixture_with_an_adapter_only_the_active_experts_cost() -> None:
+    plain = tiny("qwen3_moe", moe_intermediate_size=4)
+    before = model_cost(plain)
+    inject(plain, LoraSection(rank=2))
+    after = model_cost(plain)
+    assert after.frozen_matrix == before.trained_matrix
+    assert after.trained_matrix == 2 * 2 * (2 * (8 + 8) + 2 * (8 + 4))

@@ -29,7 +29,7 @@ from podium.rollout.native.stop_strings import Decode, completed_string
 from podium.rollout.randomness import signed, stream_key
 from podium.rollout.requests import Completion, Request, failed
 from podium.rollout.turns import Turns
-from podium.weights.held import fill_held, held_tensors
+from podium.weights.held import all_tensors, fill_held, held_tensors
 from podium.weights.receiving import Verified, check_manifest, verify_in_place
 from podium.weights.transports import Delivery
 from podium.weights.versions import WeightVersion
@@ -209,6 +209,12 @@ class NativeEngine:
                 self._refusal = str(error) if isinstance(error, WeightMismatchError) else "the last install failed"
                 raise
             self._version, self._refusal = version.number, None
+
+    def check_frozen(self, version: WeightVersion) -> None:
+        """Whether what no version changes, the base of an adapter, is what `version` describes."""
+        with self._turns:
+            self._check_open()
+            verify_in_place(all_tensors(self._model), version)
 
     def adopt(self, version: WeightVersion) -> None:
         """Takes the number of weights that are these very tensors, described by who has just changed them: there is no
