@@ -20,8 +20,8 @@ from podium.data.tokenizer import listed_tokens
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
 from podium.models.adapter_folder import check_adapter
-from podium.models.folder import check_model_folder
-from podium.recipe import Recipe, SourceSection, plugins
+from podium.models.folder import check_model_folder, read_config
+from podium.recipe import ModelSection, Recipe, SourceSection, plugins
 from podium.recipe.programs import SIGNALS
 from podium.recipe.schema import NewTokensSection
 
@@ -84,6 +84,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
     for key, path in _other_models(recipe):
         yield lambda key=key, path=path: check_model_folder(path, key, weights=True, tokenizer=False)  # type: ignore[misc]
+    for key, path in _other_speakers(recipe):
+        yield lambda key=key, path=path: _check_speaks(path, key)  # type: ignore[misc]
 
 
 def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -117,9 +119,23 @@ def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "algorithm.kl.reference", recipe.algorithm.kl.reference
 
 
+def _other_speakers(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Language models among them whose log-probs are asked for: they share the policy's tokenizer."""
+    return (each for each in _other_models(recipe) if each[0].startswith(("teachers.", "preference.", "algorithm.kl")))
+
+
+def _check_speaks(path: str, key: str) -> None:
+    """A classifier has the body of a language model and no head to speak with; with a tied head nothing would show."""
+    if not (Path(path) / "config.json").is_file():
+        return
+    kinds = read_config(Path(path), key).get("architectures") or []
+    if kinds and all("ForSequenceClassification" in str(kind) for kind in kinds):
+        raise RecipeError(f"{key}: {path} is a {kinds[0]}, which scores and does not speak. Give a language model.")
+
+
 def deep_report(recipe: Recipe) -> list[str]:
     """Loads tokenizer and model config and tokenizes the first rows of every source; one line for each."""
-    from podium.data.tokenizer import load_tokenizer, require_embeddings
+    from podium.data.tokenizer import load_tokenizer, require_embeddings, require_same_tokens
     from podium.models.causal_lm import load_config
     from podium.models.folder import local_folder, read_config
     from podium.models.new_tokens import grown_vocabulary
@@ -136,6 +152,8 @@ def deep_report(recipe: Recipe) -> list[str]:
         f"of {len(tokenizer)} tokens, documents of up to {recipe.data.max_length} tokens"
     ]
     require_embeddings(tokenizer, rows)
+    for key, path in _other_speakers(recipe):
+        require_same_tokens(tokenizer, load_tokenizer(ModelSection(path=path)), key)
     for key, section in _sources(recipe):
         report = _task_report if _is_controlled(recipe) else _source_report
         lines += report(recipe, key, section, tokenizer)

@@ -15,7 +15,7 @@ import typer
 from pydantic import ValidationError
 
 from podium import api
-from podium.errors import PodiumError, RecipeError
+from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.recipe import RolloutSection, SourceSection
 from podium.recipe.fields import Section
 from podium.recipe.pipeline_loading import recipe_schema
@@ -229,6 +229,8 @@ def main() -> None:
     """Entry point: Podium's own errors are printed as they are, everything else keeps its traceback."""
     try:
         app()
+    except RunStoppedError as error:
+        print("\n".join([str(error), *getattr(error, "__notes__", ())]))
     except PodiumError as error:
         sys.stdout.flush()
         under = place_under_torchrun()

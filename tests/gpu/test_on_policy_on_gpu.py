@@ -103,7 +103,6 @@ def test_a_program_runs_and_engine_and_learner_agree(tmp_path: Path, program: st
     for line in lines:
         assert line["gap/mean"] < 0.05
         assert line["grad_norm"] == line["grad_norm"]
-        assert line["time/residency_s"] > 0, "the generator sleeps while others work"
 
 
 def test_grpo_on_ray_with_optimizer_state_offloaded_gives_the_rewards_of_inline(tmp_path: Path) -> None:

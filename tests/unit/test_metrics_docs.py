@@ -6,13 +6,15 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 
 from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task, on_policy_recipe
 from podium.algorithms.corrections import EffectiveSampleSize
@@ -20,8 +22,12 @@ from podium.algorithms.values import ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
 from podium.controller.records import StepRecord, step_metrics
+from podium.recipe.dense import DistillSection, PreferenceLoss, PreferenceSection, RewardModelSection
 from podium.roles.carriers import DistanceNote
 from podium.roles.stages import CriticReport, ScoredRollouts
+from podium.spmd.distilling import DistillMethod
+from podium.spmd.preferences import PreferenceMethod
+from podium.spmd.reward_modelling import RewardModelMethod
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "podium"
@@ -30,6 +36,8 @@ STAND_INS = {"NAME": "correct", "SOURCE": "(?:easy|hard)", "KEY": "calls", "K": 
 
 # Keys of the answers that an evaluation shows: no metrics.
 OF_SAMPLES = {"prompt", "answer", "reference", "score"}
+# All that a method needs of an engine to say what it counts.
+ENGINE: Any = SimpleNamespace(mesh=SimpleNamespace(device=torch.device("cpu")))
 
 
 def defined(*headings: str) -> set[str]:
@@ -154,6 +162,36 @@ def test_prompts_add_the_numbers_that_the_made_up_step_takes_as_given() -> None:
     assert set(literals(SOURCE / "controller" / "prompts.py", "metrics")) == {"prompts/too_long", "epoch"}
 
 
-def test_every_number_of_sft_is_defined() -> None:
-    written = set(literals(SOURCE / "spmd" / "run.py", "_publish", "_evaluate"))
-    assert_same(written - OF_SAMPLES, defined("SFT"))
+def averaged(*methods: Any) -> set[str]:
+    """What these methods make of the sums of a step."""
+    return {name for each in methods for name in each.averages(dict.fromkeys(each.tally().names, 1.0), 2)}
+
+
+def heldout(names: Iterable[str]) -> set[str]:
+    return {f"heldout_{name}" for name in names if name != "loss"}  # `heldout_loss` is every program's
+
+
+def test_every_number_of_all_programs_with_fixed_data_is_defined() -> None:
+    written = set(literals(SOURCE / "spmd" / "run.py", "_publish", "_evaluate")) - OF_SAMPLES
+    assert "heldout_*" in written
+    assert_same(written - {"heldout_*"} | {"heldout_loss"}, defined("Fixed data: every program"))
+
+
+def test_every_number_of_preferences_is_defined() -> None:
+    names = averaged(
+        *(PreferenceMethod(PreferenceSection(loss=loss), ENGINE, None) for loss in get_args(PreferenceLoss))
+    )
+    assert_same(names | heldout(names), defined("Preferences"))
+
+
+def test_every_number_of_reward_models_is_defined() -> None:
+    pairs, scores = (RewardModelMethod(RewardModelSection(learns=learns), ENGINE) for learns in ("pairs", "scores"))
+    two_R = torch.tensor([0.0, 1.0])
+    measured = {*pairs._pairs(torch.eye(2), two_R), *scores._regression(two_R, two_R)}
+    assert_same(averaged(pairs, scores) | heldout(measured), defined("Reward models"))
+
+
+def test_every_number_of_distillation_is_defined() -> None:
+    teachers: Any = None
+    names = averaged(DistillMethod(DistillSection(), ENGINE, teachers))
+    assert_same(names | heldout(names), defined("Distillation"))

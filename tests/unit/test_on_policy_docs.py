@@ -21,6 +21,7 @@ from podium.algorithms.policy import PolicyTokens
 from podium.controller.ledger import Ledger
 from podium.recipe import Recipe, parse_recipe
 from podium.recipe.on_policy import AdvantageName, LossName, ReductionName
+from podium.recipe.pipeline_loading import parse_pipeline
 from podium.recipe.schema import ProgramName
 
 ROOT = Path(__file__).parents[2]
@@ -74,7 +75,8 @@ def test_recipes_of_the_page_are_recipes(name: str) -> None:
     recipes = [yaml.safe_load(block) for block in blocks(page(name), "yaml")]
     assert recipes
     for values in recipes:
-        assert parse_recipe({"run": {"name": "page"}, **values}).program == values["program"]
+        parse = parse_pipeline if values["program"] == "pipeline" else parse_recipe
+        assert parse({"run": {"name": "page"}, **values}).program == values["program"]
 
 
 METHODS = table("docs/methods.md", "## By name")

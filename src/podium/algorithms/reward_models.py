@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from podium.algorithms.logarithms import widened
+from podium.algorithms.preferences import preferred
 from podium.algorithms.sums import Sums, total
 
 
@@ -72,23 +73,22 @@ def pair_confidences(chosen_R: Tensor, rejected_R: Tensor) -> tuple[Tensor, Tens
     """Of each pair, the probability (at least 0.5) of the side that the scores prefer, and whether that is the chosen.
 
     Which side is called chosen is known beforehand, so its own probability has nothing to be calibrated against. Equal
-    scores prefer neither side, and count as wrong.
+    scores prefer neither side, and are half right.
     """
-    _assert_alike(chosen_R, rejected_R)
     lead_R = widened(chosen_R.detach()) - widened(rejected_R.detach())
-    return torch.sigmoid(lead_R.abs()), lead_R > 0
+    return torch.sigmoid(lead_R.abs()), preferred(chosen_R, rejected_R)
 
 
 def calibration_bins(probabilities_R: Tensor, outcomes_R: Tensor, num_bins: int = 10) -> CalibrationBins:
-    """The sums of a micro-batch; `outcomes_R` is 1 or true where what was predicted came about. Bin b of B has [b/B,
-    (b+1)/B), the last one also 1."""
+    """The sums of a micro-batch; `outcomes_R` is 1 or true where what was predicted came about, 0.5 of a tie. Bin b of
+    B has [b/B, (b+1)/B), the last one also 1."""
     _assert_alike(probabilities_R, outcomes_R)
     with torch.no_grad():
         probabilities_R, outcomes_R = probabilities_R.double(), outcomes_R.double()
         bin_R = (probabilities_R * num_bins).long().clamp(0, num_bins - 1)
-        columns_4R = torch.stack(
-            [torch.ones_like(outcomes_R), probabilities_R, outcomes_R, (probabilities_R - outcomes_R).square()]
-        )
+        # Of an outcome that is half one and half the other, the mean of both errors.
+        errors_R = outcomes_R * (1 - probabilities_R).square() + (1 - outcomes_R) * probabilities_R.square()
+        columns_4R = torch.stack([torch.ones_like(outcomes_R), probabilities_R, outcomes_R, errors_R])
         # One transfer from the device for all of them.
         sums_4B = columns_4R.new_zeros(4, num_bins).index_add(1, bin_R, columns_4R).tolist()
     counts, probabilities, outcomes, errors = map(tuple, sums_4B)

@@ -55,11 +55,12 @@ def _pair(values: Mapping[str, Any], row: Row) -> tuple[Mapping[str, Any], Mappi
                 f"{row.where}: expected `prompt`, `chosen` and `rejected`, and there is no `{name}`. The row has: "
                 f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
             )
-    chosen, rejected = values["chosen"], values["rejected"]
-    if values.get("prompt") is None:
-        prompt, chosen, rejected = _shared_prompt(chosen, rejected, row)
-    else:
-        prompt = values["prompt"]
+    prompt, chosen, rejected = values.get("prompt"), values["chosen"], values["rejected"]
+    if prompt is None or _is_conversation(chosen) or _is_conversation(rejected):
+        shared_prompt, chosen, rejected = _shared_prompt(chosen, rejected, row)
+        if prompt is not None:
+            _require_same_prompt(prompt, shared_prompt, row)
+        prompt = shared_prompt
     shared = {"prompt": prompt, **({"tools": values["tools"]} if values.get("tools") else {})}
     texts = ({**shared, "completion": chosen}, {**shared, "completion": rejected})
     # Compared as they are read: a column of messages may have fields of nulls that the other one lacks.
@@ -70,6 +71,23 @@ def _pair(values: Mapping[str, Any], row: Row) -> tuple[Mapping[str, Any], Mappi
             "drop it with the source's `map`."
         )
     return texts
+
+
+def _is_conversation(value: Any) -> bool:
+    """Whether messages begin with something that is asked, and not with an answer."""
+    is_list = isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
+    return is_list and value[0].get("role") in ("system", "developer", "user")
+
+
+def _require_same_prompt(prompt: Any, shared: list[Message], row: Row) -> None:
+    """Whole conversations beside a `prompt`, as some datasets have them: the prompt says once more what they say."""
+    asked = [message.get("content") for message in shared if message["role"] == "user"]
+    if prompt in asked if isinstance(prompt, str) else parse_messages(prompt, "prompt", row) == shared:
+        return
+    raise DataError(
+        f"{row.where}: `chosen` and `rejected` are whole conversations, and `prompt` is not what they begin with. "
+        "Leave `prompt` out with the source's `map`, or give completions alone."
+    )
 
 
 def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]:
@@ -116,6 +134,11 @@ def _completion(text: Mapping[str, Any], name: str, row: Row) -> str | list[Mess
     if isinstance(completion, str):
         is_empty = not completion.strip()
     else:
+        if completion[0]["role"] != "assistant":
+            raise DataError(
+                f"{row.where}: `{name}` begins with a turn of {completion[0]['role']}; a completion is what the "
+                "assistant answers. Move what comes before it to the `prompt`."
+            )
         is_empty = all(not str(turn.get("content") or "").strip() and not turn.get("tool_calls") for turn in completion)
     if is_empty:
         raise DataError(f"{row.where}: `{name}` is empty. Remove the row, or drop it with the source's `map`.")
@@ -126,6 +149,11 @@ def _label(values: Mapping[str, Any], row: Row) -> float:
     label = values.get("label")
     if isinstance(label, str) and label.strip().lower() in ("true", "false"):
         label = label.strip().lower() == "true"  # CSV knows no booleans
+    if label is None:
+        raise DataError(
+            f"{row.where}: expected `prompt`, `completion` and `label`, and there is no `label`. The row has: "
+            f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
+        )
     if label not in (True, False, 0, 1):
         raise DataError(
             f"{row.where}: `label` must be true (desirable) or false, found {shown(label)}. Make it so with the "
@@ -138,8 +166,13 @@ def _number(values: Mapping[str, Any], name: str, row: Row, default: float | Non
     value = values.get(name)
     if value is None and default is not None:
         return default
+    if value is None:
+        raise DataError(
+            f"{row.where}: there is no `{name}`. The row has: {', '.join(values) or 'nothing'}. Rename the column with "
+            "the source's `columns`."
+        )
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(value)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from podium.data.documents import Document
 from podium.errors import DataError, RunFolderError
@@ -94,7 +94,8 @@ class DocumentStore:
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         keys = np.array([document_key(document) for document in documents], np.uint64).reshape(-1, 2)
         path = self.folder / self._file_name(self._num_parts, rank)
-        save_file({_KEYS: keys, _OFFSETS: offsets, **columns}, path.with_suffix(".tmp"))
+        # Written by hand: safetensors' own files are for their owner alone, and a cache may be shared.
+        path.with_suffix(".tmp").write_bytes(save({_KEYS: keys, _OFFSETS: offsets, **columns}))
         os.replace(path.with_suffix(".tmp"), path)
 
     def finish_part(self, world: int, *, is_main: bool) -> None:
@@ -112,8 +113,14 @@ class DocumentStore:
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Only one run computes it at a time; the system lets go when that process ends, however."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / "lock").open("a+") as file:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / "lock").open("a+")
+        except OSError as error:
+            raise RunFolderError(
+                f"{self.folder} cannot be written ({error.strerror or error}). Name another folder with run.cache."
+            ) from error
+        with lock as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -80,9 +80,11 @@ class ExampleMaker:
     ) -> Prompt | None:
         """What comes before the row's last (or chosen) answer; None where there is none, and for a dropped row."""
         values = named_values(row, columns, map)
-        return (
-            None if values is None else self._documents.prompt(judged(values, self._shape, row).texts[0], columns, row)
-        )
+        if values is None:
+            return None
+        prompt = self._documents.prompt(judged(values, self._shape, row).texts[0], columns, row)
+        # Whoever scores the answer sees the whole row.
+        return None if prompt is None else replace(prompt, values=values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,11 +19,15 @@ class PreferenceSection(Section):
     loss: PreferenceLoss = Field(
         "sigmoid", description="sigmoid (DPO), ipo, simpo, orpo on pairs; kto on rows with a `label`."
     )
-    beta: Real = Field(0.1, gt=0, description="How strongly log-ratios count; orpo: weight of the odds ratio.")
+    beta: Real | None = Field(
+        None,
+        gt=0,
+        description="How strongly log-ratios count; orpo: weight of the odds ratio. Default: 0.1, of simpo 2.",
+    )
     label_smoothing: Real = Field(
         0.0, ge=0, lt=0.5, description="sigmoid and simpo: share of pairs that are taken to be the wrong way round."
     )
-    gamma: Real = Field(0.5, ge=0, description="simpo: by how much beta times the mean log-prob is to be ahead.")
+    gamma: Real = Field(1.0, ge=0, description="simpo: by how much beta times the mean log-prob is to be ahead.")
     cross_entropy: Real = Field(
         0.0, ge=0, description="Adds this times the chosen completion's mean negative log-likelihood (orpo has it: 1)."
     )
@@ -35,6 +39,13 @@ class PreferenceSection(Section):
         "adapter's reference is its base, without a second copy. auto: live with adapters and for kto, else cached.",
     )
     reference_model: Place | None = Field(None, description="The reference's checkpoint; default: model.path.")
+
+    @property
+    def strength(self) -> float:
+        """`beta`, or what suits the loss: simpo's counts means over tokens, which are smaller than sums."""
+        if self.beta is not None:
+            return self.beta
+        return 2.0 if self.loss == "simpo" else 0.1
 
 
 class RewardModelSection(Section):

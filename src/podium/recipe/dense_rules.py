@@ -73,8 +73,8 @@ def _preference(recipe: Recipe) -> Iterator[str]:
     for name, losses in users.items():
         if getattr(preference, name) != default[name].default and preference.loss not in losses:
             yield (
-                f"preference.{name}: loss {preference.loss} has no use for it ({', '.join(losses)} has). Remove it, or "
-                "change preference.loss."
+                f"preference.{name}: loss {preference.loss} has no use for it (it is for {', '.join(losses)}). "
+                "Remove it, or change preference.loss."
             )
     if preference.loss == "kto" and preference.reference == "cached":
         yield (

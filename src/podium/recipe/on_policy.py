@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from podium.recipe.fields import Count, NonNegative, Place, Real, Section, Switch, Text
 from podium.recipe.plugins import PluginPath
@@ -154,10 +154,16 @@ class CriticSection(Section):
 
 
 class TeacherSection(Section):
-    """A model whose log-probs the policy's samples are drawn towards."""
+    """A model whose distribution the student or policy is drawn towards."""
 
     path: Place
     weight: Real = Field(1.0, gt=0, description="Relative to the other teachers.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _path_alone(cls, value: Any) -> Any:
+        """A folder alone is short for {path: FOLDER}."""
+        return {"path": value} if isinstance(value, str) else value
 
 
 class EnvironmentSection(Section):

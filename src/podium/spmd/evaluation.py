@@ -169,7 +169,7 @@ def _checked(score: Any) -> float:
 
 def _asked(prompt: Prompt, tokenizer: Any) -> str:
     """The question as a person would read it: the last message of a chat, or the prompt's text."""
-    messages = prompt.values.get("messages")
+    messages = prompt.values.get("messages") or prompt.values.get("prompt") or prompt.values.get("chosen")
     if isinstance(messages, list):
         asked = [message.get("content") for message in messages if message.get("role") == "user"]
         if asked and isinstance(asked[-1], str):

@@ -117,17 +117,21 @@ class PreferenceMethod:
         match section.loss:
             case "sigmoid":
                 loss_R = preferences.sigmoid_dpo(
-                    chosen_R, rejected_R, *rows.references_R, beta=section.beta, label_smoothing=section.label_smoothing
+                    chosen_R,
+                    rejected_R,
+                    *rows.references_R,
+                    beta=section.strength,
+                    label_smoothing=section.label_smoothing,
                 )
             case "ipo":
-                loss_R = preferences.ipo(chosen_R, rejected_R, *rows.references_R, *tokens, beta=section.beta)
+                loss_R = preferences.ipo(chosen_R, rejected_R, *rows.references_R, *tokens, beta=section.strength)
             case "simpo":
                 loss_R = preferences.simpo(
-                    chosen_R, rejected_R, *tokens, beta=section.beta, gamma=section.gamma,
+                    chosen_R, rejected_R, *tokens, beta=section.strength, gamma=section.gamma,
                     label_smoothing=section.label_smoothing,
                 )  # fmt: skip
             case _:
-                loss_R = preferences.orpo(chosen_R, rejected_R, *tokens, beta=section.beta)
+                loss_R = preferences.orpo(chosen_R, rejected_R, *tokens, beta=section.strength)
         if section.cross_entropy:
             loss_R = loss_R - section.cross_entropy * chosen_R / tokens[0]
         rewards = self._rewards(rows)
@@ -145,16 +149,19 @@ class PreferenceMethod:
             (reward_R * ~desirable_R).sum(), baseline * len(reward_R),
         )  # fmt: skip
         return preferences.kto(
-            ratio_R, desirable_R, baseline, beta=section.beta,
+            ratio_R, desirable_R, baseline, beta=section.strength,
             desirable_weight=section.desirable_weight, undesirable_weight=section.undesirable_weight,
         )  # fmt: skip
 
     def _rewards(self, rows: Rows) -> tuple[Tensor, ...]:
-        """What the policy says that each document is worth."""
-        beta = self._section.beta
+        """What the policy says that each document is worth; to ipo, which averages, that is per token."""
+        beta = self._section.strength
         if rows.references_R:
             pairs = zip(rows.logprobs_R, rows.references_R, strict=True)
-            return tuple(preferences.implicit_rewards(logprobs, ref, beta=beta) for logprobs, ref in pairs)
+            rewards = tuple(preferences.implicit_rewards(logprobs, ref, beta=beta) for logprobs, ref in pairs)
+            if self._section.loss != "ipo":
+                return rewards
+            return tuple(reward / tokens for reward, tokens in zip(rewards, rows.tokens_R, strict=True))
         pairs = zip(rows.logprobs_R, rows.tokens_R, strict=True)
         return tuple(preferences.mean_rewards(logprobs, tokens, beta=beta) for logprobs, tokens in pairs)
 

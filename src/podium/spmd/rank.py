@@ -218,11 +218,13 @@ def _header(
     count = sum(parameter.numel() for parameter in model.hf.parameters())
     dtype = str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch.")
     trained = sum(parameter.numel() for parameter in model.hf.parameters() if parameter.requires_grad)
+    rows = recipe.rows_per_step
+    size = f"{recipe.tokens_per_step} tokens" if rows is None else f"{rows} rows"
     adapter = "" if recipe.model.lora is None else f" ({trained / 1e6:.3g}M of them trained, the others frozen)"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
     lines = [
         f"run: {folder.path}" + (f" (resumed after step {step})" if step else ""),
-        f"program: {recipe.program}, {recipe.steps} steps of {recipe.tokens_per_step} tokens",
+        f"program: {recipe.program}, {recipe.steps} steps of {size}",
         f"model: {type(model.hf).__name__}, {count / 1e6:.2f}M parameters{adapter}, {dtype} compute, float32 masters",
         f"devices: {mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
     ]

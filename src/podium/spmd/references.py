@@ -16,7 +16,7 @@ from torch import Tensor
 from podium.data.document_store import DocumentStore
 from podium.data.documents import PackedExamples
 from podium.data.fingerprints import folder_fingerprint
-from podium.data.tokenizer import load_tokenizer, require_same_tokens
+from podium.data.tokenizer import listed_tokens, load_tokenizer, require_same_tokens
 from podium.engine.mesh import Mesh
 from podium.engine.scoring import summed_logprobs
 from podium.engine.sharding import compute_dtype, place
@@ -27,6 +27,7 @@ from podium.recipe.dense_rules import reference_of
 from podium.spmd.passes import Compute, cache_folder, stored_pass
 from podium.spmd.run import SpmdRun
 
+REFERENCE_KEY = "preference.reference_model"
 _COLUMN = "logprob"
 
 
@@ -72,6 +73,8 @@ class StoredReferences:
 def open_references(run: SpmdRun) -> References | None:
     """As the recipe asks; None where the loss has no reference. Collective."""
     recipe, engine = run.recipe, run.engine
+    if recipe.preference.reference_model is not None:
+        require_same_tokens(load_tokenizer(recipe.model), load_tokenizer(_section(recipe)), REFERENCE_KEY)
     match reference_of(recipe):
         case None:
             return None
@@ -88,10 +91,10 @@ def _stored(run: SpmdRun) -> StoredReferences:
     recipe, mesh = run.recipe, run.engine.mesh
     section = _section(recipe)
     adapter = [folder_fingerprint(Path(section.lora.adapter))] if section.lora and section.lora.adapter else []
-    weights = folder_fingerprint(local_folder(section.path, "preference.reference_model"))
+    weights = folder_fingerprint(local_folder(section.path, REFERENCE_KEY))
     # The same folder gives other weights where they are drawn, or where rows are added to its embeddings.
     drawn = [f"seed {recipe.run.seed}"] if section.init == "random" else []
-    grown = [section.new_tokens.model_dump_json()] if section.new_tokens is not None else []
+    grown = [section.new_tokens.init, *listed_tokens(section.new_tokens)] if section.new_tokens is not None else []
     dtype = str(compute_dtype(section, mesh.device))
     folder = cache_folder(recipe, "reference", [weights, *adapter, *drawn, *grown, dtype])
 
@@ -111,15 +114,14 @@ def _stored(run: SpmdRun) -> StoredReferences:
 def _section(recipe: Recipe) -> ModelSection:
     """The reference's model: another checkpoint, or what the policy began as."""
     path = recipe.preference.reference_model
-    own = {"path": path, "lora": None, "init": "pretrained", "tokenizer": None}
+    # Trust in the policy's code is not trust in another's.
+    own = {"path": path, "lora": None, "init": "pretrained", "tokenizer": None, "trust_remote_code": False}
     return recipe.model if path is None else recipe.model.model_copy(update=own)
 
 
 def _reference_model(run: SpmdRun) -> PackedCausalLM:
     recipe, section = run.recipe, _section(run.recipe)
-    if section.path != recipe.model.path:
-        require_same_tokens(load_tokenizer(recipe.model), load_tokenizer(section), "preference.reference_model")
-    folder = local_folder(section.path, "preference.reference_model")
+    folder = local_folder(section.path, REFERENCE_KEY)
     model, _ = place(section, folder, run.engine.mesh, seed=recipe.run.seed, masters=False)
     model.eval()
     return model

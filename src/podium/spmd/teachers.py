@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from podium.data.fingerprints import folder_fingerprint
 from podium.data.tokenizer import load_tokenizer, require_same_tokens
 from podium.engine.mesh import Mesh
 from podium.engine.sharding import compute_dtype, place
-from podium.models.causal_lm import PackedCausalLM
+from podium.models.causal_lm import PackedCausalLM, load_config
 from podium.models.folder import local_folder
 from podium.models.head import HeadSpec, next_token_scores
 from podium.models.packing import TokenBatch, round_tokens, to_device
@@ -79,14 +80,10 @@ class _WholeTarget:
         best_C = self.logprobs(tokens, logits_CV.shape[1]).argmax(-1)
         return (logits_CV.argmax(-1) == best_C).sum()
 
-    def width(self, vocab_size: int) -> int:
-        """Of the vocabulary that all share with a student of so many tokens."""
-        return min(vocab_size, *(head.spec.vocab_size for head in self.heads))
-
     @torch.no_grad()
     def logprobs(self, tokens: slice, vocab_size: int) -> Tensor:
         """Of all teachers together over the vocabulary that they share with the student."""
-        width = self.width(vocab_size)
+        width = min(vocab_size, *(head.spec.vocab_size for head in self.heads))
         found = [
             torch.log_softmax(
                 next_token_scores(states_SE[tokens], head.weight_VE, head.spec)[:, :width] / self.section.temperature,
@@ -100,13 +97,14 @@ class _WholeTarget:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _TopTarget:
     section: DistillSection
+    width: int  # of the vocabulary that all share
     ids_SK: Tensor
     logprobs_SK: Tensor
 
     def divergence(self, logits_CV: Tensor, tokens: slice) -> Tensor:
         section = self.section
         return top_k_divergence(
-            section.divergence, logits_CV, self.ids_SK[tokens], self.logprobs_SK[tokens],
+            section.divergence, logits_CV[:, : self.width], self.ids_SK[tokens], self.logprobs_SK[tokens],
             temperature=section.temperature, beta=section.jsd_beta,
         )  # fmt: skip
 
@@ -138,8 +136,8 @@ class LiveTeachers:
 class StoredTeachers:
     """The top k of every trained token, computed once, before training."""
 
-    def __init__(self, section: DistillSection, store: DocumentStore, mesh: Mesh) -> None:
-        self._section, self._store, self._mesh = section, store, mesh
+    def __init__(self, section: DistillSection, store: DocumentStore, mesh: Mesh, *, width: int) -> None:
+        self._section, self._store, self._mesh, self._width = section, store, mesh, width
 
     def __call__(self, batch: PackedExamples) -> _TopTarget:
         found = [self._store.read(document) for document in batch.documents]
@@ -148,6 +146,7 @@ class StoredTeachers:
         device = self._mesh.device
         return _TopTarget(
             section=self._section,
+            width=self._width,
             ids_SK=torch.from_numpy(ids_SK).long().to(device),
             logprobs_SK=torch.from_numpy(logprobs_SK).to(device),
         )
@@ -156,13 +155,16 @@ class StoredTeachers:
 def open_teachers(run: SpmdRun) -> Teachers:
     """As the recipe asks. Collective."""
     recipe, mesh, section = run.recipe, run.engine.mesh, run.recipe.distill
+    student = load_tokenizer(recipe.model)
+    for index, teacher in enumerate(recipe.teachers):
+        require_same_tokens(student, load_tokenizer(teacher_section(recipe, teacher.path)), f"teachers.{index}.path")
     if section.targets == "live":
         with run.preparing("loading the teachers"):
             return LiveTeachers(section, _models(run), mesh)
-    who = [
-        f"{folder_fingerprint(local_folder(teacher.path, 'teachers'))} {teacher.weight}" for teacher in recipe.teachers
-    ]
-    width = run.engine.language_model.vocab_size
+    folders = [local_folder(teacher.path, f"teachers.{at}.path") for at, teacher in enumerate(recipe.teachers)]
+    weights = [teacher.weight for teacher in recipe.teachers]
+    who = [f"{folder_fingerprint(path)} {weight}" for path, weight in zip(folders, weights, strict=True)]
+    width = min(run.engine.language_model.vocab_size, *(_vocab_size(recipe, path) for path in folders))
     how = f"top {section.top_k} of {width} at {section.temperature} in {compute_dtype(recipe.model, mesh.device)}"
     folder = cache_folder(recipe, "teachers", [*who, how])
 
@@ -176,12 +178,12 @@ def open_teachers(run: SpmdRun) -> Teachers:
         return compute
 
     store = stored_pass(run, folder, f"computing the teachers' top {section.top_k}", prepare)
-    return StoredTeachers(section, store, mesh)
+    return StoredTeachers(section, store, mesh, width=width)
 
 
 def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> dict[str, NDArray[Any]]:
     """Of each token the ids and log-probs of the largest, the largest first; of a smaller vocabulary all."""
-    top_k = min(top_k, target.width(vocab_size))
+    top_k = min(top_k, vocab_size)
     ids, logprobs = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
     for start in range(0, num_tokens, _CHUNK_TOKENS):
         found = target.logprobs(slice(start, start + _CHUNK_TOKENS), vocab_size)
@@ -192,17 +194,19 @@ def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> 
 
 
 def _models(run: SpmdRun) -> list[tuple[PackedCausalLM, float]]:
-    recipe, student = run.recipe, load_tokenizer(run.recipe.model)
-    models = []
+    recipe, models = run.recipe, []
     for index, teacher in enumerate(recipe.teachers):
-        key = f"teachers.{index}.path"
-        folder = local_folder(teacher.path, key)
+        folder = local_folder(teacher.path, f"teachers.{index}.path")
         section = teacher_section(recipe, str(folder))
-        require_same_tokens(student, load_tokenizer(section), key)
         model, _ = place(section, folder, run.engine.mesh, seed=0, masters=False)
         model.eval()
         models.append((model, teacher.weight))
     return models
+
+
+def _vocab_size(recipe: Recipe, folder: Path) -> int:
+    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    return int(config.get_text_config().vocab_size)
 
 
 def teacher_section(recipe: Recipe, path: str) -> ModelSection:

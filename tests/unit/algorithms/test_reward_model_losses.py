@@ -92,9 +92,15 @@ def test_a_column_beside_a_row_is_refused_rather_than_broadcast() -> None:
 
 def test_a_pairs_confidence_is_in_the_side_that_scores_higher() -> None:
     confidence_R, correct_R = pair_confidences(torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 2.0]))
-    # sigmoid(1) both times: right once, wrong once; nothing preferred is wrong at even odds.
+    # sigmoid(1) both times: right once, wrong once; nothing preferred is half right, at even odds.
     assert confidence_R.tolist() == pytest.approx([0.7310586, 0.7310586, 0.5], abs=1e-6)
-    assert correct_R.tolist() == [True, False, False]
+    assert correct_R.tolist() == [1.0, 0.0, 0.5]
+
+
+def test_a_model_that_prefers_nothing_is_calibrated_and_no_better_than_a_coin() -> None:
+    bins = calibration_bins(*pair_confidences(torch.zeros(4), torch.zeros(4)))
+    assert expected_calibration_error(bins) == 0.0
+    assert brier_score(bins) == 0.25
 
 
 def test_calibration_by_hand() -> None:

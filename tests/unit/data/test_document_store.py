@@ -174,3 +174,10 @@ def test_who_fails_lets_go_of_it(tmp_path):
         raise ZeroDivisionError
     with DocumentStore(tmp_path / "s").held():
         pass
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    store = DocumentStore(tmp_path / "file" / "s")
+    with pytest.raises(RunFolderError, match=r"file/s cannot be written .*run.cache"), store.held():
+        raise AssertionError("held")

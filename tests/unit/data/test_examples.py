@@ -148,9 +148,11 @@ def test_completions_are_what_is_compared_whatever_is_trained_elsewhere():
 
 
 def test_the_prompt_of_a_pair_is_what_comes_before_its_chosen_answer():
-    prompt = maker().prompt_of(Row({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, "rows.jsonl, line 1"))
+    values = {"prompt": "2+2=", "chosen": "4", "rejected": "5", "level": "easy"}
+    prompt = maker().prompt_of(Row(values, "rows.jsonl, line 1"))
     assert prompt is not None
     assert prompt.reference == "4"
+    assert prompt.values == values  # all of it, for whoever scores the answer
     assert byte_tokenizer(CHATML).decode(prompt.tokens) == "2+2="
 
 
@@ -251,7 +253,9 @@ def _shown(example):
 SIZES = [StepSize(tokens=300), StepSize(tokens=300, rows=7)]
 
 
-@pytest.mark.parametrize(("size", "workers"), [(SIZES[0], 0), (SIZES[1], 0), pytest.param(SIZES[1], 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("size", "workers"), [(SIZES[0], 0), (SIZES[1], 0), pytest.param(SIZES[1], 2, marks=pytest.mark.slow)]
+)
 def test_a_loader_of_pairs_resumed_after_any_step_gives_exactly_the_steps_that_follow(folder, size, workers):
     with loader_of(folder, size=size) as loader:
         unbroken = [next(loader) for _ in range(10)]

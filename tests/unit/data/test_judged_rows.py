@@ -10,6 +10,7 @@ from podium.data.chat import Dropped
 from podium.data.checking import check_source
 from podium.data.comparisons import check_judged, judged
 from podium.data.examples import ExampleMaker, MadeExample
+from podium.data.reading import read_examples
 from podium.data.rows import Row
 from podium.data.scored import ConversationEncoder
 from podium.errors import DataError
@@ -149,6 +150,22 @@ def test_nulls_of_columnar_files_are_as_good_as_columns_that_are_not_there():
     assert isinstance(scored, MadeExample)
 
 
+def test_pairs_of_parquet_and_labels_of_csv_are_read_as_they_are_written(tmp_path):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    row_of = {"prompt": ASKED, "chosen": said("4"), "rejected": said("5"), "tools": None}
+    rows = [{**row_of, "margin": 0.5}, {**row_of, "margin": None, "chosen": [{**said("4")[0], "name": "me"}]}]
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "p.parquet")
+    (tmp_path / "l.csv").write_text("prompt,completion,label\n2+2=,4,true\n2+2=,5,False\n")
+    tokenizer = byte_tokenizer(CHATML)
+
+    def values(name, shape):
+        maker = ExampleMaker(tokenizer, shape, "assistant", 100, "truncate")
+        return [each.value for each in read_examples([SourceSection(path=str(tmp_path / name))], "d", maker, None)]
+
+    assert values("p.parquet", "ranked") == [0.5, 0.0]
+    assert values("l.csv", "labels") == [1.0, 0.0]
+
+
 # --- rows that make no sense --------------------------------------------------------------------------------------
 
 
@@ -228,7 +245,7 @@ def test_text_beside_messages_is_neither():
     assert "`prompt` and `rejected`" in complaint("pairs", prompt="2+2=", chosen="4", rejected=said("5"))
 
 
-@pytest.mark.parametrize("label", [None, "good", 2, -1, 0.5, "", [], float("nan")])
+@pytest.mark.parametrize("label", ["good", 2, -1, 0.5, "", [], float("nan")])
 def test_a_label_that_is_neither_is_shown(label):
     told = complaint("labels", prompt="2+2=", completion="4", label=label)
     assert "`label` must be true (desirable) or false, found" in told
@@ -236,13 +253,13 @@ def test_a_label_that_is_neither_is_shown(label):
 
 
 def test_a_row_without_label_is_told():
-    assert "`label` must be true" in complaint("labels", prompt="2+2=", completion="4")
+    assert "there is no `label`" in complaint("labels", prompt="2+2=", completion="4")
 
 
 BAD_NUMBERS = ["high", True, float("nan"), float("inf"), [1.0], {}, ""]
 
 
-@pytest.mark.parametrize("score", [*BAD_NUMBERS, None])
+@pytest.mark.parametrize("score", BAD_NUMBERS)
 def test_a_score_that_is_no_finite_number_is_shown(score):
     told = complaint("scores", text="2+2=4", score=score)
     assert "`score` must be a finite number, found" in told
@@ -266,3 +283,30 @@ def test_the_quick_look_at_a_source_knows_its_shape(tmp_path):
     renamed = SourceSection(path=str(file), columns={"completion": "chosen", "label": "prompt"})
     with pytest.raises(DataError, match=r"there is no `prompt`"):
         check_source(renamed, "data.train.0", "labels")
+
+
+def test_a_row_without_score_is_told():
+    assert "there is no `score`. The row has: text" in complaint("scores", text="2+2=4")
+
+
+def test_whole_conversations_beside_their_prompt_are_read_once():
+    asked = [{"role": "user", "content": "2+2?"}]
+    found = judged(
+        {"prompt": "2+2?", "chosen": [*asked, *said("4")], "rejected": [*asked, *said("5")]},
+        "pairs",
+        Row({}, "rows.jsonl, line 3"),
+    )
+    assert [text["prompt"] for text in found.texts] == [asked, asked]
+    assert [text["completion"] for text in found.texts] == [said("4"), said("5")]
+
+
+def test_a_prompt_that_is_not_that_of_the_conversations_beside_it_is_told():
+    asked = [{"role": "user", "content": "2+2?"}]
+    told = complaint("pairs", prompt="3+3?", chosen=[*asked, *said("4")], rejected=[*asked, *said("5")])
+    assert "`prompt` is not what they begin with" in told
+
+
+def test_a_completion_that_begins_with_a_question_is_told():
+    asked = [{"role": "user", "content": "2+2?"}]
+    told = complaint("labels", prompt=asked, completion=[*asked, *said("4")], label=True)
+    assert "`completion` begins with a turn of user" in told

@@ -39,7 +39,7 @@ def test_the_shortest_recipe_of_each_program_is_valid(overrides: tuple[str, ...]
         ((*RANKED, "preference.beta=1"), "preference: reward_model has no use for it."),
         ((*DPO, "teachers=[{path: t}]"), "teachers: dpo learns from data that is known in advance"),
         ((*RANKED, "reward=[{function: 'mine.py:score'}]"), "reward: reward_model learns from data"),
-        ((*DPO, "algorithm.advantage=rloo"), "algorithm: dpo learns from data"),
+        ((*DPO, "algorithm.advantage=leave_one_out"), "algorithm: dpo learns from data"),
         (
             ("program=grpo", "reward=[{function: 'mine.py:score'}]", "rows_per_step=4"),
             "rows_per_step: grpo counts rollout.prompts_per_step. Remove it.",
@@ -47,7 +47,7 @@ def test_the_shortest_recipe_of_each_program_is_valid(overrides: tuple[str, ...]
         ((*DPO, "placement.launcher=inline"), "dpo runs with launcher local or ray"),
         # Preferences.
         ((*DPO, "preference.loss=ipo", "preference.label_smoothing=0.1"), "preference.label_smoothing: loss ipo"),
-        ((*DPO, "preference.gamma=1"), "preference.gamma: loss sigmoid has no use for it (simpo has)."),
+        ((*DPO, "preference.gamma=2"), "preference.gamma: loss sigmoid has no use for it (it is for simpo)."),
         ((*DPO, "preference.desirable_weight=2"), "preference.desirable_weight: loss sigmoid"),
         ((*DPO, "preference.undesirable_weight=2"), "preference.undesirable_weight: loss sigmoid"),
         ((*DPO, "preference.loss=orpo", "preference.cross_entropy=1"), "preference.cross_entropy: loss orpo"),

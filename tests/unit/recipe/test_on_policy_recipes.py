@@ -12,9 +12,10 @@ import yaml
 from helpers.made_batches import on_policy_recipe
 from helpers.recipes import make_recipe
 from podium.errors import RecipeError
-from podium.recipe import load_recipe, parse_recipe
+from podium.recipe import parse_recipe
 from podium.recipe.changes import changes
 from podium.recipe.on_policy_rules import advantage_of
+from podium.recipe.pipeline_loading import load_any_recipe
 from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
 
@@ -289,7 +290,7 @@ def test_a_method_is_a_few_lines_on_top_of_a_recipe(name: str) -> None:
 
 @pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*/*.yaml")), ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_the_recipes_of_the_examples_are_valid(file: Path) -> None:
-    load_recipe(file)
+    load_any_recipe(file)
 
 
 # --- what a resumed run may change ---

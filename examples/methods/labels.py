@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The two sides of a pair as labelled rows of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def good(row: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": row["prompt"], "completion": row["chosen"], "label": True}
+
+
+def bad(row: dict[str, Any]) -> dict[str, Any]:
+    return {"prompt": row["prompt"], "completion": row["rejected"], "label": False}
