@@ -402,10 +402,12 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
 
 
 def _fingerprints(prepared: Prepared) -> dict[str, str]:
-    """Of the files that a resumed run must find as they were: data, config, tokenizer, chat template and `map`
-    plug-ins."""
+    """Of the files that a resumed run must find as they were: data, weights, config, tokenizer, chat template and
+    `map` plug-ins."""
     recipe = prepared.recipe
-    found = {each.path: each.fingerprint for each in prepared.inputs if each.key.startswith("data.train.")}
+    # Weights too: references, teachers and the base of an adapter are read again, and are in no checkpoint of the run.
+    read = [each for each in prepared.inputs if each.key.startswith("data.train.") or each.kind == "weights"]
+    found = {each.path: each.fingerprint for each in read}
     tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else prepared.model
     files = [prepared.model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
     if recipe.model.chat_template is not None:

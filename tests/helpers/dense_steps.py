@@ -5,7 +5,7 @@ a spawned process imports it by name."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,6 +22,7 @@ from podium.engine.mesh import Mesh, join, leave
 from podium.engine.optimizer import AdamW
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import TrainEngine
+from podium.models.causal_lm import PackedCausalLM
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
 from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
 from podium.spmd.distilling import DistillMethod
@@ -42,6 +43,7 @@ class Case:
     source: Literal["none", "live", "stored", "base"] = "none"
     teachers: tuple[float, ...] = (1.0,)  # weights
     adapted: bool = False  # the policy is an adapter on the reference
+    chunk: int | None = None  # tokens that the head looks at in one go; None: all
     max_tokens: int = 40
     rows: tuple[int, ...] | None = None  # which, and in which order; None: all as they are
 
@@ -165,6 +167,8 @@ def _engine(mesh: Mesh, task: DenseTask, case: Case) -> RecordingEngine:
         model, trained = place(section, folder, mesh, seed=0)
     engine = RecordingEngine(model, trained, AdamW(trained, OptimizerSection(lr=1e-3)), mesh, None)
     engine.recorded = []
+    if case.chunk is not None and isinstance(model, PackedCausalLM):
+        model.head_spec = replace(model.head_spec, chunk_tokens=case.chunk, logits_chunk_tokens=case.chunk)
     return engine
 
 
@@ -192,7 +196,7 @@ def _method(engine: TrainEngine, task: DenseTask, case: Case) -> PreferenceMetho
         case section:
             teachers: Teachers
             if case.source == "stored":
-                teachers = StoredTeachers(section, DocumentStore(task.stores / "teachers"), mesh)
+                teachers = StoredTeachers(section, DocumentStore(task.stores / "teachers"), mesh, width=VOCABULARY)
             else:
                 models = [
                     (_other(mesh, path), weight) for path, weight in zip(task.others, case.teachers, strict=False)

@@ -314,6 +314,19 @@ def test_neither_the_budget_of_a_micro_batch_nor_the_order_of_rows_changes_it(
         assert found.measured == pytest.approx(alone[name].measured, rel=1e-4, abs=1e-5)
 
 
+def test_a_head_that_looks_at_a_few_tokens_at_a_time_changes_nothing(
+    task: DenseTask, alone: dict[str, Stepped]
+) -> None:
+    """A loss of whole rows then needs all log-probs before the first gradient; one of tokens slices its teacher's."""
+    names = ("sigmoid", "kto", "reverse", "top")
+    cases = {name: replace(CASES[name], chunk=3, max_tokens=10_000) for name in names}
+    for name, found in dense_on(one_rank(), replace(task, cases=cases)).items():
+        assert distance(found.flat, alone[name].flat) < SAME
+        assert found.loss == pytest.approx(alone[name].loss, rel=1e-5)
+        assert found.averages == pytest.approx(alone[name].averages, rel=1e-4, abs=1e-5)
+        assert found.measured == pytest.approx(alone[name].measured, rel=1e-4, abs=1e-5)
+
+
 def test_a_stored_reference_and_the_base_of_an_adapter_are_the_live_one(
     task: DenseTask, alone: dict[str, Stepped]
 ) -> None:

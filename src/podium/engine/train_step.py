@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from podium.algorithms.dense import token_cross_entropy
-from podium.data.documents import PackedBatch
+from podium.data.documents import Example, PackedBatch, PackedExamples, pack_examples
 from podium.engine.mesh import Mesh
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
@@ -79,6 +79,28 @@ class ObjectiveBatch:
     kind: Literal["objective", "divergence"] = "objective"  # divergence: the objective is one of whole distributions
 
 
+class ObjectiveBatches(Protocol):
+    """The micro-batches of a step: a list of them, or made one by one."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[ObjectiveBatch]: ...
+
+
+class LazyBatches:
+    """Micro-batches that are made when their turn has come: what `make` asks of a second model (hidden states of a
+    teacher) is held for one of them at a time. Iterated once."""
+
+    def __init__(self, parts: Sequence[Sequence[Example]], make: Callable[[PackedExamples], ObjectiveBatch]) -> None:
+        self._parts, self._make = parts, make
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def __iter__(self) -> Iterator[ObjectiveBatch]:
+        return (self._make(pack_examples(part)) for part in self._parts)
+
+
 class TrainEngine:
     """Model, optimizer and mesh of one rank. Knows losses, not methods, and nothing of where it runs."""
 
@@ -118,7 +140,7 @@ class TrainEngine:
 
     def objective_step(
         self,
-        micro_batches: Sequence[ObjectiveBatch],
+        micro_batches: ObjectiveBatches,
         *,
         normalizer: float,
         lr: float,
@@ -171,7 +193,7 @@ class TrainEngine:
         self._gradients([ObjectiveBatch(packed=batch, objective=objective)], 1.0)
 
     def _gradients(
-        self, micro_batches: Sequence[ObjectiveBatch], normalizer: float
+        self, micro_batches: ObjectiveBatches, normalizer: float
     ) -> tuple[Tensor, dict[int, Tensor], list[tuple[Tensor, ...]]]:
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)
         sums: dict[int, Tensor] = {}
@@ -221,7 +243,7 @@ class TrainEngine:
         return total
 
     @torch.no_grad()
-    def objective_sum(self, micro_batches: Sequence[ObjectiveBatch]) -> Tensor:
+    def objective_sum(self, micro_batches: ObjectiveBatches) -> Tensor:
         """The objectives summed over this rank's micro-batches (equal in number on all ranks); for evaluation."""
         self.model.eval()
         total = torch.zeros((), dtype=torch.float32, device=self.mesh.device)

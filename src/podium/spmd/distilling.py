@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from podium.data.documents import SplitExamples, pack_examples
-from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
+from podium.data.documents import PackedExamples, SplitExamples
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.recipe.dense import DistillSection
 from podium.spmd.teachers import Target, Teachers
 
@@ -50,23 +50,20 @@ class DistillMethod:
         """What is added up beside the loss; `averages` makes metrics of it."""
         return Tally(_SUMS, self._engine.mesh.device)
 
-    def batches(self, split: SplitExamples, tally: Tally) -> list[ObjectiveBatch]:
-        """This rank's micro-batches with their objectives; live teachers are asked here. Collective."""
-        packed = [pack_examples(part) for part in split.parts]
+    def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
+        """This rank's micro-batches with their objectives; live teachers are asked for each in its turn. Collective."""
         device = self._engine.mesh.device
-        return [
-            ObjectiveBatch(
-                packed=batch.packed,
-                objective=DistillObjective(
-                    target=self._teachers(batch),
-                    targets_S=torch.from_numpy(batch.packed.targets_T[batch.packed.weights_T > 0]).long().to(device),
-                    share=self._section.cross_entropy,
-                    tally=tally,
-                ),
-                kind="divergence",
+
+        def make(batch: PackedExamples) -> ObjectiveBatch:
+            objective = DistillObjective(
+                target=self._teachers(batch),
+                targets_S=torch.from_numpy(batch.packed.targets_T[batch.packed.weights_T > 0]).long().to(device),
+                share=self._section.cross_entropy,
+                tally=tally,
             )
-            for batch in packed
-        ]
+            return ObjectiveBatch(packed=batch.packed, objective=objective, kind="divergence")
+
+        return LazyBatches(split.parts, make)
 
     def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
         """Means over tokens."""

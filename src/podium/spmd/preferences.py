@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import preferences
-from podium.data.documents import Document, Example, SplitExamples, pack_examples
+from podium.data.documents import Document, Example, PackedExamples, SplitExamples, pack_examples
 from podium.engine.scoring import summed_logprobs
-from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import RowTensors, rows_to_device
 from podium.recipe.dense import PreferenceSection
 from podium.spmd.references import References
@@ -72,21 +72,19 @@ class PreferenceMethod:
         """What is added up beside the loss; `averages` makes metrics of it."""
         return Tally(_LABEL_SUMS if self._section.loss == "kto" else _PAIR_SUMS, self._device)
 
-    def batches(self, split: SplitExamples, tally: Tally) -> list[ObjectiveBatch]:
-        """This rank's micro-batches with their objectives; reference log-probs are asked for here. Collective."""
+    def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
+        """This rank's micro-batches with their objectives; the reference is asked for each in its turn. Collective."""
         baseline = self._baseline(split) if self._section.loss == "kto" else None
-        packed = [pack_examples(part) for part in split.parts]
-        return [
-            ObjectiveBatch(
-                packed=batch.packed,
-                objective=PreferenceObjective(
-                    loss=lambda rows: self._loss(rows, baseline, tally),
-                    rows=rows_to_device(batch, self._device),
-                    references_D=None if self._references is None else self._references(batch),
-                ),
+
+        def make(batch: PackedExamples) -> ObjectiveBatch:
+            objective = PreferenceObjective(
+                loss=lambda rows: self._loss(rows, baseline, tally),
+                rows=rows_to_device(batch, self._device),
+                references_D=None if self._references is None else self._references(batch),
             )
-            for batch in packed
-        ]
+            return ObjectiveBatch(packed=batch.packed, objective=objective)
+
+        return LazyBatches(split.parts, make)
 
     def measure(self, split: SplitExamples) -> Mapping[str, float]:
         """Loss and averages of held-out rows. Collective."""

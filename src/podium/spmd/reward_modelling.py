@@ -23,7 +23,7 @@ from podium.algorithms.reward_models import (
     regression_statistics,
 )
 from podium.data.documents import PackedExamples, SplitExamples, pack_examples
-from podium.engine.train_step import ObjectiveBatch, Tally, TrainEngine
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import RowTensors, round_tokens, rows_to_device, to_device
 from podium.recipe.dense import RewardModelSection
 
@@ -66,18 +66,15 @@ class RewardModelMethod:
         """What is added up beside the loss; `averages` makes metrics of it."""
         return Tally(_PAIR_SUMS if self._is_paired else _SCORE_SUMS, self._engine.mesh.device)
 
-    def batches(self, split: SplitExamples, tally: Tally) -> list[ObjectiveBatch]:
+    def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
         """This rank's micro-batches with their objectives."""
-        packed = [pack_examples(part) for part in split.parts]
-        return [
-            ObjectiveBatch(
-                packed=batch.packed,
-                objective=RewardObjective(
-                    section=self._section, rows=rows_to_device(batch, self._engine.mesh.device), tally=tally
-                ),
-            )
-            for batch in packed
-        ]
+
+        def make(batch: PackedExamples) -> ObjectiveBatch:
+            rows = rows_to_device(batch, self._engine.mesh.device)
+            objective = RewardObjective(section=self._section, rows=rows, tally=tally)
+            return ObjectiveBatch(packed=batch.packed, objective=objective)
+
+        return LazyBatches(split.parts, make)
 
     def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
         """Metrics of a step."""
