@@ -212,7 +212,7 @@ def generate(
 
 def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
     """The model's folder, fetched where it is a hub id; what lacks something to generate with is refused."""
-    from podium.models.folder import check_model_folder, local_folder
+    from podium.models.folder import check_model_folder, check_speaks, local_folder
 
     given = Path(model)
     if (given / "recipe.yaml").is_file() or (given / "checkpoint.json").is_file():
@@ -222,6 +222,7 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
             f"`podium export {run} OUT`, then give OUT."
         )
     check_model_folder(model, "MODEL", weights=False, tokenizer=False)
+    check_speaks(model, "MODEL")
     folder = local_folder(model, "MODEL")
     if not list(folder.glob("*.safetensors")):
         raise ModelError(

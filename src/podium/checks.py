@@ -20,7 +20,7 @@ from podium.data.tokenizer import listed_tokens
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
 from podium.models.adapter_folder import check_adapter
-from podium.models.folder import check_model_folder, read_config
+from podium.models.folder import check_model_folder, check_speaks
 from podium.recipe import ModelSection, Recipe, SourceSection, plugins
 from podium.recipe.programs import SIGNALS
 from podium.recipe.schema import NewTokensSection
@@ -85,7 +85,9 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     for key, path in _other_models(recipe):
         yield lambda key=key, path=path: check_model_folder(path, key, weights=True, tokenizer=False)  # type: ignore[misc]
     for key, path in _other_speakers(recipe):
-        yield lambda key=key, path=path: _check_speaks(path, key)  # type: ignore[misc]
+        yield lambda key=key, path=path: check_speaks(path, key)  # type: ignore[misc]
+    if recipe.program != "reward_model":
+        yield lambda: check_speaks(model.path, "model.path")
 
 
 def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -122,15 +124,6 @@ def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
 def _other_speakers(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Language models among them whose log-probs are asked for: they share the policy's tokenizer."""
     return (each for each in _other_models(recipe) if each[0].startswith(("teachers.", "preference.", "algorithm.kl")))
-
-
-def _check_speaks(path: str, key: str) -> None:
-    """A classifier has the body of a language model and no head to speak with; with a tied head nothing would show."""
-    if not (Path(path) / "config.json").is_file():
-        return
-    kinds = read_config(Path(path), key).get("architectures") or []
-    if kinds and all("ForSequenceClassification" in str(kind) for kind in kinds):
-        raise RecipeError(f"{key}: {path} is a {kinds[0]}, which scores and does not speak. Give a language model.")
 
 
 def deep_report(recipe: Recipe) -> list[str]:

@@ -37,6 +37,15 @@ def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -
         require_tokenizer_files(path, key)
 
 
+def check_speaks(path: str, key: str) -> None:
+    """A classifier has the body of a language model and no head to speak with; with a tied head nothing would show."""
+    if not (Path(path) / "config.json").is_file():
+        return
+    kinds = read_config(Path(path), key).get("architectures") or []
+    if kinds and all("ForSequenceClassification" in str(kind) for kind in kinds):
+        raise ModelError(f"{key}: {path} is a {kinds[0]}, which scores and does not speak. Give a language model.")
+
+
 def read_config(folder: Path, key: str) -> dict[str, Any]:
     """config.json as plain values."""
     file = folder / "config.json"

@@ -30,12 +30,10 @@ class DistillObjective:
     tally: Tally
 
     def __call__(self, logits_CV: Tensor, tokens: slice) -> Tensor:
-        far_C = self.target.divergence(logits_CV, tokens)
+        far_C, agreement = self.target.compare(logits_CV, tokens)
         logprobs_CV = torch.log_softmax(logits_CV if self.share else logits_CV.detach(), dim=-1)
         entropy_C = -logprobs_CV.gather(1, self.targets_S[tokens, None]).squeeze(1)
         count = torch.tensor(len(far_C), device=far_C.device)
-        with torch.no_grad():
-            agreement = self.target.agreement(logits_CV, tokens)
         self.tally.add(count, far_C.sum(), entropy_C.sum(), agreement)
         return (1 - self.share) * far_C + self.share * entropy_C if self.share else far_C
 

@@ -38,11 +38,9 @@ _CHUNK_TOKENS = 1024
 class Target(Protocol):
     """What the teachers say of the trained tokens of one micro-batch."""
 
-    def divergence(self, logits_CV: Tensor, tokens: slice) -> Tensor:
-        """How far the student is from it at each of these tokens, differentiable in its logits."""
-
-    def agreement(self, logits_CV: Tensor, tokens: slice) -> Tensor:
-        """How often both would say the same: the sum over these tokens."""
+    def compare(self, logits_CV: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        """How far the student is from it at each of these tokens [C], differentiable in its logits; and at how many of
+        them both would say the same."""
 
 
 class Teachers(Protocol):
@@ -68,17 +66,14 @@ class _WholeTarget:
     heads: tuple[_Head, ...]
     states: tuple[Tensor, ...]  # [S, E] of each teacher
 
-    def divergence(self, logits_CV: Tensor, tokens: slice) -> Tensor:
+    def compare(self, logits_CV: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
         section = self.section
         teacher_CV = self.logprobs(tokens, logits_CV.shape[1])
         student_CV = logits_CV[:, : teacher_CV.shape[1]]
-        return divergence(
+        far_C = divergence(
             section.divergence, student_CV, teacher_CV, temperature=section.temperature, beta=section.jsd_beta
         )
-
-    def agreement(self, logits_CV: Tensor, tokens: slice) -> Tensor:
-        best_C = self.logprobs(tokens, logits_CV.shape[1]).argmax(-1)
-        return (logits_CV.argmax(-1) == best_C).sum()
+        return far_C, (logits_CV.detach().argmax(-1) == teacher_CV.argmax(-1)).sum()
 
     @torch.no_grad()
     def logprobs(self, tokens: slice, vocab_size: int) -> Tensor:
@@ -101,15 +96,13 @@ class _TopTarget:
     ids_SK: Tensor
     logprobs_SK: Tensor
 
-    def divergence(self, logits_CV: Tensor, tokens: slice) -> Tensor:
-        section = self.section
-        return top_k_divergence(
-            section.divergence, logits_CV[:, : self.width], self.ids_SK[tokens], self.logprobs_SK[tokens],
+    def compare(self, logits_CV: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
+        section, ids_CK = self.section, self.ids_SK[tokens]
+        far_C = top_k_divergence(
+            section.divergence, logits_CV[:, : self.width], ids_CK, self.logprobs_SK[tokens],
             temperature=section.temperature, beta=section.jsd_beta,
         )  # fmt: skip
-
-    def agreement(self, logits_CV: Tensor, tokens: slice) -> Tensor:
-        return (logits_CV.argmax(-1) == self.ids_SK[tokens, 0]).sum()  # the largest comes first
+        return far_C, (logits_CV.detach().argmax(-1) == ids_CK[:, 0]).sum()  # the largest comes first
 
 
 class LiveTeachers:
