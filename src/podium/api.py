@@ -26,7 +26,7 @@ from podium.recipe import (
     apply_overrides,
     parse_recipe,
 )
-from podium.recipe.changes import changes
+from podium.recipe.changes import changes, what_matters
 from podium.recipe.pipeline_loading import (
     load_any_recipe,
     overridden,
@@ -37,7 +37,7 @@ from podium.recipe.pipeline_loading import (
 from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
 from podium.spmd.folder import RunFolder, is_pipeline_folder
-from podium.spmd.lineage import NOTE, Prepared, write_note
+from podium.spmd.lineage import NOTE, Prepared, require_what_export_reads, write_note
 from podium.spmd.pipeline_folder import PipelineFolder
 from podium.spmd.showing import show_lines
 
@@ -130,6 +130,7 @@ def export(
     from podium.spmd.export import export_checkpoint
 
     run = _run_to_export(folder, stage)
+    require_what_export_reads(run)
     step = export_checkpoint(run, Path(out), which=which, dtype=dtype, adapter=adapter)
     write_note(run, Path(out), step=step)
     return step
@@ -403,12 +404,11 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
 
 
 def _fingerprints(prepared: Prepared) -> dict[str, str]:
-    """Of the files that a resumed run must find as they were: data, weights, config, tokenizer, chat template and
-    `map` plug-ins."""
+    """Of what a resumed run must find as it was: data, weights, config, tokenizer, new tokens and plug-ins."""
     recipe = prepared.recipe
     # Weights too: references, teachers and the base of an adapter are read again, and are in no checkpoint of the run.
-    read = [each for each in prepared.inputs if each.key.startswith("data.train.") or each.kind == "weights"]
-    found = {each.path: each.fingerprint for each in read}
+    matters = what_matters(recipe)
+    found = {each.path: each.fingerprint for each in prepared.inputs if each.key in matters}
     tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else prepared.model
     files = [prepared.model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
     if recipe.model.chat_template is not None:

@@ -27,7 +27,9 @@ _WHOLE_BYTES = 64 << 20
 _WINDOW_BYTES = 64 << 10
 _NUM_WINDOWS = 66
 # Of a model's folder: what a run reads. Cards, licences and Podium's own note of where it comes from are not.
-_MODEL_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model", ".py")
+_MODEL_SUFFIXES = (
+    ".json", ".safetensors", ".jinja", ".txt", ".model", ".py", ".tiktoken", ".v1", ".v2", ".v3", ".v7", ".v11",
+)  # fmt: skip
 _NOT_THE_MODEL = ("podium.json",)
 _MODULE_PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 _DATA_PATH = re.compile(r"^data\.(train|heldout)\.(\d+)\.path$")

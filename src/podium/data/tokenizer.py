@@ -59,7 +59,7 @@ def listed_tokens(section: NewTokensSection) -> list[str]:
     tokens = list(section.tokens)
     if section.file is not None:
         try:
-            lines = Path(section.file).expanduser().read_text(encoding="utf-8").splitlines()
+            lines = Path(section.file).expanduser().read_text(encoding="utf-8-sig").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise ModelError(
                 f"model.new_tokens.file: {section.file} cannot be read ({error}). Give a UTF-8 text file with one "

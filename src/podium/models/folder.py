@@ -10,7 +10,7 @@ from typing import Any
 from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import ModelError
 
-_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "*.py"]
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.model.v*", "*.tiktoken", "*.jinja", "*.txt", "*.py"]
 
 
 def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -> None:

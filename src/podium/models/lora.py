@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from podium.errors import ModelError
-from podium.models.adapter_folder import ADAPTER_WEIGHTS, require_base, require_peft, write_base
+from podium.models.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_base, require_peft, write_base
 from podium.models.folder import local_folder
 from podium.models.weights import Box, MemoryWeights, WeightSource, is_adapter
 from podium.recipe import ModelSection
@@ -175,7 +175,13 @@ def _config(peft: Any, model: PreTrainedModel, section: LoraSection, *, is_scala
             task_type=task,
         )
     folder = local_folder(section.adapter, KEY)
-    config = peft.PeftConfig.from_pretrained(str(folder))
+    try:
+        config = peft.PeftConfig.from_pretrained(str(folder))
+    except Exception as error:  # from_pretrained raises what its kinds of configs raise
+        raise ModelError(
+            f"{KEY}: peft cannot read {folder / ADAPTER_CONFIG} ({type(error).__name__}: {error}). Save the adapter "
+            "again, with a version of peft that is not newer than this one."
+        ) from error
     _require_plain(peft, config, folder, is_scalar=is_scalar)
     config.lora_dropout, config.inference_mode, config.task_type = section.dropout, False, task
     config.modules_to_save, config.init_lora_weights = None, True
@@ -185,6 +191,10 @@ def _config(peft: Any, model: PreTrainedModel, section: LoraSection, *, is_scala
 def _require_plain(peft: Any, config: Any, folder: Path, *, is_scalar: bool) -> None:
     if not isinstance(config, peft.LoraConfig):
         raise ModelError(f"{KEY}: {folder} is a {config.peft_type} adapter; Podium trains LoRA only.")
+    for name, least in (("r", 1), ("lora_alpha", 0)):
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < least or value == 0:
+            raise ModelError(f"{KEY}: {folder / ADAPTER_CONFIG} has {name} {value!r}, and it must be above 0.")
     used = [name for name in _OTHER_KINDS if getattr(config, name, None)]
     used += [f"bias: {config.bias}"] if config.bias != "none" else []
     if config.init_lora_weights not in _PLAIN_BEGINNINGS:

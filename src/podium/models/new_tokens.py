@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from podium.data.tokenizer import load_tokenizer, without_new_tokens
+from podium.errors import ModelError
 from podium.models.weights import Box, WeightSource
 from podium.recipe import ModelSection
 
@@ -31,10 +32,24 @@ def new_rows(section: ModelSection) -> tuple[NewRow, ...]:
     before, after = load_tokenizer(without_new_tokens(section)), load_tokenizer(section)
     known = before.get_vocab()
     added = sorted((number, token) for token, number in after.get_vocab().items() if token not in known)
+    _require_free(added, known)
     return tuple(
         NewRow(id=number, pieces=tuple(before(token, add_special_tokens=False, verbose=False)["input_ids"]))
         for number, token in added
     )
+
+
+def _require_free(added: Sequence[tuple[int, str]], known: Mapping[str, int]) -> None:
+    """A tokenizer counts its tokens to find the next id. Where its ids have gaps, that may be one that is taken, and a
+    new token would write over the embedding of an old one."""
+    owners = {number: token for token, number in known.items()}
+    for number, token in added:
+        if number in owners:
+            raise ModelError(
+                f"model.new_tokens: the tokenizer gives {token!r} the id {number}, which {owners[number]!r} has "
+                "already: its ids have gaps. Add the tokens to the tokenizer yourself with ids of their own, save it, "
+                "and set model.tokenizer to it."
+            )
 
 
 def grown_vocabulary(section: ModelSection, vocab_size: int) -> int:

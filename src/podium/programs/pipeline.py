@@ -113,6 +113,7 @@ def _run_stage(
     action = decide(_facts(folder, name, prepared, record))
     match action:
         case "skip":
+            _relocate(run, prepared.recipe)
             say(f"unchanged (fingerprint {short(fingerprint)}), not run again")
             return StageOutcome(name=name, done="skipped", fingerprint=fingerprint, result=None)
         case "train":
@@ -130,6 +131,7 @@ def _run_stage(
             say(f"goes on where it was broken off (fingerprint {short(fingerprint)})")
             result = verbs.resume(prepared, run)
         case "export":
+            _relocate(run, prepared.recipe)
             say(f"was trained to its end (fingerprint {short(fingerprint)}), its weights are exported")
             run.update(status="finished", step=prepared.recipe.steps)
         case other:
@@ -162,6 +164,13 @@ def _facts(folder: PipelineFolder, name: str, prepared: Prepared, record: StageR
     )
 
 
+def _relocate(run: RunFolder, recipe: Recipe) -> None:
+    """An export reads the base of an adapter, the tokenizer and new tokens again: from where they are now, if the
+    pipeline or they were moved since. The fingerprint says that they are the same."""
+    if run.recipe_file.is_file() and run.recipe().model != recipe.model:
+        run.write_recipe(run.recipe().model_copy(update={"model": recipe.model}))
+
+
 def _export(folder: PipelineFolder, name: str, record: StageRecord, verbs: Verbs) -> None:
     """The stage is done once its weights are whole and this is written down."""
     out = folder.export(name)
@@ -180,7 +189,9 @@ def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
         was_asked = isinstance(error, KeyboardInterrupt | RunStoppedError)
         status: Literal["stopped", "failed"] = "stopped" if was_asked else "failed"
         with contextlib.suppress(Exception):
-            folder.note(name, replace(folder.record(name), status=status))
+            # A stage that is done stays so: what was broken off here only looked whether it still is what it was.
+            if folder.record(name).status != "done":
+                folder.note(name, replace(folder.record(name), status=status))
             folder.update(status=status)
         # The stage's own advice is to resume it alone; the pipeline goes on from here.
         kept = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]

@@ -18,6 +18,12 @@ _NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 _REFERENCE = re.compile(rf"^\$\{{stage\.({_NAME})\}}$")
 _LIKE_A_REFERENCE = re.compile(r"^\s*\$\{|\$\{\s*stage")
 
+# Where a checkpoint may be named. A reward model is one that scores texts and cannot write any.
+_TAKES_SCORES = re.compile(r"^(reward\.\d+\.model|critic\.path|model\.tokenizer)$")
+_TAKES_LANGUAGE = re.compile(
+    r"^(model\.(path|tokenizer)|critic\.path|teachers\.\d+\.path|algorithm\.kl\.reference|preference\.reference_model)$"
+)
+
 StageName = Annotated[str, StringConstraints(pattern=f"^{_NAME}$")]
 
 
@@ -84,7 +90,7 @@ def reference_problems(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[st
         problems += [(name, key, text) for key, text in _malformed(values)]
         known = []
         for each in references(values):
-            text = _wrong_target(each, name, list(stages))
+            text = _wrong_target(each, name, list(stages)) or _wrong_kind(each, values, stages[each.stage])
             if text is None:
                 known.append(each.stage)
             else:
@@ -139,6 +145,25 @@ def _wrong_target(reference: Reference, own: str, stages: Sequence[str]) -> str 
         return f"there is no stage {target!r}. {hint}"
     if target == own:
         return f"stage {own} cannot begin with its own weights. Name another stage, or a folder or hub id."
+    return None
+
+
+def _wrong_kind(reference: Reference, values: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
+    """A language model where a score is asked for, or the other way round; else it is told after hours, or never."""
+    key, is_scorer = reference.key, target.get("program") == "reward_model"
+    goes_on = key == "model.path" and values.get("program") == "reward_model"
+    if is_scorer and not goes_on and _TAKES_LANGUAGE.match(key) and not _TAKES_SCORES.match(key):
+        return (
+            f"stage {reference.stage} makes a reward model, which scores texts, and a language model is asked for. "
+            "Name another stage, or use it in reward.0.model."
+        )
+    if not is_scorer and re.match(r"^reward\.\d+\.model$", key):
+        return (
+            f"stage {reference.stage} ({target.get('program')}) makes a language model, which has no score. Name a "
+            "stage of program reward_model, or use a teacher."
+        )
+    if not _TAKES_LANGUAGE.match(key) and not _TAKES_SCORES.match(key):
+        return f"${{stage.{reference.stage}}} is a folder of weights, and {key} takes none. Write out what is meant."
     return None
 
 

@@ -199,13 +199,14 @@ def held(path: Path) -> Iterator[None]:
 
 def is_held(path: Path) -> bool:
     """Whether a process runs the folder now."""
-    if not (path / "run.lock").exists():
-        return False
     try:
-        with held(path):
+        with (path / "run.lock").open("r") as file:  # also where nothing can be written
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return False
-    except RunFolderError:
+    except BlockingIOError:
         return True
+    except OSError:
+        return False
 
 
 def write_atomically(path: Path, text: str) -> None:

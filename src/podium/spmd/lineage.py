@@ -15,7 +15,16 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from podium.data.fingerprints import Input, files_fingerprint, recipe_fingerprint, recipe_inputs, text_fingerprint
+from podium.data.fingerprints import (
+    Input,
+    files_fingerprint,
+    folder_fingerprint,
+    recipe_fingerprint,
+    recipe_inputs,
+    text_fingerprint,
+)
+from podium.errors import RunFolderError
+from podium.models.folder import local_folder
 from podium.recipe import Recipe
 from podium.spmd.folder import RunFolder, write_atomically
 
@@ -93,6 +102,28 @@ def write_note(run: RunFolder, out: Path, *, step: int) -> None:
     write_atomically(out / NOTE, json.dumps(note, indent=1))
 
 
+def require_what_export_reads(run: RunFolder) -> None:
+    """Not everything is in a checkpoint: the base of an adapter and the list of new tokens are read again. Raises where
+    they are not what the run was trained with, because the weights would then be of no model that ever was."""
+    model = run.recipe().model
+    known = {each["key"]: each["fingerprint"] for each in inputs_of(run.state().get("lineage", {}))}
+    found: dict[str, tuple[str, str]] = {}
+    if model.lora is not None:
+        found["model.path"] = model.path, folder_fingerprint(local_folder(model.path, "model.path"))
+        if model.lora.adapter is not None:
+            folder = local_folder(model.lora.adapter, "model.lora.adapter")
+            found["model.lora.adapter"] = model.lora.adapter, folder_fingerprint(folder)
+    if model.new_tokens is not None and model.new_tokens.file is not None and Path(model.new_tokens.file).is_file():
+        found["model.new_tokens.file"] = model.new_tokens.file, files_fingerprint([model.new_tokens.file])
+    for key, (path, fingerprint) in found.items():
+        if known.get(key, fingerprint) != fingerprint:
+            raise RunFolderError(
+                f"{key}: {path} is not what {run.path} was trained with (fingerprint {short(fingerprint)}, it was "
+                f"{short(known[key])}), and the checkpoint means nothing without it. Restore it, or set {key} in "
+                f"{run.recipe_file} to where it is now."
+            )
+
+
 def read_note(folder: str | Path) -> dict[str, Any] | None:
     """The lineage of an exported folder; None where there is none that can be read."""
     try:
@@ -102,8 +133,12 @@ def read_note(folder: str | Path) -> dict[str, Any] | None:
     return note if isinstance(note, dict) and note.get("format") == _FORMAT else None
 
 
-def inputs_of(lineage: Mapping[str, Any], kind: str) -> Sequence[Mapping[str, Any]]:
-    return [each for each in lineage.get("inputs", ()) if each["kind"] == kind]
+def inputs_of(lineage: Mapping[str, Any], kind: str | None = None) -> Sequence[Mapping[str, Any]]:
+    """What a run read, of one kind or of all; entries that are not whole are left out."""
+    found = lineage.get("inputs", ()) if isinstance(lineage, Mapping) else ()
+    needed = {"key", "kind", "path", "fingerprint"}
+    whole = [each for each in found if isinstance(each, Mapping) and needed <= each.keys()]
+    return [each for each in whole if kind in (None, each["kind"])]
 
 
 def _version() -> str:

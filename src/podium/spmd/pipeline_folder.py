@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -101,10 +101,16 @@ class PipelineFolder:
     def state(self) -> dict[str, Any]:
         try:
             values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
+            problem = _damage(values)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            problem = str(error)
+        except OSError as error:
+            raise RunFolderError(f"{self._state_file} cannot be read: {error.strerror or error}.") from error
+        if problem is not None:
             raise RunFolderError(
-                f"{self._state_file} is damaged ({error}). Restore it; without it every stage is run again."
-            ) from error
+                f"{self._state_file} is damaged ({problem}). Restore it, or `podium train` the recipe into another "
+                "folder with --set run.name=..."
+            )
         return values
 
     def update(self, **values: Any) -> None:
@@ -134,6 +140,21 @@ class PipelineFolder:
         target = aside / f"{stage}-{number}"
         os.replace(run, target)
         return target
+
+
+def _damage(values: Any) -> str | None:
+    """What is wrong with the content of pipeline.json, or None."""
+    if not isinstance(values, dict):
+        return "it does not hold an object"
+    if not isinstance(values.get("order"), list) or not isinstance(values.get("parents"), dict):
+        return "it does not say which stages there are"
+    stages = values.get("stages", {})
+    known = {field.name for field in fields(StageRecord)}
+    if not isinstance(stages, dict) or not all(
+        isinstance(each, dict) and known >= each.keys() for each in stages.values()
+    ):
+        return "it does not say how the stages stand"
+    return None
 
 
 def _number(path: Path, stage: str) -> int:

@@ -29,8 +29,8 @@ def show_lines(path: Path) -> list[str]:
 
 
 def _run_lines(run: RunFolder) -> list[str]:
-    state, recipe = run.state(), run.recipe()
-    lineage = state.get("lineage", {})
+    state, recipe = _state(run), run.recipe()
+    lineage = _mapping(state.get("lineage"))
     head = [
         f"run: {run.path}",
         f"program: {recipe.program}",
@@ -55,13 +55,13 @@ def _pipeline_lines(folder: PipelineFolder) -> list[str]:
     for name in state["order"]:
         run, record = folder.run(name), folder.record(name)
         begun = run.recipe_file.is_file() and (run.path / "run.json").is_file()
-        steps = f"{_step(run, run.state())}/{run.recipe().steps}" if begun else "-"
+        steps = f"{_step(run, _state(run))}/{run.recipe().steps}" if begun else "-"
         parents = ", ".join(state["parents"].get(name, ())) or "-"
-        program = str(stages[name].get("program"))
+        program = str(stages[name].get("program")) if name in stages else "-"
         rows.append((name, program, record.status, steps, short(record.fingerprint), short(record.weights), parents))
         if begun:
-            state_of_run = run.state()
-            lineage = state_of_run.get("lineage", {})
+            state_of_run = _state(run)
+            lineage = _mapping(state_of_run.get("lineage"))
             facts = [
                 *_code_lines(lineage.get("code", ()), state_of_run.get("versions", {})),
                 *_heldout_lines(run),
@@ -82,7 +82,7 @@ def _facts(note: Mapping[str, Any]) -> list[str]:
 
 def _descent(lineage: Mapping[str, Any], *, deep: bool = True) -> list[str]:
     """What a run read, and for weights that came from another run what that one read, back to the first."""
-    return list(_branch(lineage, lineage.get("ancestors", {}), "", set(), deep=deep))
+    return list(_branch(lineage, _mapping(lineage.get("ancestors")), "", set(), deep=deep))
 
 
 def _branch(
@@ -93,7 +93,7 @@ def _branch(
             weights = each["fingerprint"]
             yield f"{indent}{title} {each['key']}: {each['path']} (fingerprint {short(weights)})"
             maker = ancestors.get(weights) if kind == "weights" else None
-            if maker is None:
+            if not isinstance(maker, Mapping):
                 continue
             again = weights in told
             told.add(weights)
@@ -106,7 +106,8 @@ def _branch(
 
 
 def _code_lines(codes: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> Iterator[str]:
-    told = [f"podium {code['podium']}, source {code['source']}" + _since(code) for code in codes]
+    whole = [code for code in codes if isinstance(code, Mapping)]
+    told = [f"podium {code.get('podium')}, source {code.get('source')}" + _since(code) for code in whole]
     if told:
         yield f"code: {'; '.join(told)}"
     others = [f"{name} {number}" for name, number in versions.items() if name != "podium"]
@@ -116,6 +117,18 @@ def _code_lines(codes: Sequence[Mapping[str, Any]], versions: Mapping[str, str])
 
 def _since(code: Mapping[str, Any]) -> str:
     return f" after step {code['after_step']}" if code.get("after_step") else ""
+
+
+def _state(run: RunFolder) -> Mapping[str, Any]:
+    state: Any = run.state()
+    if not isinstance(state, Mapping):
+        raise RunFolderError(f"{run.path / 'run.json'} is damaged (it does not hold an object). Restore it.")
+    return state
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    """What was noted of a descent may be cut or of another time: what cannot be read is not shown."""
+    return value if isinstance(value, Mapping) else {}
 
 
 def _status(path: Path, state: Mapping[str, Any]) -> str:

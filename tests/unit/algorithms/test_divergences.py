@@ -143,10 +143,10 @@ def test_a_teachers_largest_bound_the_divergence_from_below_and_more_of_them_mor
         top_k_divergence(kind, student_CV, *largest(teacher_CV, k), temperature=1.3, beta=beta) for k in range(1, 8)
     ]
     for fewer_C, more_C in pairwise(bounds):
-        assert (fewer_C <= more_C + 1e-12).all()
+        assert (fewer_C <= more_C + 1e-9).all()  # a rest far below 1 is known to the rounding of 1
     assert (bounds[0] >= -1e-12).all()
     # All but one token leave a rest that is one token.
-    torch.testing.assert_close(bounds[-2], whole_C, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(bounds[-2], whole_C, rtol=1e-8, atol=1e-9)
     torch.testing.assert_close(bounds[-1], whole_C, rtol=1e-12, atol=1e-12)
 
 
