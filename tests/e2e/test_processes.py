@@ -15,6 +15,7 @@ from helpers.workspace import Workspace
 HELDOUT = {"heldout": [{"path": "heldout.jsonl"}]}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_two_ranks_train_as_one_and_their_run_goes_on_with_one(workspace: Workspace) -> None:
     generation = {"prompts": 3, "max_new_tokens": 3, "score": "exact_match"}
