@@ -404,11 +404,13 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
 
 
 def _fingerprints(prepared: Prepared) -> dict[str, str]:
-    """Of what a resumed run must find as it was: data, weights, config, tokenizer, new tokens and plug-ins."""
+    """Of what a resumed run must find as it was: data with its `map`, weights, config, tokenizer, new tokens."""
     recipe = prepared.recipe
     # Weights too: references, teachers and the base of an adapter are read again, and are in no checkpoint of the run.
+    # Code of rewards and environments may be mended: what it raised is often why a run is resumed.
     matters = what_matters(recipe)
-    found = {each.path: each.fingerprint for each in prepared.inputs if each.key in matters}
+    read = [each for each in prepared.inputs if each.key in matters]
+    found = {each.path: each.fingerprint for each in read if each.kind != "code" or each.key.startswith("data.")}
     tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else prepared.model
     files = [prepared.model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
     if recipe.model.chat_template is not None:
