@@ -44,6 +44,7 @@ def test_only_the_owner_reaches_new_workers_before_their_state_is_back(open_clus
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@pytest.mark.slow
 def test_a_recovery_waits_for_nobody_beyond_its_deadline(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)

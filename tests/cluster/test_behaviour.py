@@ -678,6 +678,7 @@ def _none() -> np.ndarray:
     return np.zeros(0, np.int64)
 
 
+@pytest.mark.slow
 def test_a_thousand_steps_need_no_more_memory_than_a_hundred(open_cluster: Opener) -> None:
     """A step makes two blocks of 13 bytes · 8000 tokens = 104 kB: without freeing, 208 MB would pile up."""
 

@@ -81,6 +81,7 @@ class PairGenerator(Summer):
             yield Computed(rows=make_block(request.ids.take(np.array([position]))))
 
 
+@pytest.mark.slow
 def test_a_data_rank_of_two_workers_streams_from_its_source(open_on_ray: Opener) -> None:
     layout = Layout(
         pools=(Pool(name="pair", slots=2),),

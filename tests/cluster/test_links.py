@@ -44,6 +44,7 @@ async def kill(workers: Workers, role: str, rank: int) -> None:
     assert died.worker.index == rank
 
 
+@pytest.mark.slow
 def test_a_link_carries_weights_between_pools_and_is_renewed_with_either(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, generator = workers.role("policy", Summer), workers.role("generator", Summer)

@@ -121,6 +121,7 @@ async def stored(policy: RoleGroup[Policy], parcel: ByStore) -> ByStore:
     return replace(parcel, stored=tuple(references[number] for number in range(len(parcel.buckets))))
 
 
+@pytest.mark.slow
 def test_store_and_files_carry_weights_on_any_cluster(open_cluster: Opener, folder: Path, tmp_path: Path) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, generator = workers.role("policy", Policy), workers.role("generator", Generator)

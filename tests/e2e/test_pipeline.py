@@ -103,6 +103,7 @@ def test_a_stage_begins_with_what_the_one_before_made_and_is_not_run_again(works
     assert before == ((runs / "a" / "run.json").stat().st_mtime_ns, (runs / "b" / "metrics.jsonl").stat().st_mtime_ns)
 
 
+@pytest.mark.slow
 def test_what_changed_is_run_again_with_all_that_depends_on_it_and_nothing_else(workspace: Workspace) -> None:
     stages = {
         "a": {"model": str(workspace.model), "steps": 2},

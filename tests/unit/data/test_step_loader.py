@@ -103,6 +103,7 @@ def test_a_loader_resumed_after_any_step_gives_exactly_the_steps_that_follow(fol
         assert [shown(step) for step in resumed] == [shown(step) for step in unbroken[cut + 1 :]]
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_and_the_prefetch_change_nothing(folder):
     spec = spec_of(folder)
     with open_loader(spec) as inline, open_loader(spec, workers=2, prefetch=5) as pooled:
@@ -165,6 +166,7 @@ def test_a_missing_tokenizer_reaches_the_consumer(folder, tmp_path):
         next(loader)
 
 
+@pytest.mark.slow
 def test_closing_ends_the_thread_and_the_workers(folder):
     for workers in (0, 2):
         loader = open_loader(spec_of(folder), workers=workers, prefetch=1)
