@@ -17,7 +17,7 @@ from podium.recipe import parse_recipe
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "arithmetic"
 PROMPTS = 300
-# Two runs of one method differ by some 2 points here; the base is at 27 %.
+# Of 300 answers one point is three. Seen with one seed: base 27, full fine-tuning 83.3, rank 16 85.3 (other rates).
 A_FEW_POINTS = 0.06
 
 

@@ -94,8 +94,8 @@ def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]
     """Whole conversations: they part at the last turn, and what comes before it is the prompt of both."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
-            f"{row.where}: `chosen` and `rejected` are text without a `prompt`, so where the completion begins cannot "
-            "be told. Give a `prompt` column, or lists of messages."
+            f"{row.where}: `chosen` or `rejected` is text where a whole conversation is needed, so where the "
+            "completion begins cannot be told. Give a `prompt` column with two texts, or two lists of messages."
         )
     first, second = parse_messages(chosen, "chosen", row), parse_messages(rejected, "rejected", row)
     if first[:-1] != second[:-1]:
@@ -110,8 +110,8 @@ def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]
     for name, messages in (("chosen", first), ("rejected", second)):
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             raise DataError(
-                f"{row.where}: `{name}` must end with an assistant turn that answers what comes before it (there is no "
-                "`prompt` column). Give both, or a `prompt`."
+                f"{row.where}: `{name}` is a whole conversation and must end with an assistant turn that answers what "
+                "comes before it. Give both, or completions alone beside a `prompt`."
             )
     return first[:-1], first[-1:], second[-1:]
 
