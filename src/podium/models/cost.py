@@ -91,6 +91,11 @@ def _active_share(config: object) -> float:
     return active / experts if experts and active else 1.0
 
 
+def has_experts(model: PreTrainedModel) -> bool:
+    """Whether some layers give each token to a choice of experts: only some tokens of a batch meet in one product."""
+    return any(".experts" in name or parameter.dim() > 2 for name, parameter in model.named_parameters())
+
+
 def layer_windows(config: object) -> tuple[int | None, ...]:
     """The sliding window of each layer by its config; None: sees all that came before."""
     layers: int = config.num_hidden_layers  # type: ignore[attr-defined]

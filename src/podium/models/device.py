@@ -6,7 +6,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +48,16 @@ class CpuSettings:
 
     def __str__(self) -> str:
         return f"{self.threads} thread{'s' if self.threads > 1 else ''} with oneDNN {'on' if self.onednn else 'off'}"
+
+
+@contextmanager
+def onednn_off() -> Iterator[None]:
+    """Inside, products on CPU do not go through oneDNN. For the whole process: nothing else may compute meanwhile."""
+    was_on = torch.backends.mkldnn.set_flags(False)[0]
+    try:
+        yield
+    finally:
+        torch.backends.mkldnn.set_flags(was_on)
 
 
 def choose_cpu_settings(

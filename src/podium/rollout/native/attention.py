@@ -3,6 +3,12 @@
 
 One forward holds the newest token of every answer and pieces of prompts. Each layer first writes the keys and values of
 all of them into its pages and then attends over the pages.
+
+On CPU what a token sees decides its result, to the last bit, and nothing else does: not what runs beside it, not where
+it lies in memory, not whether it is prefilled or decoded. Kernels round otherwise in two places, and the shapes that
+they are given here avoid both: a product of a single row is computed by another routine (so there are never fewer than
+two query rows, nor one row left over behind a block), and elements behind the last whole vector by another exponential
+(so keys come in whole vectors, the surplus ones masked).
 """
 
 # T tokens of this forward · N rows · H query heads · K key-value heads · E head width
@@ -17,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from podium.models.attention import plain_attention, varlen_attention
-from podium.rollout.native.cache import LayerCache
+from podium.rollout.native.cache import KEY_MULTIPLE, LayerCache
+
+# Query rows of one call. Torch's fused kernel works on blocks of 32 and more rows, so an even count leaves two or none
+# behind the last block. Written-out attention takes a naive product below some 400 multiplications; four rows of 16
+# keys are above that for any head of 7 or more.
+_FUSED_ROWS = 2
+_PLAIN_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,7 @@ class CachedStep:
     lengths_N: Tensor | None = None  # of the rows of the slot runs, this forward's token included
     pieces: Sequence[Piece] = ()
     packed: PackedPieces | None = None
+    repeats: Tensor | None = None  # tokens of the forward behind `page_T`: which of the others each one repeats
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)  # shared by the layers
     places: dict[int, Tensor] = field(default_factory=dict)
 
@@ -88,7 +101,10 @@ class CachedStep:
             outs.append(self._of_packed(layer, query, key, value, self.packed, scaling, window))
         else:
             outs.extend(self._of_piece(layer, query, piece, scaling, window, softcap, sinks) for piece in self.pieces)
-        return (outs[0] if len(outs) == 1 else torch.cat(outs)).unsqueeze(0)
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        if self.repeats is not None:
+            out = torch.cat([out, out.index_select(0, self.repeats)])
+        return out.unsqueeze(0)
 
     def _write(self, store: Tensor, fresh: Tensor) -> None:
         heads = store.shape[1]
@@ -98,7 +114,8 @@ class CachedStep:
             page_and_head = self.page_T[:, None] * heads + torch.arange(heads, device=self.page_T.device)
             place = (page_and_head * store.shape[2] + self.offset_T[:, None]).flatten()
             self.places[heads] = place
-        store.view(-1, store.shape[-1]).index_copy_(0, place, fresh[0].transpose(0, 1).reshape(-1, fresh.shape[-1]))
+        values = fresh[0, :, : len(self.page_T)].transpose(0, 1)
+        store.view(-1, store.shape[-1]).index_copy_(0, place, values.reshape(-1, fresh.shape[-1]))
 
     def _of_slots(
         self,
@@ -114,21 +131,24 @@ class CachedStep:
         heads, shared = query.shape[1], layer.keys.shape[1]
         q = query[0, :, run.first : run.first + run.count].transpose(0, 1)
         slots = slice(run.first_slot, run.first_slot + run.count)
-        k, v = layer.keys[slots, :, : run.longest], layer.values[slots, :, : run.longest]
+        keys = min(whole_vectors(run.longest), layer.keys.shape[2])
+        k, v = layer.keys[slots, :, :keys], layer.values[slots, :, :keys]
         if softcap is None and sinks is None:
-            q = q.reshape(run.count, shared, heads // shared, q.shape[-1])
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._slot_mask(run, window), scale=scaling)
-            return out.reshape(run.count, heads, v.shape[-1])
-        visible = self._slot_mask(run, window) == 0
-        return plain_attention(q.unsqueeze(2), k, v, visible, scaling=scaling, softcap=softcap, sinks=sinks).squeeze(2)
+            group = heads // shared
+            q = _whole_rows(q.reshape(run.count, shared, group, q.shape[-1]), _FUSED_ROWS)
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._slot_mask(run, keys, window), scale=scaling)
+            return out[:, :, :group].reshape(run.count, heads, v.shape[-1])
+        visible = self._slot_mask(run, keys, window) == 0
+        q = _whole_rows(q.unsqueeze(2), _PLAIN_ROWS)
+        return plain_attention(q, k, v, visible, scaling=scaling, softcap=softcap, sinks=sinks)[:, :, 0]
 
-    def _slot_mask(self, run: SlotRun, window: int | None) -> Tensor:
+    def _slot_mask(self, run: SlotRun, keys: int, window: int | None) -> Tensor:
         """[N, 1, 1, keys]: 0 where a row sees, -inf where it does not."""
         known = self.masks.get((run.first, run.count, window))
         if known is None:
             assert self.lengths_N is not None
             length = self.lengths_N[run.first : run.first + run.count, None]
-            at = torch.arange(run.longest, device=length.device)
+            at = torch.arange(keys, device=length.device)
             hidden = at >= length
             if window is not None:
                 hidden |= at < length - window
@@ -152,7 +172,46 @@ class CachedStep:
     ) -> Tensor:
         """Some tokens of one sequence -> [T, H, E]."""
         q = query[:, :, piece.first : piece.first + piece.count]
-        k, v = (_sequence(store, piece) for store in (layer.keys, layer.values))
+        plain = softcap is not None or sinks is not None
+        if q.is_cuda:  # fused kernels there mask by themselves
+            return self._of_piece_on_cuda(layer, q, piece, scaling, window, softcap, sinks)
+        q = _whole_rows(q, _PLAIN_ROWS if plain else _FUSED_ROWS)
+        keys = whole_vectors(piece.length)
+        k, v = (_sequence(store, piece, keys) for store in (layer.keys, layer.values))
+        mask = self._piece_mask(piece, q.shape[2], keys, window)
+        if plain:
+            out = plain_attention(q, k, v, mask == 0, scaling=scaling, softcap=softcap, sinks=sinks)
+        else:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out[0, :, : piece.count].transpose(0, 1)
+
+    def _piece_mask(self, piece: Piece, rows: int, keys: int, window: int | None) -> Tensor:
+        """[rows, keys] for the last tokens of a sequence: 0 where one sees, -inf where it does not. Surplus rows see
+        what the last one sees."""
+        known = self.masks.get((piece.first, rows, window))
+        if known is None:
+            at = torch.arange(piece.length - piece.count, piece.length - piece.count + rows).clamp_(
+                max=piece.length - 1
+            )
+            distance = at[:, None] - torch.arange(keys)[None, :]
+            hidden = (distance < 0) if window is None else (distance < 0) | (distance >= window)
+            known = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
+            self.masks[(piece.first, rows, window)] = known
+        return known
+
+    def _of_piece_on_cuda(
+        self,
+        layer: LayerCache,
+        q: Tensor,
+        piece: Piece,
+        scaling: float | None,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        k, v = (_sequence(store, piece, piece.length) for store in (layer.keys, layer.values))
         whole = piece.count == piece.length and (window is None or piece.length <= window)
         if softcap is None and sinks is None:
             mask = None if whole or _sees_all(piece, window) else _trailing_mask(piece, window, q.device)
@@ -190,13 +249,28 @@ class CachedStep:
         )
 
 
-def _sequence(store: Tensor, piece: Piece) -> Tensor:
-    """[1, K, length, E] of one sequence: a view of its slot, or its pages one after the other."""
-    if len(piece.pages) == 1:
+def whole_vectors(keys: int) -> int:
+    """So many keys that the widest vectors have no rest."""
+    return -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+def _whole_rows(query: Tensor, multiple: int) -> Tensor:
+    """[..., rows, E] with the last row repeated until the rows are a multiple."""
+    missing = -query.shape[-2] % multiple
+    if not missing:
+        return query
+    last = query[..., -1:, :]
+    return torch.cat([query, last.expand(*last.shape[:-2], missing, last.shape[-1])], dim=-2)
+
+
+def _sequence(store: Tensor, piece: Piece, keys: int) -> Tensor:
+    """[1, K, keys, E] of one sequence: a view of its slot, or its pages one after the other."""
+    if len(piece.pages) == 1 and keys <= store.shape[2]:
         page = int(piece.pages[0])
-        return store[page : page + 1, :, : piece.length]
+        return store[page : page + 1, :, :keys]
     pages = store[piece.pages].transpose(0, 1)
-    return pages.reshape(1, store.shape[1], -1, store.shape[-1])[:, :, : piece.length]
+    found = pages.reshape(1, store.shape[1], -1, store.shape[-1])[:, :, :keys]
+    return F.pad(found, (0, 0, 0, keys - found.shape[2])) if found.shape[2] < keys else found
 
 
 def _sees_all(piece: Piece, window: int | None) -> bool:

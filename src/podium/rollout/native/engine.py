@@ -389,7 +389,7 @@ class NativeEngine:
 
     def _distrust(self, row: int) -> None:
         """Of a row that has drawn nothing yet it is not known whether what it computed are numbers."""
-        if self._sizes.slots and self._rows.known_R[row] == self._rows.seated_R[row]:
+        if self._device.type == "cpu" and self._rows.known_R[row] == self._rows.seated_R[row]:
             self._disown(row)
 
     def _end_at_strings(self, rows_B: Rows) -> None:

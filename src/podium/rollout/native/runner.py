@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Literal, Protocol
@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from podium.data.documents import Tokens
 from podium.models.causal_lm import PackedCausalLM
+from podium.models.cost import has_experts
+from podium.models.device import onednn_off
 from podium.models.head import next_token_scores
 from podium.rollout.native.attention import CachedStep, PackedPieces, Piece, SlotRun
 from podium.rollout.native.cache import KVCache
@@ -78,8 +80,19 @@ class Known:
         return self.draws
 
 
+# On CPU a matrix product rounds a row in the same way whatever other rows it has, but for small counts, which go to
+# routines of their own: one row always, up to eight where oneDNN multiplies large matrices. And elementwise kernels
+# compute what is left behind the last whole vector of a tensor with other functions: whole vectors of rows leave none.
+_CPU_ROWS = 16
+
+
 class EagerRunner:
-    """Feeds and draws in one go; its results are known when `run` returns."""
+    """Feeds and draws in one go; its results are known when `run` returns.
+
+    On CPU the numbers of a token do not depend on what is fed beside it: some rows are computed again until their count
+    is one for which kernels do the same for every row. The experts of a mixture may get any number of tokens, so there
+    every token is fed twice (no expert sees a single one) and oneDNN, which has routines for other small numbers too,
+    is off."""
 
     lag = 0
 
@@ -96,6 +109,8 @@ class EagerRunner:
     ) -> None:
         self._model, self._cache, self._rows, self._draws, self._device = model, cache, rows, draws, device
         self._slots = slots
+        self._row_multiple = _CPU_ROWS if device.type == "cpu" else 1
+        self._feeds_twice = device.type == "cpu" and has_experts(model.hf)
         self._layers = {id(module): layer for module, layer in zip(modules, cache.layers, strict=True)}
         self._segments: tuple[bytes, list[Segment]] = (b"", [])
 
@@ -115,12 +130,14 @@ class EagerRunner:
         """Nothing is held."""
 
     def forward(self, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
-        """Float32 logits [B, V] of the rows that draw: the decode rows, then the chunks that reach their end."""
+        """Float32 logits of the rows that draw: the decode rows, then the chunks that reach their end; then `_repeats`
+        of these."""
         rows = self._rows
         at_N = rows.fed_R[decode] - 1
         parts = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
         row_T = np.concatenate([decode, *(np.full(c.stop - c.start, c.row) for c in chunks)])
         position_T = np.concatenate([at_N, *parts])
+        repeats = self._repeats(len(row_T), twice=self._feeds_twice)
         step = CachedStep(
             layers=self._layers,
             page_T=self.moved(rows.pages_RM[row_T, position_T // rows.page_tokens]),
@@ -129,34 +146,55 @@ class EagerRunner:
             lengths_N=self.moved(at_N + 1),
             pieces=self._pieces(decode, chunks),
             packed=self._packed(chunks) if self._device.type == "cuda" and chunks and not len(decode) else None,
+            repeats=self.moved(repeats) if len(repeats) else None,
         )
-        # Compiled layers would be compiled again for every shape that a step can have.
-        with torch.compiler.set_stance("force_eager") if self._device.type == "cuda" else nullcontext():
+        fed = np.concatenate([np.arange(len(row_T)), repeats])
+        with self._kernels():
             out = self._model.hf.get_decoder()(
-                input_ids=self.moved(rows.tokens_RL[row_T, position_T].astype(np.int64))[None],
-                position_ids=self.moved(position_T)[None],
+                input_ids=self.moved(rows.tokens_RL[row_T, position_T].astype(np.int64)[fed])[None],
+                position_ids=self.moved(position_T[fed])[None],
                 use_cache=False,
                 packing=step,
             )
-        hidden = out.last_hidden_state[0]
         ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
         reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.draws]
-        if len(reached) < len(hidden) - len(decode):
-            drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])
-            hidden = hidden.index_select(0, self.moved(drawing))
+        drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])
+        return self._logits(out.last_hidden_state[0], drawing)
+
+    def _kernels(self) -> AbstractContextManager[None]:
+        """Compiled layers would be compiled again for every shape that a step can have."""
+        if self._device.type == "cuda":
+            return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
+        if self._feeds_twice:
+            return onednn_off()
+        return nullcontext()
+
+    def _logits(self, hidden: Tensor, drawing: Rows) -> Tensor:
+        """Of these rows of a forward."""
+        chosen = np.concatenate([drawing, drawing[self._repeats(len(drawing))]])
+        if len(chosen) != len(hidden) or (chosen != np.arange(len(hidden))).any():
+            hidden = hidden.index_select(0, self.moved(chosen))
         return next_token_scores(hidden, self._model.head_weight, self._model.head_spec)
 
+    def _repeats(self, count: int, *, twice: bool = False) -> Rows:
+        """Which of `count` rows are computed again beside them, so that their numbers do not depend on the count."""
+        missing = count if twice else 0
+        missing += -(count + missing) % self._row_multiple
+        return np.arange(missing, dtype=np.int64) % max(count, 1)
+
     def draw(self, logits_BV: Tensor, rows: Rows) -> Drawn:
-        """One token for each of these rows."""
-        table = self._draws
+        """One token for each of these rows. `logits_BV` as `forward` gives them."""
+        table, count = self._draws, len(rows)
+        rows = np.concatenate([rows, rows[self._repeats(count)]])
         # The token's own place in its sequence keys the stream. `length` counts the token that is being drawn.
         position_B = self._rows.length_R[rows] - 1
-        return draw(
+        drawn = draw(
             logits_BV,
             self.moved(table.temperature_R[rows]),
             self.moved(uniforms_on_host(table.key_R[rows], position_B)),
-            self.narrowings(rows),
+            self.narrowings(rows[:count]),
         )
+        return Drawn(drawn.tokens_B[:count], drawn.logprobs_B[:count])
 
     def narrowings(self, rows: Rows) -> list[Narrowing]:
         """For the rows of a step that do not draw from the plain distribution."""
@@ -175,7 +213,7 @@ class EagerRunner:
                     num_new=length - int(table.prompt_R[row]),
                 )
             )
-        return found
+        return found + [found[at] for at in self._repeats(len(found))]
 
     def _slot_runs(self, decode: Rows, lengths_N: Rows) -> list[SlotRun]:
         if not self._slots or not len(decode):

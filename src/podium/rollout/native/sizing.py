@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from podium.errors import RolloutError
 from podium.recipe import RolloutSection
+from podium.rollout.native.cache import KEY_MULTIPLE
 
 GIB = 1 << 30
 _CUDA_SHARE = 0.8
@@ -44,6 +45,8 @@ def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cud
         page, slots = min(_CPU_PAGE, max_length), False
     # The kernel reads tiles that lie in one page each.
     page = max(16, 1 << (page - 1).bit_length()) if cuda else min(page, max_length)
+    if slots:  # attention reads keys in whole vectors
+        page = -(-page // KEY_MULTIPLE) * KEY_MULTIPLE
     num_pages = budget // (page * token_bytes)
     if slots:
         running = min(running, num_pages)
