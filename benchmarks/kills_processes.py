@@ -70,19 +70,17 @@ class ProcessFamily:
                 hit(process.pid, signal.SIGKILL)
             time.sleep(_LOOK_S)
 
-    def candidates(self, victim: str) -> list[Process]:
-        """Processes that are this victim now, in an order that does not depend on their ids."""
+    def by_victim(self) -> dict[str, list[Process]]:
+        """Processes of each kind of victim, in an order that does not depend on their ids."""
         living = {process.pid: process for process in self.living()}
-        if victim == "controller":
-            return [living[self.leader]] if self.leader in living else []
-        if victim in _DAEMONS:
-            return [process for process in living.values() if process.program == victim]
         names = self._actor_names()
-        if victim == "worker":
-            return [each for each in living.values() if each.is_ray_worker and each.pid not in names]
-        pool = _POOLS[victim]
-        mine = sorted((name, pid) for pid, name in names.items() if name.startswith(f"{pool}["))
-        return [living[pid] for _, pid in mine if pid in living]
+        found = {daemon: [each for each in living.values() if each.program == daemon] for daemon in _DAEMONS}
+        found["controller"] = [living[self.leader]] if self.leader in living else []
+        found["worker"] = [each for each in living.values() if each.is_ray_worker and each.pid not in names]
+        by_name = sorted((name, pid) for pid, name in names.items() if pid in living)
+        for victim, pool in _POOLS.items():
+            found[victim] = [living[pid] for name, pid in by_name if name.startswith(f"{pool}[")]
+        return found
 
     def _actor_names(self) -> dict[int, str]:
         """Ray notes in the log of every worker what its actor calls itself, as soon as it is built."""

@@ -32,6 +32,8 @@ MOST_ATTEMPTS = 4
 _READY = re.compile(r"^devices:", re.MULTILINE)
 _STEP = re.compile(r"^step +\d+/", re.MULTILINE)
 _ADVICE = re.compile(r"podium (resume|train)")
+# Tracebacks, and lines of Ray's own log.
+_RAW = re.compile(r"Traceback|\((raylet|gcs_server)\)|^\[[^]]+ [EWFC] \d+", re.MULTILINE)
 # Metrics that hold times, or the room that others left.
 _TIMES = ("_s", "mfu", "per_s", "cache_used")
 
@@ -141,9 +143,9 @@ class Bench:
         with self._started("train", layout, place) as command:
             while not command.ended:
                 self._check(command.age_s < self.limits.end_s, f"the unbroken run of {layout}", command)
-                for victim in victims:
-                    if victim not in appeared_s and command.family.candidates(victim):
-                        appeared_s[victim] = command.age_s
+                if len(appeared_s) < len(victims):
+                    there = {victim for victim, found in command.family.by_victim().items() if found}
+                    appeared_s |= dict.fromkeys(there - appeared_s.keys(), command.age_s)
                 ready_s = ready_s or (command.age_s if command.reached(0) else 0.0)
                 done = len(_STEP.findall(command.text))
                 step_at = [at or (command.age_s if done >= step > 0 else 0.0) for step, at in enumerate(step_at)]
@@ -216,7 +218,7 @@ class Bench:
             end_s=None if done is None else ended - done.at,
             named=names_victim(trial.victim).search(said) is not None if expected else None,
             advised=_ADVICE.search(said) is not None if expected else None,
-            raw="Traceback" in said if expected else None,
+            raw=_RAW.search(said) is not None if expected else None,
             left=tuple(process.title[:60] for process in left) if in_time else (),
             gone_s=gone_s,
         )
@@ -227,7 +229,7 @@ class Bench:
         found: list[Process] = []
 
         def there() -> bool:
-            found[:] = command.family.candidates(trial.victim)
+            found[:] = command.family.by_victim()[trial.victim]
             return bool(found) or command.ended
 
         if moment.steps is None:

@@ -69,7 +69,7 @@ class Attempt:
     end_s: float | None  # from the hit to the end of the command, finished or not
     named: bool | None  # the error names the victim; None where no error was to be expected
     advised: bool | None  # the error says how to go on
-    raw: bool | None  # the output has a traceback
+    raw: bool | None  # the output has a traceback or lines of Ray's log
     left: tuple[str, ...]  # processes that were still there some seconds after the end
     gone_s: float  # from the end of the command to the end of its last process
 
@@ -168,7 +168,7 @@ def _trial(seed: int, number: int, layout: str, victim: str, signal: SignalName)
 
 _HEADINGS = (
     "layout", "victim", "trials", "hits", "s to end, median", "worst", "hangs", "processes left", "healed",
-    "weights equal", "ledger equal", "exit codes", "error names victim", "says how to go on", "tracebacks",
+    "weights equal", "ledger equal", "exit codes", "error names victim", "says how to go on", "raw output",
 )  # fmt: skip
 
 
