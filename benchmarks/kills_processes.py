@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_POOLS = {"learner": "train", "generator": "rollout", "grader": "graders", "runner": "runners"}
+POOLS = {"learner": "train", "generator": "rollout", "grader": "graders", "runner": "runners"}
 _DAEMONS = ("raylet", "gcs_server")
 _ACTOR_NAME = re.compile(r"^:actor_name:(.*)$", re.MULTILINE)
 _LOOK_S = 0.02
@@ -33,8 +33,9 @@ class Process:
 
     @property
     def is_ray_worker(self) -> bool:
-        """Also before it has given itself a title."""
-        return self.title.startswith(("ray::IDLE", "ray::Worker")) or "default_worker.py" in self.title
+        """Also before it has given itself a title. The raylet has the same script among its arguments."""
+        untitled = self.program.startswith("python") and "default_worker.py" in self.title
+        return untitled or self.title.startswith(("ray::IDLE", "ray::Worker"))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,7 +79,7 @@ class ProcessFamily:
         found["controller"] = [living[self.leader]] if self.leader in living else []
         found["worker"] = [each for each in living.values() if each.is_ray_worker and each.pid not in names]
         by_name = sorted((name, pid) for pid, name in names.items() if pid in living)
-        for victim, pool in _POOLS.items():
+        for victim, pool in POOLS.items():
             found[victim] = [living[pid] for name, pid in by_name if name.startswith(f"{pool}[")]
         return found
 
@@ -124,8 +125,8 @@ def wait_until(happened: Callable[[], bool], until: float) -> bool:
 
 def names_victim(victim: str) -> re.Pattern[str]:
     """What an error must contain to name the victim."""
-    if victim in _POOLS:
-        return re.compile(rf"\b{_POOLS[victim]}\[\d|\b{victim}", re.IGNORECASE)
+    if victim in POOLS:
+        return re.compile(rf"\b{POOLS[victim]}\[\d|\b{victim}", re.IGNORECASE)
     words = {"raylet": r"raylet|\bnode\b", "gcs_server": r"gcs|head", "worker": r"worker|\w\[\d"}
     return re.compile(words[victim], re.IGNORECASE)
 

@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from kills_processes import Process, ProcessFamily, hit, names_victim, wait_until
+from kills_processes import POOLS, Process, ProcessFamily, hit, names_victim, wait_until
 from kills_task import STEPS, Task
 from kills_trials import CONTROL, VICTIMS, Attempt, Moment, Row, Trial, cells
 
@@ -77,7 +77,10 @@ class Unbroken:
     def delay_s(self, victim: str, moment: Moment) -> float:
         """How long to wait after the event of a moment."""
         if moment.steps is None:
-            return moment.share * max(0.0, self.ready_s - self.appeared_s.get(victim, self.ready_s))
+            until = self.ready_s
+            if victim == "worker":  # is one only until it has a role
+                until = max(at for role, at in self.appeared_s.items() if role in POOLS)
+            return moment.share * max(0.0, until - self.appeared_s.get(victim, until))
         return moment.share * (self.closing_s if moment.steps >= STEPS else self.step_s)
 
 

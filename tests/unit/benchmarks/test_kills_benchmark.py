@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import kills
-from kills_processes import ProcessFamily, hit, names_victim
+from kills_processes import Process, ProcessFamily, hit, names_victim
 from kills_reward import digits
 from kills_run import Numbers, Unbroken, numbers_of
 from kills_task import LAYOUTS, STEPS, Task, recipe
@@ -89,11 +89,13 @@ def test_moments_cover_start_up_every_step_and_the_end() -> None:
 
 
 def test_a_delay_is_a_share_of_what_the_unbroken_run_took() -> None:
+    appeared_s = {"worker": 10.0, "grader": 12.0, "learner": 11.0}
     unbroken = Unbroken(
-        layout="split", appeared_s={"grader": 12.0}, ready_s=20.0, step_s=0.2, closing_s=3.0, wall_s=30.0,
+        layout="split", appeared_s=appeared_s, ready_s=20.0, step_s=0.2, closing_s=3.0, wall_s=30.0,
         numbers=Numbers(weights="", ledger=[], metrics={}),
     )  # fmt: skip
     assert unbroken.delay_s("grader", Moment(steps=None, share=0.25)) == 2.0
+    assert unbroken.delay_s("worker", Moment(steps=None, share=0.25)) == 0.5  # until all have a role
     assert unbroken.delay_s("grader", Moment(steps=4, share=0.5)) == 0.1
     assert unbroken.delay_s("grader", Moment(steps=STEPS, share=0.5)) == 1.5
 
@@ -173,6 +175,34 @@ def test_a_process_that_left_its_session_is_found_by_its_environment_and_ended(t
         for process in (stray, other):
             hit(process.pid, signal.SIGKILL)
             process.wait(10)
+
+
+def test_processes_are_told_apart_by_what_they_call_themselves_and_by_rays_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    titles = {
+        1: "/bin/python -m podium train x.yaml",
+        2: "/ray/gcs/gcs_server --port=0",
+        3: "/ray/raylet/raylet --python_worker_command=/bin/python /ray/default_worker.py --x",
+        4: "ray::Worker.perform",
+        5: "ray::Worker",
+        6: "ray::IDLE",
+        7: "/bin/python /ray/default_worker.py --node-ip-address=127.0.0.1",
+        8: "ray::DashboardAgent",
+        9: "ray::Worker.__init__",
+    }
+    logs = tmp_path / "ray" / "session_latest" / "logs"
+    logs.mkdir(parents=True)
+    for pid, names in {4: ("Worker", "train[1]#0"), 5: ("Worker", "train[0]#0"), 9: ("Worker",)}.items():
+        said = "".join(f":actor_name:{name}\n" for name in names)
+        (logs / f"worker-ab12-ffff-{pid}.out").write_text(f":job_id:01\n{said}")
+    living = [Process(pid=pid, title=title) for pid, title in titles.items()]
+    monkeypatch.setattr(ProcessFamily, "living", lambda self: living)
+    found = ProcessFamily(ray_folder=tmp_path, leader=1).by_victim()
+    assert {victim: [process.pid for process in some] for victim, some in found.items()} == {
+        "controller": [1], "gcs_server": [2], "raylet": [3], "learner": [5, 4], "generator": [], "grader": [],
+        "runner": [], "worker": [6, 7, 9],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
