@@ -287,15 +287,28 @@ class Bench:
 
 
 def numbers_of(run: Path) -> Numbers:
-    """What a run folder says of its run. Attempts are left out of the ledger: a retried episode is the same episode."""
-    weights = hashlib.sha256()
-    for file in sorted((run / "checkpoints" / f"step-{STEPS:08d}").glob("rank-*.safetensors")):
-        weights.update(file.read_bytes())
+    """What a run folder says of its run."""
+    return Numbers(weights=weights_of(run), ledger=ledger_of(run), metrics=metrics_of(run))
+
+
+def weights_of(run: Path) -> str:
+    """Of the last step's checkpoints: the policy's, a critic's, a refreshed reference's; optimizer state included."""
+    every = hashlib.sha256()
+    for kind in ("checkpoints", "critic", "reference"):
+        for file in sorted((run / kind / f"step-{STEPS:08d}").glob("rank-*.safetensors")):
+            every.update(file.read_bytes())
+    return every.hexdigest()
+
+
+def ledger_of(run: Path) -> list[list[Any]]:
+    """Every episode; none of a run without a ledger. Attempts are left out: a retried episode is the same episode."""
+    if not (run / "episodes.sqlite").exists():
+        return []
     with closing(sqlite3.connect(run / "episodes.sqlite")) as ledger_file:
-        ledger = ledger_file.execute(
+        rows = ledger_file.execute(
             "SELECT draw, sample, branch, step, state, finish, version, tokens, reward FROM episodes ORDER BY 1, 2, 3"
         ).fetchall()
-    return Numbers(weights=weights.hexdigest(), ledger=[list(each) for each in ledger], metrics=metrics_of(run))
+    return [list(each) for each in rows]
 
 
 def metrics_of(run: Path) -> dict[str, dict[str, float]]:
