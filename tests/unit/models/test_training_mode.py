@@ -67,7 +67,9 @@ def test_the_first_update_on_a_policys_own_tokens_has_ratio_one(
 def test_dpo_against_itself_is_ln_2(folders: dict[str, Path], name: str) -> None:
     engine, rows = make_engine(folders[name]), random_rows("pairs")
     reference, _ = place(ModelSection(path=str(folders[name])), folders[name], one_rank(), seed=0, masters=False)
-    method = PreferenceMethod(PreferenceSection(beta=10.0), engine, LiveReferences(reference, one_rank()))
+    method = PreferenceMethod(
+        PreferenceSection(beta=10.0), engine, LiveReferences(reference, one_rank()), max_tokens=40, max_length=256
+    )
     tally = method.tally()
     batches = method.batches(dealt(rows, one_rank(), 40), tally)
     report = engine.objective_step(batches, normalizer=len(rows), lr=0.0, tally=tally)[0].resolve()
