@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from podium.data.documents import Document
+from podium.data.tokenizer import special_ids
 
 # How much of a document's end a message shows.
 _SHOWN_TOKENS = 12
@@ -25,8 +26,7 @@ def missing_stop_token(documents: Sequence[Document], tokenizer: Any, stops: Col
         f"none of {len(ends)} trained documents ends with a token that generation stops at ({names}); the first ends "
         f"with {str(tokenizer.decode(tail))!r}. The model would not learn to end its answers. "
     )
-    added = getattr(tokenizer, "added_tokens_decoder", {})
-    if last in tokenizer.all_special_ids or (last in added and added[last].special):
+    if last in special_ids(tokenizer):
         return text + (
             f"Let generation stop at {str(tokenizer.decode([last]))!r}: add its id, {last}, to eos_token_id in the "
             "model's generation_config.json, or make it the tokenizer's eos_token."
