@@ -184,8 +184,11 @@ def _task_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: An
 def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
     """What became of a source's first rows, and one of its documents with the trained part in brackets."""
     from podium.data.chat import Dropped
+    from podium.data.endings import missing_stop_token
     from podium.data.examples import MadeExample, MakerSpec
     from podium.data.sources import open_source
+    from podium.data.tokenizer import stop_tokens
+    from podium.models.folder import local_folder
 
     spec = replace(MakerSpec.of(recipe), sections=(section,), key=key.rpartition(".")[0])
     maker, source = spec.build(), open_source(section, key)
@@ -203,6 +206,10 @@ def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: 
     tokens = sum(len(document.tokens) for document in documents)
     trained = sum(document.num_trained for document in documents)
     truncated = sum(each.truncated for each in made)
+    whole = [document for each in made if not each.truncated for document in each.example.documents]
+    warning = None
+    if recipe.program != "reward_model":  # which scores texts and learns no token
+        warning = missing_stop_token(whole, tokenizer, stop_tokens(tokenizer, local_folder(recipe.model.path, key)))
     return [
         f"{key}: {len(results)} rows read, {len(documents)} documents, {tokens / len(documents):.0f} tokens on "
         f"average, {trained / tokens:.0%} of them trained, {truncated} truncated, {reasons or 'none dropped'}",
@@ -210,6 +217,7 @@ def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: 
             f"  the first, with what is trained in brackets: {_marked(document, tokenizer)}"
             for document in made[0].example.documents
         ),
+        *([f"  warning: {warning}"] if warning is not None else []),
     ]
 
 

@@ -108,7 +108,7 @@ def test_preferences_in_bfloat16_learn_as_in_float32(folder: Path, mesh: Mesh, l
         engine = engine_of(model, trained, mesh)
         chosen = PreferenceSection.model_validate({"loss": loss, "beta": 0.1})
         references = LiveReferences(reference, mesh) if loss in ("sigmoid", "ipo") else None
-        method = PreferenceMethod(chosen, engine, references)
+        method = PreferenceMethod(chosen, engine, references, max_tokens=4096, max_length=256)
         reports = preference_steps(engine, method, 6)
         losses.append([report.loss for report in reports])
         assert method.measure(pairs(99))["accuracy"] > 0.9
@@ -123,7 +123,7 @@ def test_an_adapter_is_its_own_reference_with_a_base_that_has_no_masters(folder:
     assert all(each.dtype == torch.bfloat16 and not each.requires_grad for each in frozen)
     before = [each.clone() for each in frozen]
     engine = engine_of(model, trained, mesh)
-    method = PreferenceMethod(PreferenceSection(), engine, BaseReferences(model, mesh))
+    method = PreferenceMethod(PreferenceSection(), engine, BaseReferences(model, mesh), max_tokens=4096, max_length=256)
     reports = preference_steps(engine, method, 16, lr=1e-2)
     assert reports[0].loss == pytest.approx(0.6931, abs=2e-3)
     assert reports[-1].loss < 0.5

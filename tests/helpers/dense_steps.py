@@ -45,6 +45,7 @@ class Case:
     adapted: bool = False  # the policy is an adapter on the reference
     chunk: int | None = None  # tokens that the head looks at in one go; None: all
     max_tokens: int = 40
+    max_length: int = 256
     rows: tuple[int, ...] | None = None  # which, and in which order; None: all as they are
 
 
@@ -190,7 +191,9 @@ def _method(engine: TrainEngine, task: DenseTask, case: Case) -> PreferenceMetho
     mesh = engine.mesh
     match case.section:
         case PreferenceSection() as section:
-            return PreferenceMethod(section, engine, _references(engine, task, case))
+            return PreferenceMethod(
+                section, engine, _references(engine, task, case), max_tokens=case.max_tokens, max_length=case.max_length
+            )
         case RewardModelSection() as section:
             return RewardModelMethod(section, engine)
         case section:

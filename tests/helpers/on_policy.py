@@ -166,8 +166,8 @@ class RecordingEngine(TrainEngine):
         return super()._apply(total, gradients, **rest)
 
 
-def recording_engine(folder: Path, mesh: Mesh | None = None) -> RecordingEngine:
-    plain = make_engine(folder, mesh)
+def recording_engine(folder: Path, mesh: Mesh | None = None, **model: Any) -> RecordingEngine:
+    plain = make_engine(folder, mesh, **model)
     engine = RecordingEngine(plain.model, plain.optimizer.trained, plain.optimizer, plain.mesh, None)
     engine.recorded = []
     return engine

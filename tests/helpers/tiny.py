@@ -75,6 +75,16 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "phimoe": {"model_type": "phimoe", "num_local_experts": 4, "sliding_window": 50},
+    # With dropout or noise of the router: by default, or put in.
+    "gpt2": {"model_type": "gpt2"},
+    "seed_oss": {"model_type": "seed_oss", "head_dim": 8},
+    "mixtral": {"model_type": "mixtral", "head_dim": 8, "num_local_experts": 4, "router_jitter_noise": 0.2},
+    "starcoder2": {
+        "model_type": "starcoder2",
+        "attention_dropout": 0.1,
+        "residual_dropout": 0.1,
+        "embedding_dropout": 0.1,
+    },
     "qwen3_next": dict(
         model_type="qwen3_next",
         head_dim=8,

@@ -179,7 +179,10 @@ def test_every_number_of_all_programs_with_fixed_data_is_defined() -> None:
 
 def test_every_number_of_preferences_is_defined() -> None:
     names = averaged(
-        *(PreferenceMethod(PreferenceSection(loss=loss), ENGINE, None) for loss in get_args(PreferenceLoss))
+        *(
+            PreferenceMethod(PreferenceSection(loss=loss), ENGINE, None, max_tokens=64, max_length=64)
+            for loss in get_args(PreferenceLoss)
+        )
     )
     assert_same(names | heldout(names), defined("Preferences"))
 

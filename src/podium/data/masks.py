@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.data.kinds import Message
+from podium.data.tokenizer import special_ids
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WAYS_OUT = (
@@ -41,8 +42,7 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", {})
-        self._special_ids = {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
+        self._special_ids = special_ids(tokenizer)
 
     def tokens(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> list[int]:
         return self._encode(self._text(messages, tools, generation_prompt=generation_prompt))

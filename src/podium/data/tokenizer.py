@@ -7,6 +7,7 @@ import glob
 import json
 import os
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,29 @@ def require_same_tokens(policy: Any, other: Any, path: str) -> None:
             f"{differing[0]!r} for one. It would score other words than were said. Teacher, reference and "
             "policy must share their tokenizer."
         )
+
+
+def answer_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """What generated tokens say, to everything that reads an answer as text: rewards, environments, stop strings,
+    evaluation, files of answers. Special tokens are no text; all else is verbatim."""
+    return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def special_ids(tokenizer: Any) -> set[int]:
+    """Every token that `answer_text` leaves out."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return {*tokenizer.all_special_ids, *(index for index, token in added.items() if token.special)}
+
+
+def parted_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[frozenset[int], tuple[str, ...]]:
+    """(stop tokens, stop strings) of stop texts: the name of a special token is not in any answer's text, so it stands
+    for the token."""
+    ids = sorted(special_ids(tokenizer)) if stops else []
+    by_name = dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)) if ids else {}
+    return (
+        frozenset(int(by_name[text]) for text in stops if text in by_name),
+        tuple(text for text in stops if text not in by_name),
+    )
 
 
 def stop_tokens(tokenizer: Any, folder: Path) -> frozenset[int]:

@@ -244,7 +244,7 @@ def _zero_padding(trained: list[TrainedParameter], padded: dict[str, int]) -> No
 
 def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.device) -> None:
     if section.activation_checkpointing == "layers":
-        model.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.checkpoint_activations()
     if section.compile == "on" or (section.compile == "auto" and device.type == "cuda"):
         if isinstance(model, PackedCausalLM):
             model.head_spec = replace(model.head_spec, compiled=True)

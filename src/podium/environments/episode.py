@@ -352,12 +352,12 @@ class _Running:
         return answer
 
     async def _stepped(self, answer: TurnAnswer, number: int) -> _Checked:
-        text = self._tokenizer.text_of(answer.tokens_L, stopped=answer.finish == "stop")
+        text = self._tokenizer.text_of(answer.tokens_L)
         self._messages.append({"role": "assistant", "content": text})
         turn = Turn(
             number=number,
             text=text,
-            calls=self._tokenizer.calls_of(text),
+            calls=self._tokenizer.calls_of(answer.tokens_L, stopped=answer.finish == "stop"),
             finish="length" if answer.finish == "length" else "stop",
         )
         outcome = self._checked(await self._call("step", turn), last=number + 1 == self._limits.max_turns)

@@ -36,8 +36,9 @@ class Observation:
 class Turn:
     """One answer of the model.
 
-    `text` is what it said, without the end-of-turn token; `calls` are the tool calls in it, those that cannot be read
-    included, in order; `finish` is "length" when a token limit cut the answer off.
+    `text` is what it said, without special tokens, as rewards see it (`answer`); `calls` are the tool calls in it, also
+    those that a format marks by special tokens and those that cannot be read, in order; `finish` is "length" when a
+    token limit cut the answer off.
     """
 
     number: int  # from 0

@@ -18,6 +18,7 @@ from podium.data.kinds import Message
 from podium.data.masks import ChatRenderer, ChatTemplateError, Tools
 from podium.data.prompts import PromptTokenizer
 from podium.data.rows import Row
+from podium.data.tokenizer import answer_text
 from podium.environments.chat_format import Call, ToolFormat, detect_format, parse_calls
 from podium.errors import DataError, ModelError
 
@@ -185,16 +186,18 @@ class TurnTokenizer:
     def chat_prompt(self, rendered: str) -> Tokens:
         return np.array(self._renderer.encode(rendered), np.int32)
 
-    def text_of(self, tokens_L: Tokens, *, stopped: bool) -> str:
-        """What an answer says, without the token that ended it. Special tokens inside of it are kept: some formats
-        mark calls by them."""
+    def text_of(self, tokens_L: Tokens) -> str:
+        """What an answer says, as a reward sees it."""
+        return answer_text(self._tokenizer, tokens_L.tolist())
+
+    def calls_of(self, tokens_L: Tokens, *, stopped: bool) -> tuple[Call, ...]:
+        """The tool calls of an answer. They are looked for in all that it wrote but the token that ended it: some
+        formats mark calls by special tokens, which are not in its text."""
         tokens = tokens_L.tolist()
         if stopped and tokens and tokens[-1] in self._renderer.special_ids:
             tokens.pop()
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    def calls_of(self, text: str) -> tuple[Call, ...]:
-        return parse_calls(text, self.tool_format)
+        marked = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return parse_calls(str(marked), self.tool_format)
 
     def continuation(self, text: str) -> Tokens:
         """Text behind raw text."""

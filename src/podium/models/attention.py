@@ -64,10 +64,9 @@ def packed_attention(
         return out, None
     if packing.windows is not None:
         packing.windows.append(sliding_window)
-    has_kernel = query.is_cuda and query.dtype != torch.float32 and softcap is None and s_aux is None
+    is_plain = softcap is None and s_aux is None and dropout == 0.0
+    has_kernel = query.is_cuda and query.dtype != torch.float32 and is_plain
     if has_kernel:
-        if dropout > 0:
-            raise UnsupportedModelError("attention dropout has no variable-length kernel; set attention_dropout to 0.")
         q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
         bounds, longest = packing.boundaries, packing.longest
         out = varlen_attention(q, k, v, (bounds, bounds), (longest, longest), scaling=scaling, window=sliding_window)

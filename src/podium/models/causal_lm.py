@@ -31,6 +31,7 @@ from podium.models.head import (
 from podium.models.lora import adapter_off, inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
+from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
 ForwardKind = Literal["loss", "objective", "divergence", "logprobs", "scores", "states", "plain"]
@@ -38,11 +39,11 @@ ObjectiveOutput = tuple[Tensor, Tensor, Tensor]
 """Σ weight · loss, and of each trained token its log-prob and entropy."""
 
 
-class PackedCausalLM(nn.Module):
+class PackedCausalLM(TrainedModule):
     """Wraps the Hugging Face model so that body and head run inside one forward, which is what FSDP shards around."""
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
-        super().__init__()
+    def __init__(self, model: PreTrainedModel, vocab_size: int, *, dropout: bool = False) -> None:
+        super().__init__(dropout=dropout)
         register_packed_attention()
         self.hf = model
         self.vocab_size = vocab_size  # without padding rows
@@ -50,6 +51,7 @@ class PackedCausalLM(nn.Module):
         # Found once: sharding renames the classes later.
         self.layers = decoder_layers(model)
         model.set_attn_implementation(PACKED_ATTENTION)
+        self.train()
 
     def forward(
         self,
@@ -162,8 +164,7 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
         )
     if section.lora is not None:
         inject(model, section.lora)
-    model.train()
-    return PackedCausalLM(model, vocab_size)
+    return PackedCausalLM(model, vocab_size, dropout=section.dropout)
 
 
 def restore_buffers(model: PreTrainedModel) -> None:

@@ -19,6 +19,7 @@ from podium.models.causal_lm import decoder_layers
 from podium.models.lora import inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
+from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
 ScalarKind = Literal["values", "objective", "scores", "plain"]
@@ -31,17 +32,18 @@ class ScalarObjective(Protocol):
         """The loss of each, differentiable."""
 
 
-class PackedScalarLM(nn.Module):
+class PackedScalarLM(TrainedModule):
     """Body and head inside one forward, as PackedCausalLM has them. The value at position i is of the state that
     token i + 1 is drawn in."""
 
-    def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
-        super().__init__()
+    def __init__(self, model: PreTrainedModel, vocab_size: int, *, dropout: bool = False) -> None:
+        super().__init__(dropout=dropout)
         register_packed_attention()
         self.hf = model
         self.vocab_size = vocab_size
         self.layers = decoder_layers(model)
         model.set_attn_implementation(PACKED_ATTENTION)
+        self.train()
 
     def forward(
         self, batch: TokenBatch, objective: ScalarObjective | None, kind: ScalarKind = "values"
@@ -108,5 +110,4 @@ def build_scalar(
         )
     if section.lora is not None:
         inject(model, section.lora, is_scalar=True)
-    model.train()
-    return PackedScalarLM(model, config.get_text_config().vocab_size)
+    return PackedScalarLM(model, config.get_text_config().vocab_size, dropout=section.dropout)

@@ -10,7 +10,11 @@ from podium.spmd.run import SpmdRun
 
 def dpo(run: SpmdRun) -> None:
     """One optimizer step per step of rows; chosen and rejected of a pair go through one packed forward."""
-    method = PreferenceMethod(run.recipe.preference, run.engine, open_references(run))
+    max_length = run.recipe.data.max_length
+    assert max_length is not None, "filled in when a recipe is resolved"
+    method = PreferenceMethod(
+        run.recipe.preference, run.engine, open_references(run), max_tokens=run.max_tokens, max_length=max_length
+    )
     for step in run.steps(method.measure, method.averages):
         tally = method.tally()
         report, _ = run.engine.objective_step(

@@ -76,9 +76,10 @@ def what_matters(recipe: Recipe) -> dict[str, Any]:
 
 
 def _is_harmless(key: str, recipe: Recipe) -> bool:
-    lora = recipe.model.lora
-    if lora is not None and lora.dropout and key in ("micro_batch_tokens", "placement.devices"):
-        return False  # what is dropped is drawn forward by forward, rank by rank
+    model = recipe.model
+    has_dropout = model.dropout or (model.lora is not None and model.lora.dropout > 0)
+    if has_dropout and key in ("micro_batch_tokens", "placement.devices"):
+        return False  # dropout is sampled forward by forward, rank by rank
     is_spmd = SIGNALS[recipe.program].execution == "spmd"
     harmless = (*_HARMLESS, "rollout") if is_spmd else (*_HARMLESS, *_ENGINE_SIZES)
     return any(key == each or key.startswith(each + ".") for each in harmless)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _OWNERS = {"preference": "dpo", "reward_model": "reward_model", "distill": "distill"}
 # Losses that compare with a reference; the others have none.
 WITH_REFERENCE = ("sigmoid", "ipo", "kto")
+# Programs whose loss compares the policy's log-probs with nothing that was computed without dropout.
+_WITH_DROPOUT = ("sft", "reward_model")
 
 
 def dense_rules(recipe: Recipe) -> list[str]:
@@ -111,11 +113,7 @@ def _model(recipe: Recipe) -> Iterator[str]:
             "model.new_tokens: an adapter leaves the embeddings frozen, so new tokens would never be learned. Train "
             "them without model.lora first (a stage of its own), then the adapter on its result."
         )
-    if model.lora is not None and model.lora.dropout and SIGNALS[recipe.program].execution == "controlled":
-        yield (
-            f"model.lora.dropout: {model.lora.dropout} would make the learner's log-probs others than those that the "
-            "rollout was drawn with. Remove it."
-        )
+    yield from _dropout(recipe)
     if model.lora is not None and model.init == "random":
         yield "model.lora: an adapter of random weights learns little. Remove model.init, or model.lora."
     if model.new_tokens is not None and not model.new_tokens.tokens and model.new_tokens.file is None:
@@ -127,3 +125,17 @@ def _model(recipe: Recipe) -> Iterator[str]:
             "rollout.engine: vllm is given whole weights of the shapes of model.path, so model.lora and "
             "model.new_tokens need the native engine."
         )
+
+
+def _dropout(recipe: Recipe) -> Iterator[str]:
+    if recipe.program in _WITH_DROPOUT:
+        return
+    lora = recipe.model.lora
+    asked = {"model.dropout": recipe.model.dropout, "model.lora.dropout": lora is not None and lora.dropout}
+    for key, value in asked.items():
+        if value:
+            yield (
+                f"{key}: {recipe.program} compares the model's log-probs with others that are computed without dropout "
+                f"(of the rollout, a reference or a teacher), so dropout would change the loss itself. Remove it; "
+                f"{' and '.join(_WITH_DROPOUT)} can train with dropout."
+            )

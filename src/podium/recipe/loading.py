@@ -29,6 +29,8 @@ _ELSEWHERE = {
     "max_seq_length": "data.max_length",
     "max_grad_norm": "optimizer.clip_norm",
     "gradient_checkpointing": "model.activation_checkpointing",
+    "disable_dropout": "model.dropout (off unless asked)",
+    "lora_dropout": "model.lora.dropout",
     "lr_scheduler_type": "optimizer.schedule",
     "seed": "run.seed",
     "output_dir": "run.folder and run.name",

@@ -67,6 +67,10 @@ class ModelSection(Section):
         "none",
         description="`layers` recomputes each decoder layer in the backward pass: less memory, about 1/3 slower.",
     )
+    dropout: Switch = Field(
+        False,
+        description="Train with the dropout and router noise of the checkpoint's config; sft and reward_model only.",
+    )
     pad_vocab_to: Count = Field(64, description="Vocabulary rows are padded to a multiple of this inside the run.")
     trust_remote_code: Switch = Field(False, description="Run Python code that the checkpoint ships. Off unless asked.")
     lora: LoraSection | None = Field(None, description="Train a low-rank adapter instead of all weights.")

@@ -7,14 +7,15 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import transformers
 
 from podium.cluster import Computed, Seat
 from podium.cluster.lines import Line
-from podium.data.tokenizer import load_tokenizer, stop_tokens
+from podium.data.tokenizer import load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.environments.episode import (
     Episode,
@@ -58,6 +59,7 @@ class EpisodeRunner:
         self._seat, self._spec = seat, spec
         tokenizer = load_tokenizer(spec.model)
         self._tokenizer = TurnTokenizer(tokenizer)
+        self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
         self._make = environment_maker(spec.environment)
         self._is_checked = False
@@ -102,8 +104,13 @@ class EpisodeRunner:
             for prompt in shard.prompts
             for sample in range(shard.samples)
         ]
+        stops, strings = self._parted_stops(plan.stop)
         policy = EnginePolicy(
-            self._seat.line(self._spec.generator), str(self._seat.worker), plan, self._stops, self._spec.deadline_s
+            self._seat.line(self._spec.generator),
+            str(self._seat.worker),
+            replace(plan, stop=strings),
+            self._stops | stops,
+            self._spec.deadline_s,
         )
         groups: dict[int, list[Episode]] = {}
         ready: list[Episode] = []

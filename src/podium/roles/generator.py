@@ -7,14 +7,13 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
 
 from podium.cluster import Computed, Metric, Seat
 from podium.data.tasks import PromptEncoder
-from podium.data.tokenizer import load_tokenizer, stop_tokens
+from podium.data.tokenizer import answer_text, load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
@@ -184,14 +183,15 @@ class Generator:
             return NativeEngine(model, mesh.device, section, decode=self._decode, copy=self._copy)
 
     def _requests(self, shard: PromptShard, plan: SamplingPlan) -> list[Request]:
+        stops, strings = parted_stops(self._tokenizer, plan.stop)
         sampling = Sampling(
             max_new_tokens=plan.max_new_tokens,
             temperature=plan.temperature,
             top_p=plan.top_p,
             top_k=plan.top_k,
             min_p=plan.min_p,
-            stop_tokens=self._stops,
-            stop_strings=plan.stop,
+            stop_tokens=self._stops | stops,
+            stop_strings=strings,
         )
         requests = []
         for prompt in shard.prompts:
@@ -221,5 +221,4 @@ class Generator:
         )
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        text: Any = self._tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return str(text)
+        return answer_text(self._tokenizer, tokens)

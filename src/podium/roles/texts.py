@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from podium.data.tokenizer import answer_text
 from podium.data.trajectories import TrajectoryBlock
 
 
@@ -45,4 +46,4 @@ class TextReader:
         return EpisodeText(answer=answer, turns=turns, num_sampled=len(places), tokens=tokens[sampled])
 
     def _text(self, tokens: NDArray[np.int32]) -> str:
-        return str(self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+        return answer_text(self._tokenizer, tokens.tolist())

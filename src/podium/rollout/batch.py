@@ -19,7 +19,7 @@ import transformers
 
 from podium.data import storage
 from podium.data.prompts import PromptRow, PromptRows
-from podium.data.tokenizer import load_tokenizer, stop_tokens
+from podium.data.tokenizer import answer_text, load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryId
 from podium.engine.mesh import check_devices, device_kind, join
 from podium.engine.sharding import compute_dtype
@@ -146,7 +146,12 @@ class _Batch:
         if problems:
             raise RolloutError(" ".join(problems))
         ends = {token for token in stop_tokens(tokenizer, self._folder) if token < size}
-        sampling = dataclasses.replace(job.sampling, stop_tokens=job.sampling.stop_tokens | ends)
+        named, strings = parted_stops(tokenizer, job.sampling.stop_strings)
+        sampling = dataclasses.replace(
+            job.sampling,
+            stop_tokens=job.sampling.stop_tokens | ends | {token for token in named if token < size},
+            stop_strings=strings,
+        )
         return (
             Request(
                 id=TrajectoryId(draw=key.row, sample=key.sample),
@@ -221,7 +226,7 @@ def _record(completion: Completion, prompt: PromptRow, tokenizer: Any, job: Gene
 def _text(completion: Completion, tokens: list[int], tokenizer: Any, sampling: Sampling) -> str:
     """What a person reads: without special tokens, and without the stop that ended it and what came with that."""
     ended_by_token = completion.finish == "stop" and isinstance(completion.stop, int)
-    text = str(tokenizer.decode(tokens[:-1] if ended_by_token else tokens, skip_special_tokens=True))
+    text = answer_text(tokenizer, tokens[:-1] if ended_by_token else tokens)
     if isinstance(completion.stop, str):
         # It ended at the first one, unless earlier ones did not count yet.
         at = text.find(completion.stop) if sampling.min_new_tokens == 0 else text.rfind(completion.stop)

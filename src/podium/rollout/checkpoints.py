@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from podium.data.tokenizer import require_embeddings
+from podium.data.tokenizer import answer_text, require_embeddings
 from podium.engine.mesh import Mesh
 from podium.engine.sharding import compute_dtype, place
 from podium.models.causal_lm import PackedCausalLM, load_config
@@ -82,7 +82,7 @@ def _open_native(
         cpu.apply()
 
     def decode(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return answer_text(tokenizer, tokens)
 
     engine = NativeEngine(model, mesh.device, rollout, decode=decode)
     count = sum(parameter.numel() for parameter in model.hf.parameters())

@@ -15,7 +15,7 @@ from podium.data.documents import SplitExamples, pack_examples
 from podium.data.examples import ExampleMaker, shape_of
 from podium.data.reading import read_examples, read_prompts
 from podium.data.splitting import split_step
-from podium.data.tokenizer import stop_tokens
+from podium.data.tokenizer import answer_text, stop_tokens
 from podium.engine.train_step import TrainEngine
 from podium.errors import RecipeError
 from podium.models.head import TokenLoss
@@ -123,7 +123,7 @@ class Evaluator:
         assert self._answerer is not None
         views = []
         for prompt, tokens in zip(self._prompts, self._answerer.answers(), strict=True):
-            answer = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+            answer = answer_text(self._tokenizer, tokens.tolist())
             score = None if self._score is None else _scored(self._score, answer, prompt)
             views.append(
                 SampleView(

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from podium.algorithms import preferences
 from podium.data.documents import Document, Example, PackedExamples, SplitExamples, pack_examples
+from podium.data.splitting import split_step
 from podium.engine.scoring import summed_logprobs
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import RowTensors, rows_to_device
@@ -62,10 +63,20 @@ class PreferenceObjective:
 
 
 class PreferenceMethod:
-    """The recipe's loss on pairs or labelled rows, in training and on held-out rows."""
+    """The recipe's loss on pairs or labelled rows, in training and on held-out rows. `max_tokens` of one forward on a
+    rank and `max_length` of one document are for the rows that KTO's baseline makes."""
 
-    def __init__(self, section: PreferenceSection, engine: TrainEngine, references: References | None) -> None:
+    def __init__(
+        self,
+        section: PreferenceSection,
+        engine: TrainEngine,
+        references: References | None,
+        *,
+        max_tokens: int,
+        max_length: int,
+    ) -> None:
         self._section, self._engine, self._references = section, engine, references
+        self._max_tokens, self._max_length = max_tokens, max_length
         self._device = engine.mesh.device
 
     def tally(self) -> Tally:
@@ -167,24 +178,28 @@ class PreferenceMethod:
         """KTO's estimate of the KL: log-ratios of completions behind the prompts of other rows, over all ranks. Each
         row has the completion of the next one. Collective."""
         assert self._references is not None
-        examples = split.examples
+        rows = split.examples
         total = torch.zeros((), dtype=torch.float32, device=self._device)
-        for part in split.rows:
-            others = [mismatched(examples[row], examples[(row + 1) % len(examples)]) for row in part]
-            batch = pack_examples(others)
-            policy_D = summed_logprobs(self._engine.language_model, self._engine.mesh, batch)
+        if len(rows) < 2:
+            return preferences.kto_baseline(total, 0.0)
+        others = [
+            mismatched(row, rows[(at + 1) % len(rows)], max_length=self._max_length) for at, row in enumerate(rows)
+        ]
+        mesh, lengths = self._engine.mesh, [other.num_inputs for other in others]
+        # Not the rows' own micro-batches: a long prompt with a long completion may not fit where each of them did.
+        plan = split_step(lengths, num_ranks=mesh.world, max_tokens=max(self._max_tokens, *lengths))
+        for part in plan.rows(mesh.rank)[0]:
+            batch = pack_examples([others[at] for at in part.tolist()])
+            policy_D = summed_logprobs(self._engine.language_model, mesh, batch)
             total += (policy_D - self._references(batch)).sum()
-        count = float(len(examples) if len(examples) > 1 else 0)
-        return preferences.kto_baseline(self._engine.mesh.sum(total) if count else torch.zeros_like(total), count)
+        return preferences.kto_baseline(mesh.sum(total), float(len(rows)))
 
 
-def mismatched(prompt: Example, completion: Example) -> Example:
-    """The first row's prompt with the second row's completion, not longer than the longer of the two."""
+def mismatched(prompt: Example, completion: Example, *, max_length: int) -> Example:
+    """The first row's prompt with the whole completion of the second. It ends at `max_length` inputs, as any row."""
     before, after = prompt.documents[0], completion.documents[0]
-    start = int(np.flatnonzero(before.trained)[0])
-    said = int(np.flatnonzero(after.trained)[0])
-    longest = max(len(before.tokens), len(after.tokens), start + 1)
-    tokens = np.concatenate([before.tokens[:start], after.tokens[said:]])[:longest]
-    trained = np.concatenate([np.zeros(start, np.bool_), after.trained[said:]])[:longest]
+    start, said = (int(np.flatnonzero(each.trained)[0]) for each in (before, after))
+    tokens = np.concatenate([before.tokens[:start], after.tokens[said:]])[: max_length + 1]
+    trained = np.concatenate([np.zeros(start, np.bool_), after.trained[said:]])[: max_length + 1]
     end = int(np.flatnonzero(trained)[-1]) + 1
     return Example(documents=(Document(tokens=tokens[:end], trained=trained[:end]),))

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 import transformers
 
+from podium.data.documents import Document
+from podium.data.endings import missing_stop_token
 from podium.data.examples import MakerSpec
 from podium.data.loader import LoaderState, StepLoader, StepSize, decode
 from podium.data.sources import open_source
-from podium.data.tokenizer import load_tokenizer, require_embeddings
+from podium.data.tokenizer import load_tokenizer, require_embeddings, stop_tokens
 from podium.engine.checkpoint import (
     CheckpointReader,
     CheckpointWriter,
@@ -140,8 +142,17 @@ def _build(
         recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, console=console,
         metrics=metrics, loggers=loggers, cost=cost, peak_flops=peak, max_tokens=max_tokens,
         hard_cap=recipe.micro_batch_tokens is not None, stop_requested=stop_requested, watch=watch,
+        check_endings=_endings_check(recipe, tokenizer, model_folder),
     )  # fmt: skip
     return SpmdRun(parts, progress)
+
+
+def _endings_check(recipe: Recipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
+    """A reward model scores texts and learns no token, so it has no endings to check."""
+    if recipe.program == "reward_model":
+        return lambda documents: None
+    stops = stop_tokens(tokenizer, folder)
+    return lambda documents: missing_stop_token(documents, tokenizer, stops)
 
 
 def _place(recipe: Recipe, folder: Path, mesh: Mesh, *, weights: bool) -> tuple[PackedModel, list[TrainedParameter]]:

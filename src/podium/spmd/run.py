@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from podium.data.documents import PackedBatch, SplitExamples, pack_examples
+from podium.data.documents import Document, PackedBatch, SplitExamples, pack_examples
 from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLoader, encode
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter, Extras
@@ -108,6 +108,7 @@ class Parts:
     hard_cap: bool
     stop_requested: Callable[[], bool]
     watch: Stopwatch
+    check_endings: Callable[[Sequence[Document]], str | None]  # documents -> a warning if none ends with a stop token
 
 
 class SpmdRun:
@@ -279,6 +280,7 @@ class SpmdRun:
         self._log(StepMetrics(step=step.number, time_s=time.time(), values=values))
         if step.number == 1:
             parts.folder.update(status="running")
+            self._warn_of_endings(step)
         if step.number in (1, self.recipe.steps):
             self._warn_of_losses(counts)
         parts.console.step(
@@ -308,6 +310,14 @@ class SpmdRun:
         for what, count in lost.items():
             if count:
                 self._parts.console.warning(f"{count} of {counts.read} rows read so far were {what}")
+
+    def _warn_of_endings(self, step: TrainStep) -> None:
+        """That the first step trains no stop token; where every document may have been cut, nothing is said."""
+        documents = [document for example in step.split.examples for document in example.documents]
+        if len(step.split.examples) > step.ready.counts.truncated:
+            warning = self._parts.check_endings(documents)
+            if warning is not None:
+                self._parts.console.warning(f"data.train: {warning}")
 
     def _log(self, metrics: StepMetrics) -> None:
         if self._parts.metrics is not None:

@@ -16,9 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from podium.data.kinds import Message
 from podium.data.tasks import PromptEncoder, Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.environments.chat_format import ToolCall
 from podium.environments.tools import Tool
 from podium.environments.transcript import Transcript, TurnTokenizer, check_template, shows_tools
 from podium.errors import DataError, ModelError
+from podium.roles.texts import TextReader
 
 QUESTION: list[Message] = [{"role": "user", "content": "2+2?"}]
 RESULT: list[Message] = [{"role": "tool", "content": "4", "tool_call_id": "000000000"}]
@@ -183,11 +185,28 @@ def test_a_prompt_without_tokens_is_refused() -> None:
         Transcript(TurnTokenizer(_CHATML), "")
 
 
-def test_an_answers_text_has_no_end_of_turn_but_keeps_other_special_tokens() -> None:
+def test_an_answers_text_has_no_special_tokens_and_its_calls_are_found_by_them() -> None:
     turns = TurnTokenizer(_MISTRAL)
-    tokens = np.array(encoded(_MISTRAL, "[TOOL_CALLS][]</s>"), np.int32)
-    assert turns.text_of(tokens, stopped=True) == "[TOOL_CALLS][]"
-    assert turns.text_of(tokens[:1], stopped=False) == "[TOOL_CALLS]"
+    said = 'Let me see.[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]'
+    tokens = np.array(encoded(_MISTRAL, said + "</s>"), np.int32)
+    assert turns.text_of(tokens) == said.replace("[TOOL_CALLS]", "")
+    (call,) = turns.calls_of(tokens, stopped=True)
+    assert isinstance(call, ToolCall)
+    assert (call.name, call.arguments) == ("add", {"a": 1})
+    assert turns.calls_of(tokens[:-1], stopped=False) == (call,)
+
+
+def test_a_turns_text_is_the_answer_that_a_reward_sees() -> None:
+    turns, reader = TurnTokenizer(_MISTRAL), TextReader(_MISTRAL)
+    for said in ("4</s>", "4", "[INST]4 .[/INST] 5</s>", "</s>"):
+        tokens = np.array(encoded(_MISTRAL, said), np.int32)
+        block = TrajectoryBlock(
+            ids=TrajectoryIds.of([TrajectoryId(0, 0)]), offsets=np.array([0, len(tokens)]), tokens_T=tokens,
+            loss_mask_T=np.ones(len(tokens), np.bool_), behavior_logprobs_T=np.zeros(len(tokens), np.float32),
+            versions_T=np.zeros(len(tokens), np.int32),
+        )  # fmt: skip
+        (seen,) = reader.read(block)
+        assert turns.text_of(tokens) == seen.answer
 
 
 def test_answers_without_a_logprob_for_every_token_are_refused() -> None:

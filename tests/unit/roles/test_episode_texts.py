@@ -14,8 +14,9 @@ END = 99
 class Letters:
     """Token 1 is `a`, 2 is `b`, ...; END is special."""
 
-    def decode(self, tokens: list[int], *, skip_special_tokens: bool) -> str:
+    def decode(self, tokens: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str:
         assert skip_special_tokens
+        assert not clean_up_tokenization_spaces
         return "".join(chr(ord("a") + token - 1) for token in tokens if token != END)
 
 

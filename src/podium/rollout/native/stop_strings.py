@@ -18,9 +18,11 @@ _MOST_TOKENS = 4
 def completed_string(answer: Tokens, strings: Sequence[str], decode: Decode) -> str | None:
     """The string that the last token has completed; one that was there before does not count. Only the end of the
     answer is decoded: as much as holds the longest string and what it begins in."""
-    first = max(0, len(answer) - _MOST_TOKENS * (max(map(len, strings)) + 1))
+    longest = max(map(len, strings))
+    first = max(0, len(answer) - _MOST_TOKENS * (longest + 1))
     text = decode(answer[first:].tolist())
-    while text.startswith(_NO_CHARACTER) and first > 0:  # begun inside a character
+    # Begun inside a character, or too short, because special tokens have no text.
+    while first > 0 and (text.startswith(_NO_CHARACTER) or len(text) < longest):
         first = max(0, first - _MOST_TOKENS)
         text = decode(answer[first:].tolist())
     before = decode(answer[first:-1].tolist())

@@ -49,7 +49,7 @@ def sampling_params(request: Request, *, max_length: int) -> Any:
         flat_logprobs=True,
         ignore_eos=True,  # an answer ends where the request says, not where the checkpoint says
         detokenize=bool(wanted.stop_strings),
-        skip_special_tokens=False,
+        skip_special_tokens=True,  # stop strings are looked for in text, and special tokens are none
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,
     )

@@ -4,11 +4,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 from native_world import Learner, answer, ask
 
+from helpers.tiny import tiny_tokenizer
+from podium.data.tokenizer import answer_text, parted_stops
+from podium.rollout.native.stop_strings import completed_string
 from podium.rollout.requests import Completion
 
 
@@ -61,3 +66,33 @@ def test_a_string_that_came_too_early_does_not_end_the_answer_later(learner: Lea
     string = letters(free.tokens_L[2:3])
     assert stopped(learner, free, letters, stop_strings=(string,)).num_tokens == 3
     assert stopped(learner, free, letters, stop_strings=(string,), min_new_tokens=5).finish == "length"
+
+
+SPECIAL = {1: "<|im_end|>", 2: "<|user|>"}
+
+
+def with_specials(tokens: Sequence[int]) -> str:
+    """As a tokenizer's text of an answer: special tokens have none."""
+    return "".join("" if token in SPECIAL else chr(ord("a") + token - 10) for token in tokens)
+
+
+def test_special_tokens_between_do_not_push_a_string_out_of_sight() -> None:
+    """Of the end of an answer only as much is decoded as holds the longest string, and special tokens fill none."""
+    drawn = np.array([10, 11, *[1] * 50, 12], np.int32)
+    assert completed_string(drawn, ("abc",), with_specials) == "abc"
+    assert completed_string(drawn[:-1], ("ab",), with_specials) is None  # it was there before
+
+
+def test_the_name_of_a_special_token_is_no_text() -> None:
+    tokenizer = tiny_tokenizer()
+    decode = partial(answer_text, tokenizer)
+    ended = np.array(tokenizer("12<|im_end|>", add_special_tokens=False)["input_ids"], np.int32)
+    for string in ("im_end", "end|>", "|", "<|im_end|>"):
+        assert completed_string(ended, (string,), decode) is None
+    assert completed_string(ended[:-1], ("im_end", "2"), decode) == "2"
+
+
+def test_a_stop_text_that_names_a_special_token_stands_for_the_token() -> None:
+    tokenizer = tiny_tokenizer()
+    assert parted_stops(tokenizer, ("<|im_end|>", "im_end", "<|im_start|>")) == (frozenset({1, 2}), ("im_end",))
+    assert parted_stops(tokenizer, ()) == (frozenset(), ())

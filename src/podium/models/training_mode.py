@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train mode without the randomness of training: dropout, layer drop and router noise act only where a recipe asks.
+
+Everything of that kind in transformers asks its module's `training` flag, and some of it (the sampled experts of
+Phi-MoE) has no probability that could be set to 0. So the modules stay in eval mode while they are trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Self
+
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+
+class TrainedModule(nn.Module):
+    """Base of the packed models. `train()` puts it into train mode as a whole; the layers within follow only with
+    `dropout`. An adapter's own dropout always follows: its probability is the recipe's (model.lora.dropout)."""
+
+    hf: PreTrainedModel
+
+    def __init__(self, *, dropout: bool) -> None:
+        super().__init__()
+        self._dropout = dropout
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode and self._dropout)
+        self.training = mode
+        if mode and not self._dropout:
+            for name, module in self.hf.named_modules():
+                if "lora_dropout" in name.split(".") or _is_checkpointed(module):
+                    module.training = True
+        return self
+
+    def checkpoint_activations(self) -> None:
+        """Recomputes every decoder layer in the backward pass. Before sharding."""
+        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if not self._dropout:
+            for module in self.hf.modules():
+                if _is_checkpointed(module):
+                    module._gradient_checkpointing_func = partial(_recomputed, module)
+        self.train(self.training)
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer) and bool(module.gradient_checkpointing)
+
+
+def _recomputed(layer: nn.Module, run: Callable[..., Any], *inputs: Any) -> Any:
+    """transformers checkpoints a layer only if it is in train mode. The computation itself, now and when it is
+    repeated, is that of eval mode."""
+
+    def forward(*inputs: Any) -> Any:
+        layer.training = False
+        try:
+            return run(*inputs)
+        finally:
+            layer.training = True
+
+    return checkpoint(forward, *inputs, use_reentrant=False)
