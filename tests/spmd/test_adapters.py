@@ -18,13 +18,13 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
 from podium.engine.checkpoint import CheckpointWriter, newest_usable
 from podium.engine.mesh import join, leave
+from podium.engine.resuming import checkpoint_pieces
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import load_config
 from podium.models.packing import to_device
 from podium.models.verify import self_check
 from podium.recipe import ModelSection, PlacementSection
 from podium.spmd.launch import RankPlace, launch
-from podium.spmd.run import checkpoint_pieces
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import verify_in_place
 from podium.weights.whole_copy import WholeCopy

@@ -14,9 +14,9 @@ from helpers.ranks import OPTIMIZER, GroupResult, GroupTask, group_rank, two_ste
 from helpers.tiny import save_tiny_model
 from podium import api
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.resuming import checkpoint_pieces
 from podium.engine.train_step import TrainEngine
 from podium.spmd.launch import launch
-from podium.spmd.run import checkpoint_pieces
 
 # The last one is trained and saved; its layers have rows that do not divide by 4 ranks.
 MODELS = ("qwen3_moe", "gemma3", "qwen3")
