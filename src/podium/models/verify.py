@@ -77,8 +77,8 @@ def refusing(name: str) -> Iterator[None]:
             raise
         reason = (str(error) or "no message").splitlines()[0]
         raise UnsupportedModelError(
-            f"{name} fails on packed documents ({type(error).__name__}: {reason}), so it is not supported. Its attention "
-            "or its layers want something that Podium does not give them: a mask, a cache, or inputs other than tokens."
+            f"{name} fails on packed documents ({type(error).__name__}: {reason}), so it is not supported. Its "
+            "attention or layers want what Podium does not give them: a mask, a cache, or other inputs than tokens."
         ) from error
 
 

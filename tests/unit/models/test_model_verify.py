@@ -11,7 +11,7 @@ import torch
 import transformers
 
 from helpers.engines import make_engine
-from helpers.tiny import save_tiny_model, tiny_config
+from helpers.tiny import SUPPORTED, save_tiny_model, tiny_config
 from podium import api
 from podium.engine.resuming import checkpoint_pieces
 from podium.errors import UnsupportedModelError
@@ -21,7 +21,6 @@ from podium.models.packing import Run
 from podium.models.verify import compare, random_batch, self_check
 
 CPU = torch.device("cpu")
-SUPPORTED = ["llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gemma2", "granite", "gpt_oss", "glm4_moe"]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
