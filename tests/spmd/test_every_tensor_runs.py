@@ -4,6 +4,7 @@ unchanged."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,7 @@ def unreached(name: str) -> bool:
 def scores(model: Any, vocab_size: int) -> Tensor:
     batch = to_device(random_batch(vocab_size), torch.device("cpu"))
     bounds = batch.packing.boundaries.tolist()
-    return torch.cat(
-        [model(input_ids=batch.tokens_T[None, a:b]).logits[0] for a, b in zip(bounds, bounds[1:], strict=False)]
-    )
+    return torch.cat([model(input_ids=batch.tokens_T[None, a:b]).logits[0] for a, b in pairwise(bounds)])
 
 
 @pytest.mark.parametrize("name", SUPPORTED)
