@@ -19,6 +19,7 @@ from podium.data.documents import Document, PackedBatch, pack
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras, newest_usable
 from podium.engine.mesh import Mesh, join
 from podium.engine.optimizer import AdamW
+from podium.engine.parameters import TrainedParameter
 from podium.engine.resuming import checkpoint_pieces, restore_optimizer
 from podium.engine.sharding import place
 from podium.engine.train_step import TrainEngine
@@ -26,6 +27,7 @@ from podium.models.attention import packed_attention
 from podium.models.head import HeadSpec, fused_token_loss
 from podium.models.packing import Packing
 from podium.models.verify import self_check
+from podium.models.weights import Box
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
 
 pytestmark = [
@@ -181,6 +183,33 @@ def test_a_checkpoint_comes_back_bit_for_bit(folder: Path, tmp_path: Path) -> No
         assert torch.equal(piece.local, tensor), piece.name
     (again,), _ = train(restored, (3,))
     assert again == pytest.approx(unbroken, rel=1e-5)
+
+
+def test_the_one_pass_update_leaves_alone_what_gets_no_gradient() -> None:
+    """None in some steps, as torch does it: not decayed, and its own count of updates."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 33, device=DEVICE) for _ in range(3)]
+    theirs = [nn.Parameter(weight.clone()) for weight in weights]
+    ours = [nn.Parameter(weight.bfloat16()) for weight in weights]
+    held = [
+        TrainedParameter(
+            name=str(at), parameter=each, master=weights[at].clone(), box=Box.whole(each.shape), shape=(64, 33)
+        )
+        for at, each in enumerate(ours)
+    ]
+    section = OptimizerSection(lr=1e-2, weight_decay=0.1)
+    optimizer, reference = AdamW(held, section), torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
+    one, zero = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
+    for present in ((1, 2), (2,), (1, 2)):
+        gradients = {at: torch.randn_like(weights[at]) for at in present}
+        for at, each in enumerate(theirs):
+            each.grad = gradients.get(at)
+        reference.step()
+        optimizer.step({id(held[at]): each for at, each in gradients.items()}, lr=1e-2, clip=one, skip=zero)
+    for mine, other in zip(held, theirs, strict=True):
+        torch.testing.assert_close(mine.master, other.detach(), rtol=0, atol=1e-6)
+    assert torch.equal(held[0].master, weights[0])
+    assert optimizer.missed_updates() == {"0": 3, "1": 1}
 
 
 def test_the_one_pass_update_is_torchs_adamw() -> None:

@@ -24,11 +24,11 @@ from podium.engine.train_step import TrainEngine
 from podium.errors import ModelError, UnsupportedModelError
 from podium.models import causal_lm
 from podium.models.buffers import computed_buffers, persistent_buffers, restore_buffers
-from podium.models.causal_lm import load_config
+from podium.models.causal_lm import load_config, padded_parameters
 from podium.models.weights import Piece
 from podium.recipe import ModelSection
 from podium.weights.published import PublishedWeights
-from podium.weights.receiving import verify_in_place
+from podium.weights.receiving import check_manifest, verify_in_place
 from podium.weights.whole_copy import WholeCopy
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -87,6 +87,7 @@ def test_loaded_published_and_copied_tensors_are_those_of_transformers(
     copy.refill()
     assert_same(state(copy.model.hf), wanted)
     verify_in_place(copy.tensors, weights.describe(1))
+    check_manifest(weights.describe(1), copy.tensors, padded_parameters(copy.model))  # as a generator does it
     scorer, _ = place(
         ModelSection(path=str(tmp_path), dtype=str(dtype).removeprefix("torch.")), tmp_path, one_rank(), seed=0,
         masters=False,
