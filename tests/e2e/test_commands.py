@@ -22,7 +22,6 @@ from podium.engine.checkpoint import CheckpointReader
 from podium.models.packing import to_device
 from podium.models.verify import random_batch
 from podium.recipe import load_recipe
-from podium.spmd.run import checkpoint_pieces
 
 HELDOUT = {"heldout": [{"path": "heldout.jsonl"}]}
 STOP_AT_2 = """
@@ -256,10 +255,7 @@ def _same_weights(model: transformers.PreTrainedModel, checkpoint: Path) -> None
 
 def _same_logits(model: transformers.PreTrainedModel, base: Path, checkpoint: Path) -> None:
     """The run's own packed model, filled from its checkpoint, against the exported one, document by document."""
-    engine = make_engine(base, weights=False)
-    CheckpointReader(checkpoint).load(checkpoint_pieces(engine))
-    for each in engine.optimizer.trained:
-        each.publish()
+    engine = make_engine(base, checkpoint=CheckpointReader(checkpoint))
     batch = to_device(random_batch(47), torch.device("cpu"))
     with torch.no_grad():
         ours = engine.model.eval()(batch, None, kind="scores")

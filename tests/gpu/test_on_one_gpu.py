@@ -16,17 +16,19 @@ from torch import Tensor, nn
 from podium import api
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document, PackedBatch, pack
-from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras, newest_usable
 from podium.engine.mesh import Mesh, join
 from podium.engine.optimizer import AdamW
+from podium.engine.parameters import TrainedParameter
+from podium.engine.resuming import checkpoint_pieces, restore_optimizer
 from podium.engine.sharding import place
 from podium.engine.train_step import TrainEngine
 from podium.models.attention import packed_attention
 from podium.models.head import HeadSpec, fused_token_loss
 from podium.models.packing import Packing
 from podium.models.verify import self_check
+from podium.models.weights import Box
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
-from podium.spmd.run import checkpoint_pieces
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,10 +56,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def make_engine(folder: Path, *, weights: bool = True, **model: Any) -> TrainEngine:
+def make_engine(folder: Path, *, checkpoint: CheckpointReader | None = None, **model: Any) -> TrainEngine:
     section, mesh = OptimizerSection(lr=1e-3), this_device()
     values = {"path": str(folder), "init": "random", "compile": "off", **model}
-    placed, trained = place(ModelSection.model_validate(values), folder, mesh, seed=0, weights=weights)
+    placed, trained = place(ModelSection.model_validate(values), folder, mesh, seed=0, checkpoint=checkpoint)
     return TrainEngine(placed, trained, AdamW(trained, section), mesh, section.clip_norm)
 
 
@@ -169,20 +171,45 @@ def test_a_checkpoint_comes_back_bit_for_bit(folder: Path, tmp_path: Path) -> No
     engine = make_engine(folder, dtype="bfloat16")
     train(engine, (1, 2))
     writer = CheckpointWriter(tmp_path, engine.mesh, keep=1, keep_best=False, background=True, timeout_s=60)
-    writer.save(2, checkpoint_pieces(engine), Extras(values={}, arrays={}), heldout_loss=None)
+    writer.save(2, checkpoint_pieces(engine), Extras(values={"updates": 2}, arrays={}), heldout_loss=None)
     wanted = [piece.local.clone() for piece in checkpoint_pieces(engine)]
     (unbroken,), _ = train(engine, (3,))  # training goes on while it is written
     writer.wait()
 
-    restored = make_engine(folder, dtype="bfloat16", weights=False)
-    newest_usable(tmp_path).load(checkpoint_pieces(restored))
-    for each in restored.optimizer.trained:
-        each.publish()
-    restored.optimizer.set_updates(2)
+    reader = newest_usable(tmp_path)
+    restored = make_engine(folder, dtype="bfloat16", checkpoint=reader)
+    restore_optimizer(restored, reader)
     for piece, tensor in zip(checkpoint_pieces(restored), wanted, strict=True):
         assert torch.equal(piece.local, tensor), piece.name
     (again,), _ = train(restored, (3,))
     assert again == pytest.approx(unbroken, rel=1e-5)
+
+
+def test_the_one_pass_update_leaves_alone_what_gets_no_gradient() -> None:
+    """None in some steps, as torch does it: not decayed, and its own count of updates."""
+    torch.manual_seed(0)
+    weights = [torch.randn(64, 33, device=DEVICE) for _ in range(3)]
+    theirs = [nn.Parameter(weight.clone()) for weight in weights]
+    ours = [nn.Parameter(weight.bfloat16()) for weight in weights]
+    held = [
+        TrainedParameter(
+            name=str(at), parameter=each, master=weights[at].clone(), box=Box.whole(each.shape), shape=(64, 33)
+        )
+        for at, each in enumerate(ours)
+    ]
+    section = OptimizerSection(lr=1e-2, weight_decay=0.1)
+    optimizer, reference = AdamW(held, section), torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1)
+    one, zero = torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)
+    for present in ((1, 2), (2,), (1, 2)):
+        gradients = {at: torch.randn_like(weights[at]) for at in present}
+        for at, each in enumerate(theirs):
+            each.grad = gradients.get(at)
+        reference.step()
+        optimizer.step({id(held[at]): each for at, each in gradients.items()}, lr=1e-2, clip=one, skip=zero)
+    for mine, other in zip(held, theirs, strict=True):
+        torch.testing.assert_close(mine.master, other.detach(), rtol=0, atol=1e-6)
+    assert torch.equal(held[0].master, weights[0])
+    assert optimizer.missed_updates() == {"0": 3, "1": 1}
 
 
 def test_the_one_pass_update_is_torchs_adamw() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document, PackedBatch, pack
+from podium.engine.checkpoint import CheckpointReader
 from podium.engine.mesh import Mesh
 from podium.engine.optimizer import AdamW
 from podium.engine.sharding import place
@@ -31,13 +32,13 @@ def make_engine(
     mesh: Mesh | None = None,
     *,
     optimizer: OptimizerSection | None = None,
-    weights: bool = True,
+    checkpoint: CheckpointReader | None = None,
     **model: Any,
 ) -> TrainEngine:
     """As a run builds it: placed on the mesh, AdamW, clipping as the section says."""
     mesh = mesh or one_rank()
     section = optimizer or OptimizerSection(lr=1e-2)
-    placed, trained = place(ModelSection(path=str(folder), **model), folder, mesh, seed=0, weights=weights)
+    placed, trained = place(ModelSection(path=str(folder), **model), folder, mesh, seed=0, checkpoint=checkpoint)
     return TrainEngine(placed, trained, AdamW(trained, section), mesh, section.clip_norm)
 
 

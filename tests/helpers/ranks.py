@@ -18,12 +18,12 @@ from podium.data.documents import Document, PackedBatch, pack
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
 from podium.engine.mesh import Mesh, join, leave
 from podium.engine.parameters import TrainedParameter
+from podium.engine.resuming import checkpoint_pieces, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.errors import DataError
 from podium.models.verify import self_check
 from podium.recipe import OptimizerSection, PlacementSection
 from podium.spmd.launch import RankPlace
-from podium.spmd.run import checkpoint_pieces
 
 OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
 EMPTY = Extras(values={"updates": 2}, arrays={})
@@ -65,8 +65,9 @@ def group_rank(place: RankPlace, task: GroupTask) -> GroupResult:
         losses = two_steps(engine) if task.load is None else ()
         loaded: dict[str, Tensor] = {}
         if task.load is not None:
-            engine = make_engine(task.models[-1], mesh, optimizer=OPTIMIZER, weights=False)
-            newest_usable(task.load).load(checkpoint_pieces(engine))
+            reader = newest_usable(task.load)
+            engine = make_engine(task.models[-1], mesh, optimizer=OPTIMIZER, checkpoint=reader)
+            restore_optimizer(engine, reader)
             loaded = whole_state(engine)
         writer = CheckpointWriter(task.save, mesh, keep=1, keep_best=False, background=True, timeout_s=60)
         writer.save(2, checkpoint_pieces(engine), EMPTY, heldout_loss=None)

@@ -12,6 +12,8 @@ import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models
 
+from podium.models.buffers import persistent_buffers
+
 _CHARACTERS = "0123456789+-=? abcdefghijklmnopqrstuvwxyzW.\n"
 _SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = (
@@ -74,6 +76,64 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         "n_group": 1,
         "topk_group": 1,
     },
+    "deepseek_v3": {
+        "model_type": "deepseek_v3",
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 8,
+        "v_head_dim": 8,
+    },
+    # Biases of routers that are parameters without gradient.
+    "ernie4_5_moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 4,
+        "moe_k": 2,
+        "moe_intermediate_size": 16,
+        "moe_num_shared_experts": 1,
+        "moe_layer_start_index": 1,
+        "moe_layer_end_index": 1,
+    },
+    "afmoe": {
+        "model_type": "afmoe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "num_dense_layers": 1,
+        "sliding_window": 8,
+    },
+    "laguna": {
+        "model_type": "laguna",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+        "shared_expert_intermediate_size": 16,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+        "num_attention_heads_per_layer": None,
+    },
+    "gemma3n": {
+        "model_type": "gemma3n_text",
+        "head_dim": 8,
+        "sliding_window": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": VOCABULARY,
+        "hidden_size_per_layer_input": 8,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 4,
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
     "phimoe": {"model_type": "phimoe", "num_local_experts": 4, "sliding_window": 50},
     # With dropout or noise of the router: by default, or put in.
     "gpt2": {"model_type": "gpt2"},
@@ -99,8 +159,28 @@ _CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+SUPPORTED = [
+    "llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gemma2", "granite", "gpt_oss", "glm4_moe", "deepseek_v3",
+    "ernie4_5_moe", "afmoe", "laguna", "gemma3n", "gemma3_multimodal",
+]  # fmt: skip
+
+
+def tiny_multimodal_config(**changes: Any) -> Any:
+    """Gemma3 with a vision tower, which text does not reach."""
+    text = {**_BASE, **_CONFIGS["gemma3"], **changes}
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "image_size": 8, "patch_size": 4,
+    }  # fmt: skip
+    return transformers.AutoConfig.for_model(
+        "gemma3", text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=7
+    )
+
+
 def tiny_config(name: str, **changes: Any) -> Any:
     """A config of one of the architectures above, two layers of 32 unless changed."""
+    if name == "gemma3_multimodal":
+        return tiny_multimodal_config(**changes)
     return transformers.AutoConfig.for_model(**{**_BASE, **_CONFIGS[name], **changes})
 
 
@@ -109,7 +189,7 @@ def save_tiny_model(name: str, folder: Path, *, seed: int = 0, shard_size: str =
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(tiny_config(name, **changes), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in [*model.parameters(), *persistent_buffers(model).values()]:
             parameter.add_(torch.randn_like(parameter) * 0.05)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return folder

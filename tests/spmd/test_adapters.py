@@ -18,13 +18,13 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
 from podium.engine.checkpoint import CheckpointWriter, newest_usable
 from podium.engine.mesh import join, leave
+from podium.engine.resuming import checkpoint_pieces, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import load_config
 from podium.models.packing import to_device
 from podium.models.verify import self_check
 from podium.recipe import ModelSection, PlacementSection
 from podium.spmd.launch import RankPlace, launch
-from podium.spmd.run import checkpoint_pieces
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import verify_in_place
 from podium.weights.whole_copy import WholeCopy
@@ -153,8 +153,9 @@ def test_a_checkpoint_holds_the_adapter_alone_and_one_rank_goes_on_from_it(folde
     reader = newest_usable(by_ranks.checkpoints)
     assert len(reader.shapes()) == 3 * 12
     assert all(".lora_" in name for name in reader.shapes())
-    engine = make_engine(folder / "base", optimizer=OPTIMIZER, weights=False, lora={"adapter": str(folder / "adapter")})
-    reader.load(checkpoint_pieces(engine))
+    lora = {"adapter": str(folder / "adapter")}
+    engine = make_engine(folder / "base", optimizer=OPTIMIZER, checkpoint=reader, lora=lora)
+    restore_optimizer(engine, reader)
     found = whole_state(engine)
     assert found.keys() == by_ranks.saved.keys()
     assert all(torch.equal(found[name], by_ranks.saved[name]) for name in found)

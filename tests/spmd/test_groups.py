@@ -14,9 +14,9 @@ from helpers.ranks import OPTIMIZER, GroupResult, GroupTask, group_rank, two_ste
 from helpers.tiny import save_tiny_model
 from podium import api
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.resuming import checkpoint_pieces, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.spmd.launch import launch
-from podium.spmd.run import checkpoint_pieces
 
 # The last one is trained and saved; its layers have rows that do not divide by 4 ranks.
 MODELS = ("qwen3_moe", "gemma3", "qwen3")
@@ -51,7 +51,7 @@ def one(folder: Path, two: GroupResult) -> dict[str, Tensor]:
     engine = loaded(folder, "by-two")
     (folder / "by-one").mkdir()
     writer = CheckpointWriter(folder / "by-one", engine.mesh, keep=1, keep_best=False, background=False, timeout_s=60)
-    writer.save(2, checkpoint_pieces(engine), Extras(values={}, arrays={}), heldout_loss=None)
+    writer.save(2, checkpoint_pieces(engine), Extras(values={"updates": 2}, arrays={}), heldout_loss=None)
     return whole_state(engine)
 
 
@@ -62,8 +62,9 @@ def four(folder: Path, one: dict[str, Tensor]) -> GroupResult:
 
 
 def loaded(folder: Path, saved: str) -> TrainEngine:
-    engine = make_engine(folder / MODELS[-1], optimizer=OPTIMIZER, weights=False)
-    newest_usable(folder / saved).load(checkpoint_pieces(engine))
+    reader = newest_usable(folder / saved)
+    engine = make_engine(folder / MODELS[-1], optimizer=OPTIMIZER, checkpoint=reader)
+    restore_optimizer(engine, reader)
     return engine
 
 

@@ -33,20 +33,24 @@ def learning_rate(section: OptimizerSection, step: int, steps: int) -> float:
 
 
 Gradients = Mapping[int, Tensor]
-"""This rank's part of every gradient, by id of its TrainedParameter."""
+"""This rank's part of every gradient, by id of its TrainedParameter. What is missing got none in this step, on any
+rank."""
 
 
 class AdamW:
-    """Moments and masters of the parameters that this rank holds. Plain local tensors: sharding is not its business."""
+    """Moments and masters of the parameters that this rank holds. Plain local tensors: sharding is not its business.
+
+    As in torch, a parameter that gets no gradient in a step is left alone in it: weight decay does not move it, its
+    moments stay, and its own count of updates, which corrects the moments' bias, does not go on."""
 
     def __init__(self, trained: Sequence[TrainedParameter], section: OptimizerSection) -> None:
         self._section = section
-        self.trained = list(trained)
+        self.trained = [each for each in trained if not each.is_frozen]
         self.first_moments = [torch.zeros_like(each.master) for each in self.trained]
         self.second_moments = [torch.zeros_like(each.master) for each in self.trained]
         moments = zip(self.trained, self.first_moments, self.second_moments, strict=True)
         # A rank may hold no row of a small tensor.
-        held = [_Slot(*each) for each in moments if each[0].master.numel()]
+        held = [_Slot(index, *each) for index, each in enumerate(moments) if each[0].master.numel()]
         self._groups = [
             ([slot for slot in held if _is_decayed(slot.trained)], section.weight_decay),
             ([slot for slot in held if not _is_decayed(slot.trained)], 0.0),
@@ -54,10 +58,24 @@ class AdamW:
         self._one_pass = bool(held) and held[0].trained.master.is_cuda and find_spec("triton") is not None
         device = held[0].trained.master.device if held else torch.device("cpu")
         self._count = torch.zeros((), dtype=torch.float32, device=device)
+        # Of the updates that were counted, how many each parameter had no gradient in.
+        self._missed_P = torch.zeros(len(self.trained), dtype=torch.float32, device=device)
+        self._have_missed: set[int] = set()
+        self._absent: tuple[frozenset[int], Tensor] = (frozenset(), torch.zeros_like(self._missed_P))
 
-    def set_updates(self, updates: int) -> None:
-        """How many updates the moments have seen, for a resumed run."""
+    def set_updates(self, updates: int, missed: Mapping[str, int] | None = None) -> None:
+        """How many updates the moments have seen, for a resumed run; `missed` as `missed_updates` gave it."""
         self._count.fill_(updates)
+        missed = missed or {}
+        self._have_missed = {index for index, each in enumerate(self.trained) if missed.get(each.name)}
+        self._missed_P.copy_(torch.tensor([float(missed.get(each.name, 0)) for each in self.trained]))
+
+    def missed_updates(self) -> dict[str, int]:
+        """Names of the parameters that had no gradient in some updates -> in how many."""
+        if not self._have_missed:
+            return {}
+        counts = self._missed_P.tolist()
+        return {self.trained[index].name: int(counts[index]) for index in sorted(self._have_missed)}
 
     @property
     def updates(self) -> int:
@@ -67,19 +85,39 @@ class AdamW:
     def step(self, gradients: Gradients, *, lr: float, clip: Tensor, skip: Tensor) -> None:
         """One update. `clip` multiplies every gradient; where `skip` is 1 nothing changes. Both stay on the device: the
         host does not wait."""
-        for slots, weight_decay in self._groups:
+        for group, weight_decay in self._groups:
             update = self._update_in_one_pass if self._one_pass else self._update_with_torch
+            slots = [slot for slot in group if id(slot.trained) in gradients]
             if slots:
                 update(slots, gradients, _Terms(lr=lr, weight_decay=weight_decay, clip=clip, skip=skip))
+        absent = frozenset(index for index, each in enumerate(self.trained) if id(each) not in gradients)
+        if absent:
+            self._have_missed |= absent
+            self._missed_P += self._mask_of(absent) * (1.0 - skip)
         self._count += 1.0 - skip
+
+    def _mask_of(self, absent: frozenset[int]) -> Tensor:
+        """Ones at these parameters. Kept: it is mostly that of the step before."""
+        if self._absent[0] != absent:
+            mask = torch.tensor([float(index in absent) for index in range(len(self.trained))])
+            self._absent = absent, mask.to(self._missed_P.device)
+        return self._absent[1]
+
+    def _count_of(self, slot: _Slot) -> Tensor:
+        """Updates that this parameter's moments have seen; a tensor of its own."""
+        if slot.index in self._have_missed:
+            return self._count - self._missed_P[slot.index]
+        return self._count.clone()
 
     def _update_in_one_pass(self, slots: list[_Slot], gradients: Gradients, terms: _Terms) -> None:
         from podium.engine.fused_adamw import scalars_for, update
 
         section = self._section
-        scalars = scalars_for(terms.clip, terms.skip, self._count + 1, section.betas)
+        common = scalars_for(terms.clip, terms.skip, self._count + 1, section.betas)
         for slot in slots:
-            each = slot.trained
+            each, scalars = slot.trained, common
+            if slot.index in self._have_missed:
+                scalars = scalars_for(terms.clip, terms.skip, self._count_of(slot) + 1, section.betas)
             update(
                 each.master,
                 gradients[id(each)],
@@ -101,7 +139,7 @@ class AdamW:
             [slot.first for slot in slots],
             [slot.second for slot in slots],
             [],
-            [self._count.clone() for _ in slots],  # the kernel counts up each of them
+            [self._count_of(slot) for slot in slots],  # the kernel counts up each of them
             fused=True,
             grad_scale=terms.clip.reciprocal(),  # the kernel divides by it
             found_inf=terms.skip,
@@ -129,6 +167,7 @@ class _Terms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Slot:
+    index: int  # in the optimizer's list
     trained: TrainedParameter
     first: Tensor
     second: Tensor

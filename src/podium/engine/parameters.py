@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained parameter and its float32 master: the same tensor where the model computes in float32 or is sharded."""
+"""A parameter and its float32 master: the same tensor where the model computes in float32 or is sharded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from podium.models.weights import Box
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainedParameter:
-    """`master` is this rank's part in float32; `parameter` is what the model computes with."""
+    """`master` is this rank's part in float32; `parameter` is what the model computes with. `is_frozen`: it never
+    changes (a router's bias that the architecture excludes from training, which is saved and published with the others;
+    or the base of an adapter, whose only copy is in the dtype that it computes in)."""
 
     name: str  # inside the Hugging Face model
     parameter: nn.Parameter
     master: Tensor
     box: Box
     shape: tuple[int, ...]
+    is_frozen: bool = False
 
     @property
     def has_own_master(self) -> bool:

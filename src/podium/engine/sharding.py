@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,33 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from podium.engine.checkpoint import CheckpointReader
+from podium.engine.filling import Filling
 from podium.engine.mesh import Mesh
 from podium.engine.parameters import TrainedParameter
 from podium.errors import ModelError
-from podium.models.causal_lm import (
-    PackedCausalLM,
-    build,
-    load_config,
-    padded_parameters,
-    persistent_buffers,
-    restore_buffers,
-)
-from podium.models.lora import adapter_source, require_adapter_of, widen
+from podium.models.buffers import persistent_buffers, restore_buffers
+from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
+from podium.models.lora import HEAD, adapter_source, require_adapter_of
 from podium.models.new_tokens import with_new_tokens
+from podium.models.precision import set_dtypes
 from podium.models.scalar import PackedScalarLM, build_scalar
-from podium.models.weights import (
-    Box,
-    CheckpointWeights,
-    MemoryWeights,
-    Piece,
-    WeightSource,
-    base_name,
-    fill,
-    is_adapter,
-)
+from podium.models.weights import Box, CheckpointWeights, MemoryWeights, Piece, WeightSource, fill
 from podium.recipe import ModelSection
 
 PackedModel = PackedCausalLM | PackedScalarLM
+_HEAD_WEIGHT = f"{HEAD}.weight"
 
 
 def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
@@ -49,35 +37,42 @@ def compute_dtype(section: ModelSection, device: torch.device) -> torch.dtype:
 
 
 def place(
-    section: ModelSection, folder: Path, mesh: Mesh, *, seed: int, weights: bool = True, masters: bool = True
+    section: ModelSection,
+    folder: Path,
+    mesh: Mesh,
+    *,
+    seed: int,
+    checkpoint: CheckpointReader | None = None,
+    masters: bool = True,
 ) -> tuple[PackedCausalLM, list[TrainedParameter]]:
-    """The model on this rank's device, sharded over the mesh, with float32 masters of what it trains: everything, or
-    with model.lora the adapter alone, beside a base in the dtype that it computes in.
+    """The model on this rank's device, sharded over the mesh, and the parameters that its checkpoints hold: all, or
+    with model.lora the adapter alone, beside a base in the dtype that it computes in. They have float32 masters.
 
-    `weights=False` leaves the trained values undefined, for a checkpoint to fill; a frozen base, which is in no
-    checkpoint of Podium's, is read all the same. `masters=False`: nothing is trained, so all weights exist once, in the
-    dtype that they compute in.
+    `checkpoint`: of Podium's own, to take the values from; what it does not hold (the base of an adapter, frozen
+    parameters in older ones) is read from `folder` all the same. `masters=False`: nothing is trained, so all weights
+    exist once, in the dtype that they compute in.
     """
     require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
-    model = build(section, config, device=torch.device("meta"), dtype=_held_dtype(section, dtype, mesh, masters))
-    held = _spread(model, section, mesh, dtype, masters=masters)
-    trained = held.trained
-    base = held.everything if section.lora is None else held.frozen
-    if weights or section.lora is not None:
-        padded = padded_parameters(model)
+    model = build(section, config, device=torch.device("meta"), dtype=dtype)
+    everything = _spread(model, section, mesh, dtype, masters=masters)
+    saved, padded = _saved(section, everything), padded_parameters(model)
+    filling = Filling(model, everything)
+    if checkpoint is not None:
+        filling.from_checkpoint(checkpoint, saved, padded)
+    if base := filling.undefined(adapter=False):
         if section.init == "random":
-            fill(_pieces(model, base), _drawn(section, config, mesh, seed), padded_rows={})
-            _zero_padding(base, padded)
+            filling.from_source(base, _drawn(section, config, mesh, seed), padded_rows={})
+            _zero_padding(everything, padded)
         else:
             source = with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
-            fill(_pieces(model, base), source, padded_rows=padded)
-    if weights and section.lora is not None:
-        fill(_adapter_pieces(trained), adapter_source(model.hf, section.lora, seed), padded_rows={})
-    for each in trained if weights else []:
-        each.publish()
-    return model, trained
+            filling.from_source(base, source, padded_rows=padded)
+    if adapter := filling.undefined(adapter=True):
+        assert section.lora is not None
+        filling.from_source(adapter, adapter_source(model.hf, section.lora, seed), padded_rows={})
+    filling.finish()
+    return model, saved
 
 
 def place_scalar(
@@ -87,7 +82,7 @@ def place_scalar(
     *,
     labels: int | None,
     seed: int = 0,
-    weights: bool = True,
+    checkpoint: CheckpointReader | None = None,
     masters: bool = True,
 ) -> tuple[PackedScalarLM, list[TrainedParameter]]:
     """The same for a body with a scalar head, which is trained beside an adapter too. A head that neither checkpoint
@@ -95,27 +90,29 @@ def place_scalar(
     require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
-    kept = _held_dtype(section, dtype, mesh, masters)
-    model = build_scalar(section, config, device=torch.device("meta"), dtype=kept, labels=labels)
-    held = _spread(model, section, mesh, dtype, masters=masters)
-    if weights or section.lora is not None:
-        source: WeightSource = (
-            _drawn_scalar(section, config, labels, seed)
-            if section.init == "random"
-            else with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
-        )
-        pieces = list(_pieces(model, held.everything if weights else held.frozen))
-        sources = [source] if section.init != "random" else []
-        if section.lora is not None and weights:
-            sources.insert(0, adapter_source(model.hf, section.lora, seed))
-            fill(_adapter_pieces(held.trained), sources[0], padded_rows={})
-        for piece in pieces:
-            if piece.name == "score.weight":
-                _fill_head(piece, sources, folder, can_be_new=labels is not None)
-        fill([piece for piece in pieces if piece.name != "score.weight"], source, padded_rows={})
-    for each in held.trained if weights else []:
-        each.publish()
-    return model, held.trained
+    model = build_scalar(section, config, device=torch.device("meta"), dtype=dtype, labels=labels)
+    everything = _spread(model, section, mesh, dtype, masters=masters)
+    saved = _saved(section, everything)
+    filling = Filling(model, everything)
+    if checkpoint is not None:
+        filling.from_checkpoint(checkpoint, saved, {})
+    sources: list[WeightSource] = []
+    if adapter := filling.undefined(adapter=True):
+        assert section.lora is not None
+        sources.append(adapter_source(model.hf, section.lora, seed))
+        filling.from_source(adapter, sources[0], padded_rows={})
+    if base := filling.undefined(adapter=False):
+        if section.init == "random":
+            source = _drawn_scalar(section, config, labels, seed)
+        else:
+            source = with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
+            sources.append(source)
+        for name in [name for name in base if name == _HEAD_WEIGHT]:
+            _fill_head(filling.piece(name), sources, folder, can_be_new=labels is not None)
+            filling.done(name)
+        filling.from_source([name for name in base if name != _HEAD_WEIGHT], source, padded_rows={})
+    filling.finish()
+    return model, saved
 
 
 def _fill_head(head: Piece, sources: list[WeightSource], folder: Path, *, can_be_new: bool) -> None:
@@ -132,44 +129,39 @@ def _fill_head(head: Piece, sources: list[WeightSource], folder: Path, *, can_be
     head.local.zero_()
 
 
-def _held_dtype(section: ModelSection, dtype: torch.dtype, mesh: Mesh, masters: bool) -> torch.dtype:
-    """Sharded parameters that are trained are float32 and cast as they are gathered; a single device keeps the cast
-    copy itself, so that forward, backward and generation read compute-dtype weights without casting them again. So is
-    a frozen base (its adapter is widened after)."""
-    return dtype if mesh.world == 1 or not masters or section.lora is not None else torch.float32
+def _saved(section: ModelSection, everything: list[TrainedParameter]) -> list[TrainedParameter]:
+    """What a checkpoint holds: all parameters, also those that the architecture freezes; or with an adapter what is
+    trained."""
+    return everything if section.lora is None else [each for each in everything if not each.is_frozen]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Held:
-    """All parameters of a model, and those of them that training changes."""
-
-    everything: list[TrainedParameter]
-    trained: list[TrainedParameter]
-
-    @property
-    def frozen(self) -> list[TrainedParameter]:
-        chosen = {id(each) for each in self.trained}
-        return [each for each in self.everything if id(each) not in chosen]
-
-
-def _spread(model: PackedModel, section: ModelSection, mesh: Mesh, dtype: torch.dtype, *, masters: bool) -> _Held:
-    """Compiles and shards, and gives every parameter memory; values are undefined."""
-    if section.lora is not None and masters and mesh.world > 1:
-        widen(model.hf)
+def _spread(
+    model: PackedModel, section: ModelSection, mesh: Mesh, dtype: torch.dtype, *, masters: bool
+) -> list[TrainedParameter]:
+    """Compiles and shards, and gives every parameter memory; values are undefined, but for buffers that no checkpoint
+    holds. A single device keeps parameters in the dtype that they compute in, so that forward, backward and generation
+    read them without casting; sharded ones that have masters are float32 themselves and cast as they are gathered. The
+    frozen base of an adapter has no masters."""
+    kept = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
+    with_masters = {
+        name
+        for name, parameter in model.hf.named_parameters()
+        if masters and (section.lora is None or parameter.requires_grad)
+    }
+    if mesh.world > 1:
+        set_dtypes(model.hf, dict.fromkeys(with_masters, torch.float32))
     _prepare_layers(model, section, mesh.device)
     if mesh.devices is not None:
-        _shard(model, mesh, dtype)
+        _shard(model, mesh, dtype, {parameter for name, parameter in model.hf.named_parameters() if name in kept})
     model.to_empty(device=mesh.device)
     model.hf.tie_weights()
     restore_buffers(model.hf)
     everything = [
-        _trained(name, parameter, masters=masters and parameter.requires_grad)
-        for name, parameter in model.hf.named_parameters()
+        _held(name, parameter, masters=name in with_masters) for name, parameter in model.hf.named_parameters()
     ]
-    trained = [each for each in everything if each.parameter.requires_grad]
     if not masters:
         model.requires_grad_(False)
-    return _Held(everything=everything, trained=trained)
+    return everything
 
 
 def local_box(parameter: Tensor) -> Box:
@@ -190,30 +182,17 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def _trained(name: str, parameter: nn.Parameter, *, masters: bool) -> TrainedParameter:
+def _held(name: str, parameter: nn.Parameter, *, masters: bool) -> TrainedParameter:
     local = local_tensor(parameter)
     own = masters and local.dtype != torch.float32
-    master = torch.empty_like(local, dtype=torch.float32) if own else local
     return TrainedParameter(
-        name=name, parameter=parameter, master=master, box=local_box(parameter), shape=tuple(parameter.shape)
+        name=name,
+        parameter=parameter,
+        master=torch.empty_like(local, dtype=torch.float32) if own else local,
+        box=local_box(parameter),
+        shape=tuple(parameter.shape),
+        is_frozen=not parameter.requires_grad,
     )
-
-
-def _pieces(model: PackedModel, held: list[TrainedParameter]) -> Iterator[Piece]:
-    """What a checkpoint of the base has, under its names there."""
-    for each in held:
-        if not is_adapter(each.name):
-            yield Piece(name=base_name(each.name), local=each.master, box=each.box, shape=each.shape)
-    for name, buffer in persistent_buffers(model.hf).items():
-        yield Piece(name=base_name(name), local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
-
-
-def _adapter_pieces(trained: list[TrainedParameter]) -> list[Piece]:
-    return [
-        Piece(name=each.name, local=each.master, box=each.box, shape=each.shape)
-        for each in trained
-        if is_adapter(each.name)
-    ]
 
 
 def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> WeightSource:
@@ -235,8 +214,8 @@ def _drawn_scalar(section: ModelSection, config: object, labels: int | None, see
     return MemoryWeights({**dict(model.hf.named_parameters()), **persistent_buffers(model.hf)})
 
 
-def _zero_padding(trained: list[TrainedParameter], padded: dict[str, int]) -> None:
-    for each in trained:
+def _zero_padding(everything: list[TrainedParameter], padded: dict[str, int]) -> None:
+    for each in everything:
         if each.name in padded:
             real = Box.whole((padded[each.name], *each.shape[1:])).overlap(each.box)
             each.master[max(0, real.stops[0] - each.box.starts[0]) :] = 0
@@ -255,11 +234,13 @@ def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.dev
             layer.compile()
 
 
-def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype) -> None:
+def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype, kept: set[nn.Parameter]) -> None:
+    """`kept` compute in another dtype than the model (float32 routers and biases). FSDP would cast them with the rest
+    of their layer, so they are not sharded: every rank holds them whole, and the training step sums their gradients."""
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh.devices, mp_policy=policy)
-    fully_shard(model, mesh=mesh.devices, mp_policy=policy)
+        fully_shard(layer, mesh=mesh.devices, mp_policy=policy, ignored_params=kept)
+    fully_shard(model, mesh=mesh.devices, mp_policy=policy, ignored_params=kept)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The step's global token count does the dividing: ranks hold unequal shares, a mean over ranks would

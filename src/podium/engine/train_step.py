@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Example, PackedBatch, PackedExamples, pack_examples
@@ -16,10 +17,13 @@ from podium.engine.mesh import Mesh
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
 from podium.engine.sharding import PackedModel, local_tensor
+from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import LogitsObjective, Objective, TokenLoss, TokenObjective
 from podium.models.packing import round_tokens, to_device
 from podium.models.scalar import PackedScalarLM, ScalarObjective
+
+_PATTERNS = 1021  # a prime; sums of it over all ranks are exact in float32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +67,13 @@ class PendingReport:
     def resolve(self) -> StepReport:
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, skipped, stops, *sums = self._values.tolist()
+        loss, grad_norm, skipped, stops, differs, *sums = self._values.tolist()
+        if differs:
+            raise UnsupportedModelError(
+                "some parameters got a gradient on one rank and none on another, so their sum over the ranks would be "
+                "wrong: layers that only some tokens reach must get a gradient of zeros when none does. Train this "
+                "architecture on one device."
+            )
         return StepReport(
             loss=loss, grad_norm=grad_norm, skipped=skipped > 0, stop_requested=stops > 0,
             sums=dict(zip(self._names, sums, strict=True)),
@@ -115,7 +125,11 @@ class TrainEngine:
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
-        self._trained = [each for each in trained if each.parameter.requires_grad]
+        self.frozen = [each for each in trained if each.is_frozen]  # saved and published, never changed
+        self._trained = [each for each in trained if not each.is_frozen]
+        sharded = mesh.world > 1
+        # Held whole by every rank of a sharded model, because they compute in another dtype.
+        self._replicated = [each for each in self._trained if sharded and not isinstance(each.parameter, DTensor)]
         self._clip_norm = clip_norm
         self._multiple = round_tokens(mesh.device)
 
@@ -164,25 +178,40 @@ class TrainEngine:
         stop_requested: bool,
         tally: Tally | None,
     ) -> PendingReport:
-        held = [gradients[id(each)] for each in self._trained if each.master.numel()]
-        norms = torch._foreach_norm(held, 2, dtype=torch.float32) if held else [total.new_zeros(())]
-        squares = torch.stack(norms).square().sum()
+        squares = self._norms(gradients, total).square().sum()
         # `new_full` fills on the device; `new_tensor` would copy from the host and wait for all work in flight.
-        mine = torch.stack([total, squares, total.new_full((), float(stop_requested))])
+        pattern = self._pattern(gradients)
+        flags = [total.new_full((), float(stop_requested)), total.new_full((), float(pattern))]
+        mine = torch.stack([total, squares, *flags])
         sums = self.mesh.sum(mine if tally is None else torch.cat([mine, tally.sums_M]))
         norm = sums[1].sqrt()
         skip = (~torch.isfinite(sums[:2]).all()).float()
         limit = self._clip_norm or float("inf")
         clip = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
         self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
-        values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip]), sums[2:]])
+        differs = sums[3] - self.mesh.world * pattern
+        values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip, sums[2], differs]), sums[4:]])
         return PendingReport(values, () if tally is None else tally.names)
+
+    def _norms(self, gradients: Mapping[int, Tensor], total: Tensor) -> Tensor:
+        """Of each parameter's gradient, as far as this rank counts it: one of all ranks counts what all hold whole."""
+        whole = set() if self.mesh.is_main else {id(each) for each in self._replicated}
+        held = [each for each in self._trained if each.master.numel()]
+        counted = [id(each) for each in held if id(each) in gradients and id(each) not in whole]
+        norms = torch._foreach_norm([gradients[key] for key in counted], 2, dtype=torch.float32) if counted else []
+        by_id, zero = dict(zip(counted, norms, strict=True)), total.new_zeros(())
+        return torch.stack([by_id.get(id(each), zero) for each in held] or [zero])
+
+    def _pattern(self, gradients: Mapping[int, Tensor]) -> int:
+        """A small number that tells which parameters got no gradient; equal on all ranks if these are the same ones."""
+        absent = (at for at, each in enumerate(self._trained, start=1) if id(each) not in gradients)
+        return sum(at * at for at in absent) % _PATTERNS
 
     def gradients(
         self, micro_batches: Sequence[PackedBatch], loss: TokenLoss, *, normalizer: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """(sum of the loss on this rank, gradient of this rank's part of each parameter, by id of the trained
-        parameter). Everything is divided by the step's global count, never by a local one."""
+        """(sum of the loss on this rank, gradient of this rank's part of each parameter that got one, by id of the
+        trained parameter). Everything is divided by the step's global count, never by a local one."""
         return self._gradients(_of_tokens(micro_batches, loss), normalizer)[:2]
 
     def trial(self, batch: PackedBatch) -> None:
@@ -205,7 +234,10 @@ class TrainEngine:
             seen.append(tuple(rest))
             if len(micro_batches) > 1:
                 self._add_in_float32(sums)
-        return total, {id(each): self._gradient(each, sums) for each in self._trained}, seen
+        found = {id(each): self._gradient(each, sums) for each in self._trained}
+        gradients = {key: gradient for key, gradient in found.items() if gradient is not None}
+        self._sum_replicated(gradients)
+        return total, gradients, seen
 
     def _forward(self, batch: ObjectiveBatch) -> tuple[Tensor, ...]:
         tokens = to_device(batch.packed, self.mesh.device, multiple=self._multiple)
@@ -225,12 +257,29 @@ class TrainEngine:
                 sums[id(each)] = gradient.float()
             each.parameter.grad = None
 
-    def _gradient(self, each: TrainedParameter, sums: dict[int, Tensor]) -> Tensor:
+    def _gradient(self, each: TrainedParameter, sums: dict[int, Tensor]) -> Tensor | None:
+        """None: nothing that was computed in the step depends on it. (Experts of one tensor that no token reached have
+        zeros in it.)"""
         if id(each) in sums:
             return sums[id(each)]
         gradient, each.parameter.grad = each.parameter.grad, None
-        # No token of the step reached it (an expert without work).
-        return torch.zeros_like(each.master) if gradient is None else local_tensor(gradient)
+        return None if gradient is None else local_tensor(gradient)
+
+    def _sum_replicated(self, gradients: dict[int, Tensor]) -> None:
+        """What every rank holds whole has a gradient of this rank's tokens only: summed over the ranks, all at once."""
+        if not self._replicated:
+            return
+        mine = [gradients.get(id(each)) for each in self._replicated]
+        flat = torch.cat(
+            [
+                torch.zeros_like(each.master).flatten() if gradient is None else gradient.flatten()
+                for each, gradient in zip(self._replicated, mine, strict=True)
+            ]
+        )
+        parts = self.mesh.sum(flat).split([each.master.numel() for each in self._replicated])
+        for each, part in zip(self._replicated, parts, strict=True):
+            if id(each) in gradients:
+                gradients[id(each)] = part.view(each.shape)
 
     @torch.no_grad()
     def loss_sum(self, micro_batches: Sequence[PackedBatch], loss: TokenLoss) -> Tensor:

@@ -31,6 +31,7 @@ from podium.models.head import (
 from podium.models.lora import adapter_off, inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
+from podium.models.precision import keep_in_float32
 from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
@@ -133,12 +134,24 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     """The model's config, checked to be a causal language model that Podium can build."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (ValueError, OSError, KeyError) as error:
-        raise ModelError(f"{folder}: transformers cannot read this config ({str(error).splitlines()[0]}).") from error
+    except Exception as error:  # configs have validators of their own
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ModelError(f"{folder}: transformers cannot read this config ({reason}).") from error
 
 
 def padded_vocabulary(vocab_size: int, multiple: int) -> int:
     return -(-vocab_size // multiple) * multiple
+
+
+def unbuildable(path: str, error: Exception) -> UnsupportedModelError:
+    """Why transformers could not build a model of this config."""
+    reason = next((line for line in str(error).splitlines() if line.strip()), "no message")
+    if isinstance(error, ValueError):
+        return UnsupportedModelError(f"{path}: not a causal language model ({reason}).")
+    return UnsupportedModelError(
+        f"{path}: transformers cannot build this model ({type(error).__name__}: {reason.strip()}). Its config is "
+        "incomplete, or the architecture needs a package that is not installed."
+    )
 
 
 def build(section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype) -> PackedCausalLM:
@@ -151,10 +164,9 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
-    except ValueError as error:
-        raise UnsupportedModelError(
-            f"{section.path}: not a causal language model ({str(error).splitlines()[0]})."
-        ) from error
+    except Exception as error:  # whatever a model's own code raises
+        raise unbuildable(section.path, error) from error
+    keep_in_float32(model, dtype)
     model.tie_weights()
     if model.get_output_embeddings() is None:
         raise UnsupportedModelError(f"{type(model).__name__} has no output embeddings, so it is not a language model.")
@@ -165,25 +177,6 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
     if section.lora is not None:
         inject(model, section.lora)
     return PackedCausalLM(model, vocab_size, dropout=section.dropout)
-
-
-def restore_buffers(model: PreTrainedModel) -> None:
-    """Fills buffers that no checkpoint holds (rotary frequencies and the like), which `to_empty` left undefined."""
-    for parameter in model.parameters():
-        parameter._is_hf_initialized = True  # transformers then leaves it alone
-    for module in model.modules():
-        if module._non_persistent_buffers_set:
-            model._init_weights(module)
-
-
-def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Buffers that a checkpoint holds and no one trains (a router's correction bias, for instance), by name."""
-    passing = {
-        f"{name}.{buffer}" if name else buffer
-        for name, module in model.named_modules()
-        for buffer in module._non_persistent_buffers_set
-    }
-    return {name: buffer for name, buffer in model.named_buffers() if name not in passing}
 
 
 def padded_parameters(model: PackedCausalLM) -> dict[str, int]:

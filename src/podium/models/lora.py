@@ -56,14 +56,6 @@ def inject(model: PreTrainedModel, section: LoraSection, *, is_scalar: bool = Fa
         model.get_submodule(HEAD).requires_grad_(True)
 
 
-def widen(model: PreTrainedModel) -> None:
-    """Everything trained becomes float32: a sharded learner's parameters are their own masters."""
-    _cast_adapter(model, torch.float32)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-
-
 def has_adapter(model: nn.Module) -> bool:
     return any(is_adapter(name) for name, _ in model.named_parameters())
 

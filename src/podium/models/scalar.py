@@ -19,6 +19,7 @@ from podium.models.causal_lm import decoder_layers
 from podium.models.lora import inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
+from podium.models.precision import keep_in_float32
 from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
@@ -103,6 +104,7 @@ def build_scalar(
         raise UnsupportedModelError(
             f"{section.path}: transformers has no sequence classifier of this kind ({str(error).splitlines()[0]})."
         ) from error
+    keep_in_float32(model, dtype)
     if not isinstance(getattr(model, "score", None), nn.Linear):
         raise UnsupportedModelError(
             f"{type(model).__name__} has no linear `score` head on a causal body, so Podium cannot use it as a critic "

@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from podium.data.documents import Document, PackedBatch, pack
-from podium.errors import UnsupportedModelError
+from podium.errors import PodiumError, UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM, longest_packable
 from podium.models.cost import layer_windows
 from podium.models.packing import to_device
@@ -61,6 +64,24 @@ def compare(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> Comp
     return Comparison(architecture=name, largest=largest, mean=float(gap.mean()), dtype=dtype)
 
 
+@contextmanager
+def refusing(name: str) -> Iterator[None]:
+    """Inside, an error of the model's own code means that Podium cannot run this architecture. (Running out of memory
+    does not, and among several ranks neither does a RuntimeError: it may be a lost rank.)"""
+    try:
+        yield
+    except (PodiumError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and dist.is_initialized():
+            raise
+        reason = (str(error) or "no message").splitlines()[0]
+        raise UnsupportedModelError(
+            f"{name} fails on packed documents ({type(error).__name__}: {reason}), so it is not supported. Its "
+            "attention or layers want what Podium does not give them: a mask, a cache, or other inputs than tokens."
+        ) from error
+
+
 @torch.no_grad()
 def self_check(
     model: PackedCausalLM | PackedScalarLM, device: torch.device, dtype: torch.dtype, *, max_length: int | None = None
@@ -72,7 +93,8 @@ def self_check(
     windows: list[int | None] = []
     batch = replace(batch, packing=replace(batch.packing, windows=windows))
     model.eval()
-    with torch.compiler.set_stance("force_eager"):  # compiling for these few tokens would take longer than the check
+    # Compiling for these few tokens would take longer than the check.
+    with torch.compiler.set_stance("force_eager"), refusing(type(model.hf).__name__):
         ours = model(batch, None, kind="scores")
         theirs = model(batch, None, kind="plain")
     model.train()

@@ -24,6 +24,7 @@ from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW
+from podium.engine.resuming import checkpoint_pieces, restore_optimizer
 from podium.engine.scoring import values
 from podium.engine.sharding import place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
@@ -32,10 +33,9 @@ from podium.models.scalar import PackedScalarLM
 from podium.recipe import AlgorithmSection, Recipe
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ValueShard
-from podium.roles.learner import MICRO_BATCH, restore_engine
+from podium.roles.learner import MICRO_BATCH
 from podium.roles.policy_update import packed_rows, token_rewards
 from podium.rollout.engine import MemoryChange
-from podium.spmd.run import checkpoint_pieces
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +97,11 @@ class Critic:
             lora = recipe.model.lora  # an adapter of the policy's base is none of another's
             changes["lora"] = None if lora is None else lora.model_copy(update={"adapter": None})
             section = recipe.model.model_copy(update=changes)
-        begin = spec.resume_step
+        begin = None
+        if spec.resume_step is not None:
+            begin = CheckpointReader(spec.checkpoints / f"step-{spec.resume_step:08d}")
         model, trained = place_scalar(
-            section, spec.folder, self._mesh, labels=1, seed=recipe.run.seed, weights=begin is None
+            section, spec.folder, self._mesh, labels=1, seed=recipe.run.seed, checkpoint=begin
         )
         needed = 0 if not own else len(load_tokenizer(recipe.model))
         if model.vocab_size < needed:
@@ -110,7 +112,7 @@ class Critic:
         optimizer = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr or recipe.optimizer.lr})
         self._engine = TrainEngine(model, trained, AdamW(trained, optimizer), self._mesh, optimizer.clip_norm)
         if begin is not None:
-            restore_engine(self._engine, CheckpointReader(spec.checkpoints / f"step-{begin:08d}"))
+            restore_optimizer(self._engine, begin)
         self._writer = CheckpointWriter(
             spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep, keep_best=False, beside=spec.beside,
             background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
@@ -192,7 +194,9 @@ class Critic:
         return MemoryChange(measured_bytes=0, accounted_bytes=0)
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
-        extras = Extras(values={**values, "updates": self._engine.optimizer.updates}, arrays={})
+        optimizer = self._engine.optimizer
+        counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
+        extras = Extras(values={**values, **counts}, arrays={})
         self._writer.save(step, checkpoint_pieces(self._engine), extras)
 
     def finish_saving(self) -> None:

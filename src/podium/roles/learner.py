@@ -21,6 +21,7 @@ from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import Mesh, adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW
+from podium.engine.resuming import checkpoint_pieces, restore_optimizer
 from podium.engine.scoring import score
 from podium.engine.sharding import compute_dtype, place
 from podium.engine.train_step import TrainEngine
@@ -33,7 +34,6 @@ from podium.roles.carriers import Residency, ScoreShard, UpdatePlan, UpdateShard
 from podium.roles.distances import distance
 from podium.roles.policy_update import PolicyUpdate, UpdateNote
 from podium.rollout.engine import MemoryChange
-from podium.spmd.run import checkpoint_pieces
 from podium.weights.parcels import ByBroadcast, Parcel
 from podium.weights.published import PublishedWeights
 from podium.weights.transports import send_by_broadcast
@@ -88,11 +88,11 @@ class Learner:
         begin = None
         if spec.resume_step is not None:
             begin = CheckpointReader(spec.checkpoints / f"step-{spec.resume_step:08d}")
-        model, trained = place(recipe.model, spec.folder, self.mesh, seed=recipe.run.seed, weights=begin is None)
+        model, trained = place(recipe.model, spec.folder, self.mesh, seed=recipe.run.seed, checkpoint=begin)
         optimizer = AdamW(trained, recipe.optimizer)
         self.engine = TrainEngine(model, trained, optimizer, self.mesh, recipe.optimizer.clip_norm)
         if begin is not None:
-            restore_engine(self.engine, begin)
+            restore_optimizer(self.engine, begin)
         dtype = compute_dtype(recipe.model, self.mesh.device)
         self.weights = PublishedWeights(model, trained, self.mesh, dtype)
         self.cpu = self._cpu_settings()
@@ -177,8 +177,9 @@ class Learner:
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint; `values` are the controller's own."""
-        count = {"updates": int(self.engine.optimizer.updates)}
-        extras = Extras(values={**values, **count}, arrays={})
+        optimizer = self.engine.optimizer
+        counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
+        extras = Extras(values={**values, **counts}, arrays={})
         self._writer.save(step, checkpoint_pieces(self.engine), extras)
 
     def finish_saving(self) -> None:
@@ -227,11 +228,3 @@ class Learner:
         move()
         torch.cuda.empty_cache()
         return abs(torch.cuda.mem_get_info(self.mesh.device)[0] - before)
-
-
-def restore_engine(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
-    """Weights, moments and the count of updates."""
-    checkpoint.load(checkpoint_pieces(engine))
-    for each in engine.optimizer.trained:
-        each.publish()
-    engine.optimizer.set_updates(checkpoint.record["extras"]["updates"])

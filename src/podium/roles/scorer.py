@@ -15,11 +15,11 @@ from podium.data.trajectories import TokenColumn
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
+from podium.engine.resuming import buffer_pieces, weight_pieces
 from podium.engine.scoring import score
 from podium.engine.sharding import PackedModel, local_tensor, place
 from podium.errors import ModelError
-from podium.models.causal_lm import persistent_buffers
-from podium.models.weights import Box, Piece
+from podium.models.buffers import persistent_buffers
 from podium.recipe import ModelSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ScoreShard
@@ -52,7 +52,12 @@ class Scorer:
         self._seat, self._spec = seat, spec
         self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
         self._model, self._held = place(
-            spec.model, spec.folder, self._mesh, seed=spec.seed, weights=spec.begin is None, masters=False
+            spec.model,
+            spec.folder,
+            self._mesh,
+            seed=spec.seed,
+            checkpoint=None if spec.begin is None else CheckpointReader(spec.begin),
+            masters=False,
         )
         policy = seat.roommate(POLICY, Learner).engine.language_model
         if self._model.vocab_size < policy.vocab_size:
@@ -64,8 +69,6 @@ class Scorer:
         if spec.policy is not None and has_tokenizer(spec.folder):
             own = spec.model.model_copy(update={"tokenizer": None, "chat_template": None})
             require_same_tokens(load_tokenizer(spec.policy), load_tokenizer(own), spec.model.path)
-        if spec.begin is not None:
-            CheckpointReader(spec.begin).load(self._pieces())
         self._model.eval()
         self._weights = HeldWeights(self._model)
 
@@ -79,9 +82,10 @@ class Scorer:
         """Becomes a copy of a learner on the same devices, sharded alike: of its adapter, where it has one."""
         learner = self._seat.roommate(role, Learner)
         with torch.no_grad():
-            for mine, theirs in zip(self._held, learner.engine.optimizer.trained, strict=True):
-                assert mine.name == theirs.name
-                local_tensor(mine.parameter).copy_(theirs.master)
+            masters = {each.name: each.master for each in (*learner.engine.optimizer.trained, *learner.engine.frozen)}
+            assert masters.keys() == {each.name for each in self._held}
+            for mine in self._held:
+                local_tensor(mine.parameter).copy_(masters[mine.name])
             buffers = persistent_buffers(learner.engine.language_model.hf)
             for name, buffer in persistent_buffers(self._model.hf).items():
                 buffer.copy_(buffers[name])
@@ -93,20 +97,12 @@ class Scorer:
             self._spec.checkpoints, self._mesh, keep=1, keep_best=False, background=False, timeout_s=_SAVING_S,
             beside=self._spec.beside,
         )  # fmt: skip
-        writer.save(step, self._pieces(), Extras(values={}, arrays={}))
+        pieces = [*weight_pieces(self._held), *buffer_pieces(self._model.hf)]
+        writer.save(step, pieces, Extras(values={}, arrays={}))
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Offloaded: its weights are in host memory."""
         return self._weights.hold(residency)
-
-    def _pieces(self) -> list[Piece]:
-        pieces = [
-            Piece(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape) for each in self._held
-        ]
-        return pieces + [
-            Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
-            for name, buffer in persistent_buffers(self._model.hf).items()
-        ]
 
 
 class HeldWeights:

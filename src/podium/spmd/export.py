@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -13,14 +13,14 @@ import transformers
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, best_step, newest_usable, saved_steps
 from podium.engine.mesh import adopt
-from podium.engine.parameters import TrainedParameter
 from podium.engine.sharding import PackedModel, place, place_scalar
 from podium.errors import CheckpointError, RunFolderError
-from podium.models.causal_lm import load_config, persistent_buffers
+from podium.models.causal_lm import build, load_config
 from podium.models.folder import local_folder
 from podium.models.lora import merge, save_adapter
-from podium.models.weights import Box, Piece
-from podium.recipe import ModelSection, Recipe
+from podium.models.precision import set_dtypes, state_dtypes
+from podium.models.scalar import build_scalar
+from podium.recipe import Recipe
 from podium.spmd.folder import RunFolder
 
 Which = Literal["last", "best"] | int
@@ -78,7 +78,7 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
             merge(hf)
         config = load_config(source, trust_remote_code=recipe.model.trust_remote_code)
         kept = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-        hf = hf.to(getattr(torch, kept))
+        _cast(hf, recipe, config, getattr(torch, kept))
         hf.config.dtype = getattr(torch, kept)
         if (source / "generation_config.json").is_file():
             hf.generation_config = transformers.GenerationConfig.from_pretrained(source)
@@ -93,28 +93,23 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
 
 
 def _filled(recipe: Recipe, reader: CheckpointReader, source: Path) -> PackedModel:
-    """The model with the checkpoint's weights in float32, without padding rows; the frozen base of an adapter is not in
-    the checkpoint and read from where it was read for training."""
+    """The model with the checkpoint's weights in float32, without padding rows. What the checkpoint does not hold (the
+    base of an adapter) is read from where it was read for training."""
     section = recipe.model.model_copy(
         update={"pad_vocab_to": 1, "dtype": "float32", "compile": "off", "activation_checkpointing": "none"}
     )
-    model, trained = _placed(recipe, section, source)
-    stored = reader.shapes()
-    wanted = {f"weight/{each.name}": each.master for each in trained}
-    wanted |= {f"buffer/{name}": buffer for name, buffer in persistent_buffers(model.hf).items()}
-    pieces = []
-    for key, tensor in wanted.items():
-        if key not in stored:
-            raise CheckpointError(
-                f"{reader.folder} has no {key}: it belongs to another model than {recipe.model.path}."
-            )
-        pieces.append(Piece(name=key, local=tensor, box=Box.whole(tensor.shape), shape=stored[key]))
-    reader.load(pieces)
-    return model
-
-
-def _placed(recipe: Recipe, section: ModelSection, source: Path) -> tuple[PackedModel, list[TrainedParameter]]:
-    mesh = adopt(rank=0, world=1, device="cpu", devices=None)
+    mesh, seed = adopt(rank=0, world=1, device="cpu", devices=None), recipe.run.seed
     if recipe.program == "reward_model":
-        return place_scalar(section, source, mesh, labels=1, weights=False)
-    return place(section, source, mesh, seed=0, weights=False)
+        return place_scalar(section, source, mesh, labels=1, seed=seed, checkpoint=reader)[0]
+    return place(section, source, mesh, seed=seed, checkpoint=reader)[0]
+
+
+def _cast(hf: Any, recipe: Recipe, config: Any, dtype: torch.dtype) -> None:
+    """To what transformers itself would load in `dtype`: some parameters stay float32."""
+    plain = recipe.model.model_copy(update={"pad_vocab_to": 1, "lora": None})
+    meta = torch.device("meta")
+    if recipe.program == "reward_model":
+        loaded = build_scalar(plain, config, device=meta, dtype=dtype, labels=1).hf
+    else:
+        loaded = build(plain, config, device=meta, dtype=dtype).hf
+    set_dtypes(hf, state_dtypes(loaded))

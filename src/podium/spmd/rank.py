@@ -28,6 +28,7 @@ from podium.engine.checkpoint import (
 from podium.engine.mesh import Mesh, check_devices, join, leave
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
+from podium.engine.resuming import restore_optimizer
 from podium.engine.sharding import PackedModel, compute_dtype, place, place_scalar
 from podium.engine.train_step import TrainEngine
 from podium.models.cost import model_cost
@@ -39,7 +40,7 @@ from podium.recipe import Recipe
 from podium.spmd.evaluation import Evaluator
 from podium.spmd.folder import RunFolder
 from podium.spmd.launch import RankPlace, StopRequest
-from podium.spmd.run import Parts, Progress, RunResult, SpmdRun, checkpoint_pieces
+from podium.spmd.run import Parts, Progress, RunResult, SpmdRun
 
 Program = Callable[[SpmdRun], None]
 
@@ -104,7 +105,7 @@ def _build(
     model_folder = local_folder(recipe.model.path, "model.path")
     with watch.span("start-up"):
         torch.set_num_threads(recipe.placement.threads or 1)
-        model, trained = _place(recipe, model_folder, mesh, weights=checkpoint is None)
+        model, trained = _place(recipe, model_folder, mesh, checkpoint)
         optimizer = AdamW(trained, recipe.optimizer)
         engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
         progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
@@ -155,20 +156,19 @@ def _endings_check(recipe: Recipe, tokenizer: Any, folder: Path) -> Callable[[Se
     return lambda documents: missing_stop_token(documents, tokenizer, stops)
 
 
-def _place(recipe: Recipe, folder: Path, mesh: Mesh, *, weights: bool) -> tuple[PackedModel, list[TrainedParameter]]:
+def _place(
+    recipe: Recipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
+) -> tuple[PackedModel, list[TrainedParameter]]:
     """What the program trains: a language model, or one that scores."""
     section, seed = recipe.model, recipe.run.seed
     if recipe.program == "reward_model":
-        return place_scalar(section, folder, mesh, labels=1, seed=seed, weights=weights)
-    return place(section, folder, mesh, seed=seed, weights=weights)
+        return place_scalar(section, folder, mesh, labels=1, seed=seed, checkpoint=checkpoint)
+    return place(section, folder, mesh, seed=seed, checkpoint=checkpoint)
 
 
 def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
-    checkpoint.load(checkpoint_pieces(engine))
-    for each in engine.optimizer.trained:
-        each.publish()
+    restore_optimizer(engine, checkpoint)
     extras = checkpoint.extras()
-    engine.optimizer.set_updates(extras.values["updates"])
     loader = decode(extras.values["loader"], extras.arrays)
     return Progress(
         step=checkpoint.step,

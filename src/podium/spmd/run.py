@@ -21,11 +21,10 @@ from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter, Extras
 from podium.engine.mesh import Mesh
 from podium.engine.optimizer import learning_rate
+from podium.engine.resuming import checkpoint_pieces
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.errors import TrainingDivergedError
-from podium.models.causal_lm import persistent_buffers
 from podium.models.cost import ModelCost
-from podium.models.weights import Box, Piece
 from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch, TimeSummary
 from podium.recipe import Recipe
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
@@ -365,6 +364,7 @@ class SpmdRun:
                     "skipped": self._skipped,
                     "skipped_in_a_row": self._in_a_row,
                     "updates": self._step - self._skipped,
+                    "missed_updates": self.engine.optimizer.missed_updates(),
                     "recipe": self.recipe.model_dump(mode="json"),
                 },
                 arrays=arrays,
@@ -384,19 +384,6 @@ class SpmdRun:
         if self._mesh.is_main:
             self._parts.folder.stop_file.unlink(missing_ok=True)
             self._parts.folder.update(status=self.result().status, step=self._step)
-
-
-def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
-    """Masters and moments of this rank, as parts of whole tensors, and the buffers that belong to the weights."""
-    optimizer = engine.optimizer
-    pieces = []
-    for each, first, second in zip(optimizer.trained, optimizer.first_moments, optimizer.second_moments, strict=True):
-        for kind, tensor in (("weight", each.master), ("first_moment", first), ("second_moment", second)):
-            pieces.append(Piece(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape))
-    return pieces + [
-        Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
-        for name, buffer in persistent_buffers(engine.model.hf).items()
-    ]
 
 
 def _is_due(every: int | None, step: int) -> bool:

@@ -13,10 +13,10 @@ import transformers
 
 from podium.engine.mesh import check_devices, join, leave
 from podium.engine.sharding import compute_dtype, place
-from podium.models.causal_lm import load_config
+from podium.models.causal_lm import load_config, unbuildable
 from podium.models.folder import local_folder
 from podium.models.packing import to_device
-from podium.models.verify import Comparison, compare, random_batch
+from podium.models.verify import Comparison, compare, random_batch, refusing
 from podium.recipe import ModelSection, PlacementSection
 from podium.spmd.launch import RankPlace
 
@@ -50,7 +50,7 @@ def verify_rank(where: RankPlace, task: VerifyTask) -> Comparison:
         plain = random_batch(model.vocab_size)
         batch = to_device(plain, mesh.device)
         model.eval()
-        with torch.no_grad():
+        with torch.no_grad(), refusing(type(reference).__name__):
             ours = model(batch, None, kind="scores")
             bounds = plain.offsets.tolist()
             theirs = torch.cat(
@@ -65,5 +65,9 @@ def _with_random_weights(folder: Path, scratch: Path, trust_remote_code: bool) -
     """A config alone is verified on weights drawn from a fixed seed."""
     torch.manual_seed(0)
     config = load_config(folder, trust_remote_code=trust_remote_code)
-    transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code).save_pretrained(scratch)
+    try:
+        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a model's own code raises
+        raise unbuildable(str(folder), error) from error
+    model.save_pretrained(scratch)
     return scratch

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from podium.models.causal_lm import PackedCausalLM, persistent_buffers
+from podium.models.buffers import persistent_buffers
+from podium.models.causal_lm import PackedCausalLM
 from podium.models.weights import is_adapter
 from podium.weights.transports import Delivery
 

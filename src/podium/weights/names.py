@@ -19,7 +19,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, WeightConverter, WeightRenaming
 
 from podium.errors import UnsupportedModelError
-from podium.models.causal_lm import persistent_buffers
+from podium.models.buffers import persistent_buffers
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -15,7 +15,9 @@ from torch.distributed.tensor import DTensor
 from podium.engine.mesh import Mesh
 from podium.engine.parameters import TrainedParameter
 from podium.engine.sharding import local_box, local_tensor
-from podium.models.causal_lm import PackedCausalLM, padded_parameters, persistent_buffers
+from podium.models.buffers import persistent_buffers
+from podium.models.causal_lm import PackedCausalLM, padded_parameters
+from podium.models.lora import has_adapter
 from podium.models.weights import Box
 from podium.weights.fingerprints import piece_fingerprint, unsigned
 from podium.weights.parcels import BUCKET_BYTES, large, plan_buckets
@@ -47,8 +49,8 @@ class _Part:
 
 class PublishedWeights:
     """Reads the weights where they are trained, at the moment it is asked. A tied head is its embedding, named once;
-    buffers that a checkpoint holds are part of it. With an adapter it is the adapter alone: others have read the base
-    from the same files. What says "collective" runs on all ranks of the mesh together."""
+    frozen parameters and the buffers that a checkpoint holds are part of it. With an adapter it is the adapter alone:
+    others have read the base from the same files. What says "collective" runs on all ranks of the mesh together."""
 
     def __init__(
         self,
@@ -59,16 +61,20 @@ class PublishedWeights:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`dtype` is what the model computes in; `bucket_bytes` bounds what is gathered at a time (but for a single
-        tensor that is larger)."""
+        """`dtype` is what the model computes in (tensors that it keeps in float32 are published so); `bucket_bytes`
+        bounds what is gathered at a time (but for a single tensor that is larger)."""
         self._mesh, self._bucket_bytes = mesh, bucket_bytes
         padded = padded_parameters(model)
-        self._parts = [_of_parameter(each, padded.get(each.name), dtype) for each in trained]
         chosen = {each.name for each in trained}
-        frozen = [each for each in model.hf.named_parameters() if each[0] not in chosen]
-        self._frozen = [_of_frozen(name, parameter, padded.get(name), dtype) for name, parameter in frozen]
-        buffers = [_of_buffer(name, buffer) for name, buffer in persistent_buffers(model.hf).items()]
-        (self._frozen if frozen else self._parts).extend(buffers)
+        parameters = {
+            name: _of_parameter(name, parameter, padded.get(name), _published_dtype(model, parameter, dtype))
+            for name, parameter in model.hf.named_parameters()
+        }
+        self._parts = [parameters[each.name] for each in trained]
+        others = [part for name, part in parameters.items() if name not in chosen]
+        others += [_of_buffer(name, buffer) for name, buffer in persistent_buffers(model.hf).items()]
+        self._frozen = others if has_adapter(model.hf) else []
+        self._parts += [] if self._frozen else others
 
     @property
     def manifest(self) -> tuple[TensorSpec, ...]:
@@ -125,7 +131,7 @@ def _tensors(parts: Sequence[_Part], size: int) -> Iterator[tuple[str, Tensor]]:
         yield from _whole([by_name[spec.name] for spec in bucket.specs])
 
 
-def _of_frozen(name: str, parameter: Tensor, real_rows: int | None, dtype: torch.dtype) -> _Part:
+def _of_parameter(name: str, parameter: Tensor, real_rows: int | None, dtype: torch.dtype) -> _Part:
     shape = tuple(parameter.shape)
     return _Part(
         spec=TensorSpec(
@@ -138,15 +144,11 @@ def _of_frozen(name: str, parameter: Tensor, real_rows: int | None, dtype: torch
     )
 
 
-def _of_parameter(each: TrainedParameter, real_rows: int | None, dtype: torch.dtype) -> _Part:
-    shape = each.shape if real_rows is None else (real_rows, *each.shape[1:])
-    return _Part(
-        spec=TensorSpec(name=each.name, shape=tuple(shape), dtype=_name_of(dtype)),
-        dtype=dtype,
-        tensor=each.parameter,
-        box=each.box,
-        num_rows=each.shape[0] if each.shape else 1,
-    )
+def _published_dtype(model: PackedCausalLM, parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """`dtype`, but for what the model computes with in another one than its embedding: such tensors are not sharded."""
+    embedding = model.hf.get_input_embeddings().weight
+    same = isinstance(parameter, DTensor) if isinstance(embedding, DTensor) else parameter.dtype == embedding.dtype
+    return dtype if same else parameter.dtype
 
 
 def _of_buffer(name: str, buffer: Tensor) -> _Part:

@@ -6,14 +6,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from podium.errors import RolloutError
-from podium.models.causal_lm import PackedCausalLM, build, restore_buffers
+from podium.models.buffers import restore_buffers
+from podium.models.causal_lm import PackedCausalLM, build
 from podium.recipe import ModelSection
 from podium.weights.held import all_tensors, fill_held, held_tensors
 from podium.weights.published import PublishedWeights
-from podium.weights.transports import torch_dtype
 
 
 class WholeCopy:
@@ -24,7 +24,7 @@ class WholeCopy:
         self, weights: PublishedWeights, section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype
     ) -> None:
         self._weights = weights
-        self.model = _empty_model(weights, section, config, device=device, dtype=dtype)
+        self.model = _empty_model(section, config, device=device, dtype=dtype)
         self._sizes = {name: tensor.untyped_storage().nbytes() for name, tensor in self._everything.items()}
         self._addresses = self._where()
         self._is_resident, self._has_base = True, False
@@ -81,24 +81,11 @@ class WholeCopy:
         return {name: tensor.data_ptr() for name, tensor in self._everything.items()}
 
 
-def _empty_model(
-    weights: PublishedWeights, section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype
-) -> PackedCausalLM:
+def _empty_model(section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype) -> PackedCausalLM:
     model = build(section, config, device=torch.device("meta"), dtype=dtype)
-    _match_buffers(
-        model.hf, {spec.name: torch_dtype(spec.dtype) for spec in (*weights.manifest, *weights.frozen.manifest)}
-    )
     model.to_empty(device=device)
     model.hf.tie_weights()
     restore_buffers(model.hf)
     model.requires_grad_(False)
     model.eval()
     return model
-
-
-def _match_buffers(model: nn.Module, dtypes: dict[str, torch.dtype]) -> None:
-    """A sharded learner is built in float32, and its buffers with it; the copy's are of the same dtype."""
-    for name, buffer in list(model.named_buffers()):
-        if name in dtypes and buffer.dtype != dtypes[name]:
-            owner, _, leaf = name.rpartition(".")
-            model.get_submodule(owner)._buffers[leaf] = buffer.to(dtypes[name])

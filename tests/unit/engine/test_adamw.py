@@ -77,6 +77,48 @@ def test_without_a_gradient_only_matrices_shrink() -> None:
         torch.testing.assert_close(mine.detach(), was * (1 - 0.1 * 0.3) if was.dim() >= 2 else was)
 
 
+def test_parameters_without_a_gradient_are_left_alone_as_torch_does() -> None:
+    """None, not zeros: the first never gets one, the second only in some steps, and one step is skipped."""
+    ours, theirs = parameters(), parameters()
+    optimizer, reference = AdamW(trained(ours), SECTION), torch_adamw(theirs)
+    for number, present in enumerate(((1, 2, 3), (2, 3), (2, 3), (1, 2, 3), (1, 2))):
+        gradients = drawn(number)
+        for at, each in enumerate(theirs):
+            each.grad = gradients[at].clone() if at in present else None
+        by_id = {id(optimizer.trained[at]): gradients[at].clone() for at in present}
+        if number == 2:
+            optimizer.step(by_id, lr=0.1, clip=torch.tensor(1.0), skip=torch.tensor(1.0))
+            continue
+        reference.step()
+        optimizer.step(by_id, lr=0.1, clip=torch.tensor(1.0), skip=torch.tensor(0.0))
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
+    assert torch.equal(ours[0], parameters()[0])
+    assert optimizer.updates == 4
+    assert optimizer.missed_updates() == {"0": 4, "1": 1, "3": 1}
+
+
+def test_an_optimizer_whose_parameters_missed_updates_is_resumed_bit_for_bit() -> None:
+    made = parameters()
+    optimizer = AdamW(trained(made), SECTION)
+    for number, present in enumerate(((1, 2), (2, 3), (1, 2, 3))):
+        gradients = drawn(number)
+        by_id = {id(optimizer.trained[at]): gradients[at] for at in present}
+        optimizer.step(by_id, lr=0.1, clip=torch.tensor(1.0), skip=torch.tensor(0.0))
+    copies = [nn.Parameter(each.detach().clone()) for each in made]
+    resumed = AdamW(trained(copies), SECTION)
+    for old, new in zip(
+        (*optimizer.first_moments, *optimizer.second_moments), (*resumed.first_moments, *resumed.second_moments),
+        strict=True,
+    ):  # fmt: skip
+        new.copy_(old)
+    resumed.set_updates(optimizer.updates, optimizer.missed_updates())
+    for each in (optimizer, resumed):
+        step(each, drawn(9))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, copies, strict=True))
+    assert resumed.missed_updates() == optimizer.missed_updates() == {"0": 3, "1": 1, "3": 1}
+
+
 def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:
     made, other = parameters(), parameters()
     optimizer, reference = AdamW(trained(made), SECTION), AdamW(trained(other), SECTION)

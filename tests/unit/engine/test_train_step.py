@@ -89,6 +89,32 @@ def test_padding_rows_of_the_vocabulary_get_no_gradient_and_stay_zero(engine: Tr
     assert all(not each.master[250:].any() for each in padded)
 
 
+def test_a_tower_that_no_token_reaches_is_not_decayed(tmp_path: Path) -> None:
+    """Text does not pass a vision tower: no gradient comes there, not even zeros, and its parameters stay."""
+    optimizer = OptimizerSection(lr=1e-2, weight_decay=0.5)
+    engine = make_engine(save_tiny_model("gemma3_multimodal", tmp_path), optimizer=optimizer)
+    before = {each.name: each.master.clone() for each in engine.optimizer.trained}
+    documents = random_documents()
+    for batches in ([pack(documents)], [pack(documents[:3]), pack(documents[3:])]):
+        engine.train_step(batches, token_cross_entropy, normalizer=num_trained(documents), lr=1e-2).resolve()
+    same = {each.name for each in engine.optimizer.trained if torch.equal(each.master, before[each.name])}
+    assert same == {name for name in before if "vision_tower" in name or "multi_modal_projector" in name}
+    assert engine.optimizer.missed_updates() == dict.fromkeys(sorted(same, key=list(before).index), 2)
+
+
+def test_experts_that_no_token_reached_in_a_step_are_decayed_like_the_others(tmp_path: Path) -> None:
+    """All experts of a layer are one tensor, and its gradient has zeros for them: an update, as in torch."""
+    engine = make_engine(save_tiny_model("qwen3_moe", tmp_path), optimizer=OptimizerSection(lr=1e-2, weight_decay=0.5))
+    documents = random_documents((1,))
+    _, gradients = engine.gradients([pack(documents)], token_cross_entropy, normalizer=1.0)
+    [experts] = [each for each in engine.optimizer.trained if each.name.endswith("layers.1.mlp.experts.down_proj")]
+    idle = [index for index, gradient in enumerate(gradients[id(experts)]) if not gradient.any()]
+    assert idle
+    before = experts.master.clone()
+    engine.train_step([pack(documents)], token_cross_entropy, normalizer=1.0, lr=1e-2).resolve()
+    torch.testing.assert_close(experts.master[idle], before[idle] * (1 - 1e-2 * 0.5))
+
+
 def test_the_gradient_is_that_of_transformers_own_loss(tmp_path: Path) -> None:
     """An independent reference: plain transformers, one document at a time, cross-entropy by torch."""
     from transformers import AutoModelForCausalLM

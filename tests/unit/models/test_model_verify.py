@@ -11,17 +11,16 @@ import torch
 import transformers
 
 from helpers.engines import make_engine
-from helpers.tiny import save_tiny_model, tiny_config
+from helpers.tiny import SUPPORTED, save_tiny_model, tiny_config
 from podium import api
+from podium.engine.resuming import checkpoint_pieces
 from podium.errors import UnsupportedModelError
 from podium.models import packing
-from podium.models.causal_lm import persistent_buffers
+from podium.models.buffers import persistent_buffers
 from podium.models.packing import Run
 from podium.models.verify import compare, random_batch, self_check
-from podium.spmd.run import checkpoint_pieces
 
 CPU = torch.device("cpu")
-SUPPORTED = ["llama", "qwen3", "gemma3", "mistral", "qwen3_moe", "gemma2", "granite", "gpt_oss", "glm4_moe"]
 
 
 @pytest.mark.parametrize("name", SUPPORTED)

@@ -19,7 +19,18 @@ from podium.errors import UnsupportedModelError
 from podium.weights.names import CheckpointNames, checkpoint_tensors
 from podium.weights.published import PublishedWeights
 
-MODELS = ("qwen3", "llama", "qwen3_moe", "glm4_moe", "gpt_oss", "phimoe")
+MODELS = (
+    "qwen3",
+    "llama",
+    "qwen3_moe",
+    "glm4_moe",
+    "gpt_oss",
+    "phimoe",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "afmoe",
+    "laguna",
+)
 
 
 def in_checkpoint(engine: TrainEngine) -> dict[str, Tensor]:

@@ -22,6 +22,11 @@ ARCHITECTURES = [
     "gpt_oss",
     "glm4_moe",
     "phimoe",
+    "deepseek_v3",
+    "ernie4_5_moe",
+    "afmoe",
+    "laguna",
+    "gemma3n",
 ]
 WAYS: dict[str, dict[str, Any]] = {
     "slots": {},

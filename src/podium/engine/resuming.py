@@ -1,0 +1,50 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a training checkpoint consists of, and taking it up again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from podium.engine.checkpoint import CheckpointReader
+from podium.engine.parameters import TrainedParameter
+from podium.engine.train_step import TrainEngine
+from podium.models.buffers import persistent_buffers
+from podium.models.weights import Box, Piece
+
+
+def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
+    """Masters and moments of this rank, as parts of whole tensors, and what belongs to the weights without being
+    trained: parameters that the architecture freezes, and persistent buffers. (The base of an adapter does not: it is
+    in the model's own folder.)"""
+    return weight_pieces(engine.optimizer.trained) + _moment_pieces(engine) + [
+        *weight_pieces(engine.frozen), *buffer_pieces(engine.model.hf)
+    ]  # fmt: skip
+
+
+def weight_pieces(parameters: Iterable[TrainedParameter]) -> list[Piece]:
+    return [Piece(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape) for each in parameters]
+
+
+def buffer_pieces(model: Any) -> list[Piece]:
+    return [
+        Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+        for name, buffer in persistent_buffers(model).items()
+    ]
+
+
+def restore_optimizer(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
+    """Moments and counts of updates. The weights are in place already: `place` reads them from the same checkpoint."""
+    checkpoint.load(_moment_pieces(engine))
+    values = checkpoint.record["extras"]
+    engine.optimizer.set_updates(values["updates"], values.get("missed_updates"))
+
+
+def _moment_pieces(engine: TrainEngine) -> list[Piece]:
+    optimizer = engine.optimizer
+    moments = (("first_moment", optimizer.first_moments), ("second_moment", optimizer.second_moments))
+    return [
+        Piece(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape)
+        for kind, tensors in moments
+        for each, tensor in zip(optimizer.trained, tensors, strict=True)
+    ]
