@@ -35,8 +35,8 @@ _STEP = re.compile(r"^step +\d+/", re.MULTILINE)
 _ADVICE = re.compile(r"podium (resume|train)")
 # Tracebacks, and lines of Ray's own log.
 _RAW = re.compile(r"Traceback|\((raylet|gcs_server)\)|^\[[^]]+ [EWFC] \d+", re.MULTILINE)
-# Metrics that hold times, or the room that others left.
-_TIMES = ("_s", "mfu", "per_s", "cache_used")
+# Metrics that hold times, or how much of the work could be shared, which is a matter of time too.
+_TIMES = ("_s", "mfu", "per_s", "cache_used", "reused_tokens", "prefilled_tokens", "preemptions")
 
 
 class StoppedError(Exception):

@@ -204,8 +204,8 @@ def write_fixed_data(task: Task) -> None:
     demonstrations, pairs, labels = [], [], []
     for at, (left, right) in enumerate(questions):
         asked = [{"role": "user", "content": f"what is {left}+{right}?"}]
-        good, bad = f"{left + right}.", f"{left - right} or so"
-        demonstrations.append({"messages": [*asked, {"role": "assistant", "content": good}]})
+        good, bad = ([{"role": "assistant", "content": text}] for text in (f"{left + right}.", f"{left - right} or so"))
+        demonstrations.append({"messages": [*asked, *good]})
         pairs.append({"prompt": asked, "chosen": good, "rejected": bad})
         labels.append({"prompt": asked, "completion": bad if at % 2 else good, "label": at % 2 == 0})
     for name, rows in (("demonstrations", demonstrations), ("pairs", pairs), ("labels", labels)):
