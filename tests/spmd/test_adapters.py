@@ -60,9 +60,10 @@ def rank(place: RankPlace, base: Path, adapter: Path, out: Path) -> Seen:
         gap = self_check(model, mesh.device, torch.float32).largest
         with model.without_adapter():
             base_scores = scores(model.eval())
+        # After a forward alone, which leaves some of the base gathered.
+        weights = PublishedWeights(model, engine.optimizer.trained, mesh, torch.float32, bucket_bytes=5000)
         gradient = whole_gradient(engine, dealt(random_documents(LENGTHS), mesh))
         lopsided = whole_gradient(engine, all_on_rank_0(random_documents(LENGTHS), mesh))
-        weights = PublishedWeights(model, engine.optimizer.trained, mesh, torch.float32, bucket_bytes=5000)
         config = load_config(base, trust_remote_code=False)
         copy = WholeCopy(weights, ModelSection(path=str(base), lora=lora), config, device=CPU, dtype=torch.float32)
         copy.refill()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from podium.engine.mesh import Mesh
@@ -64,6 +65,7 @@ class PublishedWeights:
         """`dtype` is what the model computes in (tensors that it keeps in float32 are published so); `bucket_bytes`
         bounds what is gathered at a time (but for a single tensor that is larger)."""
         self._mesh, self._bucket_bytes = mesh, bucket_bytes
+        _reshard(model)
         padded = padded_parameters(model)
         chosen = {each.name for each in trained}
         parameters = {
@@ -142,6 +144,13 @@ def _of_parameter(name: str, parameter: Tensor, real_rows: int | None, dtype: to
         box=local_box(parameter),
         num_rows=shape[0] if shape else 1,
     )
+
+
+def _reshard(model: PackedCausalLM) -> None:
+    """After a forward without backward FSDP leaves gathered copies in the modules; what is read here are the shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _published_dtype(model: PackedCausalLM, parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
