@@ -175,7 +175,7 @@ class Bench:
     def run(self, trial: Trial, unbroken: Unbroken) -> Row:
         """Trains, hits, and resumes until the run is complete or has failed too often."""
         began = time.monotonic()
-        place = self.folder / f"trial-{trial.seed}-{trial.signal}-{trial.number:04d}"
+        place = self.folder / f"{trial.seed}-{trial.number:04d}-{trial.layout}-{trial.victim}-{trial.signal}"
         shutil.rmtree(place, ignore_errors=True)
         hits = [None if trial.victim == CONTROL else trial.moment, trial.again]
         attempts: list[Attempt] = []
