@@ -114,7 +114,7 @@ def summary(row: Row) -> str:
             if attempt.end_s is None
             else f" at {attempt.hit_at_s:.1f} s ({attempt.hit_while}), +{attempt.end_s:.1f} s"
         )
-        left = f", {len(attempt.left)} left" if attempt.left else ""
+        left = f", left: {', '.join(attempt.left)}" if attempt.left else ""
         parts.append(f"{attempt.verb}{was_hit} {ended}{left}")
     apart = "" if row.first_difference is None else f", differs from step {row.first_difference}"
     verdict = "ok" if row.good else f"BAD (weights {row.weights_equal}, ledger {row.ledger_equal}{apart})"

@@ -32,6 +32,12 @@ class Process:
         return Path(self.title.split(" ", 1)[0]).name
 
     @property
+    def label(self) -> str:
+        """Short: the program, or what Python runs."""
+        scripts = [Path(part).name for part in self.title.split(" ") if part.endswith(".py")]
+        return scripts[0] if self.program.startswith("python") and scripts else self.program
+
+    @property
     def is_ray_worker(self) -> bool:
         """Also before it has given itself a title. The raylet has the same script among its arguments."""
         untitled = self.program.startswith("python") and "default_worker.py" in self.title

@@ -175,14 +175,14 @@ class Bench:
     def run(self, trial: Trial, unbroken: Unbroken) -> Row:
         """Trains, hits, and resumes until the run is complete or has failed too often."""
         began = time.monotonic()
-        place = self.folder / f"trial-{trial.seed}-{trial.signal}-{trial.number:04d}"
+        place = self.folder / f"{trial.seed}-{trial.number:04d}-{trial.layout}-{trial.victim}-{trial.signal}"
         shutil.rmtree(place, ignore_errors=True)
         hits = [None if trial.victim == CONTROL else trial.moment, trial.again]
         attempts: list[Attempt] = []
-        while len(attempts) < MOST_ATTEMPTS and (not attempts or attempts[-1].code != 0):
+        while len(attempts) < MOST_ATTEMPTS and not is_complete(place / "run"):
             moment = hits.pop(0) if hits else None
             attempts.append(self._attempt(trial, moment, unbroken, place))
-        completed = attempts[-1].code == 0
+        completed = is_complete(place / "run")
         numbers = numbers_of(place / "run") if completed else None
         return Row(
             trial=trial,
@@ -225,7 +225,7 @@ class Bench:
             named=names_victim(trial.victim).search(said) is not None if expected else None,
             advised=_ADVICE.search(said) is not None if expected else None,
             raw=_RAW.search(said) is not None if expected else None,
-            left=tuple(process.title[:60] for process in left) if in_time else (),
+            left=tuple(process.label for process in left) if in_time else (),
             gone_s=gone_s,
         )
 
@@ -250,7 +250,7 @@ class Bench:
         victim = found[int(trial.pick * len(found))]
         told = len(command.text)
         hit(victim.pid, signal.Signals[f"SIG{trial.signal}"])
-        while_ = f"{victim.title[:40]}, {len(_STEP.findall(command.text))} steps done"
+        while_ = f"{victim.label}, {len(_STEP.findall(command.text))} steps done"
         return Hit(at=time.monotonic(), age_s=command.age_s, while_=while_, told=told)
 
     def _wait(self, happened: Callable[[], bool], *, until: float) -> bool:
@@ -309,6 +309,11 @@ def ledger_of(run: Path) -> list[list[Any]]:
             "SELECT draw, sample, branch, step, state, finish, version, tokens, reward FROM episodes ORDER BY 1, 2, 3"
         ).fetchall()
     return [list(each) for each in rows]
+
+
+def is_complete(run: Path) -> bool:
+    """Whether the last checkpoint is whole; the command that wrote it may still have failed afterwards."""
+    return (run / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json").exists()
 
 
 def metrics_of(run: Path) -> dict[str, dict[str, float]]:

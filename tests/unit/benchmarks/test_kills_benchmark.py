@@ -19,7 +19,7 @@ import pytest
 import kills
 from kills_processes import Process, ProcessFamily, hit, names_victim
 from kills_reward import digits
-from kills_run import Numbers, Unbroken, numbers_of
+from kills_run import Numbers, Unbroken, is_complete, numbers_of
 from kills_task import LAYOUTS, STEPS, Task, recipe
 from kills_trials import CONTROL, VICTIMS, Attempt, Moment, Row, Trial, cells, table, trials
 from podium.recipe import parse_recipe
@@ -149,6 +149,13 @@ def test_runs_are_compared_without_times_and_attempts(tmp_path: Path) -> None:
     assert whole.first_difference(retried) is None
 
 
+def test_a_run_is_complete_when_its_last_checkpoint_is_whole(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a")
+    assert not is_complete(run)
+    (run / "checkpoints" / f"step-{STEPS:08d}" / "checkpoint.json").touch()
+    assert is_complete(run)
+
+
 def test_the_first_step_that_differs_is_told(tmp_path: Path) -> None:
     whole, other = numbers_of(write_run(tmp_path / "a")), numbers_of(write_run(tmp_path / "b", loss=0.25))
     assert whole.first_difference(other) == 1
@@ -198,6 +205,12 @@ def test_processes_are_told_apart_by_what_they_call_themselves_and_by_rays_logs(
         (logs / f"worker-ab12-ffff-{pid}.out").write_text(f":job_id:01\n{said}")
     living = [Process(pid=pid, title=title) for pid, title in titles.items()]
     monkeypatch.setattr(ProcessFamily, "living", lambda self: living)
+    assert [living[at].label for at in (0, 1, 3, 6)] == [
+        "python",
+        "gcs_server",
+        "ray::Worker.perform",
+        "default_worker.py",
+    ]
     found = ProcessFamily(ray_folder=tmp_path, leader=1).by_victim()
     assert {victim: [process.pid for process in some] for victim, some in found.items()} == {
         "controller": [1], "gcs_server": [2], "raylet": [3], "learner": [5, 4], "generator": [], "grader": [],
