@@ -35,15 +35,18 @@ class Activity:
     def beat(self) -> None:
         self._words[_BEATS] += 1
 
-    def enter(self, slot: int, value: int) -> None:
-        """Adds `value` to the slot: one episode can be in its coroutine and in a thread at the same time."""
+    def enter(self, slot: int, value: int | None) -> None:
+        """Writes a value into the slot. Without one it counts: an episode can be in its coroutine and in threads."""
         with self._lock:
             self._words[_ENTRIES] += 1
-            self._words[_FIRST_SLOT + slot] += value
+            self._words[_FIRST_SLOT + slot] = self._words[_FIRST_SLOT + slot] + 1 if value is None else value
 
-    def leave(self, slot: int, value: int) -> None:
+    def leave(self, slot: int, value: int | None) -> None:
         with self._lock:
-            self._words[_FIRST_SLOT + slot] -= value
+            if value is None:
+                self._words[_FIRST_SLOT + slot] -= 1
+            elif self._words[_FIRST_SLOT + slot] == value:  # not one that came after a call that was given up
+                self._words[_FIRST_SLOT + slot] = 0
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -57,9 +60,9 @@ class Activity:
 
 
 class Mark:
-    """Around user code: its slot is set while it runs. Threads and tasks that outlive their deadline are noted."""
+    """Around user code: its slot is set while it runs."""
 
-    def __init__(self, activity: Activity, slot: int, value: int = 1) -> None:
+    def __init__(self, activity: Activity, slot: int, value: int | None = None) -> None:
         self._activity, self._slot, self._value = activity, slot, value
 
     def __enter__(self) -> Self:

@@ -44,7 +44,7 @@ class FrameProtocol(asyncio.Protocol):
 
     def send(self, number: int, kind: Kind, payload: bytes) -> None:
         """Never waits: what the other end does not read yet is kept here. To an end that is gone, nothing is sent."""
-        if self._transport is not None:
+        if self._transport is not None and not self._transport.is_closing():
             self._transport.write(_HEADER.pack(number, _KINDS.index(kind), len(payload)) + payload)
 
     def abort(self) -> None:

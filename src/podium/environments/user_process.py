@@ -83,6 +83,11 @@ class UserProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def is_over(self) -> bool:
+        """It ended, or is about to."""
+        return self.lost is not None or bool(self._cause) or self._popen.poll() is not None
+
     async def ready(self) -> Any:
         """What the service says of itself, once it is there. Raises the user's mistake, or a RolloutError."""
         if self._ready is None:
@@ -110,7 +115,7 @@ class UserProcess:
             raise RolloutError(f"the recipe's own code cannot be loaded: {error}") from None
         except ProcessLost as lost:
             raise RolloutError(
-                f"a process for the recipe's own code ended while it started: {lost.cause}. Look at what its modules "
+                f"a process for the recipe's own code was lost while it started: it {lost.cause}. Look at what its modules "
                 "do when they are imported."
             ) from None
 
@@ -181,7 +186,7 @@ class UserProcess:
         while self._popen.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
         code = self._popen.returncode
-        self.kill("it closed its connection" if code is None else _exit(code))
+        self.kill("closed its connection" if code is None else _exit(code))
         self._lose(self._cause)
 
     def _lose(self, cause: str) -> None:
@@ -200,7 +205,7 @@ class UserProcess:
             if now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self._limit_s:
-                self.kill(f"it blocked its process for longer than {self._limit_s - _GRACE_S:g} s")
+                self.kill(f"blocked its process for longer than {self._limit_s - _GRACE_S:g} s")
                 return
 
 
@@ -231,8 +236,8 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 def _exit(code: int) -> str:
     if code >= 0:
-        return f"it ended its process (exit code {code})"
+        return f"ended its process (exit code {code})"
     try:
-        return f"it ended its process ({signal.Signals(-code).name})"
+        return f"ended its process ({signal.Signals(-code).name})"
     except ValueError:
-        return f"it ended its process (signal {-code})"
+        return f"ended its process (signal {-code})"

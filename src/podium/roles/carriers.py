@@ -169,7 +169,7 @@ class GradeNote:
     errors: Mapping[int, str]  # by row: why it has no total
     extras: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # further numbers: sum and count
     texts: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first rows
-    num_stuck: int = 0  # calls that never came back and still hold a thread of the worker
+    warnings: tuple[str, ...] = ()  # for the console; the same one is shown once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
