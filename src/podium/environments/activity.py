@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that runs user code is doing, in memory that its parent reads even while the process is stuck or dead.
-"""
+"""What a process that runs user code is doing, in memory that its parent reads while it is stuck, or dead."""
 
 from __future__ import annotations
 

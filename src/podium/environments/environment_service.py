@@ -65,7 +65,7 @@ class EnvironmentService:
         place = order.place
         MARK.set(Mark(self._activity, place))
         value, error = None, None
-        environment = self._environments.pop(place, None) if isinstance(order, End) else None
+        environment: Any = self._environments.pop(place, None) if isinstance(order, End) else None
         try:
             match order:
                 case Begin():

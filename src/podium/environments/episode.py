@@ -24,9 +24,9 @@ from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.environments.protocol import (
     BoundedEnvironment,
-    CallFailed,
+    CallFailedError,
     Environment,
-    EpisodeLost,
+    EpisodeLostError,
     Observation,
     Outcome,
     SingleTurn,
@@ -409,9 +409,9 @@ class _Running:
                 return await called(*given)
             timeout_s = self._step_timeout_s if method == "step" else self._limits.timeout_s
             return await call_within(timeout_s, called, *given)
-        except EpisodeLost:
+        except EpisodeLostError:
             raise
-        except CallFailed as error:
+        except CallFailedError as error:
             raise _EpisodeError(f"{method}: {error}") from error
         except Exception as error:  # the environment is the user's code
             raise _EpisodeError(f"{method}: {type(error).__name__}: {error}") from error
@@ -433,7 +433,7 @@ async def _run_job(
     while True:  # who makes the environments bounds how often one is lost
         try:
             return await run_episode(environment, job.task, replay, tokenizer, id=job.id, limits=limits, greedy=greedy)
-        except EpisodeLost as lost:
+        except EpisodeLostError as lost:
             environment = lost.again()
 
 

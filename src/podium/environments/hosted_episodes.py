@@ -17,8 +17,8 @@ from typing import Any
 from podium.data.tasks import Task
 from podium.environments.environment_service import Begin, End, EnvironmentService, Misfit, Reply, Take
 from podium.environments.output_cap import OutputCap
-from podium.environments.protocol import BoundedEnvironment, CallFailed, EpisodeLost, Turn
-from podium.environments.user_process import ProcessLost, UserProcess
+from podium.environments.protocol import BoundedEnvironment, CallFailedError, EpisodeLostError, Turn
+from podium.environments.user_process import ProcessLostError, UserProcess
 from podium.recipe.on_policy import EnvironmentSection
 
 # Episodes in one process after so many losses, and how many such processes there are at most at a time.
@@ -96,7 +96,7 @@ class EnvironmentHost:
             await room.acquire()
         try:
             if self._num_failed >= MOST_FAILED:
-                raise CallFailed(
+                raise CallFailedError(
                     f"was not called, after {MOST_FAILED} episodes in a row that ended or blocked their process"
                 )
             usable = (each for each in self._processes[losses] if each.free and not each.retired)
@@ -122,7 +122,7 @@ class EnvironmentHost:
         if host.process.lost is not None or (host.retired and not host.num_episodes):
             self._end(host, "it was replaced")
 
-    def blames(self, lost: ProcessLost, place: _Place, losses: int) -> bool:
+    def blames(self, lost: ProcessLostError, place: _Place, losses: int) -> bool:
         """Whether this episode ended the process: it was alone in it, or the only one whose code was running."""
         blamed = losses + 1 == len(self._num_places) or set(lost.suspects) == {place.number}
         self._num_failed += int(blamed)
@@ -188,8 +188,8 @@ class HostedEnvironment(BoundedEnvironment):
             else:
                 place.host.process.post(End(place.number), slot=place.number)
                 self._host.note_finished()
-        except EpisodeLost as lost:  # the episode itself is over
-            raise CallFailed(str(lost)) from lost
+        except EpisodeLostError:
+            pass  # the episode itself is over, and what it would have closed is gone with its process
         finally:
             self._place = None
             self._host.release(place, self._losses, is_free=self._is_free)
@@ -200,17 +200,17 @@ class HostedEnvironment(BoundedEnvironment):
         is_free, self._is_free = self._is_free, False  # also when the caller stops waiting
         try:
             reply: Reply = await place.host.process.call(order, slot=place.number)
-        except ProcessLost as lost:
+        except ProcessLostError as lost:
             if self._host.blames(lost, place, self._losses):
-                raise CallFailed(lost.cause) from lost
+                raise CallFailedError(lost.cause) from lost
             again = functools.partial(HostedEnvironment, self._host, losses=self._losses + 1)
-            raise EpisodeLost(lost.cause, again) from lost
+            raise EpisodeLostError(lost.cause, again) from lost
         self._is_free = is_free and reply.is_free
         self._closes = reply.closes
         self._host.note(place, reply)
         if reply.error is not None:
-            raise CallFailed(reply.error)
+            raise CallFailedError(reply.error)
         if isinstance(reply.value, Misfit):
             wanted = "an Observation, or None" if isinstance(order, Begin) else "an Outcome"
-            raise CallFailed(f"returned a {reply.value.kind}; it returns {wanted}.")
+            raise CallFailedError(f"returned a {reply.value.kind}; it returns {wanted}.")
         return reply.value

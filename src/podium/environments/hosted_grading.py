@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from podium.environments.grading import MOST_HANGING, CallId, Grade
 from podium.environments.output_cap import OutputCap
-from podium.environments.reward_service import Calls, Graded, GradeBatch, RewardService, RewardSpec, Settled
+from podium.environments.reward_service import Calls, GradeBatch, Graded, RewardService, RewardSpec, Settled
 from podium.environments.rewards import Outcome, Sample
-from podium.environments.user_process import ProcessLost, UserProcess
+from podium.environments.user_process import ProcessLostError, UserProcess
 
 
 class HostedGrader:
@@ -37,7 +37,7 @@ class HostedGrader:
             )  # fmt: skip
             try:
                 graded: Graded = await process.call(order, on_partial=progress.hear)
-            except ProcessLost as lost:
+            except ProcessLostError as lost:
                 progress.lose(lost)
                 continue
             if graded.num_stuck:
@@ -77,7 +77,7 @@ class _Progress:
             self.known.update(part.results)
             self._num_in_a_row = 0
 
-    def lose(self, lost: ProcessLost) -> None:
+    def lose(self, lost: ProcessLostError) -> None:
         """Each loss settles a call, or leads to one that does: the batch comes to an end."""
         self.num_lost += 1
         self._num_in_a_row += 1

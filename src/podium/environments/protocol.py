@@ -91,11 +91,11 @@ class BoundedEnvironment:
     """Base of environments whose methods are coroutines that keep their deadlines themselves."""
 
 
-class CallFailed(Exception):
+class CallFailedError(Exception):
     """User code failed in another process, which goes on. The text says how."""
 
 
-class EpisodeLost(Exception):
+class EpisodeLostError(Exception):
     """The episode's process is gone, and not by this episode's fault. `again` makes an environment for the same
     episode from its beginning."""
 

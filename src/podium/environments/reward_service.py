@@ -15,7 +15,6 @@ from podium.environments.grading import CallId, Grade, Grader, Observer
 from podium.environments.rewards import Outcome, Sample, build_rewards
 from podium.recipe import RewardSection
 
-
 _TELL_EVERY_S = 0.05
 _SENT_S = 5.0
 

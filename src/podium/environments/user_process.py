@@ -26,7 +26,7 @@ from typing import Any
 from podium.environments.activity import Activity
 from podium.environments.frames import FrameProtocol, Kind
 from podium.environments.output_cap import OutputCap
-from podium.environments.protocol import CallFailed
+from podium.environments.protocol import CallFailedError
 from podium.errors import PodiumError, RolloutError
 
 _START_S = 120.0  # for the interpreter and for importing the user's modules
@@ -37,7 +37,7 @@ _LOOK_S = 0.25
 _MAIN = "import sys; sys.path[:] = {path!r}; from podium.environments.user_main import main; main()"
 
 
-class ProcessLost(Exception):
+class ProcessLostError(Exception):
     """The process is gone, with every call in it. `suspects` are the slots whose code can have caused it."""
 
     def __init__(self, cause: str, suspects: dict[int, int]) -> None:
@@ -73,10 +73,10 @@ class UserProcess:
         self._frames: FrameProtocol | None = None
         self._calls: dict[int, _Call] = {}
         self._next_number = 0
-        self._watching: asyncio.Task[None] | None = None
+        self._looking: asyncio.TimerHandle | None = None
         self._cause = ""  # why it was killed
         self._suspects: dict[int, int] = {}
-        self.lost: ProcessLost | None = None
+        self.lost: ProcessLostError | None = None
         self._ready: asyncio.Future[Any] | None = None
 
     @property
@@ -107,25 +107,25 @@ class UserProcess:
         except TimeoutError:
             self.kill("it did not start")
             raise RolloutError(
-                f"a process for the recipe's own code did not start in {_START_S:g} s. Look at what its modules do when "
-                "they are imported."
+                f"a process for the recipe's own code did not start in {_START_S:g} s. Look at what its modules do "
+                "when they are imported."
             ) from None
-        except CallFailed as error:
+        except CallFailedError as error:
             self.kill("it did not start")
             raise RolloutError(f"the recipe's own code cannot be loaded: {error}") from None
-        except ProcessLost as lost:
+        except ProcessLostError as lost:
             raise RolloutError(
-                f"a process for the recipe's own code was lost while it started: it {lost.cause}. Look at what its modules "
-                "do when they are imported."
+                f"a process for the recipe's own code was lost while it started: it {lost.cause}. Look at what its "
+                "modules do when they are imported."
             ) from None
 
     async def call(self, order: Any, *, slot: int = 0, on_partial: Callable[[Any], None] | None = None) -> Any:
         """The service's answer. Waits for user code, whose deadlines the service keeps. When the process shows no
-        progress, because user code blocks it, the process is killed, and this raises ProcessLost."""
+        progress, because user code blocks it, the process is killed, and this raises ProcessLostError."""
         if self.lost is not None:
             raise self.lost
-        if self._watching is None or self._watching.done():
-            self._watching = asyncio.create_task(self._watch())
+        if self._looking is None:
+            self._look_later(self._activity.progress, time.monotonic())
         return await self._send(order, slot, on_partial)
 
     def post(self, order: Any, *, slot: int = 0) -> None:
@@ -134,7 +134,7 @@ class UserProcess:
             self._send(order, slot, None)
 
     def kill(self, cause: str) -> None:
-        """Ends the process and what it has started; open calls raise ProcessLost."""
+        """Ends the process and what it has started; open calls raise ProcessLostError."""
         if not self._cause:
             self._cause = cause
             self._finalizer()
@@ -165,7 +165,7 @@ class UserProcess:
         elif call.answer.done():  # the caller has stopped waiting
             return
         elif kind == "error":
-            call.answer.set_exception(value if isinstance(value, PodiumError) else CallFailed(value))
+            call.answer.set_exception(value if isinstance(value, PodiumError) else CallFailedError(value))
         else:
             call.answer.set_result(value)
 
@@ -190,23 +190,29 @@ class UserProcess:
         self._lose(self._cause)
 
     def _lose(self, cause: str) -> None:
-        self.lost = ProcessLost(cause, self._suspects)
+        self.lost = ProcessLostError(cause, self._suspects)
         calls, self._calls = self._calls, {}
         for call in calls.values():
             if not call.answer.done():
                 call.answer.set_exception(self.lost)
 
-    async def _watch(self) -> None:
-        """Looks for progress while calls are open, and kills the process when there is none for too long."""
-        seen, since = self._activity.progress, time.monotonic()
-        while self._calls and self.lost is None:
-            await asyncio.sleep(min(_LOOK_S, self._limit_s / 4))
-            now = self._activity.progress
-            if now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self._limit_s:
-                self.kill(f"blocked its process for longer than {self._limit_s - _GRACE_S:g} s")
-                return
+    def _look(self, seen: tuple[int, int], since: float) -> None:
+        """Looks for progress, again and again while calls are open; kills the process when there is none for too
+        long."""
+        self._looking = None
+        if not self._calls or self.lost is not None:
+            return
+        now = self._activity.progress
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > self._limit_s:
+            self.kill(f"blocked its process for longer than {self._limit_s - _GRACE_S:g} s")
+            return
+        self._look_later(seen, since)
+
+    def _look_later(self, seen: tuple[int, int], since: float) -> None:
+        after_s = min(_LOOK_S, self._limit_s / 4)
+        self._looking = asyncio.get_running_loop().call_later(after_s, self._look, seen, since)
 
 
 def _heard(answer: asyncio.Future[Any]) -> None:
