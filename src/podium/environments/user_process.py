@@ -221,14 +221,14 @@ def _heard(answer: asyncio.Future[Any]) -> None:
 
 
 def _popen(connection: int, file: int, num_slots: int) -> subprocess.Popen[bytes]:
-    """A session of its own: Ctrl-C is the controller's to hear, and `_kill` reaches what user code has started."""
+    """A process group of its own: Ctrl-C is the controller's to hear, and `_kill` reaches what user code starts."""
     return subprocess.Popen(
         [
             sys.executable, "-c", _MAIN.format(path=[entry or os.getcwd() for entry in sys.path]),
             json.dumps([os.getpid(), connection, file, num_slots]),
         ],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(connection, file),
-        start_new_session=True,
+        process_group=0,
         # The order of sets of strings is the same in every process, and so in every attempt at an episode.
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )  # fmt: skip
