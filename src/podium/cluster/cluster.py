@@ -233,7 +233,7 @@ class Workers:
         if not new:
             return ()
         await self._links.renew(pool, deadline)
-        await self._lines.renew(pool, deadline)
+        await self._lines.renew(pool, new, deadline)
         for role, restore in self._restores.items():
             mesh = self.registry.mesh(role)
             mine = tuple(worker for worker in new if mesh.pool == pool and worker.index in mesh.slots)

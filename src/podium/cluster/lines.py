@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -72,22 +72,27 @@ class Lines:
         self._crews, self._registry = crews, registry
         self._known: list[tuple[str, str]] = []
 
-    async def introduce(self, role: str, to: str, deadline: Deadline) -> None:
-        """The workers of `to` can call those of `role` from now on."""
+    async def introduce(self, role: str, to: str, deadline: Deadline, only: Collection[WorkerId] | None = None) -> None:
+        """The workers of `to`, or only some of them, can call those of `role` from now on."""
         if (role, to) not in self._known:
             self._known.append((role, to))
         registry = self._registry()
         called = [self._crews[worker.pool].living(worker) for worker in registry.workers_of(role)]
         order = Introduce(line=Line(role=role, peers=tuple((each.worker, each.process.card()) for each in called)))
-        callers = [self._crews[worker.pool].living(worker) for worker in registry.workers_of(to)]
+        wanted = [worker for worker in registry.workers_of(to) if only is None or worker in only]
+        callers = [self._crews[worker.pool].living(worker) for worker in wanted]
         if not callers:
             raise ClusterError(f"role {to} has no workers to introduce {role} to.")
         crew = self._crews[callers[0].worker.pool]
         pending = [Pending(worker=each.worker, answer=each.process.perform(order)) for each in callers]
         await gather_answers(pending, f"introducing {role} to {to}", deadline, crew, in_step=False)
 
-    async def renew(self, pool: str, deadline: Deadline) -> None:
+    async def renew(self, pool: str, new: Collection[WorkerId], deadline: Deadline) -> None:
+        """After `new` workers of a pool have come. New callers are told of those they call; the callers that were there
+        before know them, and may be busy for long. Those who are called anew are made known to all."""
         registry = self._registry()
         for role, to in list(self._known):
-            if pool in (registry.mesh(role).pool, registry.mesh(to).pool):
+            if pool == registry.mesh(role).pool:
                 await self.introduce(role, to, deadline)
+            elif pool == registry.mesh(to).pool:
+                await self.introduce(role, to, deadline, only=new)

@@ -30,9 +30,10 @@ from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.generator import Generator
 from podium.roles.grader import Grader
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
-from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, RunnerHandle, ScorerHandle
+from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.learner import POLICY, Learner, LearnerFacts
 from podium.roles.reward_model import RewardModel
+from podium.roles.runner_handle import RunnerHandle
 from podium.roles.scorer import Scorer
 from podium.spmd.folder import RunFolder
 from podium.spmd.launch import InterruptHandler
@@ -82,7 +83,7 @@ async def _drive(
         async with _opened(recipe, watch) as cluster:
             with watch.span("start-up"):
                 workers = await _started(recipe, folder, cluster, resume_step)
-                roles = await _roles(recipe, workers)
+                roles = await _roles(recipe, workers, console.warning)
             ledger = Ledger(folder.path / "episodes.sqlite")
             stack.callback(ledger.close)
             ledger.rewind(resume_step or 0)
@@ -162,15 +163,17 @@ async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_s
     return workers
 
 
-async def _roles(recipe: Recipe, workers: Workers) -> Roles:
+async def _roles(recipe: Recipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
     names = role_names(recipe)
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
     functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
-    grader = GraderHandle(workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s)
+    grader = GraderHandle(
+        workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn
+    )
     generator = GeneratorHandle(workers.role(GENERATOR, Generator))
     runner = None
     if recipe.environment is not None:
-        runner = RunnerHandle(workers.role(RUNNER, EpisodeRunner), generator)
+        runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, warn=warn)
     return Roles(
         policy=policy,
         generator=generator,

@@ -14,7 +14,8 @@ from podium.data.tasks import Task
 from podium.observe import Console, Logger, MetricsFile, Stopwatch
 from podium.recipe import Recipe
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
-from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, RunnerHandle, ScorerHandle
+from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
+from podium.roles.runner_handle import RunnerHandle
 from podium.spmd.folder import RunFolder
 
 

@@ -22,7 +22,18 @@ from podium.data.masks import ChatTemplateError
 from podium.data.rows import Row
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
-from podium.environments.protocol import Environment, Observation, Outcome, SingleTurn, Turn, call_within
+from podium.environments.protocol import (
+    BoundedEnvironment,
+    CallFailedError,
+    Environment,
+    EpisodeLostError,
+    Observation,
+    Outcome,
+    SingleTurn,
+    Turn,
+    call_within,
+)
+from podium.environments.replay import ReplayPolicy
 from podium.environments.tools import ToolEnvironment, load_tools
 from podium.environments.transcript import Transcript, TurnTokenizer
 from podium.errors import DataError, RecipeError
@@ -392,9 +403,16 @@ class _Running:
 
     async def _call(self, method: str, *given: Any) -> Any:
         """A method of the environment; whatever it raises, or its taking too long, ends the episode."""
+        called = getattr(self._environment, method)
         try:
+            if isinstance(self._environment, BoundedEnvironment):
+                return await called(*given)
             timeout_s = self._step_timeout_s if method == "step" else self._limits.timeout_s
-            return await call_within(timeout_s, getattr(self._environment, method), *given)
+            return await call_within(timeout_s, called, *given)
+        except EpisodeLostError:
+            raise
+        except CallFailedError as error:
+            raise _EpisodeError(f"{method}: {error}") from error
         except Exception as error:  # the environment is the user's code
             raise _EpisodeError(f"{method}: {type(error).__name__}: {error}") from error
 
@@ -411,7 +429,12 @@ async def _run_job(
     except Exception as error:  # the environment is the user's code
         failed = _Running(SingleTurn(), job.task, policy, tokenizer, id=job.id, limits=limits, greedy=greedy)
         return failed.over("error", f"the environment cannot be made: {type(error).__name__}: {error}")
-    return await run_episode(environment, job.task, policy, tokenizer, id=job.id, limits=limits, greedy=greedy)
+    replay = ReplayPolicy(policy)
+    while True:  # who makes the environments bounds how often one is lost
+        try:
+            return await run_episode(environment, job.task, replay, tokenizer, id=job.id, limits=limits, greedy=greedy)
+        except EpisodeLostError as lost:
+            environment = lost.again()
 
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:

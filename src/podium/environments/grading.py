@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rewards of many samples: user code called under a deadline, so that one bad sample spoils no other.
 
-A deadline can be kept where Python code runs. A call that never gives the interpreter back (a regular expression that
-backtracks for hours) stops the whole process; the worker's own deadline is for that.
+A deadline can be kept here where Python code runs. A call that never gives the interpreter back (a regular expression
+that backtracks for hours) stops the whole process; hosted_grading.py ends that from outside.
 """
 
 from __future__ import annotations
@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
 from podium.data.trajectories import TrajectoryId
+from podium.environments.activity import Mark
 from podium.environments.lanes import AsyncLane, SyncLane, Work
 from podium.environments.rewards import Outcome, Reward, Sample
+
+CallId = tuple[int, int]
+"""One call of a batch: position of the reward, and position among its calls."""
 
 # Calls of one reward that may hang in one batch before the rest is given up: each costs a whole timeout, and a thread.
 MOST_HANGING = 16
@@ -36,6 +40,21 @@ class Grade:
     error: str | None = None
     failures: tuple[str | None, ...] = ()
     extras: dict[str, float] = field(default_factory=dict)  # `reward name/key`: what functions returned with a score
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Observer:
+    """Who watches a grading from outside, and what is known of it from an attempt before.
+
+    `known`: results that are not asked for again, or why there is none. `alone`: calls that are made first, one at a
+    time. `mark`: what is around each call while it runs. `on_settled` hears of each result, in any thread.
+    """
+
+    mark: Callable[[CallId], Mark]
+    on_calls: Callable[[Sequence[int]], None]  # how many calls each reward has
+    on_settled: Callable[[CallId, list[Outcome]], None]
+    known: Mapping[CallId, list[Outcome] | str] = field(default_factory=dict)
+    alone: Sequence[CallId] = ()
 
 
 class Grader:
@@ -63,11 +82,17 @@ class Grader:
         self._lanes = [lane for lane in self._lanes if lane.num_stuck]
         return sum(lane.num_stuck for lane in (*self._lanes, *self._loops.values()))
 
-    async def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+    async def grade(self, samples: Sequence[Sample], observer: Observer | None = None) -> list[Grade]:
         """One grade for each sample, in order. Rewards run side by side; of a synchronous one there is one call at a
         time, so that it need not be thread-safe. Waits for user code, for at most `timeout_s` a call."""
-        runs = [self._outcomes(at, reward, samples) for at, reward in enumerate(self._rewards)]
-        by_reward = await asyncio.gather(*runs)
+        calls = [reward.calls(samples) for reward in self._rewards]
+        works = [self._work(at, [[samples[each] for each in call] for call in calls[at]], observer) for at in self._all]
+        if observer is not None:
+            observer.on_calls([len(each) for each in calls])
+            for at, call in observer.alone:
+                await self._run(at, works[at].only(call))
+        await asyncio.gather(*(self._run(at, works[at]) for at in self._all))
+        by_reward = [_spread(calls[at], works[at], len(samples)) for at in self._all]
         return [self._graded(sample, [outcomes[at] for outcomes in by_reward]) for at, sample in enumerate(samples)]
 
     async def aclose(self) -> None:
@@ -83,16 +108,27 @@ class Grader:
     async def __aexit__(self, *raised: object) -> None:
         await self.aclose()
 
-    async def _outcomes(self, at: int, reward: Reward, samples: Sequence[Sample]) -> list[Outcome]:
-        calls = reward.calls(samples)
-        work = Work(reward, [[samples[position] for position in call] for call in calls])
-        await (self._run_async(at, work) if reward.is_async else self._run_sync(work))
-        found: list[Outcome] = [Outcome(None)] * len(samples)
-        for call, outcomes in zip(calls, work.results, strict=True):
-            assert outcomes is not None
-            for position, outcome in zip(call, outcomes, strict=True):
-                found[position] = outcome
-        return found
+    @property
+    def _all(self) -> range:
+        return range(len(self._rewards))
+
+    def _work(self, at: int, batches: Sequence[Sequence[Sample]], observer: Observer | None) -> Work:
+        if observer is None:
+            return Work(self._rewards[at], batches)
+        work = Work(
+            self._rewards[at],
+            batches,
+            marks=lambda call: observer.mark((at, call)),
+            on_settled=lambda call, outcomes: observer.on_settled((at, call), outcomes),
+        )
+        for (reward, call), result in observer.known.items():
+            if reward == at:
+                count = len(batches[call])
+                work.results[call] = [Outcome(None, result)] * count if isinstance(result, str) else result
+        return work
+
+    async def _run(self, at: int, work: Work) -> None:
+        await (self._run_async(at, work) if self._rewards[at].is_async else self._run_sync(work))
 
     async def _run_sync(self, work: Work) -> None:
         """One thread calls for one sample after the other; when a call outlives its deadline the thread is left behind
@@ -113,6 +149,7 @@ class Grader:
             self._lanes.append(lane)
             num_hanging += 1
             work.fail(hanging, self._too_slow())
+            work.tell(hanging)
             begin = hanging + 1
         return None
 
@@ -132,6 +169,7 @@ class Grader:
             num_hanging += 1
             for position in blocked:
                 work.fail(position, f"{self._too_slow()}: it blocks the event loop; await what waits, or write `def`")
+                work.tell(position)
         return None
 
     def _too_slow(self) -> str:
@@ -175,6 +213,16 @@ class Grader:
         if not math.isfinite(total):
             return None, f"the sum of the rewards is {total}"
         return total, None
+
+
+def _spread(calls: Sequence[Sequence[int]], work: Work, count: int) -> list[Outcome]:
+    """The outcome of each sample, from those of the calls."""
+    found: list[Outcome] = [Outcome(None)] * count
+    for call, outcomes in zip(calls, work.results, strict=True):
+        assert outcomes is not None
+        for position, outcome in zip(call, outcomes, strict=True):
+            found[position] = outcome
+    return found
 
 
 async def grade(rewards: Sequence[Reward], samples: Sequence[Sample], *, timeout_s: float) -> list[Grade]:

@@ -2,7 +2,7 @@
 """Where reward functions run: a thread that calls one after the other, or an event loop of their own in a thread.
 
 Neither can be stopped from outside when user code hangs in it; it is left behind as a daemon, and what it would still
-say is heard by nobody.
+say is heard by nobody. In a run, all of this is in a process that can be ended: see hosted_grading.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
+from podium.environments.activity import Mark
 from podium.environments.rewards import Outcome, Reward, Sample
 from podium.errors import PodiumError
 
@@ -29,17 +30,48 @@ _CLOSING_S = 2.0
 class Work:
     """The calls of one reward for one batch, and what came of each. A result is written once: late ones are lost."""
 
-    def __init__(self, reward: Reward, batches: Sequence[Sequence[Sample]]) -> None:
+    def __init__(
+        self,
+        reward: Reward,
+        batches: Sequence[Sequence[Sample]],
+        *,
+        marks: Callable[[int], Mark] | None = None,
+        on_settled: Callable[[int, list[Outcome]], None] | None = None,
+    ) -> None:
+        """`marks` gives what is around each call, by position; `on_settled` hears of each result, in any thread."""
         self.reward = reward
         self.batches = batches
         self.results: list[list[Outcome] | None] = [None] * len(batches)
+        self._marks, self._on_settled = marks, on_settled
 
     @property
     def is_done(self) -> bool:
         return all(result is not None for result in self.results)
 
+    def tell(self, position: int) -> None:
+        """Of a result that is written. May wait for the thread that the grading is waited for in, so that it is not
+        called with a lock that this thread takes."""
+        outcomes = self.results[position]
+        if self._on_settled is not None and outcomes is not None:
+            self._on_settled(position, outcomes)
+
     def fail(self, position: int, failure: str) -> None:
         self.results[position] = [Outcome(None, failure)] * len(self.batches[position])
+
+    def only(self, position: int) -> Work:
+        """One call of this work for itself; its result is this work's too."""
+        marks = self._marks
+
+        def settled(_: int, outcomes: list[Outcome]) -> None:
+            self.results[position] = outcomes
+            self.tell(position)
+
+        return Work(
+            self.reward,
+            [self.batches[position]],
+            marks=None if marks is None else lambda _: marks(position),
+            on_settled=settled,
+        )
 
     def fail_rest(self, failure: str) -> None:
         for position, result in enumerate(self.results):
@@ -53,17 +85,20 @@ class Work:
         """Makes the call here and now."""
         batch = self.batches[position]
         try:
-            returned = self.reward.call(batch)
-            if inspect.isawaitable(returned):  # a plain function that hands on a coroutine
-                returned = asyncio.run(_awaited(returned))
-            return self.reward.outcomes(returned, len(batch))
+            with contextlib.nullcontext() if self._marks is None else self._marks(position):
+                returned = self.reward.call(batch)
+                if inspect.isawaitable(returned):  # a plain function that hands on a coroutine
+                    returned = asyncio.run(_awaited(returned))
+                return self.reward.outcomes(returned, len(batch))
         except BaseException as error:  # user code: exit() must not end the grading either
             return self.failed(position, error)
 
     async def awaited(self, position: int) -> list[Outcome]:
         batch = self.batches[position]
         try:
-            return self.reward.outcomes(await self.reward.call(batch), len(batch))
+            called = self.reward.call(batch)
+            returned = await (called if self._marks is None else self._marks(position).driven(called))
+            return self.reward.outcomes(returned, len(batch))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # exit() would end the loop and every other call in it
@@ -109,13 +144,16 @@ class SyncLane:
     def _run(self) -> None:
         results, position = self._work.results, self._position
         while position < len(results):
-            outcomes = self._work.called(position)
+            outcomes = self._work.called(position) if results[position] is None else None
             with self._lock:
                 if self._left:
                     return
-                results[position] = outcomes
-                position += 1
-                self._position, self._since = position, time.monotonic()
+                if outcomes is not None:
+                    results[position] = outcomes
+                self._position, self._since = position + 1, time.monotonic()
+            if outcomes is not None:
+                self._work.tell(position)
+            position += 1
         with contextlib.suppress(RuntimeError):  # the loop that waited is closed
             self._home.call_soon_threadsafe(self._done.set)
 
@@ -252,6 +290,7 @@ class _OpenCalls:
                 self._work.fail(position, "cancelled itself")
             else:
                 self._work.results[position] = task.result()
+        self._work.tell(position)
         self._go_on()
 
     def _late(self, task: asyncio.Task[list[Outcome]]) -> None:
@@ -260,6 +299,7 @@ class _OpenCalls:
             if position is None or self._left:
                 return
             self._work.fail(position, self._too_slow)
+        self._work.tell(position)
         self._overdue.append(task)
         task.cancel()
         self._go_on()

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 from podium.data.kinds import Message
 from podium.data.masks import Tools
 from podium.data.tasks import Task
+from podium.environments.activity import MARK, Mark
 from podium.environments.chat_format import Call, ToolCall
 
 
@@ -72,6 +73,7 @@ class Environment(Protocol):
     Methods may be coroutines, which run in the event loop with all other episodes and must not block it, or plain
     functions, which run in a thread. Both have a deadline (recipe: environment.timeout_s). An exception ends this
     episode with finish "error" and no other. `close()`, if there is one, is called at the end, whatever happened.
+    In a run, environments live in processes of their own: see hosted_episodes.py.
 
     An environment whose `step` may take longer, because it bounds several calls by themselves, says so by an attribute
     `step_timeout_s`.
@@ -84,6 +86,23 @@ class Environment(Protocol):
     def step(self, turn: Turn, /) -> Outcome | Awaitable[Outcome]:
         """Called with every answer of the model, the last one that the limits allow included."""
         ...
+
+
+class BoundedEnvironment:
+    """Base of environments whose methods are coroutines that keep their deadlines themselves."""
+
+
+class CallFailedError(Exception):
+    """User code failed in another process, which goes on. The text says how."""
+
+
+class EpisodeLostError(Exception):
+    """The episode's process is gone, and not by this episode's fault. `again` makes an environment for the same
+    episode from its beginning."""
+
+    def __init__(self, cause: str, again: Callable[[], Environment]) -> None:
+        super().__init__(cause)
+        self.again = again
 
 
 class SingleTurn:
@@ -111,6 +130,7 @@ async def call_within(timeout_s: float | None, function: Callable[..., Any], /, 
     if not done:
         running.cancel()
         running.add_done_callback(_forget)
+        OVERDUE.append(running)
         raise TimeoutError(f"took longer than {timeout_s:g} s and was given up")
     if running.cancelled():
         raise RuntimeError("cancelled itself")
@@ -124,15 +144,39 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
+class Overdue:
+    """Calls of this process that outlived their deadline and still run: threads, and tasks that ignore a
+    cancellation."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Future[Any]] = []
+        self._threads: list[threading.Thread] = []
+
+    def append(self, each: asyncio.Future[Any] | threading.Thread) -> None:
+        self._threads.append(each) if isinstance(each, threading.Thread) else self._tasks.append(each)
+
+    @property
+    def count(self) -> int:
+        self._tasks = [task for task in self._tasks if not task.done()]
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        return len(self._tasks) + len(self._threads)
+
+
+OVERDUE = Overdue()
+
+
 async def _called(function: Callable[[], Any]) -> Any:
+    mark = MARK.get()
     try:
-        found = function() if is_async(function) else await _in_thread(function)
-        return await found if inspect.isawaitable(found) else found
+        found = function() if is_async(function) else await _in_thread(function, mark)
+        if not inspect.isawaitable(found):
+            return found
+        return await (found if mark is None else mark.driven(found))
     except SystemExit as error:  # would end the event loop, and every other episode with it
         raise RuntimeError(f"called exit({error.code!r})") from error
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
+async def _in_thread(function: Callable[[], Any], mark: Mark | None) -> Any:
     """Not in the loop's executor: a call that never returns would keep one of its few threads for ever, and the process
     with it."""
     loop = asyncio.get_running_loop()
@@ -145,14 +189,20 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
     def work() -> None:
         value, raised = None, None
         try:
-            value = function()
+            with contextlib.nullcontext() if mark is None else mark:
+                value = function()
         except BaseException as error:  # to be raised where somebody waits
             raised = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, value, raised)
 
-    threading.Thread(target=contextvars.copy_context().run, args=(work,), name="environment", daemon=True).start()
-    value, raised = await outcome
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(work,), name="environment", daemon=True)
+    thread.start()
+    try:
+        value, raised = await outcome
+    except asyncio.CancelledError:
+        OVERDUE.append(thread)
+        raise
     if raised is None:
         return value
     if isinstance(raised, Exception) and not isinstance(raised, StopIteration):

@@ -105,6 +105,7 @@ class EpisodeNote:
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     errors: Mapping[int, str] = field(default_factory=dict)  # by row
     counts: Mapping[str, Floats] = field(default_factory=dict)  # of each row: tool calls and the like
+    warnings: tuple[str, ...] = ()  # for the console; the same one is shown once
 
     def take(self, rows: Ints) -> EpisodeNote:
         place = {int(row): at for at, row in enumerate(rows)}
@@ -118,6 +119,7 @@ class EpisodeNote:
             turn_rewards=self.turn_rewards.take(rows),
             errors={place[row]: error for row, error in self.errors.items() if row in place},
             counts={name: counts_N[rows] for name, counts_N in self.counts.items()},
+            warnings=self.warnings,
         )
 
     @classmethod
@@ -140,6 +142,7 @@ class EpisodeNote:
                 name: np.concatenate([part.counts.get(name, np.zeros(len(part.finish_N))) for part in parts])
                 for name in sorted({name for part in parts for name in part.counts})
             },
+            warnings=tuple(dict.fromkeys(warning for part in parts for warning in part.warnings)),
         )
 
 
@@ -166,7 +169,7 @@ class GradeNote:
     errors: Mapping[int, str]  # by row: why it has no total
     extras: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # further numbers: sum and count
     texts: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first rows
-    num_stuck: int = 0  # calls that never came back and still hold a thread of the worker
+    warnings: tuple[str, ...] = ()  # for the console; the same one is shown once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -24,10 +24,10 @@ from podium.environments.episode import (
     TurnAnswer,
     TurnRequest,
     block_of,
-    environment_maker,
     run_episodes,
 )
-from podium.environments.tools import load_tools
+from podium.environments.hosted_episodes import EnvironmentHost
+from podium.environments.output_cap import OutputCap
 from podium.environments.transcript import TurnTokenizer, check_template
 from podium.models.folder import local_folder
 from podium.recipe import EnvironmentSection, ModelSection
@@ -52,40 +52,46 @@ class RunnerSpec:
 
 
 class EpisodeRunner:
-    """Episodes are coroutines of one event loop; the environment's own code runs in it or in threads beside it."""
+    """Episodes are coroutines of one event loop. The environment's own code runs in processes beside it."""
 
     def __init__(self, seat: Seat, spec: RunnerSpec) -> None:
         transformers.logging.set_verbosity_error()
         self._seat, self._spec = seat, spec
+        self._output = OutputCap(f"the environment of {seat.worker}")
+        self._host = EnvironmentHost(spec.environment, output=self._output)  # starts while the tokenizer is read
         tokenizer = load_tokenizer(spec.model)
         self._tokenizer = TurnTokenizer(tokenizer)
         self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
-        self._make = environment_maker(spec.environment)
         self._is_checked = False
+        self._loop = asyncio.new_event_loop()  # kept: the environment's processes are connected to it
+        try:
+            self._loop.run_until_complete(self._host.open())
+        except BaseException:
+            self._host.close()
+            raise
 
     def run(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         """Plays every episode of the shard; whole groups are yielded as they finish."""
         self._check_template(shard)
-        loop = asyncio.new_event_loop()
         blocks = self._blocks(shard, plan)
+        self._host.begin_shard()
         try:
             while True:
                 try:
-                    yield loop.run_until_complete(anext(blocks))
+                    yield self._loop.run_until_complete(anext(blocks))
                 except StopAsyncIteration:
                     return
         finally:
-            loop.run_until_complete(blocks.aclose())
-            loop.run_until_complete(loop.shutdown_asyncgens())
-            loop.close()
+            self._loop.run_until_complete(blocks.aclose())
+            self._host.end_shard()
 
     def _check_template(self, shard: PromptShard) -> None:
         """Before the first chat: a template that changes earlier turns afterwards would make tokens drift."""
         if self._is_checked or all(prompt.task.messages is None for prompt in shard.prompts):
             return
         section = self._spec.environment
-        tools = [tool.schema for tool in load_tools(section.tools)] if section.tools else None
+        tools = self._host.tool_schemas if section.tools else None
         role = str(section.options.get("role", "tool")) if section.tools else "user"
         check_template(load_tokenizer(self._spec.model), role=role, tools=tools)
         self._is_checked = True
@@ -117,7 +123,7 @@ class EpisodeRunner:
         sent = time.monotonic()
         async with policy:
             episodes = run_episodes(
-                self._make, jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
+                self._host.make, jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
                 greedy=plan.temperature == 0,
             )  # fmt: skip
             async with aclosing(episodes):
@@ -126,9 +132,14 @@ class EpisodeRunner:
                     if len(groups[episode.id.draw]) == shard.samples:
                         ready += groups.pop(episode.id.draw)
                         if groups and time.monotonic() - sent > _BLOCK_EVERY_S:
-                            yield _computed(ready)
+                            yield self._computed(ready)
                             ready, sent = [], time.monotonic()
-        yield _computed(ready)
+        yield self._computed(ready)
+
+    def _computed(self, episodes: list[Episode]) -> Computed[TrajectoryBlock]:
+        episodes = sorted(episodes, key=lambda each: each.id)
+        warnings = () if self._output.warning is None else (self._output.warning,)
+        return Computed(rows=block_of(episodes), note=replace(note_of(episodes), warnings=warnings))
 
 
 class EnginePolicy:
@@ -199,11 +210,6 @@ class EnginePolicy:
             top_p=plan.top_p, top_k=plan.top_k, min_p=plan.min_p, stop_tokens=self._stops, stop_strings=plan.stop,
         )  # fmt: skip
         return Request(id=request.id, prompt=request.prompt, sampling=sampling, seed=plan.seed)
-
-
-def _computed(episodes: list[Episode]) -> Computed[TrajectoryBlock]:
-    episodes = sorted(episodes, key=lambda each: each.id)
-    return Computed(rows=block_of(episodes), note=note_of(episodes))
 
 
 def note_of(episodes: list[Episode]) -> EpisodeNote:

@@ -122,6 +122,10 @@ class Generator:
                 raise
         return self._mailboxes.fetch(runner, wait_s)
 
+    def forget(self, runner: str) -> None:
+        """The runner is dead: what it asked for is not generated any further. For control threads."""
+        self._engine.cancel(self._mailboxes.of(runner))
+
     def install(self, parcel: Parcel) -> int:
         """Takes published weights that travel; returns the bytes that came."""
         device = torch.device(self._seat.device)

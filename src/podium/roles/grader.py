@@ -15,8 +15,10 @@ from podium.data.kinds import Message
 from podium.data.tasks import PromptEncoder, Task
 from podium.data.tokenizer import load_tokenizer
 from podium.environments.grading import Grade
-from podium.environments.grading import Grader as RewardGrader
-from podium.environments.rewards import Reward, Sample, build_rewards
+from podium.environments.hosted_grading import HostedGrader
+from podium.environments.output_cap import OutputCap
+from podium.environments.reward_service import RewardSpec
+from podium.environments.rewards import Sample
 from podium.recipe import ModelSection, Recipe, RewardSection
 from podium.roles.carriers import GradeNote, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
@@ -61,37 +63,40 @@ def evaluation_rewards(recipe: Recipe) -> tuple[RewardSection, ...]:
 
 
 class Grader:
-    """One process, so that user code that hangs, leaks or dies takes nothing else with it."""
+    """Reads episodes. The reward functions run in a process beside it, so that one that hangs, crashes or prints
+    without end takes nothing else with it."""
 
     def __init__(self, seat: Seat, spec: GraderSpec) -> None:
         self._seat, self._spec = seat, spec
+        self._output = OutputCap(f"the reward of {seat.worker}")
+        sections = {"train": (spec.rewards, "reward"), "evaluation": (spec.evaluation, "evaluation.generation.score")}
+        rewards = RewardSpec(sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored)
+        self._grader = HostedGrader(rewards, output=self._output)  # starts while the tokenizer is read
         tokenizer = load_tokenizer(spec.model)
         self._reader, self._encoder = TextReader(tokenizer), PromptEncoder(tokenizer)
-        self._rewards = {
-            "train": build_rewards(spec.rewards),
-            "evaluation": build_rewards(spec.evaluation, "evaluation.generation.score"),
-        }
-        self._graders = {
-            purpose: RewardGrader(rewards, timeout_s=spec.timeout_s, also_scored=spec.also_scored)
-            for purpose, rewards in self._rewards.items()
-        }
+        self._loop = asyncio.new_event_loop()  # kept: the process is connected to it
+        try:
+            self._loop.run_until_complete(self._grader.open())
+        except BaseException:
+            self._grader.close()
+            raise
 
     def grade(self, shard: GradeShard, purpose: Purpose) -> GradeNote:
         """Rewards of every row, and why some have none. Waits for user code, within the deadline of each call."""
         with self._seat.span("decoding"):
             texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
             samples = [self._sample(shard, row, text) for row, text in enumerate(texts)]
-        grader = self._graders[purpose]
         with self._seat.span("rewards"):
-            grades = asyncio.run(grader.grade(samples))
+            grades = self._loop.run_until_complete(self._grader.grade(purpose, samples))
+        sections = self._spec.rewards if purpose == "train" else self._spec.evaluation
         return GradeNote(
-            values_NR=_values(grades, self._rewards[purpose]),
+            values_NR=_values(grades, sum(section.model is None for section in sections)),
             errors={row: grade.error for row, grade in enumerate(grades) if grade.error is not None},
             extras=_extras(grades),
             texts=tuple(
                 (sample.prompt_text, _said(text)) for sample, text in zip(samples[: shard.show], texts, strict=False)
             ),
-            num_stuck=grader.num_stuck,
+            warnings=() if self._output.warning is None else (self._output.warning,),
         )
 
     def _turns(self, task: Task, text: EpisodeText) -> list[Message] | None:
@@ -130,8 +135,8 @@ def _said(text: EpisodeText) -> str:
     return text.answer if len(text.turns) < 2 else " | ".join(said.strip() for _, said in text.turns)
 
 
-def _values(grades: Sequence[Grade], rewards: Sequence[Reward]) -> np.ndarray:
-    values = np.full((len(grades), len(rewards)), np.nan)
+def _values(grades: Sequence[Grade], num_rewards: int) -> np.ndarray:
+    values = np.full((len(grades), num_rewards), np.nan)
     for row, grade in enumerate(grades):
         for at, value in enumerate(grade.values):
             if value is not None:

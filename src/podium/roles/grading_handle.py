@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,15 +34,18 @@ class Rewarded:
 
 
 class GraderHandle:
-    """Graders are processes that run user code: one that dies or hangs is replaced, and its share tried once more."""
+    """Graders are processes that have user code run: one that dies is replaced, and its share tried once more."""
 
     def __init__(
-        self, workers: Workers, group: RoleGroup[Grader], rewards: tuple[int, ...], *, timeout_s: float
-    ) -> None:
+        self, workers: Workers, group: RoleGroup[Grader], rewards: tuple[int, ...], *, timeout_s: float,
+        warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
         group.requires(Grader.grade)
         self._workers, self._group, self._rewards = workers, group, rewards
-        # Every call inside has its own deadline; this is for code that never gives the interpreter back.
-        self._deadline_s = (MOST_HANGING + 2) * timeout_s + 30.0
+        self._warn, self._warned = warn, set[str]()
+        # Every call has its own deadline, and so has its process, which takes a moment to be replaced; this is for a
+        # worker that fails otherwise.
+        self._deadline_s = 2 * (MOST_HANGING + 2) * (timeout_s + 5.0) + 30.0
 
     async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
         """Groups stay whole: a reward may compare within them."""
@@ -84,8 +87,7 @@ class GraderHandle:
                 error = failed
                 await self._replace(rank)
                 continue
-            if note.num_stuck:
-                await self._replace(rank)  # its threads cannot be ended otherwise
+            self._show(note.warnings)
             return note
         told = str(error).splitlines()[0]
         columns = len(self._rewards) if purpose == "train" else 1
@@ -93,6 +95,12 @@ class GraderHandle:
             values_NR=np.full((len(shard.rows), columns), np.nan),
             errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed twice: {told}"),
         )
+
+    def _show(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self._warn(warning)
 
     async def _replace(self, rank: int) -> None:
         worker = self._group.workers[rank]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +32,6 @@ from podium.roles.carriers import (
     ValueShard,
 )
 from podium.roles.critic import Critic, CriticShard
-from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.generator import Generator
 from podium.roles.learner import Learner, LearnerFacts
 from podium.roles.scorer import Scorer
@@ -78,6 +76,10 @@ class GeneratorHandle:
             await self._group.control_all(Generator.stop_serving)
             await serving
 
+    async def forget(self, runner: str) -> None:
+        """Cancels what a runner that died has asked for."""
+        await self._group.control_all(Generator.forget, runner)
+
     async def share(self, number: int) -> str:
         """Version `number` is what the learner on the same devices has now."""
         return (await self._group.call_all(Generator.share, number))[0].value
@@ -95,33 +97,6 @@ class GeneratorHandle:
 
     async def load(self) -> tuple[Load, ...]:
         return tuple(answer.value for answer in await self._group.control_all(Generator.load))
-
-
-class RunnerHandle:
-    """Processes that play episodes of several turns with the generators."""
-
-    def __init__(self, group: RoleGroup[EpisodeRunner], generator: GeneratorHandle) -> None:
-        group.requires(EpisodeRunner.run)
-        self._group, self._generator = group.within(PHASE_S), generator
-
-    async def generate(
-        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
-    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
-        """As the generators' own, with an environment between the turns."""
-        count = self._group.mesh.shape.num_data_ranks
-        shards = [
-            PromptShard(prompts=tuple(prompts[first::count]), samples=samples, attempt=attempt)
-            for first in range(count)
-        ]
-        last: ShardResult[TrajectoryBlock] | None = None
-        async with self._generator.serving() as served:
-            async for block in self._group.stream_sharded(EpisodeRunner.run, shards, plan):
-                if last is not None:
-                    yield last
-                last = block
-        if last is not None:  # what the generators have to say of it goes with the last block
-            metrics = tuple(metric for answer in served.result() for metric in answer.value)
-            yield replace(last, metrics=(*last.metrics, *metrics))
 
 
 class LearnerHandle:

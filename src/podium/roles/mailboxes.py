@@ -47,6 +47,11 @@ class Mailboxes:
                 self._owners.pop(id, None)
             self._changed.notify_all()
 
+    def of(self, runner: str) -> list[TrajectoryId]:
+        """What this runner still waits for."""
+        with self._changed:
+            return [id for id, owner in self._owners.items() if owner == runner]
+
     def fail(self, error: BaseException) -> None:
         """Nothing more will be answered: whoever fetches hears why."""
         with self._changed:

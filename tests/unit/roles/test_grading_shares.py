@@ -66,6 +66,7 @@ class FakeGraders:
         self.workers = tuple(WorkerId("graders", rank, "here", "cpu") for rank in range(count))
         self.ended: list[int] = []
         self.recovered: list[str] = []
+        self.warnings: list[str] = []
         self._answer = answer
 
     def requires(self, *methods: Any) -> None: ...
@@ -100,7 +101,7 @@ def _graded(
 ) -> tuple[FakeGraders, Rollouts, Rewarded]:
     rollouts = make_rollouts([make_answer(draw, sample) for draw in (3, 5, 6, 8) for sample in (0, 1)])
     fake: Any = FakeGraders(count, answer)
-    handle = GraderHandle(fake, fake, rewards, timeout_s=1.0)
+    handle = GraderHandle(fake, fake, rewards, timeout_s=1.0, warn=fake.warnings.append)
     return fake, rollouts, asyncio.run(handle.grade(rollouts, show=show))
 
 
@@ -147,15 +148,14 @@ def test_a_share_that_fails_twice_has_no_rewards_and_spoils_no_other(error: Exce
     assert fake.ended == [1, 1]
 
 
-def test_a_grader_with_calls_that_never_came_back_is_replaced_after_its_answer() -> None:
+def test_what_a_grader_warns_of_is_shown_once() -> None:
     def answer(rank: int, shard: GradeShard) -> GradeNote:
         note = _draws(rank, shard)
-        return GradeNote(values_NR=note.values_NR, errors=note.errors, num_stuck=2 if rank == 0 else 0)
+        return GradeNote(values_NR=note.values_NR, errors=note.errors, warnings=("it prints too much",))
 
-    fake, _, found = _graded(2, answer)
+    fake, _, _ = _graded(2, answer)
 
-    assert fake.ended == [0]
-    assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
+    assert fake.warnings == ["it prints too much"]
 
 
 def test_an_error_that_is_not_the_workers_is_not_swallowed() -> None:

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process that runs user code is doing, in memory that its parent reads while it is stuck, or dead."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Awaitable, Generator, Mapping
+from contextvars import ContextVar
+from types import TracebackType
+from typing import Any, Self
+
+_BEATS, _ENTRIES, _FIRST_SLOT = 0, 1, 2
+_WORD = 8
+
+
+class Activity:
+    """Counters and slots in a shared file. The child writes them, the parent reads them.
+
+    A slot belongs to one unit of user code: an episode, or a reward function. It holds a number other than 0 while
+    that code runs. `progress` changes as long as the child's event loop goes round or enters user code.
+    """
+
+    def __init__(self, file: int, num_slots: int) -> None:
+        self._map = mmap.mmap(file, self.num_bytes(num_slots))
+        self._words = memoryview(self._map).cast("q")
+        self._num_slots = num_slots
+        self._lock = threading.Lock()  # threads of the child; the parent only reads
+
+    @staticmethod
+    def num_bytes(num_slots: int) -> int:
+        return (_FIRST_SLOT + num_slots) * _WORD
+
+    def beat(self) -> None:
+        self._words[_BEATS] += 1
+
+    def enter(self, slot: int, value: int | None) -> None:
+        """Writes a value into the slot. Without one it counts: an episode can be in its coroutine and in threads."""
+        with self._lock:
+            self._words[_ENTRIES] += 1
+            self._words[_FIRST_SLOT + slot] = self._words[_FIRST_SLOT + slot] + 1 if value is None else value
+
+    def leave(self, slot: int, value: int | None) -> None:
+        with self._lock:
+            if value is None:
+                self._words[_FIRST_SLOT + slot] -= 1
+            elif self._words[_FIRST_SLOT + slot] == value:  # not one that came after a call that was given up
+                self._words[_FIRST_SLOT + slot] = 0
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        return self._words[_BEATS], self._words[_ENTRIES]
+
+    @property
+    def running(self) -> Mapping[int, int]:
+        """Slots whose user code runs now, or ran when the process died."""
+        found = self._words[_FIRST_SLOT : _FIRST_SLOT + self._num_slots].tolist()
+        return {slot: value for slot, value in enumerate(found) if value}
+
+
+class Mark:
+    """Around user code: its slot is set while it runs."""
+
+    def __init__(self, activity: Activity, slot: int, value: int | None = None) -> None:
+        self._activity, self._slot, self._value = activity, slot, value
+
+    def __enter__(self) -> Self:
+        self._activity.enter(self._slot, self._value)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._activity.leave(self._slot, self._value)
+
+    def driven(self, awaitable: Awaitable[Any]) -> Awaitable[Any]:
+        """The same awaitable, whose slot is set only while its own code runs, not while it waits."""
+        return _Driven(awaitable, self)
+
+
+class _Driven:
+    def __init__(self, awaitable: Awaitable[Any], mark: Mark) -> None:
+        self._awaitable, self._mark = awaitable, mark
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        inner: Any = self._awaitable.__await__()
+        value: Any = None
+        error: BaseException | None = None
+        while True:
+            try:
+                with self._mark:
+                    signal = inner.send(value) if error is None else inner.throw(error)
+            except StopIteration as stop:
+                return stop.value
+            try:
+                value, error = (yield signal), None
+            except BaseException as raised:  # cancellation, for instance: the user's code hears it
+                value, error = None, raised
+
+
+# Of the user code that this task or thread runs; None where nobody watches.
+MARK: ContextVar[Mark | None] = ContextVar("MARK", default=None)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What an environment process does: it makes the recipe's environments and calls them, each under its deadline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from podium.data.tasks import Task
+from podium.environments.activity import MARK, Activity, Mark
+from podium.environments.episode import environment_maker
+from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
+from podium.environments.tools import load_tools
+from podium.recipe.on_policy import EnvironmentSection
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """Make an environment and reset it."""
+
+    place: int
+    task: Task
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Step with a turn of the model."""
+
+    place: int
+    turn: Turn
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Close the environment, if it can be closed, and forget it."""
+
+    place: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    """What a call came to. Exactly one of `value` (which may be None) and `error` counts."""
+
+    value: Any = None
+    error: str | None = None
+    closes: bool = False  # the environment has a `close`
+    is_free: bool = True  # no code of this place runs any more
+    num_overdue: int = 0  # calls of the whole process that outlived their deadline and still run
+
+
+class EnvironmentService:
+    """Environments by place. A place has one episode at a time; its slot in the activity file has the same number."""
+
+    def __init__(self, activity: Activity, section: EnvironmentSection) -> None:
+        self._activity, self._section = activity, section
+        self._make = environment_maker(section)
+        self._environments: dict[int, Any] = {}
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Schemas of the recipe's tools."""
+        return [tool.schema for tool in load_tools(self._section.tools)] if self._section.tools else []
+
+    async def answer(self, order: Begin | Take | End, tell: Callable[[Any], None]) -> Reply:
+        place = order.place
+        MARK.set(Mark(self._activity, place))
+        value, error = None, None
+        environment: Any = self._environments.pop(place, None) if isinstance(order, End) else None
+        try:
+            match order:
+                case Begin():
+                    value = _plain(await self._begin(order))
+                case Take():
+                    environment = self._environments[place]
+                    timeout_s = max(self._section.timeout_s, getattr(environment, "step_timeout_s", 0.0))
+                    value = _plain(await call_within(timeout_s, environment.step, order.turn))
+                case End():
+                    if _closes(environment):
+                        await call_within(self._section.timeout_s, environment.close)
+        except Exception as raised:  # the environment is the user's code
+            error = _text(raised)
+        return Reply(
+            value=value,
+            error=error,
+            closes=_closes(self._environments.get(place)),
+            is_free=place not in self._activity.running,
+            num_overdue=OVERDUE.count,
+        )
+
+    async def _begin(self, order: Begin) -> Any:
+        try:
+            with Mark(self._activity, order.place):
+                environment = self._make()
+        except SystemExit as error:
+            raise RuntimeError(f"the environment cannot be made: called exit({error.code!r})") from error
+        except Exception as error:  # the environment is the user's code
+            raise _NotMadeError(f"the environment cannot be made: {type(error).__name__}: {error}") from error
+        self._environments[order.place] = environment
+        return await call_within(self._section.timeout_s, environment.reset, order.task)
+
+
+class _NotMadeError(Exception):
+    """The text says all."""
+
+
+def _text(error: Exception) -> str:
+    try:
+        return str(error) if isinstance(error, _NotMadeError) else f"{type(error).__name__}: {error}"
+    except Exception:  # its __str__ is user code too
+        return type(error).__name__
+
+
+def _closes(environment: Any) -> bool:
+    return callable(getattr(environment, "close", None))
+
+
+def _plain(returned: Any) -> Any:
+    """Observations and outcomes as our own classes, which the runner can read; of other things only what they are."""
+    match returned:
+        case None:
+            return None
+        case Observation():
+            return Observation(messages=returned.messages, text=returned.text, tools=returned.tools)
+        case Outcome():
+            return Outcome(
+                messages=returned.messages, reward=returned.reward, done=returned.done, metrics=returned.metrics
+            )
+        case _:
+            return Misfit(type(returned).__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Misfit:
+    """Something that an environment may not return."""
+
+    kind: str

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Messages between a worker and the processes that run its user code: pickles with a short header, over a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Callable
+from typing import Literal
+
+Kind = Literal["call", "partial", "value", "error"]
+"""A call; something on the way to its answer; its answer; why it has none (a text)."""
+_KINDS: tuple[Kind, ...] = ("call", "partial", "value", "error")
+_HEADER = struct.Struct("<QBI")
+
+
+class FrameProtocol(asyncio.Protocol):
+    """Both ends of the socket. `on_frame` and `on_end` are called in the event loop."""
+
+    def __init__(self, on_frame: Callable[[int, Kind, bytes], None], on_end: Callable[[], None]) -> None:
+        self._on_frame, self._on_end = on_frame, on_end
+        self._buffer = bytearray()
+        self._outgoing: list[bytes] = []
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.WriteTransport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_end()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        begin = 0
+        while len(self._buffer) - begin >= _HEADER.size:
+            number, kind, size = _HEADER.unpack_from(self._buffer, begin)
+            end = begin + _HEADER.size + size
+            if len(self._buffer) < end:
+                break
+            self._on_frame(number, _KINDS[kind], bytes(self._buffer[begin + _HEADER.size : end]))
+            begin = end
+        del self._buffer[:begin]
+
+    def send(self, number: int, kind: Kind, payload: bytes) -> None:
+        """Never waits: what the other end does not read yet is kept here. To an end that is gone, nothing is sent. What
+        is sent in one round of the event loop goes together, which costs a third of the time; partial answers go at
+        once, because the process may not live to the next round."""
+        if not self._outgoing and kind != "partial":
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._outgoing.append(_HEADER.pack(number, _KINDS.index(kind), len(payload)) + payload)
+        if kind == "partial":
+            self._flush()
+
+    def _flush(self) -> None:
+        frames, self._outgoing = self._outgoing, []
+        if frames and self._transport is not None and not self._transport.is_closing():
+            self._transport.write(b"".join(frames))
+
+    def abort(self) -> None:
+        """Closes at once; `on_end` follows."""
+        if self._transport is not None:
+            self._transport.abort()

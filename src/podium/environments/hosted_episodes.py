@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Environments in processes of their own: one that blocks, crashes or hangs costs its own episode and no other.
+
+Most episodes of a runner share one process. When it is lost, the episode to blame fails; the others are run again from
+their beginning, with the same answers of the model, in processes of fewer episodes. The third time an episode is alone
+in its process, so that nobody else can be to blame.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from podium.data.tasks import Task
+from podium.environments.environment_service import Begin, End, EnvironmentService, Misfit, Reply, Take
+from podium.environments.output_cap import OutputCap
+from podium.environments.protocol import BoundedEnvironment, CallFailedError, EpisodeLostError, Turn
+from podium.environments.user_process import ProcessLostError, UserProcess
+from podium.recipe.on_policy import EnvironmentSection
+
+# Episodes in one process after so many losses, and how many such processes there are at most at a time.
+_RETRY_EPISODES = (16, 1)
+_RETRY_PROCESSES = (4, 8)
+# Calls in one process that have outlived their deadline, before the process is replaced.
+MOST_OVERDUE = 8
+# Episodes one after the other that ended or blocked their process, none finishing in between, before the rest of a
+# shard is given up: each may cost a whole timeout.
+MOST_FAILED = 16
+
+
+class _Process:
+    """A user process with places for episodes."""
+
+    def __init__(self, process: UserProcess, num_places: int) -> None:
+        self.process, self.num_places = process, num_places
+        self.free = list(range(num_places - 1, -1, -1))
+        self.num_episodes = 0
+        self.retired = False  # gets no more episodes, and ends with its last one
+        self.num_overdue = 0
+
+    @property
+    def num_unusable(self) -> int:
+        """Places in which code of an episode that is over still runs."""
+        return self.num_places - len(self.free) - self.num_episodes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    host: _Process
+    number: int
+
+
+class EnvironmentHost:
+    """The environment processes of one episode runner. For one event loop; `open` first, and `close` in the end."""
+
+    def __init__(self, section: EnvironmentSection, *, output: OutputCap) -> None:
+        """Starts the first process, and does not wait for it."""
+        self._section, self._output = section, output
+        self._num_places = (section.concurrency, *_RETRY_EPISODES)
+        self._processes: tuple[list[_Process], ...] = ([self._spawned(0)], [], [])
+        self._room: Sequence[asyncio.Semaphore | None] = ()
+        self._num_failed = 0
+        self.tool_schemas: list[dict[str, Any]] = []
+
+    async def open(self) -> None:
+        """Waits for the first process, which has loaded the recipe's environment. Raises what is wrong with it."""
+        most = (count * episodes for count, episodes in zip(_RETRY_PROCESSES, _RETRY_EPISODES, strict=True))
+        self._room = (None, *(asyncio.Semaphore(each) for each in most))
+        self.tool_schemas = await self._processes[0][0].process.ready()
+
+    def make(self) -> HostedEnvironment:
+        return HostedEnvironment(self, losses=0)
+
+    def begin_shard(self) -> None:
+        self._num_failed = 0
+
+    def end_shard(self) -> None:
+        """All episodes are over: what still hangs is ended with its process, and retries have no process any more."""
+        for losses, tier in enumerate(self._processes):
+            for each in list(tier):
+                if losses or each.retired or each.num_unusable or each.num_overdue:
+                    self._end(each, "its episodes are over")
+
+    def close(self) -> None:
+        for tier in self._processes:
+            for each in list(tier):
+                self._end(each, "the runner is closed")
+
+    async def acquire(self, losses: int) -> _Place:
+        """A place for an episode that was lost so many times. Waits for one to become free."""
+        room = self._room[losses]
+        if room is not None:
+            await room.acquire()
+        try:
+            if self._num_failed >= MOST_FAILED:
+                raise CallFailedError(
+                    f"was not called, after {MOST_FAILED} episodes in a row that ended or blocked their process"
+                )
+            usable = (each for each in self._processes[losses] if each.free and not each.retired)
+            host = next(usable, None) or self._added(losses)
+            place = _Place(host, host.free.pop())
+            host.num_episodes += 1
+            await host.process.ready()
+        except BaseException:
+            if room is not None:
+                room.release()
+            raise
+        return place
+
+    def release(self, place: _Place, losses: int, *, is_free: bool) -> None:
+        """The episode is over, or lost with its process. A place in which code still runs is not used again."""
+        room, host = self._room[losses], place.host
+        if room is not None:
+            room.release()
+        host.num_episodes -= 1
+        if is_free:
+            host.free.append(place.number)
+        host.retired = host.retired or host.num_unusable >= min(MOST_OVERDUE, host.num_places)
+        if host.process.lost is not None or (host.retired and not host.num_episodes):
+            self._end(host, "it was replaced")
+
+    def blames(self, lost: ProcessLostError, place: _Place, losses: int) -> bool:
+        """Whether this episode ended the process: it was alone in it, or the only one whose code was running."""
+        blamed = losses + 1 == len(self._num_places) or set(lost.suspects) == {place.number}
+        self._num_failed += int(blamed)
+        place.host.retired = True
+        return blamed
+
+    def note(self, place: _Place, reply: Reply) -> None:
+        place.host.num_overdue = reply.num_overdue
+        if reply.num_overdue >= MOST_OVERDUE:
+            place.host.retired = True
+
+    def note_finished(self) -> None:
+        """An episode came to its end, so that the environment does not always block."""
+        self._num_failed = 0
+
+    def _added(self, losses: int) -> _Process:
+        added = self._spawned(losses)
+        self._processes[losses].append(added)
+        return added
+
+    def _spawned(self, losses: int) -> _Process:
+        num_places = self._num_places[losses]
+        process = UserProcess(
+            EnvironmentService, (self._section,), num_slots=num_places, limit_s=self._section.timeout_s,
+            output=self._output,
+        )  # fmt: skip
+        return _Process(process, num_places)
+
+    def _end(self, host: _Process, cause: str) -> None:
+        host.process.kill(cause)
+        for tier in self._processes:
+            if host in tier:
+                tier.remove(host)
+
+
+class HostedEnvironment(BoundedEnvironment):
+    """An environment as an episode sees it, whose code is in another process. Deadlines are kept there."""
+
+    def __init__(self, host: EnvironmentHost, *, losses: int) -> None:
+        self._host, self._losses = host, losses
+        self._place: _Place | None = None
+        self._closes, self._is_free = False, True
+
+    async def reset(self, task: Task, /) -> Any:
+        self._place = await self._host.acquire(self._losses)
+        return await self._call(Begin(self._place.number, task))
+
+    async def step(self, turn: Turn, /) -> Any:
+        assert self._place is not None
+        return await self._call(Take(self._place.number, turn))
+
+    async def close(self) -> None:
+        """Waits only where the user's environment has a `close`."""
+        place = self._place
+        if place is None:
+            return
+        try:
+            if place.host.process.lost is not None:
+                self._is_free = False
+            elif self._closes:
+                await self._call(End(place.number))
+                self._host.note_finished()
+            else:
+                place.host.process.post(End(place.number), slot=place.number)
+                self._host.note_finished()
+        except EpisodeLostError:
+            pass  # the episode itself is over, and what it would have closed is gone with its process
+        finally:
+            self._place = None
+            self._host.release(place, self._losses, is_free=self._is_free)
+
+    async def _call(self, order: Begin | Take | End) -> Any:
+        place = self._place
+        assert place is not None
+        is_free, self._is_free = self._is_free, False  # also when the caller stops waiting
+        try:
+            reply: Reply = await place.host.process.call(order, slot=place.number)
+        except ProcessLostError as lost:
+            if self._host.blames(lost, place, self._losses):
+                raise CallFailedError(lost.cause) from lost
+            again = functools.partial(HostedEnvironment, self._host, losses=self._losses + 1)
+            raise EpisodeLostError(lost.cause, again) from lost
+        self._is_free = is_free and reply.is_free
+        self._closes = reply.closes
+        self._host.note(place, reply)
+        if reply.error is not None:
+            raise CallFailedError(reply.error)
+        if isinstance(reply.value, Misfit):
+            wanted = "an Observation, or None" if isinstance(order, Begin) else "an Outcome"
+            raise CallFailedError(f"returned a {reply.value.kind}; it returns {wanted}.")
+        return reply.value

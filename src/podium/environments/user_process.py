@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that runs user code for a worker: it can be killed whatever the code does, and says who was running then.
+
+User code may block its event loop, keep Python's interpreter, or end its process. None of these can be survived in the
+process itself. The worker therefore calls it from outside, under a deadline, and replaces it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from podium.environments.activity import Activity
+from podium.environments.frames import FrameProtocol, Kind
+from podium.environments.output_cap import OutputCap
+from podium.environments.protocol import CallFailedError
+from podium.errors import PodiumError, RolloutError
+
+_START_S = 120.0  # for the interpreter and for importing the user's modules
+_EXIT_S = 2.0
+# How much longer than a call may take the process may show no progress: a busy machine is not the user's fault.
+_GRACE_S = 1.0
+_LOOK_S = 0.25
+_MAIN = "import sys; sys.path[:] = {path!r}; from podium.environments.user_main import main; main()"
+
+
+class ProcessLostError(Exception):
+    """The process is gone, with every call in it. `suspects` are the slots whose code can have caused it."""
+
+    def __init__(self, cause: str, suspects: dict[int, int]) -> None:
+        super().__init__(cause)
+        self.cause, self.suspects = cause, suspects
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    slot: int
+    answer: asyncio.Future[Any]
+    on_partial: Callable[[Any], None] | None
+
+
+class UserProcess:
+    """One child process and the calls that are open in it. All methods but the constructor are for one event loop."""
+
+    def __init__(
+        self, service: type[Any], arguments: tuple[Any, ...], *, num_slots: int, limit_s: float, output: OutputCap
+    ) -> None:
+        """Starts the process, and does not wait for it. `limit_s`: the longest time that user code may keep the
+        process's event loop or interpreter."""
+        self._order = service, arguments
+        self._limit_s = limit_s + _GRACE_S
+        with tempfile.TemporaryFile() as file:
+            file.truncate(Activity.num_bytes(num_slots))
+            self._socket, theirs = socket.socketpair()
+            with theirs:
+                self._popen = _popen(theirs.fileno(), file.fileno(), num_slots)
+            self._activity = Activity(file.fileno(), num_slots)
+        output.forward(self._popen)
+        self._finalizer = weakref.finalize(self, _kill, self._popen)
+        self._frames: FrameProtocol | None = None
+        self._calls: dict[int, _Call] = {}
+        self._next_number = 0
+        self._looking: asyncio.TimerHandle | None = None
+        self._cause = ""  # why it was killed
+        self._suspects: dict[int, int] = {}
+        self.lost: ProcessLostError | None = None
+        self._ready: asyncio.Future[Any] | None = None
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def is_over(self) -> bool:
+        """It ended, or is about to."""
+        return self.lost is not None or bool(self._cause) or self._popen.poll() is not None
+
+    async def ready(self) -> Any:
+        """What the service says of itself, once it is there. Raises the user's mistake, or a RolloutError."""
+        if self._ready is None:
+            self._ready = asyncio.ensure_future(self._started())
+        return await asyncio.shield(self._ready)
+
+    async def _started(self) -> Any:
+        loop = asyncio.get_running_loop()
+        self._socket.setblocking(False)
+        _, self._frames = await loop.create_connection(
+            lambda: FrameProtocol(self._on_frame, self._on_end), sock=self._socket
+        )
+        answer = self._send(self._order, 0, None)
+        try:
+            async with asyncio.timeout(_START_S):
+                return await answer
+        except TimeoutError:
+            self.kill("it did not start")
+            raise RolloutError(
+                f"a process for the recipe's own code did not start in {_START_S:g} s. Look at what its modules do "
+                "when they are imported."
+            ) from None
+        except CallFailedError as error:
+            self.kill("it did not start")
+            raise RolloutError(f"the recipe's own code cannot be loaded: {error}") from None
+        except ProcessLostError as lost:
+            raise RolloutError(
+                f"a process for the recipe's own code was lost while it started: it {lost.cause}. Look at what its "
+                "modules do when they are imported."
+            ) from None
+
+    async def call(self, order: Any, *, slot: int = 0, on_partial: Callable[[Any], None] | None = None) -> Any:
+        """The service's answer. Waits for user code, whose deadlines the service keeps. When the process shows no
+        progress, because user code blocks it, the process is killed, and this raises ProcessLostError."""
+        if self.lost is not None:
+            raise self.lost
+        if self._looking is None:
+            self._look_later(self._activity.progress, time.monotonic())
+        return await self._send(order, slot, on_partial)
+
+    def post(self, order: Any, *, slot: int = 0) -> None:
+        """A call whose answer nobody waits for."""
+        if self.lost is None and self._frames is not None:
+            self._send(order, slot, None)
+
+    def kill(self, cause: str) -> None:
+        """Ends the process and what it has started; open calls raise ProcessLostError."""
+        if not self._cause:
+            self._cause = cause
+            self._finalizer()
+            if self._frames is not None:
+                self._frames.abort()
+
+    def _send(self, order: Any, slot: int, on_partial: Callable[[Any], None] | None) -> asyncio.Future[Any]:
+        number = self._next_number
+        self._next_number += 1
+        call = _Call(slot, asyncio.get_running_loop().create_future(), on_partial)
+        call.answer.add_done_callback(_heard)  # who called may have been cancelled
+        payload = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+        self._calls[number] = call
+        if self._frames is not None:  # else its end is known, and the call is about to be lost
+            self._frames.send(number, "call", payload)
+        return call.answer
+
+    def _on_frame(self, number: int, kind: Kind, payload: bytes) -> None:
+        call = self._calls[number] if kind == "partial" else self._calls.pop(number)
+        try:
+            value = pickle.loads(payload)
+        except Exception as error:  # of a class that only the user's modules have
+            kind, value = "error", f"it returned something that cannot be read outside of its process ({error})"
+            self._calls.pop(number, None)
+        if kind == "partial":
+            assert call.on_partial is not None
+            call.on_partial(value)
+        elif call.answer.done():  # the caller has stopped waiting
+            return
+        elif kind == "error":
+            call.answer.set_exception(value if isinstance(value, PodiumError) else CallFailedError(value))
+        else:
+            call.answer.set_result(value)
+
+    def _on_end(self) -> None:
+        """The connection is closed: by `kill`, or by the end of the process."""
+        self._frames = None
+        open_slots = {call.slot for call in self._calls.values()}
+        # Where no code was running for sure, any open call may have caused it, by a thread of its own for instance.
+        self._suspects = dict(self._activity.running) or dict.fromkeys(open_slots, 0)
+        if self._cause:
+            self._lose(self._cause)
+        else:
+            self._ending = asyncio.ensure_future(self._ended())
+
+    async def _ended(self) -> None:
+        """Waits a moment for the exit code, which comes after the end of the connection."""
+        deadline = time.monotonic() + _EXIT_S
+        while self._popen.poll() is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
+        code = self._popen.returncode
+        self.kill("closed its connection" if code is None else _exit(code))
+        self._lose(self._cause)
+
+    def _lose(self, cause: str) -> None:
+        self.lost = ProcessLostError(cause, self._suspects)
+        calls, self._calls = self._calls, {}
+        for call in calls.values():
+            if not call.answer.done():
+                call.answer.set_exception(self.lost)
+
+    def _look(self, seen: tuple[int, int], since: float) -> None:
+        """Looks for progress, again and again while calls are open; kills the process when there is none for too
+        long."""
+        self._looking = None
+        if not self._calls or self.lost is not None:
+            return
+        now = self._activity.progress
+        if now != seen:
+            seen, since = now, time.monotonic()
+        elif time.monotonic() - since > self._limit_s:
+            self.kill(f"blocked its process for longer than {self._limit_s - _GRACE_S:g} s")
+            return
+        self._look_later(seen, since)
+
+    def _look_later(self, seen: tuple[int, int], since: float) -> None:
+        after_s = min(_LOOK_S, self._limit_s / 4)
+        self._looking = asyncio.get_running_loop().call_later(after_s, self._look, seen, since)
+
+
+def _heard(answer: asyncio.Future[Any]) -> None:
+    if not answer.cancelled():
+        answer.exception()
+
+
+def _popen(connection: int, file: int, num_slots: int) -> subprocess.Popen[bytes]:
+    """A process group of its own: Ctrl-C is the controller's to hear, and `_kill` reaches what user code starts."""
+    return subprocess.Popen(
+        [
+            sys.executable, "-c", _MAIN.format(path=[entry or os.getcwd() for entry in sys.path]),
+            json.dumps([os.getpid(), connection, file, num_slots]),
+        ],
+        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(connection, file),
+        process_group=0,
+        # The order of sets of strings is the same in every process, and so in every attempt at an episode.
+        env={**os.environ, "PYTHONHASHSEED": "0"},
+    )  # fmt: skip
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"ended its process (exit code {code})"
+    try:
+        return f"ended its process ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"ended its process (signal {-code})"

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's view of episode runners: one that dies is replaced, and its unfinished episodes are run again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+
+from podium.cluster import RoleGroup, ShardResult, Workers
+from podium.data.tasks import DrawnTask
+from podium.data.trajectories import TrajectoryBlock
+from podium.errors import WorkerDiedError
+from podium.roles.carriers import PromptShard, SamplingPlan
+from podium.roles.episode_runner import EpisodeRunner
+from podium.roles.handles import PHASE_S, GeneratorHandle
+
+Block = ShardResult[TrajectoryBlock]
+
+# How often one runner may die in one call before the run ends: user code cannot kill it, so something else is wrong.
+_MOST_DEATHS = 3
+
+
+class RunnerHandle:
+    """Processes that play episodes of several turns with the generators."""
+
+    def __init__(
+        self, workers: Workers, group: RoleGroup[EpisodeRunner], generator: GeneratorHandle,
+        *, warn: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        group.requires(EpisodeRunner.run)
+        self._workers, self._group, self._generator = workers, group.within(PHASE_S), generator
+        self._warn, self._warned = warn, set[str]()
+
+    async def generate(
+        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
+    ) -> AsyncIterator[Block]:
+        """As the generators' own, with an environment between the turns."""
+        count = self._group.mesh.shape.num_data_ranks
+        shards = [
+            PromptShard(prompts=tuple(prompts[first::count]), samples=samples, attempt=attempt)
+            for first in range(count)
+        ]
+        last: Block | None = None
+        async with self._generator.serving() as served:
+            async for block in self._blocks(shards, plan):
+                self._show(block.note.warnings)
+                if last is not None:
+                    yield last
+                last = block
+        if last is not None:  # what the generators have to say of it goes with the last block
+            metrics = tuple(metric for answer in served.result() for metric in answer.value)
+            yield replace(last, metrics=(*last.metrics, *metrics))
+
+    async def _blocks(self, shards: Sequence[PromptShard], plan: SamplingPlan) -> AsyncIterator[Block]:
+        """Blocks of all runners in the order in which they come. The first failure ends it; leaving it cancels the
+        others."""
+        arrivals: asyncio.Queue[Block | BaseException | None] = asyncio.Queue()
+
+        async def pump(rank: int, shard: PromptShard) -> None:
+            try:
+                async for block in self._played(rank, shard, plan):
+                    arrivals.put_nowait(block)
+                arrivals.put_nowait(None)
+            except Exception as error:
+                arrivals.put_nowait(error)
+
+        pumps = [asyncio.create_task(pump(rank, shard)) for rank, shard in enumerate(shards)]
+        try:
+            running = len(pumps)
+            while running:
+                arrival = await arrivals.get()
+                if isinstance(arrival, BaseException):
+                    raise arrival
+                if arrival is None:
+                    running -= 1
+                else:
+                    yield arrival
+        finally:
+            for task in pumps:
+                task.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+
+    async def _played(self, rank: int, shard: PromptShard, plan: SamplingPlan) -> AsyncIterator[Block]:
+        """One runner's blocks. What a runner that died had finished stays; the other groups are run again under the
+        next attempt, whose random numbers are the same."""
+        for num_deaths in range(1, _MOST_DEATHS + 1):
+            finished, worker = set[int](), self._group.workers[rank]
+            try:
+                async for block in self._group.stream_one(rank, EpisodeRunner.run, shard, plan):
+                    finished.update(block.ids.array_N4[:, 0].tolist())
+                    yield block
+                return
+            except WorkerDiedError as error:
+                if num_deaths == _MOST_DEATHS:
+                    raise
+                self._warn(f"{str(error).splitlines()[0]} Its unfinished episodes are run again.")
+            await self._generator.forget(str(worker))
+            await self._workers.recover(worker.pool)
+            left = tuple(prompt for prompt in shard.prompts if prompt.draw not in finished)
+            shard = PromptShard(prompts=left, samples=shard.samples, attempt=shard.attempt + 1)
+
+    def _show(self, warnings: Sequence[str]) -> None:
+        for warning in warnings:
+            if warning not in self._warned:
+                self._warned.add(warning)
+                self._warn(warning)

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole runs whose environments and rewards block, crash or print without end: they finish, and say what failed."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from helpers.on_policy import numbers, rl_recipe, said_by
+from helpers.workspace import Workspace
+
+# The first episode of every step misbehaves.
+ENVIRONMENT = """
+import os
+import time
+
+from podium.environments.protocol import Observation, Outcome
+
+
+class Game:
+    def __init__(self, how):
+        self._how = how
+
+    async def reset(self, task):
+        self._is_bad = task.row["messages"][0]["content"] == {first!r}
+        return Observation()
+
+    async def step(self, turn):
+        if self._is_bad and self._how == "block":
+            time.sleep(1e6)
+        if self._is_bad and self._how == "exit":
+            os._exit(3)
+        return Outcome(messages="again", reward=float(len(set(turn.text))), done=turn.number == 1)
+"""
+REWARD = """
+import os
+
+
+def leaves(answer, row):
+    if row["messages"][0]["content"] == {first!r}:
+        os._exit(3)
+    return float(len(set(answer)))
+
+
+def prints(answer, row):
+    print("x" * 1_000_000)
+    return float(len(set(answer)))
+"""
+IN_ORDER = {"train": [{"path": "train.jsonl"}], "shuffle": False}
+
+
+def _first_prompt(workspace: Workspace) -> str:
+    row = json.loads((workspace.path / "train.jsonl").read_text().splitlines()[0])
+    return str(row["messages"][0]["content"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "why"), [("exit", "step: ended its process"), ("block", "step: blocked its process for longer than 2 s")]
+)
+@pytest.mark.parametrize("launcher", ["inline", "ray"])
+def test_an_environment_that_blocks_or_ends_its_process_costs_its_group(
+    workspace: Workspace, how: str, why: str, launcher: str
+) -> None:
+    (workspace.path / "game.py").write_text(ENVIRONMENT.format(first=_first_prompt(workspace)))
+    environment = {"environment": "game.py:Game", "options": {"how": how}, "max_turns": 2, "timeout_s": 2.0}
+    recipe = rl_recipe(workspace, environment=environment, data=IN_ORDER, steps=2, placement={"launcher": launcher})
+
+    said = said_by("train", recipe, output=workspace.path / "said.txt")
+
+    assert "4 of 16 episodes of step 1 have no reward" in said
+    assert why in said
+    assert sorted(numbers(workspace.path / "runs" / "sums")) == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_reward_that_ends_its_process_costs_its_group(workspace: Workspace) -> None:
+    (workspace.path / "faults.py").write_text(REWARD.format(first=_first_prompt(workspace)))
+    recipe = rl_recipe(workspace, reward=[{"function": "faults.py:leaves"}], data=IN_ORDER, steps=2)
+
+    said = said_by("train", recipe, output=workspace.path / "said.txt")
+
+    assert "4 of 16 episodes of step 1 have no reward: leaves ended its process (exit code 3)" in said
+    assert sorted(numbers(workspace.path / "runs" / "sums")) == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["inline", "ray"])
+def test_a_reward_that_prints_without_end_fills_no_disk(workspace: Workspace, launcher: str) -> None:
+    (workspace.path / "faults.py").write_text(REWARD.format(first=""))
+    recipe = rl_recipe(workspace, reward=[{"function": "faults.py:prints"}], steps=3, placement={"launcher": launcher})
+    output = workspace.path / "said.txt"
+
+    said = said_by("train", recipe, output=output)
+
+    assert said.count("prints more than 16 MiB; the rest is dropped.") >= 1
+    assert output.stat().st_size < 20 * 2**20
+    assert sorted(numbers(workspace.path / "runs" / "sums")) == [1, 2, 3]
