@@ -52,7 +52,29 @@ METHODS: dict[str, dict[str, Any]] = {
     "reinforce++": {"algorithm": {"advantage": "reinforce_pp"}},
     "ppo": {"program": "ppo", "critic": {"warmup_steps": 1}, "algorithm": {"lam": 0.9, "epochs": 2}},
     "expert_iteration": {"program": "expert_iteration", "grading": {"solved_at": 0.3}},
+    # Evaluation fills the prefix cache of an unbroken run; few lanes make requests wait for each other.
+    "evaluated": {
+        "data": {"heldout": [{"path": "train.jsonl"}]},
+        "evaluation": {"every": 1, "generation": {"prompts": 6, "max_new_tokens": 6}},
+        "rollout": {"max_running": 3},
+    },
+    # Turns arrive in another order each time.
+    "environment": {
+        "environment": {"environment": "dialogue.py:Dialogue", "max_turns": 3},
+        "rollout": {"max_running": 3},
+    },
 }
+DIALOGUE = """
+from podium.environments.protocol import Observation, Outcome
+
+class Dialogue:
+    async def reset(self, task):
+        return Observation()
+
+    async def step(self, turn):
+        digits = sum(letter.isdigit() for letter in turn.text)
+        return Outcome(messages=f"{digits} digits, more?", reward=digits / 10)
+"""
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -91,6 +113,7 @@ def with_deed(workspace: Workspace, deed: str) -> dict[str, Any]:
 def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one_bit_for_bit(
     workspace: Workspace, method: str
 ) -> None:
+    (workspace.path / "dialogue.py").write_text(DIALOGUE)
     whole = done(workspace, "train", rl_recipe(workspace, "whole", **changed(**METHODS[method])))
     run = Path(shutil.copytree(whole, workspace.path / "runs" / "again"))
 

@@ -407,8 +407,8 @@ REWARDS = """
 def digits(answer, reference):
     return sum(letter.isdigit() for letter in answer) / max(1, len(answer))
 """
-# What a step computes, beside what it took and how long.
-TIMES = ("_s", "mfu", "per_s", "cache_used")
+# What a step computes, beside how long it took and how much of the work could be shared.
+TIMES = ("_s", "mfu", "per_s", "cache_used", "reused_tokens", "prefilled_tokens", "preemptions")
 
 
 def numbers(run: Path) -> dict[int, dict[str, float]]:
