@@ -9,7 +9,7 @@ Token arrays are never in here: a shard has references to them, and a note has n
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -81,6 +81,11 @@ class TurnRewards:
         kept = place[self.row_K] >= 0
         return TurnRewards(row_K=place[self.row_K[kept]], token_K=self.token_K[kept], reward_K=self.reward_K[kept])
 
+    def by_row(self) -> TurnRewards:
+        """The same in the order of the rows, those of one row in the order they are in."""
+        order = np.argsort(self.row_K, kind="stable")
+        return TurnRewards(row_K=self.row_K[order], token_K=self.token_K[order], reward_K=self.reward_K[order])
+
     @classmethod
     def concatenate(cls, parts: Sequence[tuple[TurnRewards, int]]) -> TurnRewards:
         """Of blocks laid one after the other; with each its number of rows."""
@@ -121,6 +126,12 @@ class EpisodeNote:
             counts={name: counts_N[rows] for name, counts_N in self.counts.items()},
             warnings=self.warnings,
         )
+
+    @classmethod
+    def in_order(cls, parts: Sequence[EpisodeNote], order: Ints) -> EpisodeNote:
+        """The rows of all parts in this order; nothing tells in which order the parts came."""
+        joined = cls.concatenate(parts).take(order)
+        return replace(joined, turn_rewards=joined.turn_rewards.by_row(), errors=dict(sorted(joined.errors.items())))
 
     @classmethod
     def concatenate(cls, parts: Sequence[EpisodeNote]) -> EpisodeNote:

@@ -49,7 +49,7 @@ class Rollouts:
             step=step,
             version=version,
             rows=stored_rows([block for block in blocks if len(block.ids)]),
-            note=EpisodeNote.concatenate([block.note for block in blocks]).take(order),
+            note=EpisodeNote.in_order([block.note for block in blocks], order),
             tasks=tasks,
             metrics=reduce_metrics([(block.worker, metric) for block in blocks for metric in block.metrics]),
         )
@@ -92,7 +92,7 @@ class Rollouts:
         return replace(
             parts[0],
             rows=RowRefs.join([part.rows for part in parts]),
-            note=EpisodeNote.concatenate([part.note for part in parts]).take(order),
+            note=EpisodeNote.in_order([part.note for part in parts], order),
             tasks=tasks,
             metrics=totals,
         )

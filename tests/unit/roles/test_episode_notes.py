@@ -100,6 +100,12 @@ def test_joined_notes_are_taken_apart_again(
         assert again.version_N.tolist() == part.version_N.tolist()
 
 
+def test_rewards_of_turns_do_not_tell_in_which_order_their_blocks_came() -> None:
+    turns = _turns([(1, 4, 7), (1, 9, 8), (0, 2, 5)])
+
+    assert _listed(turns.by_row()) == [(0, 2, 5), (1, 4, 7), (1, 9, 8)]
+
+
 def test_counts_that_only_some_blocks_have_are_joined_too() -> None:
     one, two = _note(0, 1, [], set()), _note(1, 1, [], set())
     odd = EpisodeNote(**{**vars(two), "counts": {"refused": np.array([2.0])}})
