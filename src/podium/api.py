@@ -47,7 +47,7 @@ _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 if TYPE_CHECKING:
-    from podium.controller.drive import ControlledProgram
+    from podium.controller.start_up import StartUp
     from podium.models.verify import Comparison
     from podium.rollout.jobs import GenerationSummary
     from podium.rollout.requests import Sampling
@@ -243,8 +243,6 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
 
 def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
     """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
-    from podium.engine.mesh import check_devices
-
     placement = recipe.placement
     if SIGNALS[recipe.program].execution == "controlled":
         if under is not None:
@@ -254,6 +252,8 @@ def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
             )
         return
     if under is None and placement.launcher in ("auto", "local"):
+        from podium.engine.mesh import check_devices
+
         check_devices(placement, placement.devices)
     if under is not None and placement.launcher == "ray":
         raise RecipeError(
@@ -284,10 +284,12 @@ def _prepared(recipe: Recipe) -> Prepared:
 
 
 def _train(prepared: Prepared) -> RunResult:
+    made = prepared.recipe
+    if SIGNALS[made.program].execution == "controlled":
+        return _train_controlled(prepared)
     from podium.programs import registry  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
-    made = prepared.recipe
     under = place_under_torchrun()
     assert made.run.name is not None
     path = Path(made.run.folder) / made.run.name
@@ -296,19 +298,34 @@ def _train(prepared: Prepared) -> RunResult:
         folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    if SIGNALS[made.program].execution == "controlled":
-        return _control(registry.CONTROLLED[made.program], prepared, folder, resume_step=None)
     return _launch(registry.PROGRAMS[made.program], prepared, folder, resume_step=None)
 
 
+def _train_controlled(prepared: Prepared) -> RunResult:
+    from podium.controller.start_up import early_start
+    from podium.spmd.launch import place_under_torchrun
+
+    _check_launcher(prepared.recipe, place_under_torchrun())
+    RunFolder.check_free(prepared.recipe)
+    with early_start(prepared.recipe) as start_up:
+        import podium.programs.registry  # noqa: F401  heavy: before the folder is made, so that little is left to fail
+
+        folder = RunFolder.create(prepared.recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+        return _control(prepared, folder, resume_step=None, start_up=start_up)
+
+
 def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
-    from podium.programs import registry
     from podium.spmd.launch import place_under_torchrun
 
     program = prepared.recipe.program
     _check_launcher(prepared.recipe, place_under_torchrun())
     if SIGNALS[program].execution == "controlled":
-        return _control(registry.CONTROLLED[program], prepared, folder, resume_step=step)
+        from podium.controller.start_up import early_start
+
+        with early_start(prepared.recipe) as start_up:
+            return _control(prepared, folder, resume_step=step, start_up=start_up)
+    from podium.programs import registry
+
     return _launch(registry.PROGRAMS[program], prepared, folder, resume_step=step)
 
 
@@ -375,13 +392,14 @@ def _launch(program: Program, prepared: Prepared, folder: RunFolder, *, resume_s
         return launch(run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
 
 
-def _control(
-    program: ControlledProgram, prepared: Prepared, folder: RunFolder, *, resume_step: int | None
-) -> RunResult:
+def _control(prepared: Prepared, folder: RunFolder, *, resume_step: int | None, start_up: StartUp) -> RunResult:
     from podium.controller.drive import run_controlled
+    from podium.programs import registry
 
+    recipe = prepared.recipe
     with _living(prepared, folder, resume_step):
-        return run_controlled(program, prepared.recipe, folder, resume_step=resume_step)
+        program = registry.CONTROLLED[recipe.program]
+        return run_controlled(program, recipe, folder, resume_step=resume_step, start_up=start_up)
 
 
 @contextmanager

@@ -237,6 +237,10 @@ def main() -> None:
         if under is not None and under.rank != 0 and isinstance(error, RecipeError):
             sys.exit(2)  # every rank of torchrun reads the same recipe; one of them says what is wrong with it
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        blocking = sys.modules.get("podium.cluster.blocking")
+        if blocking is not None and blocking.is_any_left():
+            sys.stderr.flush()
+            os._exit(2)  # a call that hangs in a dead Ray would crash when the interpreter takes itself apart
         sys.exit(2)
     except KeyboardInterrupt as error:
         print("\n".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)

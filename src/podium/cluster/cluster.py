@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, assert_never
 
+from podium.cluster.blocking import in_thread
 from podium.cluster.crew import RESTORING, Crew, Patience, place
 from podium.cluster.deadlines import Deadline
 from podium.cluster.group import RoleGroup
@@ -18,6 +19,7 @@ from podium.cluster.inline import InlineTransport
 from podium.cluster.layout import Layout, RayCluster
 from podium.cluster.lines import Lines
 from podium.cluster.links import Links
+from podium.cluster.local_ray import LocalRay
 from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import Shelf, Step, StoreUse
 from podium.cluster.placement import TooLarge, bundles_of, preflight
@@ -26,6 +28,7 @@ from podium.cluster.transport import Transport
 from podium.errors import ClusterError, DeadlineError, PlacementError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
+Tell = Callable[[str], object]
 Restore = Callable[[tuple[WorkerId, ...]], Awaitable[None]]
 
 _ATTEMPTS = 3
@@ -33,29 +36,61 @@ _MOST_SPANS = 100_000
 
 
 @asynccontextmanager
-async def open_ray(settings: RayCluster = RayCluster()) -> AsyncIterator[Cluster]:  # noqa: B008
-    """A cluster on Ray. What this started is ended on the way out, what it joined is left as it was."""
+async def open_ray(
+    settings: RayCluster = RayCluster(),  # noqa: B008
+    *,
+    starting: LocalRay | None = None,
+    tell: Tell = lambda what: None,
+) -> AsyncIterator[Cluster]:
+    """A cluster on Ray, or on the local one that is `starting` already. What this started is ended on the way out, what
+    it joined is left as it was. Where the cluster itself fails, the block is cancelled and ClusterError raised. `tell`
+    hears what is being started."""
+    tell("waiting for Ray" if starting is not None else "starting Ray")
     from podium.cluster.ray_transport import RayTransport
 
-    transport = await RayTransport.open(settings)
-    async with _opened(transport) as cluster:
+    transport = await RayTransport.open(settings, starting)
+    async with _opened(transport, tell=tell) as cluster:
         yield cluster
 
 
 @asynccontextmanager
-async def open_inline(*, deadlines: bool = True) -> AsyncIterator[Cluster]:
+async def open_inline(*, deadlines: bool = True, tell: Tell = lambda what: None) -> AsyncIterator[Cluster]:
     """The same interface in this process: each worker is a thread, and a breakpoint in a role stops there. Without
     `deadlines` a debugger may take its time."""
-    async with _opened(InlineTransport(), unhurried=not deadlines) as cluster:
+    async with _opened(InlineTransport(), unhurried=not deadlines, tell=tell) as cluster:
         yield cluster
 
 
 @asynccontextmanager
-async def _opened(transport: Transport, *, unhurried: bool = False) -> AsyncIterator[Cluster]:
-    cluster = Cluster(transport, unhurried=unhurried)
+async def _opened(transport: Transport, *, unhurried: bool = False, tell: Tell) -> AsyncIterator[Cluster]:
+    cluster = Cluster(transport, unhurried=unhurried, tell=tell)
+    owner = asyncio.current_task()
+    assert owner is not None
+    failures: list[ClusterError] = []
+    is_open = True
+
+    def fail(error: ClusterError) -> None:
+        if is_open:
+            failures.append(error)
+            owner.cancel()
+
+    transport.on_failure(fail)
     try:
         yield cluster
+    except asyncio.CancelledError:
+        if failures and owner.uncancel() == 0:  # else the user has cancelled it too
+            raise failures[0] from None
+        raise
+    except Exception as error:
+        # The death of Ray's own processes makes workers die, too: what came first is what is told.
+        root = transport.failure()
+        if root is None or error is root:
+            raise
+        if failures:
+            owner.uncancel()
+        raise root from error
     finally:
+        is_open = False
         try:
             cluster.end()
         finally:
@@ -65,8 +100,8 @@ async def _opened(transport: Transport, *, unhurried: bool = False) -> AsyncIter
 class Cluster:
     """Starts layouts and frees objects step by step."""
 
-    def __init__(self, transport: Transport, *, unhurried: bool = False) -> None:
-        self._transport, self._unhurried = transport, unhurried
+    def __init__(self, transport: Transport, *, unhurried: bool = False, tell: Tell = lambda what: None) -> None:
+        self._transport, self._unhurried, self._tell = transport, unhurried, tell
         self._shelf = Shelf()
         self._started: list[Workers] = []
         self._ended = False
@@ -92,10 +127,9 @@ class Cluster:
         `deadline_s` is also the default deadline of the calls on its roles."""
         if self._ended:
             raise ClusterError("this cluster is closed: nothing can be started in it any more.")
-        self.check(layout)
-        workers = Workers(
-            layout, self._transport, self._shelf, patience, deadline_s=_FOREVER_S if self._unhurried else deadline_s
-        )
+        await in_thread(self.check, layout)
+        deadline_s = _FOREVER_S if self._unhurried else deadline_s
+        workers = Workers(layout, self._transport, self._shelf, patience, deadline_s=deadline_s, tell=self._tell)
         await workers.start()
         self._started.append(workers)
         return workers
@@ -127,13 +161,20 @@ class Workers:
     """The started workers of a layout."""
 
     def __init__(
-        self, layout: Layout, transport: Transport, shelf: Shelf, patience: Patience, *, deadline_s: float
+        self,
+        layout: Layout,
+        transport: Transport,
+        shelf: Shelf,
+        patience: Patience,
+        *,
+        deadline_s: float,
+        tell: Tell = lambda what: None,
     ) -> None:
         self._layout, self._transport, self._shelf, self._deadline_s = layout, transport, shelf, deadline_s
         self._deaths: asyncio.Queue[Died] = asyncio.Queue()
         self._placing, self._patience = asyncio.Lock(), patience
         self._crews = {
-            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait, self._placing)
+            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait, self._placing, tell)
             for pool in layout.pools
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}

@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from podium.cluster.blocking import in_thread
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
@@ -20,6 +21,7 @@ from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
 from podium.cluster.orders import Beat, Build, Envelope, Hello, Join, OpenMeeting, Order, Settle, Whereabouts
 from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
+from podium.cluster.silence import Silence
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
 from podium.errors import DeadlineError, PlacementError, PodiumError, WorkerDiedError
 
@@ -47,6 +49,7 @@ class Patience:
     collective_s: float = 600.0  # a single collective, later
     beat_s: float = 0.5
     silent_s: float = 10.0  # without a beat, before it is worth a word
+    heartbeat_timeout_s: float = 60.0  # without any sign of life, before it counts as dead
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Member:
     beat: Beat | None = None
     heard_s: float = field(default_factory=time.monotonic)
     died: Died | None = None
+    death: asyncio.Future[Died] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     watcher: asyncio.Task[None] | None = None
 
 
@@ -74,8 +78,9 @@ class Crew:
         patience: Patience,
         on_death: Callable[[Died], None],
         placing: asyncio.Lock,
+        tell: Callable[[str], object] = lambda what: None,
     ) -> None:
-        self.pool, self.broken = pool, ""
+        self.pool, self.broken, self._tell = pool, "", tell
         self._layout, self._transport, self._patience, self._on_death = layout, transport, patience, on_death
         self._placing, self.recovering = placing, asyncio.Lock()
         self._places: list[BundlePlace] = []
@@ -179,6 +184,21 @@ class Crew:
         while not limit.over and any(each.worker in silent and each.died is None for each in self.members):
             await asyncio.sleep(_LOOK_AGAIN_S / 5)
 
+    async def unless_dead(self, worker: WorkerId, answer: Awaitable[Value]) -> Value:
+        """Awaits what a worker says, or raises GoneError as soon as its death is known, however that was noticed."""
+        member = self._members.get(worker.index)
+        if member is None or member.worker != worker:
+            return await answer
+        asking = asyncio.ensure_future(_awaited(answer))
+        both: set[asyncio.Future[Any]] = {asking, member.death}
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise GoneError(member.death.result().cause)
+            return asking.result()
+        finally:
+            asking.cancel()
+
     async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
         return await self._transport.at_once(answers)
 
@@ -213,17 +233,23 @@ class Crew:
 
     async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
         limit = deadline.at_most(self._patience.start_s)
+        self._tell(f"{self.pool.name}: starting {len(slots)} {'process' if len(slots) == 1 else 'processes'}")
         places = {slot: place for place in self._places for slot in place.bundle.slots}
         processes: dict[int, Process] = {}
-        for slot in slots:
-            self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
-            name = f"{self.pool.name}[{slot}]#{self._incarnations[slot]}"
-            processes[slot] = self._transport.spawn(self.pool, slot, places[slot], name)
         try:
+            async with asyncio.timeout(limit.left_s):
+                for slot in slots:
+                    self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
+                    name = f"{self.pool.name}[{slot}]#{self._incarnations[slot]}"
+                    processes[slot] = await self._transport.spawn(self.pool, slot, places[slot], name)
             hellos = await self._hellos(processes, limit)
-        except BaseException:
+        except BaseException as error:
             for process in processes.values():
                 process.kill()
+            if isinstance(error, TimeoutError):
+                raise DeadlineError(
+                    f"pool {self.pool.name}: Ray did not take the workers in {limit.seconds:.0f} s."
+                ) from None
             raise
         for slot, hello in hellos.items():
             worker = WorkerId(self.pool.name, slot, hello.node, hello.device, self._incarnations[slot])
@@ -238,18 +264,29 @@ class Crew:
     async def _hellos(self, processes: dict[int, Process], deadline: Deadline) -> dict[int, Hello]:
         """Waits until each process has come up."""
         tasks = {slot: asyncio.ensure_future(_awaited(process.hello())) for slot, process in processes.items()}
+        began_s = time.monotonic()
+        pending: set[asyncio.Task[Hello]] = set(tasks.values())
+        lost: tuple[int, ...] = ()
         try:
-            done, pending = await asyncio.wait(
-                tasks.values(), timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION
-            )
+            while pending and not lost and not deadline.over:
+                left_s = min(_LOOK_AGAIN_S, deadline.left_s)
+                done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
+                if any(task.exception() for task in done):
+                    break
+                lost = self._transport.lost_processes(began_s)
         finally:
             for task in tasks.values():
                 task.cancel()
-        failed = {slot: error for slot, task in tasks.items() if task in done and (error := task.exception())}
+        failed = {slot: error for slot, task in tasks.items() if task.done() and (error := task.exception())}
         if failed:
             words = "; ".join(f"{self.pool.name}[{slot}]: {error}" for slot, error in failed.items())
             raise WorkerDiedError(f"{len(failed)} workers died while they started. {words}.")
         late = [slot for slot, task in tasks.items() if task in pending]
+        if late and lost:
+            raise WorkerDiedError(
+                f"a process that Ray had started for the slots {late} of pool {self.pool.name}, or for another pool, "
+                f"died before it was a worker: process {', '.join(map(str, lost))}."
+            )
         if late:
             raise DeadlineError(
                 f"pool {self.pool.name}: the processes of slots {late} did not come up in {deadline.seconds:.0f} s. "
@@ -267,6 +304,7 @@ class Crew:
     async def _join(self, deadline: Deadline) -> None:
         slots = range(self.pool.slots)
         limit = deadline.at_most(self._patience.rendezvous_s)
+        self._tell(f"{self.pool.name}: forming a process group of {self.pool.slots}")
         first = await self.order_all([0], lambda _: (OpenMeeting(name="pool"),), "opening the meeting", limit)
 
         def order(slot: int) -> tuple[Order]:
@@ -291,18 +329,29 @@ class Crew:
             methods = {name: parameters_of(method) for name, method in public_methods(role.kind).items()}
             order = (Build(role=role.name, methods=methods), role.kind, role.arguments)
             if mine:
+                self._tell(f"{self.pool.name}: building {role.name}")
                 await self.order_all(mine, dict.fromkeys(mine, order).__getitem__, f"building {role.name}", deadline)
 
     async def _watch(self, member: Member) -> None:
-        """Consumes the member's beats until its process is gone, which ends them; nothing else unblocks it but
-        cancelling, when the member is ended on purpose."""
+        """Consumes the member's beats until its process is gone, which ends them, or none has come for the heartbeat
+        timeout; nothing else unblocks it but cancelling, when the member is ended on purpose."""
         beats = member.process.beats(self._patience.beat_s)
         coming: asyncio.Future[Beat] | None = None
         try:
             while True:
                 coming = asyncio.ensure_future(_awaited(anext(beats)))
-                while not (await asyncio.wait({coming}, timeout=self._patience.silent_s))[0]:
-                    log.warning("%s: frozen, cut off, or in a call that holds Python's lock", self._health(member))
+                silence = Silence(
+                    member.process.look,
+                    warn_s=self._patience.silent_s,
+                    timeout_s=self._patience.heartbeat_timeout_s,
+                )
+                while not (await asyncio.wait({coming}, timeout=silence.slice_s))[0]:
+                    silence.look()
+                    if silence.should_warn():
+                        log.warning("%s: %s", self._health(member), silence.guess)
+                    if silence.is_over:
+                        self.bury(member, f"no sign of life for {silence.lifeless_s:.0f} s: {silence.guess}")
+                        return
                 member.beat, member.heard_s = await coming, time.monotonic()
         except PodiumError as error:
             self.bury(member, str(error))
@@ -327,6 +376,8 @@ class Crew:
             log.warning("%s", member.died)
             with contextlib.suppress(GoneError):
                 member.process.kill()
+            if not member.death.done():
+                member.death.set_result(member.died)
             self._on_death(member.died)
 
     def _end_member(self, slot: int) -> None:
@@ -353,7 +404,7 @@ async def place(
     limit = deadline.at_most(patience.place_s)
     while True:
         async with placing:  # one decision at a time: each must see what the one before has taken
-            nodes = transport.nodes()
+            nodes = await in_thread(transport.nodes)
             missing = [crew.unplaced({node.id for node in nodes}) for crew in crews]
             outcome = preflight([bundle for bundles in missing for bundle in bundles], nodes)
             if isinstance(outcome, Fits):

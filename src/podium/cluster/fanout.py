@@ -56,7 +56,7 @@ async def gather_answers(
     quick = await crew.at_once([each.answer for each in pending])
     if quick is not None and not any(envelope.failure for envelope in quick):
         return quick
-    tasks = [asyncio.ensure_future(_one(each)) for each in pending]
+    tasks = [asyncio.ensure_future(_one(each, crew)) for each in pending]
     try:
         _, late = await asyncio.wait(tasks, timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
         if late and not any(_failed(task) for task in tasks):
@@ -79,8 +79,8 @@ async def _last_words(pending: Sequence[Pending], tasks: Sequence[asyncio.Future
         await crew.await_deaths(silent)
 
 
-async def _one(pending: Pending) -> Envelope:
-    envelope = await pending.answer
+async def _one(pending: Pending, crew: Crew) -> Envelope:
+    envelope = await crew.unless_dead(pending.worker, pending.answer)
     if envelope.failure is not None:
         raise _RoleFailedError(envelope.failure)
     return envelope

@@ -323,7 +323,7 @@ class RoleGroup(Generic[RoleT]):
         name, crew = opened.name, opened.crew
         try:
             async with asyncio.timeout(self._deadline_s if hurried else None):
-                envelope, rows = await anext(blocks)
+                envelope, rows = await crew.unless_dead(worker, anext(blocks))
         except TimeoutError:
             await self._overdue(opened, f"{worker} has sent no block")
         except GoneError as gone:

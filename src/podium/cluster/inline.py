@@ -18,6 +18,7 @@ from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabo
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.engine.addresses import DeviceKind
+from podium.errors import ClusterError
 
 Value = TypeVar("Value")
 
@@ -32,6 +33,15 @@ class InlineTransport:
     def __init__(self) -> None:
         self._gpus = _visible_gpus()
 
+    def on_failure(self, call: Callable[[ClusterError], object]) -> None:
+        """Threads fail with their process."""
+
+    def failure(self) -> ClusterError | None:
+        return None
+
+    def lost_processes(self, since_s: float) -> tuple[int, ...]:
+        return ()
+
     def nodes(self) -> tuple[NodeState, ...]:
         room = {"CPU": 1e6, "GPU": 1e6 if self._gpus else 0.0}
         return (NodeState(id=_NODE, name=_NODE, total=room, free=room),)
@@ -44,7 +54,7 @@ class InlineTransport:
     def release(self, place: BundlePlace) -> None:
         """Nothing is held."""
 
-    def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
+    async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
         return InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
 
@@ -139,6 +149,9 @@ class InlineProcess:
             yield next(beats)
             await asyncio.sleep(every_s)
         raise GoneError("it was ended")
+
+    def look(self) -> None:
+        return None
 
     def card(self) -> InlineProcess:
         return self

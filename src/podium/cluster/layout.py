@@ -27,6 +27,7 @@ class RayCluster:
     object_store_bytes: int | None = None
     show_output: bool = True  # what workers print comes to the controller's terminal, with their names before it
     deadline_s: float = 30.0  # to reach the one at `address`
+    heartbeat_timeout_s: float = 60.0  # of the processes of a local one: stopped for longer, the cluster has failed
 
 
 # Ray counts in ten-thousandths.

@@ -5,26 +5,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import os
 import pickle
 import re
-import signal
 import socket
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from podium.cluster.blocking import in_thread
+from podium.cluster.deadlines import Deadline
+from podium.cluster.joined_ray import check_reachable, join_ray
 from podium.cluster.layout import Pool, RayCluster
+from podium.cluster.local_ray import LocalRay
 from podium.cluster.objects import Stored
 from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
+from podium.cluster.processes import ProcessInfo, kill, look
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.cluster.worker import Worker
 from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
@@ -39,12 +43,11 @@ _DEATHS = (
     ray.exceptions.NodeDiedError,
     ray.exceptions.OutOfMemoryError,
 )
-# How every gRPC server, Ray's too, is greeted, and the kind of frame with which it answers.
-_HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
-_HTTP2_SETTINGS = 4
 # How long answers are waited for together before each is for itself, and how many calls may do so at a time.
 _MOMENT_S = 0.05
 _MOST_WAITING = 8
+# After a worker was ended on purpose, deaths of processes that are no workers yet may be its doing.
+_SETTLED_S = 5.0
 # Longest wait for a node to say that it lives.
 _NODE_S = 0.5
 
@@ -54,33 +57,72 @@ class RayTransport:
 
     has_collectives = True
 
-    def __init__(self, *, owned: bool) -> None:
-        self._owned = owned
+    def __init__(self, *, joined: bool, local: LocalRay | None) -> None:
+        """`joined`: this process left no Ray to be in; `local`: the cluster is ours to end."""
+        self._joined, self._local = joined, local
+        self._node = ray.get_runtime_context().get_node_id()
         self._suspects: set[str] = set()
+        self._killed_s = -_SETTLED_S
         self._waiters = ThreadPoolExecutor(max_workers=_MOST_WAITING, thread_name_prefix="podium waits for Ray")
         self._waiting = 0
 
     @classmethod
-    async def open(cls, settings: RayCluster) -> RayTransport:
-        """Joins the Ray that is named, that this process is in already, or starts a local one."""
+    async def open(cls, settings: RayCluster, starting: LocalRay | None = None) -> RayTransport:
+        """Joins the Ray that is named, that this process is in already, or starts a local one (or awaits one that is
+        `starting`)."""
+        if starting is not None:
+            return await cls._opened(starting)
         if ray.is_initialized():
             here = ray.get_runtime_context().gcs_address
             if settings.address not in (None, "auto", "local", here):
                 raise ClusterError(f"this process is in the Ray cluster at {here}, not in that at {settings.address}.")
-            return cls(owned=False)
+            return cls(joined=False, local=None)
         address = settings.address or os.environ.get("RAY_ADDRESS")  # Ray's documented contract with submitted jobs
-        if address:
-            await _check_reachable(address, settings.deadline_s)
+        if not address or address == "local":
+            return await cls._opened(LocalRay(settings))
+        await check_reachable(address, settings.deadline_s)
         try:
             # In this thread, not beside it: Ray sets its signal handlers only in the main one. Its waits are bounded.
-            _start(settings, address)
+            join_ray(address, settings)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
-            what = f"Ray at {address} cannot be joined" if address else "a local Ray cannot be started"
-            raise ClusterError(f"{what}: {error}") from error
-        return cls(owned=True)
+            raise ClusterError(f"Ray at {address} cannot be joined: {error}") from error
+        return cls(joined=True, local=None)
+
+    @classmethod
+    async def _opened(cls, local: LocalRay) -> RayTransport:
+        """Waits for the cluster or its failure, which has a deadline of its own."""
+        try:
+            await asyncio.wrap_future(local.ready)
+        except BaseException:
+            await in_thread(local.stop)
+            raise
+        return cls(joined=False, local=local)
+
+    def on_failure(self, call: Callable[[ClusterError], object]) -> None:
+        """`call` is called once in this event loop when the cluster itself, not one of its workers, has failed."""
+        if self._local is not None:
+            loop = asyncio.get_running_loop()
+            self._local.on_failure(lambda error: loop.call_soon_threadsafe(call, error))
+
+    def failure(self) -> ClusterError | None:
+        return self._local.check() if self._local is not None else None
+
+    @property
+    def _is_usable(self) -> bool:
+        """Ray blocks for a minute where its servers are gone, and starts itself anew after its end."""
+        return ray.is_initialized() and (self._local is None or self._local.failure is None)
+
+    def lost_processes(self, since_s: float) -> tuple[int, ...]:
+        """Processes that Ray had started to become workers and that died since then (by time.monotonic) before they
+        were any: Ray itself waits a minute for such a one. Those that were ended on purpose do not count."""
+        if self._local is None or self._killed_s + _SETTLED_S > time.monotonic():
+            return ()
+        return tuple(pid for pid, at_s in self._local.lost_workers if at_s > max(since_s, self._killed_s + _SETTLED_S))
 
     def _check_open(self) -> None:
         """Ray starts itself anew when it is used after its end."""
+        if self._local is not None and self._local.failure is not None:
+            raise self._local.failure
         if not ray.is_initialized():
             raise ClusterError("the cluster was closed: nothing can be asked of it any more.")
 
@@ -114,16 +156,24 @@ class RayTransport:
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:
-        groups = [
-            placement_group([dict(bundle.needs)], bundle_label_selector=[{"ray.io/node-id": node.id}])
-            for bundle, node in zip(bundles, nodes, strict=True)
-        ]
+        groups: list[PlacementGroup] = []
+
+        def reserved() -> bool:
+            """Ray waits here for gcs_server, for a minute where that is gone."""
+            for bundle, node in zip(bundles, nodes, strict=True):
+                selector = [{"ray.io/node-id": node.id}]
+                groups.append(placement_group([dict(bundle.needs)], bundle_label_selector=selector))
+            deadline = Deadline(deadline_s)
+            # Not `ready()`: that is a task, for which Ray starts a process.
+            return all(group.wait(deadline.left_s) for group in groups)
+
         try:
             async with asyncio.timeout(deadline_s):
-                await asyncio.gather(*(_awaited(group.ready()) for group in groups))
+                if not await in_thread(reserved):
+                    raise TimeoutError
         except BaseException as error:
             for group in groups:
-                remove_placement_group(group)
+                self._remove(group)
             if not isinstance(error, TimeoutError):
                 raise
             wanted = "; ".join(f"{bundle} on {node.name}" for bundle, node in zip(bundles, nodes, strict=True))
@@ -137,18 +187,37 @@ class RayTransport:
         ]
 
     def release(self, place: BundlePlace) -> None:
-        if ray.is_initialized():
-            with contextlib.suppress(ValueError, ray.exceptions.RayError):
-                remove_placement_group(place.handle)
+        self._remove(place.handle)
 
-    def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> RayProcess:
-        actor = Worker.options(  # type: ignore[attr-defined]
+    def _remove(self, group: PlacementGroup) -> None:
+        """Beside the caller: Ray waits for gcs_server's answer."""
+
+        def remove() -> None:
+            with contextlib.suppress(ValueError, ray.exceptions.RayError):
+                remove_placement_group(group)
+
+        if self._is_usable:
+            threading.Thread(target=remove, name="podium gives a place back", daemon=True).start()
+
+    async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> RayProcess:
+        options = Worker.options(  # type: ignore[attr-defined]
             num_cpus=pool.each.cpus,
             num_gpus=pool.each.gpus,
             resources=dict(pool.each.custom),
             scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
-        ).remote(name, place.node.name, tuple(sys.path))
-        return RayProcess(actor, lambda: self._suspects.add(place.node.id))
+        )
+        actor = await in_thread(options.remote, name, place.node.name, tuple(sys.path))
+        return RayProcess(
+            actor,
+            suspect_node=lambda: self._suspects.add(place.node.id),
+            kill=self._kill,
+            is_here=place.node.id == self._node,
+        )
+
+    def _kill(self, actor: Any) -> None:
+        self._killed_s = time.monotonic()
+        if self._is_usable:
+            ray.kill(actor, no_restart=True)
 
     async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
         if self._waiting >= _MOST_WAITING:
@@ -170,105 +239,38 @@ class RayTransport:
 
     async def close(self) -> None:
         self._waiters.shutdown(wait=False)
-        if self._owned:
-            await asyncio.to_thread(ray.shutdown)
-
-
-async def _check_reachable(address: str, deadline_s: float) -> None:
-    """Something must listen there: Ray itself takes 20 s to say that nothing does."""
-    if "://" in address:
-        raise ClusterError(
-            f"{address} is not the address of a Ray cluster but of a client or job server. Run this program as a job "
-            f"there (`ray job submit --address {address} -- podium train ...`), or give the head's host:port."
-        )
-    host, _, port = address.rpartition(":")
-    if not port.isdigit():
-        return  # "auto" and "local": Ray knows what they mean
-    try:
-        async with asyncio.timeout(deadline_s):
-            reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
-            if "RAY_USE_TLS" not in os.environ:  # then it would wait for a handshake first
-                writer.write(_HTTP2_HELLO)
-                if (await reader.readexactly(9))[3] != _HTTP2_SETTINGS:
-                    raise OSError("what listens there is not Ray")
-        writer.close()
-    except asyncio.IncompleteReadError as error:
-        raise ClusterError(f"what listens at {address} is not Ray: it hung up on a greeting.") from error
-    except (OSError, TimeoutError) as error:
-        why = str(error) or f"no answer in {deadline_s:.0f} s"
-        raise ClusterError(
-            f"no Ray cluster answers at {address} ({why}). Start one there with `ray start --head`, correct the "
-            "address, or leave it (and RAY_ADDRESS) away for a local one."
-        ) from error
-
-
-def _start(settings: RayCluster, address: str | None) -> None:
-    """Ray puts handlers of its own on signals; those that the program has set stay."""
-    usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
-    mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        _init(settings, address)
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in mine.items():
-                if handler not in usual:
-                    signal.signal(number, handler)
-
-
-def _init(settings: RayCluster, address: str | None) -> None:
-    quiet: dict[str, Any] = {"log_to_driver": settings.show_output, "logging_level": logging.ERROR}
-    if address:
-        with _loopback_only() if _is_on_loopback_only(address) else contextlib.nullcontext():
-            ray.init(address=address, **quiet)
-        return
-    with _loopback_only():
-        ray.init(
-            address="local",  # not whatever cluster somebody else has started on this machine
-            num_cpus=settings.cpus or os.cpu_count(),
-            num_gpus=settings.gpus,
-            object_store_memory=settings.object_store_bytes,
-            include_dashboard=False,
-            **quiet,
-        )
-
-
-@contextlib.contextmanager
-def _loopback_only() -> Iterator[None]:
-    """A cluster of one machine needs no open port: with this Ray takes the loopback address for its node, as it does by
-    default on macOS, and listens there only."""
-    constants = ray._private.ray_constants
-    before, constants.ENABLE_RAY_CLUSTER = constants.ENABLE_RAY_CLUSTER, False
-    try:
-        yield
-    finally:
-        constants.ENABLE_RAY_CLUSTER = before
-
-
-def _is_on_loopback_only(address: str) -> bool:
-    """Ray replaces a loopback address by the machine's outer one; a cluster like ours does not listen there."""
-    host, _, port = address.rpartition(":")
-    if host not in ("127.0.0.1", "localhost") or not port.isdigit():
-        return False
-    try:
-        outer = ray._private.services.node_ip_address_from_perspective()
-        socket.create_connection((outer, int(port)), timeout=_NODE_S).close()
-    except OSError:
-        return True
-    return False
+        if self._local is not None:
+            await in_thread(self._local.stop)
+        elif self._joined:
+            await in_thread(ray.shutdown)
 
 
 class RayProcess:
     """One actor."""
 
-    def __init__(self, actor: Any, suspect_node: Callable[[], None]) -> None:
-        self._actor, self._suspect_node = actor, suspect_node
+    def __init__(
+        self,
+        actor: Any,
+        *,
+        suspect_node: Callable[[], None] = lambda: None,
+        kill: Callable[[Any], None] = lambda actor: None,
+        is_here: bool = False,
+    ) -> None:
+        """`is_here`: on this machine, where the kernel can be asked about it."""
+        self._actor, self._suspect_node, self._kill, self._is_here = actor, suspect_node, kill, is_here
+        self._info: ProcessInfo | None = None
 
     @property
     def actor(self) -> Any:
         return self._actor
 
-    def hello(self) -> Awaitable[Hello]:
-        return self._answer(self._actor.hello.remote())
+    async def hello(self) -> Hello:
+        hello: Hello = await self._answer(self._actor.hello.remote())
+        self._info = look(hello.pid) if self._is_here else None
+        return hello
+
+    def look(self) -> ProcessInfo | None:
+        return look(self._info.pid) if self._info is not None else None
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
         return self._answer(_sent(self._actor.perform, order, arguments, named))
@@ -333,15 +335,17 @@ class RayProcess:
         return RayCard(self._actor)
 
     def kill(self) -> None:
-        if ray.is_initialized():
-            ray.kill(self._actor, no_restart=True)
+        self._kill(self._actor)
+        now = self.look()
+        if now is not None and now.is_stopped and self._info is not None:
+            kill(self._info)  # Ray asks it to leave, and it cannot hear
 
 
 class RayCard:
     """An actor as other workers call it; pickles as its handle."""
 
     def __init__(self, actor: Any) -> None:
-        self._process = RayProcess(actor, lambda: None)
+        self._process = RayProcess(actor)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return RayCard, (self._process.actor,)
@@ -389,10 +393,6 @@ def _travels(value: Any) -> bool:
     except Exception:
         return False
     return True
-
-
-async def _awaited(ref: Any) -> Any:
-    return await ref
 
 
 def _references(arguments: tuple[Any, ...]) -> tuple[Any, ...]:

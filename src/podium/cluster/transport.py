@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -11,7 +11,8 @@ from podium.cluster.layout import Pool
 from podium.cluster.objects import Stored
 from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
-from podium.errors import WorkerDiedError
+from podium.cluster.processes import ProcessInfo
+from podium.errors import ClusterError, WorkerDiedError
 
 Value = TypeVar("Value")
 
@@ -63,6 +64,10 @@ class Process(Protocol):
 
     def beats(self, every_s: float) -> AsyncIterator[Beat]: ...
 
+    def look(self) -> ProcessInfo | None:
+        """The process as the kernel shows it; None where it is not on this machine, or not a process."""
+        ...
+
     def card(self) -> Any:
         """How other workers can call this one (a Card of cluster/lines.py)."""
         ...
@@ -77,6 +82,18 @@ class Transport(Protocol):
 
     has_collectives: bool  # whether workers of one pool can form a process group
 
+    def on_failure(self, call: Callable[[ClusterError], object]) -> None:
+        """`call` is called once in the event loop when what carries the workers, not one of them, has failed."""
+        ...
+
+    def failure(self) -> ClusterError | None:
+        """Looks now whether what carries the workers has failed."""
+        ...
+
+    def lost_processes(self, since_s: float) -> tuple[int, ...]:
+        """Processes that died since then (by time.monotonic) before they had become workers."""
+        ...
+
     def nodes(self) -> tuple[NodeState, ...]: ...
 
     async def reserve(
@@ -87,7 +104,7 @@ class Transport(Protocol):
 
     def release(self, place: BundlePlace) -> None: ...
 
-    def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> Process:
+    async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> Process:
         """`name` is how the process is called where it has no WorkerId yet."""
         ...
 

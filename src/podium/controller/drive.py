@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
-from podium.cluster import Cluster, Workers, open_inline, open_ray
+from podium.cluster import Cluster, RayCluster, Workers, open_inline, open_ray
+from podium.cluster.blocking import in_thread
 from podium.cluster.crew import Patience
 from podium.controller.evaluation import heldout_limit
 from podium.controller.layout import GRADER, LINK, RUNNER, layout_of, num_learners, role_names
@@ -18,6 +19,7 @@ from podium.controller.parts import Parts, Progress, Roles
 from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
+from podium.controller.start_up import StartUp
 from podium.data.tasks import PromptEncoder, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, set_aside_later
@@ -44,14 +46,19 @@ ControlledProgram = Callable[[OnPolicyRun], Awaitable[None]]
 
 
 def run_controlled(
-    program: ControlledProgram, recipe: Recipe, folder: RunFolder, *, resume_step: int | None
+    program: ControlledProgram,
+    recipe: Recipe,
+    folder: RunFolder,
+    *,
+    resume_step: int | None,
+    start_up: StartUp | None = None,
 ) -> RunResult:
-    """Runs the program on Ray (or inline, where the recipe says so). The first Ctrl-C saves and stops at the end of the
-    step, the second ends at once."""
+    """Runs the program on Ray (or inline, where the recipe says so), which may be `start_up`'s. The first Ctrl-C saves
+    and stops at the end of the step, the second ends at once."""
     interrupts = InterruptHandler(folder.stop_file)
     with interrupts:
         try:
-            return asyncio.run(_drive(program, recipe, folder, resume_step, interrupts))
+            return asyncio.run(_drive(program, recipe, folder, resume_step, interrupts, start_up or StartUp()))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
@@ -59,7 +66,12 @@ def run_controlled(
 
 
 async def _drive(
-    program: ControlledProgram, recipe: Recipe, folder: RunFolder, resume_step: int | None, interrupts: InterruptHandler
+    program: ControlledProgram,
+    recipe: Recipe,
+    folder: RunFolder,
+    resume_step: int | None,
+    interrupts: InterruptHandler,
+    start_up: StartUp,
 ) -> RunResult:
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
@@ -80,10 +92,11 @@ async def _drive(
             generation = recipe.evaluation.generation
             limit = heldout_limit(generation, recipe.evaluation.max_documents)
             heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
-        async with _opened(recipe, watch) as cluster:
+        async with _opened(recipe, watch, start_up) as cluster:
             with watch.span("start-up"):
                 workers = await _started(recipe, folder, cluster, resume_step)
                 roles = await _roles(recipe, workers, console.warning)
+                start_up.tell("ready")
             ledger = Ledger(folder.path / "episodes.sqlite")
             stack.callback(ledger.close)
             ledger.rewind(resume_step or 0)
@@ -127,33 +140,35 @@ async def _drive(
 
 
 @asynccontextmanager
-async def _opened(recipe: Recipe, watch: Stopwatch) -> AsyncIterator[Cluster]:
-    opening = open_inline() if recipe.placement.launcher == "inline" else open_ray()
-    with watch.span("start-up"):
-        cluster = await opening.__aenter__()
-    try:
-        yield cluster
-    finally:
-        with watch.span("shut-down"):
-            await opening.__aexit__(None, None, None)
+async def _opened(recipe: Recipe, watch: Stopwatch, start_up: StartUp) -> AsyncIterator[Cluster]:
+    settings = RayCluster(heartbeat_timeout_s=recipe.placement.heartbeat_timeout_s)
+    inline = recipe.placement.launcher == "inline"
+    opening = open_inline() if inline else open_ray(settings, starting=start_up.ray, tell=start_up.tell)
+    with ExitStack() as spans:
+        spans.enter_context(watch.span("start-up"))
+        async with opening as cluster:
+            spans.close()
+            try:
+                yield cluster
+            finally:
+                spans.enter_context(watch.span("shut-down"))
 
 
 async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
     placement = recipe.placement
-    device = placement.device
+    device, gpus = placement.device, await in_thread(cluster.total, "GPU")
     if device == "auto":
-        device = "cuda" if cluster.total("GPU") > 0 else "cpu"
-    if device == "cuda" and cluster.total("GPU") == 0:
+        device = "cuda" if gpus > 0 else "cpu"
+    if device == "cuda" and gpus == 0:
         raise PlacementError("placement.device: cuda is asked for and the cluster has no GPU. Use cpu or auto.")
     known = folder.state().get("cpu", {})
     # Threads change the order of sums, so a run that goes on keeps what it was measured to be fastest with.
     kept = known.get("ranks") == num_learners(recipe)
     cpu = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before") if kept else None
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu)
+    patience = Patience(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
     try:
-        workers = await cluster.start(
-            layout, Patience(collective_s=placement.timeout_s), deadline_s=max(600.0, placement.timeout_s)
-        )
+        workers = await cluster.start(layout, patience, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:
         raise PlacementError(f"placement.devices: {placement.devices} devices have no place. {error}") from error
     if recipe.environment is not None:

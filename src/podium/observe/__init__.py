@@ -4,6 +4,7 @@
 from podium.observe.console import Console, EvaluationView, SampleView, SilentConsole, StepView, open_console
 from podium.observe.loggers import Logger, open_loggers
 from podium.observe.metrics import MetricsFile, StepMetrics, read_metrics
+from podium.observe.start_up import StartUpLog
 from podium.observe.timing import CauseTime, Stopwatch, TimeSummary
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "MetricsFile",
     "SampleView",
     "SilentConsole",
+    "StartUpLog",
     "StepMetrics",
     "StepView",
     "Stopwatch",

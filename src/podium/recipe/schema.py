@@ -157,6 +157,12 @@ class PlacementSection(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
     timeout_s: Real = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
+    heartbeat_timeout_s: Real = Field(
+        60.0,
+        gt=0,
+        description="On Ray: a worker (or a process of a local Ray) without any sign of life for this long is killed. "
+        "Workers send heartbeats while they compute; on the controller's machine use of the processor counts as well.",
+    )
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
     onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
 

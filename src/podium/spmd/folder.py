@@ -61,22 +61,33 @@ class RunFolder:
         return self.path / "run.json"
 
     @classmethod
+    def _of(cls, recipe: Recipe) -> RunFolder:
+        assert recipe.run.name is not None
+        return cls(path=Path(recipe.run.folder) / recipe.run.name)
+
+    @classmethod
+    def check_free(cls, recipe: Recipe) -> None:
+        """Raises where another run has the recipe's folder."""
+        folder = cls._of(recipe)
+        if not folder.path.exists() or folder._was_never_begun():
+            return
+        begun = any(folder.checkpoints.glob("step-*"))
+        first = "It has no checkpoint to go on from: remove it"
+        if begun or is_pipeline_folder(folder.path):
+            first = f"Continue it with `podium resume {folder.path}`"
+        raise RunFolderError(f"{folder.path} exists already. {first}, or choose another name with --set run.name=...")
+
+    @classmethod
     def create(
         cls, recipe: Recipe, *, files: Mapping[str, str] | None = None, lineage: Mapping[str, Any] | None = None
     ) -> RunFolder:
         """A new folder with the recipe in it, fingerprints of the files that a resumed run must find unchanged, and the
         run's lineage. A run that has begun is never written over; what a killed start left is."""
-        assert recipe.run.name is not None
-        path = Path(recipe.run.folder) / recipe.run.name
-        folder = cls(path=path)
+        cls.check_free(recipe)
+        folder = cls._of(recipe)
+        path = folder.path
         if folder._was_never_begun():
             shutil.rmtree(path)
-        if path.exists():
-            begun = any(folder.checkpoints.glob("step-*"))
-            first = "It has no checkpoint to go on from: remove it"
-            if begun or is_pipeline_folder(path):
-                first = f"Continue it with `podium resume {path}`"
-            raise RunFolderError(f"{path} exists already. {first}, or choose another name with --set run.name=...")
         try:
             folder.checkpoints.mkdir(parents=True)
             folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")

@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from podium.cluster import Cluster, Layout, MeshShape, Pool, Resources, RoleSpec, Seat, Workers, open_ray
+from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Seat, Workers, open_ray
+from podium.cluster.blocking import in_thread
 from podium.cluster.crew import Patience
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
+from podium.observe import StartUpLog, open_console
 from podium.recipe import PlacementSection
 from podium.spmd.folder import RunFolder
 from podium.spmd.launch import InterruptHandler, RankPlace
@@ -91,7 +93,9 @@ async def _drive(launched: RayTask, folder: RunFolder, interrupts: InterruptHand
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
     console = _Tail(folder.console_file)
-    async with open_ray() as cluster:
+    settings = RayCluster(heartbeat_timeout_s=launched.placement.heartbeat_timeout_s)
+    tell = StartUpLog(open_console(rank=0))
+    async with open_ray(settings, tell=tell) as cluster:
         workers = await _started(launched.placement, cluster, folder)
         print("\n".join(f"rank {rank}: {each}" for rank, each in enumerate(workers.registry.workers_of("rank"))))
         showing = asyncio.create_task(console.follow())
@@ -104,7 +108,9 @@ async def _drive(launched: RayTask, folder: RunFolder, interrupts: InterruptHand
 
 async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
     try:
-        return await cluster.start(_layout(placement, cluster, folder), Patience(collective_s=placement.timeout_s))
+        patience = Patience(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
+        gpus = await in_thread(cluster.total, "GPU")
+        return await cluster.start(_layout(placement, gpus, folder), patience)
     except PlacementError as error:
         raise PlacementError(f"placement.devices: {placement.devices} ranks have no place. {error}") from error
     except RoleError as error:
@@ -130,11 +136,11 @@ async def _run(workers: Workers, launched: RayTask) -> RunResult:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _layout(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Layout:
+def _layout(placement: PlacementSection, gpus: float, folder: RunFolder) -> Layout:
     device = placement.device
     if device == "auto":
-        device = "cuda" if cluster.total("GPU") > 0 else "cpu"
-    if device == "cuda" and cluster.total("GPU") == 0:
+        device = "cuda" if gpus > 0 else "cpu"
+    if device == "cuda" and gpus == 0:
         raise PlacementError("placement.device: cuda is asked for and the Ray cluster has no GPU. Use cpu or auto.")
     each = Resources(cpus=1.0, gpus=1.0 if device == "cuda" else 0.0)
     return Layout(

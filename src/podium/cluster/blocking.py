@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Calls that may block for long, beside the event loop and without anybody having to wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+from typing import ParamSpec, TypeVar
+
+Result = TypeVar("Result")
+P = ParamSpec("P")
+
+_running: set[threading.Thread] = set()
+
+
+async def in_thread(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+    """Awaits a call on a thread of its own. Who is cancelled leaves it behind: asyncio.to_thread's threads are joined
+    at the end of the loop, however long they hang, and this one is not."""
+    promise: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            result = call(*args, **kwargs)
+        except BaseException as error:
+            with suppress(InvalidStateError):
+                promise.set_exception(error)
+        else:
+            with suppress(InvalidStateError):
+                promise.set_result(result)
+        finally:
+            _running.discard(threading.current_thread())
+
+    thread = threading.Thread(target=run, name=f"podium {getattr(call, '__name__', 'call')}", daemon=True)
+    _running.add(thread)
+    thread.start()
+    return await asyncio.wrap_future(promise)
+
+
+def is_any_left() -> bool:
+    """Whether a call, other than the one that asks, has not come back."""
+    return bool(_running - {threading.current_thread()})

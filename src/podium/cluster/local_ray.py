@@ -1,0 +1,335 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A Ray cluster of this machine that belongs to one run: started beside other work, watched, and ended with all of its
+processes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import logging
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from typing import Any
+
+from podium.cluster import processes
+from podium.cluster.blocking import is_any_left
+from podium.cluster.layout import RayCluster
+from podium.cluster.processes import ProcessInfo, children, children_of_thread, descendants, kill, look
+from podium.errors import ClusterError
+
+# Short, so that a process that dies while it starts has been seen alive.
+_LOOK_S = 0.1
+# All of the cluster's processes are listed less often: that reads a file for each of their threads.
+_GATHER_S = 2.0
+# From the first process to a driver that is connected; with cold disks Ray's own processes take half a minute.
+_START_S = 120.0
+# Ray's own end of the cluster; what is left then is killed.
+_SHUTDOWN_S = 10.0
+# Without these two Ray is no cluster: gcs_server knows who is where, the raylet starts workers and stores objects.
+_VITAL = ("gcs_server", "raylet")
+# What Ray is told besides. The driver must not wait for idle workers: the raylet waits without end for one that died
+# before it registered. And workers start together, however few cores there are.
+_SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": 64}
+
+
+class LocalRay:
+    """Begins to start when it is made. `ready` is done when the driver is connected, or fails with a ClusterError.
+
+    The thread `ray start` runs ray.init and stays until the end: the kernel ends the children of a thread that leaves.
+    The thread `ray watch` looks at Ray's processes from the first one on, and calls `on_failure` once when one that the
+    cluster cannot do without dies, or is stopped for as long as the heartbeat timeout. `stop` ends both."""
+
+    def __init__(self, settings: RayCluster) -> None:
+        self._settings = settings
+        self.ready: Future[None] = Future()
+        self.failure: ClusterError | None = None
+        self._on_failure: list[Callable[[ClusterError], object]] = []
+        self._lock, self._looking = threading.Lock(), threading.Lock()
+        self._initialized = threading.Event()  # ray.init has returned, or raised
+        self._stopping, self._stopped = threading.Event(), threading.Event()
+        self._began_s = time.monotonic()
+        self._others = set(children(os.getpid()))  # of the caller: not Ray's
+        package = importlib.util.find_spec("ray")
+        assert package is not None
+        assert package.origin is not None
+        self._folder = os.path.dirname(package.origin).encode() + b"/"
+        self._vital: dict[str, ProcessInfo] = {}
+        self._frozen_s: dict[str, float] = {}
+        self._family: dict[int, ProcessInfo] = {}
+        self._gathered_s = self._began_s
+        self._workers: set[int] = set()
+        self.lost_workers: list[tuple[int, float]] = []  # processes of the raylet that are gone, and when
+        self._guard = _Guard()
+        self._starter = threading.Thread(target=self._start, name="ray start", daemon=True)
+        self._watcher = threading.Thread(target=self._watch, name="ray watch", daemon=True)
+        self._starter.start()
+        self._watcher.start()
+
+    def on_failure(self, call: Callable[[ClusterError], object]) -> None:
+        """Called from the watching thread; at once where the cluster has failed already."""
+        with self._lock:
+            self._on_failure.append(call)
+            failure = self.failure
+        if failure is not None:
+            call(failure)
+
+    def check(self) -> ClusterError | None:
+        """Looks now; what it finds is reported as if the watch had found it."""
+        if not self._stopping.is_set():
+            with self._looking:
+                self._look()
+        return self.failure
+
+    def stop(self) -> None:
+        """Ends the cluster and everything that it started, within some seconds whatever state it is in. May be called
+        twice."""
+        if self._stopping.is_set():
+            return
+        self._stopping.set()
+        self._watcher.join()
+        self._gather_family()
+        end_s = time.monotonic() + _SHUTDOWN_S
+        if self.failure is not None:
+            self._kill_family(but="gcs_server")  # which Ray asks while it shuts down, for long where it is gone
+        while not self._initialized.wait(_LOOK_S) and time.monotonic() < end_s:
+            self._kill_family()  # what ray.init goes on to start
+        closing = threading.Thread(target=_shutdown, name="ray shutdown", daemon=True)
+        # A call that hangs in Ray would go on in what a shutdown takes away.
+        if self._initialized.is_set() and not is_any_left():
+            closing.start()
+            closing.join(_SHUTDOWN_S)
+        self._kill_family()
+        self._stopped.set()
+        self._guard.end()
+        if closing.is_alive() or not self._initialized.is_set() or is_any_left():
+            import ray
+
+            atexit.unregister(ray.shutdown)  # it would wait for the one that hangs
+
+    def _start(self) -> None:
+        try:
+            _init(self._settings, is_wanted=lambda: self.failure is None and not self._stopping.is_set())
+        except BaseException as error:
+            self._fail(f"a local Ray cannot be started: {error}")
+        else:
+            with contextlib.suppress(InvalidStateError):
+                self.ready.set_result(None)
+        self._initialized.set()
+        self._stopped.wait()
+
+    def _watch(self) -> None:
+        """Waits for nothing but the next look; `stop` ends it."""
+        while not self._stopping.wait(_LOOK_S):
+            with self._looking:
+                self._look()
+            if not self.ready.done() and time.monotonic() - self._began_s > _START_S:
+                up = ", ".join(f"{name} (process {each.pid})" for name, each in self._vital.items()) or "none"
+                self._fail(f"a local Ray did not start in {_START_S:.0f} s; of its processes there are: {up}")
+
+    def _look(self) -> None:
+        if len(self._vital) < len(_VITAL):
+            for pid in children(os.getpid()):
+                found = look(pid) if pid not in self._others else None
+                if found is not None and found.name in _VITAL and found.name not in self._vital:
+                    self._vital[found.name] = found
+                    self._guard.tell(f"vital {found.pid} {found.started} {found.name}")
+        for name, process in self._vital.items():
+            now = look(process.pid)
+            if now is None or not now.is_alive or now.started != process.started:
+                self._fail(f"Ray's {name} (process {process.pid}) died, and no Ray cluster goes on without it")
+                return
+            # Looks are counted, not the clock: this process may have been stopped itself meanwhile.
+            self._frozen_s[name] = self._frozen_s.get(name, 0.0) + _LOOK_S if now.is_stopped else 0.0
+            if self._frozen_s[name] >= self._settings.heartbeat_timeout_s:
+                self._fail(
+                    f"Ray's {name} (process {process.pid}) is stopped (SIGSTOP) and has given no sign of life for "
+                    f"{self._settings.heartbeat_timeout_s:g} s"
+                )
+                return
+        self._look_at_workers()
+        if time.monotonic() - self._gathered_s > _GATHER_S:
+            self._gather_family()
+
+    def _look_at_workers(self) -> None:
+        """The raylet's first thread starts them."""
+        raylet = self._vital.get("raylet")
+        if raylet is None:
+            return
+        found = [look(pid) for pid in children_of_thread(raylet.pid, raylet.pid)]
+        living = {each.pid: each for each in found if each is not None and each.is_alive}
+        for each in living.values():
+            self._remember(each)
+        self.lost_workers += [(pid, time.monotonic()) for pid in self._workers - living.keys()]
+        self._workers = set(living)
+
+    def _gather_family(self) -> None:
+        """Remembers who belongs to the cluster: once their parent is dead, nobody can tell."""
+        self._gathered_s = time.monotonic()
+        mine = [pid for pid in children(os.getpid()) if pid not in self._others and self._is_rays(pid)]
+        for pid in [*mine, *descendants(mine)]:
+            found = look(pid)
+            if found is not None:
+                self._remember(found)
+
+    def _remember(self, process: ProcessInfo) -> None:
+        known = self._family.get(process.pid)
+        if known is None or known.started != process.started:
+            self._family[process.pid] = process
+            self._guard.tell(f"family {process.pid} {process.started}")
+
+    def _is_rays(self, pid: int) -> bool:
+        """Other children of this process are the caller's: those of Ray run a file of its package."""
+        try:
+            with open(f"/proc/{pid}/cmdline", "rb") as file:
+                return self._folder in file.read()
+        except OSError:
+            return False
+
+    def _kill_family(self, *, but: str | None = None) -> None:
+        self._gather_family()
+        for process in self._family.values():
+            if process.name != but:
+                kill(process)
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            if self.failure is not None or self._stopping.is_set():
+                return
+            self.failure = ClusterError(f"{reason}.")
+            calls = list(self._on_failure)
+        with contextlib.suppress(InvalidStateError):
+            self.ready.set_exception(self.failure)
+        for call in calls:
+            call(self.failure)
+
+
+class _Guard:
+    """The process that ends the cluster if this one is killed, or cannot notice that Ray is dead."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-I", "-S", processes.__file__]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+
+    def tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError, ValueError):  # it may have been killed, or told to end
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def end(self) -> None:
+        assert self._process.stdin is not None
+        self.tell("end")
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._process.wait()
+
+
+def is_connected() -> bool:
+    """Whether this process has joined or started a Ray."""
+    ray = sys.modules.get("ray")
+    return ray is not None and bool(ray.is_initialized())
+
+
+def _shutdown() -> None:
+    import ray
+
+    ray.shutdown()
+
+
+def _init(settings: RayCluster, *, is_wanted: Callable[[], bool]) -> None:
+    import ray
+
+    with loopback_only(), _needed_processes(), _interruptible_start(is_wanted), quiet_driver():
+        ray.init(
+            address="local",  # not whatever cluster somebody else has started on this machine
+            num_cpus=settings.cpus or os.cpu_count(),
+            num_gpus=settings.gpus,
+            object_store_memory=settings.object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=settings.show_output,
+            logging_level=logging.ERROR,
+            _system_config=dict(_SYSTEM_CONFIG),
+        )
+
+
+@contextlib.contextmanager
+def loopback_only() -> Iterator[None]:
+    """A cluster of one machine needs no open port: with this Ray takes the loopback address for its node, as it does by
+    default on macOS, and listens there only."""
+    import ray
+
+    with _replaced(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+@contextlib.contextmanager
+def _needed_processes() -> Iterator[None]:
+    """Without the autoscaler and the server behind the dashboard, which Ray starts even where there is none: nobody
+    asks them anything in a cluster of one run, and the raylet is started only after them."""
+    import ray
+
+    node = ray._private.node.Node
+    with (
+        _replaced(node, "start_monitor", lambda self: None),
+        _replaced(node, "start_api_server", lambda self, **_: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _interruptible_start(is_wanted: Callable[[], bool]) -> Iterator[None]:
+    """Ray waits for the port of gcs_server in a call that holds Python's lock, half a minute where that is dead: nobody
+    could notice it. So the file is waited for before, as long as it `is_wanted`."""
+    import ray
+
+    node = ray._private.node
+    wait = node.wait_for_persisted_port
+
+    def wait_for_port(folder: str, node_id: str, name: str, timeout_ms: int = 0) -> int:
+        file = os.path.join(folder, node.get_port_filename(node_id, name))
+        end_s = time.monotonic() + timeout_ms / 1000
+        while not os.path.exists(file) and time.monotonic() < end_s:
+            if not is_wanted():
+                raise ClusterError("Ray's start was broken off.")
+            time.sleep(0.01)
+        port: int = wait(folder, node_id, name, timeout_ms=max(0, int(1000 * (end_s - time.monotonic()))))
+        return port
+
+    with _replaced(node, "wait_for_persisted_port", wait_for_port):
+        yield
+
+
+@contextlib.contextmanager
+def quiet_driver() -> Iterator[None]:
+    """Ray's driver prints what Ray's processes complain of, with whole logs of those that died. Podium reports deaths
+    itself; only what workers print is shown."""
+    import ray
+
+    worker = ray._private.worker
+    show = worker.print_to_stdstream
+
+    def show_workers(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data.get("pid") not in _VITAL:
+            show(data, ignore_prefix)
+
+    with (
+        _replaced(worker, "listen_error_messages", lambda worker, threads_stopped: None),
+        _replaced(worker, "print_to_stdstream", show_workers),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of this machine as the kernel shows them: alive, stopped, busy. Without a /proc nothing is known of any.
+
+Run as a script (standard library only, so that it starts at once) this is the guard of a process: see `guard`."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+_PROC = Path("/proc")
+_TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessInfo:
+    """One look at a process. A pid is used again by the kernel; pid and `started` together are not."""
+
+    pid: int
+    name: str
+    state: str  # the kernel's letter: R runs, S sleeps, D waits for a disk, T is stopped by a signal, Z is dead
+    started: int  # in clock ticks since boot
+    cpu_s: float
+
+    @property
+    def is_alive(self) -> bool:
+        return self.state not in "ZX"
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state == "T"
+
+
+def look(pid: int) -> ProcessInfo | None:
+    """None: there is no such process."""
+    try:
+        text = (_PROC / str(pid) / "stat").read_text(errors="replace")
+    except OSError:
+        return None
+    # pid (name) state ...: the name may hold anything, what follows it may not.
+    name, _, rest = text.rpartition(")")
+    fields = rest.split()
+    return ProcessInfo(
+        pid=pid,
+        name=name.partition("(")[2],
+        state=fields[0],
+        started=int(fields[19]),
+        cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+    )
+
+
+def children(pid: int) -> list[int]:
+    """Living and dead children of all threads of a process. Reads a file for each thread."""
+    try:
+        threads = os.listdir(_PROC / str(pid) / "task")
+    except OSError:
+        return []
+    return [child for thread in threads for child in children_of_thread(pid, int(thread))]
+
+
+def children_of_thread(pid: int, thread: int) -> list[int]:
+    try:
+        return [int(child) for child in (_PROC / str(pid) / "task" / str(thread) / "children").read_text().split()]
+    except OSError:
+        return []
+
+
+def descendants(roots: Iterable[int]) -> list[int]:
+    """Children, their children and so on; without the roots."""
+    found: list[int] = []
+    edge = list(roots)
+    while edge:
+        edge = [child for pid in edge for child in children(pid) if child not in found]
+        found += edge
+    return found
+
+
+def kill(process: ProcessInfo) -> None:
+    """SIGKILL, which ends a stopped process too; not to another process that has the pid now."""
+    now = look(process.pid)
+    if now is not None and now.started == process.started:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process.pid, signal.SIGKILL)
+
+
+# How long the guarded process may take to deal with the death of one that it cannot do without.
+_PATIENCE_S = 30.0
+
+
+def guard() -> None:
+    """Sees to it that the processes of a family do not outlive the one that started them, and that it does not wait for
+    one that is dead: in a call that holds Python's lock it cannot notice.
+
+    Reads lines from that process: `family PID STARTED`, `vital PID STARTED NAME`, and at last `end`. Waits for the next
+    line; the end of the pipe, or a vital process that has been dead for long, unblocks it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    guarded, family, dead_since_s = look(os.getppid()), set[tuple[int, int]](), 0.0
+    vital: dict[tuple[int, int], str] = {}
+    pending = b""
+    while True:
+        if select.select([0], [], [], 0.5)[0]:
+            read = os.read(0, 65536)
+            if not read:
+                break
+            *lines, pending = (pending + read).split(b"\n")
+            for kind, *values in (line.decode().split() for line in lines):
+                if kind == "end":
+                    return
+                key = int(values[0]), int(values[1])
+                family.add(key)
+                if kind == "vital":
+                    vital[key] = values[2]
+        dead = [f"{name} (process {key[0]})" for key, name in vital.items() if not _lives(key)]
+        dead_since_s = (dead_since_s or time.monotonic()) if dead else 0.0
+        if dead and guarded is not None and time.monotonic() - dead_since_s > _PATIENCE_S:
+            print(f"error: Ray's {dead[0]} died while this process waited for it.", file=sys.stderr, flush=True)
+            kill(guarded)
+            break
+    for pid, started in family:
+        kill(ProcessInfo(pid=pid, name="", state="", started=started, cpu_s=0.0))
+
+
+def _lives(key: tuple[int, int]) -> bool:
+    found = look(key[0])
+    return found is not None and found.is_alive and found.started == key[1]
+
+
+if __name__ == "__main__":
+    guard()

@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long a worker that sends no heartbeats has shown no other sign of life either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from podium.cluster.processes import ProcessInfo
+
+# How often a silent worker is looked at, and the share of a core from which on it counts as busy.
+_SLICE_S = 2.0
+_BUSY = 0.2
+
+
+class Silence:
+    """The time since a worker's last heartbeat, in slices of which each is waited for: time during which this process
+    was stopped itself does not count. A call that holds Python's lock keeps a worker from sending heartbeats; on this
+    machine its use of the processor is a sign of life instead."""
+
+    def __init__(self, look: Callable[[], ProcessInfo | None], *, warn_s: float, timeout_s: float) -> None:
+        """`look` shows the process; None where nothing is known of it."""
+        self._look, self._warn_s, self._timeout_s = look, warn_s, timeout_s
+        self.slice_s = min(warn_s, timeout_s, _SLICE_S)
+        self._last: ProcessInfo | None = None
+        self._silent_s = self._warned_s = self.lifeless_s = 0.0
+        self.guess = "frozen, cut off, or in a call that holds Python's lock"
+
+    def look(self) -> None:
+        """Called after each slice without a heartbeat."""
+        self._silent_s += self.slice_s
+        self.lifeless_s += self.slice_s
+        now = self._look()
+        if now is not None and now.is_stopped:
+            self.guess = f"process {now.pid} is stopped (SIGSTOP)"
+        elif now is not None and self._last is not None and now.cpu_s - self._last.cpu_s > _BUSY * self.slice_s:
+            self.guess, self.lifeless_s = "busy in a call that holds Python's lock", 0.0
+        self._last = now
+
+    def should_warn(self) -> bool:
+        """Once for every so many seconds."""
+        if self._silent_s - self._warned_s < self._warn_s:
+            return False
+        self._warned_s = self._silent_s
+        return True
+
+    @property
+    def is_over(self) -> bool:
+        return self.lifeless_s >= self._timeout_s

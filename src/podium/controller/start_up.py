@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What of a controlled run begins before its code is imported: a local Ray, which starts beside the imports."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from podium.cluster import RayCluster
+from podium.cluster.local_ray import LocalRay, is_connected
+from podium.observe import StartUpLog, open_console
+from podium.recipe import Recipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartUp:
+    """Where start-up is reported, and the Ray that is starting already."""
+
+    tell: Callable[[str], object] = lambda what: None
+    ray: LocalRay | None = None
+
+
+@contextmanager
+def early_start(recipe: Recipe) -> Iterator[StartUp]:
+    """Begins to start a local Ray where the run will need one, and ends it if the run has not."""
+    if recipe.placement.launcher == "inline":
+        yield StartUp()
+        return
+    tell = StartUpLog(open_console(rank=0))
+    if os.environ.get("RAY_ADDRESS") or is_connected():
+        tell("importing torch and transformers")
+        yield StartUp(tell=tell)
+        return
+    tell("starting Ray, importing torch and transformers")
+    local = LocalRay(RayCluster(heartbeat_timeout_s=recipe.placement.heartbeat_timeout_s))
+    try:
+        yield StartUp(tell=tell, ray=local)
+    finally:
+        local.stop()

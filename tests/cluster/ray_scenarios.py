@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A run on a Ray of its own, for tests that kill or stop its processes: `ray_scenarios.py MOMENT FOLDER
+HEARTBEAT_TIMEOUT_S`.
+
+It stays at MOMENT until FOLDER/go exists. What it prints last is how it ended, as JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+from helpers.clusters import one_role
+from helpers.roles import Counter
+from podium.cluster import RayCluster, Seat, open_ray
+from podium.cluster.blocking import is_any_left
+from podium.cluster.crew import Patience
+from podium.errors import PodiumError
+
+LIMIT_S = 120.0
+
+
+class WaitsToBeBuilt(Counter):
+    """Its constructor says that it runs, and waits for a file."""
+
+    def __init__(self, seat: Seat, folder: str) -> None:
+        super().__init__(seat)
+        (Path(folder) / f"building-{seat.rank}").touch()
+        while not (Path(folder) / "go").exists():
+            time.sleep(0.01)
+
+
+async def run(moment: str, folder: Path, heartbeat_timeout_s: float) -> str:
+    settings = RayCluster(
+        cpus=2, object_store_bytes=80 * 2**20, show_output=False, heartbeat_timeout_s=heartbeat_timeout_s
+    )
+    layout = one_role(WaitsToBeBuilt, (str(folder),)) if moment == "building" else one_role(Counter)
+    patience = Patience(heartbeat_timeout_s=heartbeat_timeout_s)
+    async with open_ray(settings, tell=lambda what: print(what, flush=True)) as cluster:
+        workers = await cluster.start(layout, patience, deadline_s=90)
+        group = workers.role("counter", Counter)
+        if moment == "calling":
+            (folder / "calling").touch()
+            await group.call_all(Counter.wait_for, str(folder / "go"))
+        return " ".join(str(answer.value) for answer in await group.call_all(Counter.value))
+
+
+def main() -> None:
+    moment, folder, heartbeat_timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    try:
+        ended = asyncio.run(asyncio.wait_for(run(moment, folder, heartbeat_timeout_s), LIMIT_S))
+    except PodiumError as error:
+        ended = f"{type(error).__name__}: {error}"
+    print(json.dumps({"ended": ended}), flush=True)
+    if is_any_left():
+        os._exit(0)  # as the command line does
+
+
+if __name__ == "__main__":
+    main()

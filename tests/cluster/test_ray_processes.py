@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes of a local Ray that are killed or stopped at chosen moments from its start on: the run goes on or ends in
+time with a word of who it was, and no process is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from helpers.on_policy import session_of
+from helpers.processes import wait_until
+from podium.cluster.processes import look
+
+SCRIPT = Path(__file__).with_name("ray_scenarios.py")
+HEARTBEAT_S = 3.0
+# How long a controller may take to notice that Ray is dead.
+GUARD_S = 30.0
+# From the signal to the end of the command: the time that stopping Ray may take, and this machine's load.
+ENDED_S = 40.0
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+@contextmanager
+def scenario(moment: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """In a session of its own; nothing of the session is left afterwards."""
+    path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    environment.pop("RAY_ADDRESS", None)
+    with (folder / "output").open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), moment, str(folder), str(HEARTBEAT_S)],
+            stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield process
+    finally:
+        left = session_of(process.pid)
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait(20)
+
+
+def commands_of(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
+    """Of the living processes of its session."""
+    found = {}
+    for pid in session_of(process.pid):
+        with suppress(OSError):
+            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return found
+
+
+def rays(process: subprocess.Popen[bytes], name: str) -> int:
+    """The scenario's gcs_server or raylet."""
+    (pid,) = [pid for pid, command in commands_of(process).items() if command.split(b"\0")[0].endswith(name.encode())]
+    return pid
+
+
+def end_of(process: subprocess.Popen[bytes], folder: Path, *, within_s: float) -> str:
+    """How the scenario ended; its session is empty then."""
+    began = time.monotonic()
+    assert process.wait(within_s) == 0, (folder / "output").read_text()
+    lines = (folder / "output").read_text().splitlines()
+    assert not [line for line in lines if "state-dump" in line or "(raylet)" in line], lines
+    wait_until(lambda: not session_of(process.pid), f"the end of {commands_of(process)}", deadline_s=10)
+    assert time.monotonic() - began < within_s
+    ended: str = json.loads(lines[-1])["ended"]
+    return ended
+
+
+def test_a_process_killed_before_it_has_become_a_worker_is_replaced(tmp_path: Path) -> None:
+    """Ray's driver waited without end for a worker that died before it had registered."""
+    with scenario("starting", tmp_path) as process:
+
+        def importing() -> list[int]:
+            """A worker's process that has begun to import: it does not call itself a worker yet."""
+            workers = [
+                pid for pid, command in commands_of(process).items()
+                if b"default_worker.py" in command and b"raylet/raylet" not in command
+            ]  # fmt: skip
+            return [pid for pid in workers if (found := look(pid)) is not None and found.cpu_s > 0.2]
+
+        wait_until(lambda: bool(importing()), "the start of a worker's process", deadline_s=60)
+        os.kill(importing()[0], signal.SIGKILL)
+        # Ray itself gives up a process that does not register after a minute.
+        assert end_of(process, tmp_path, within_s=50) == "0 0"
+
+
+@pytest.mark.parametrize("name", ["gcs_server", "raylet"])
+@pytest.mark.parametrize("moment", ["building", "calling"])
+def test_the_death_of_a_process_of_ray_ends_the_run_with_its_name(tmp_path: Path, name: str, moment: str) -> None:
+    with scenario(moment, tmp_path) as process:
+        reached = "building-1" if moment == "building" else "calling"
+        wait_until((tmp_path / reached).exists, reached, deadline_s=90)
+        victim = rays(process, name)
+        os.kill(victim, signal.SIGKILL)
+        ended = end_of(process, tmp_path, within_s=ENDED_S)
+        assert ended == f"ClusterError: Ray's {name} (process {victim}) died, and no Ray cluster goes on without it."
+
+
+def test_the_death_of_ray_while_it_starts_ends_the_run(tmp_path: Path) -> None:
+    with scenario("starting", tmp_path) as process:
+        found: list[int] = []
+
+        def started() -> bool:
+            found[:] = [pid for pid, command in commands_of(process).items() if b"/gcs_server\0" in command]
+            return bool(found)
+
+        wait_until(started, "the start of gcs_server", deadline_s=60)
+        wait_until(lambda: (look(found[0]) or pytest.fail("gone")).cpu_s > 0.05, "its work", deadline_s=60)
+        os.kill(found[0], signal.SIGKILL)
+        # Where the driver waits for it in a call that holds Python's lock, the guard ends it.
+        assert process.wait(GUARD_S + ENDED_S) in (0, -signal.SIGKILL)
+        assert f"Ray's gcs_server (process {found[0]}) died" in (tmp_path / "output").read_text()
+        wait_until(lambda: not session_of(process.pid), f"the end of {commands_of(process)}", deadline_s=15)
+
+
+@pytest.mark.parametrize("moment", ["building", "calling"])
+def test_a_stopped_raylet_ends_the_run_after_the_heartbeat_timeout(tmp_path: Path, moment: str) -> None:
+    with scenario(moment, tmp_path) as process:
+        reached = "building-1" if moment == "building" else "calling"
+        wait_until((tmp_path / reached).exists, reached, deadline_s=90)
+        victim = rays(process, "raylet")
+        os.kill(victim, signal.SIGSTOP)
+        ended = end_of(process, tmp_path, within_s=HEARTBEAT_S + ENDED_S)
+        assert ended.startswith(f"ClusterError: Ray's raylet (process {victim}) is stopped (SIGSTOP)")
+
+
+@pytest.mark.parametrize("moment", ["building", "calling"])
+def test_a_stopped_worker_counts_as_dead_after_the_heartbeat_timeout(tmp_path: Path, moment: str) -> None:
+    """While roles are built it is tried again; in a call of the user it is told."""
+    with scenario(moment, tmp_path) as process:
+        reached = "building-1" if moment == "building" else "calling"
+        wait_until((tmp_path / reached).exists, reached, deadline_s=90)
+        victim = max(pid for pid, command in commands_of(process).items() if command.startswith(b"ray::Worker"))
+        os.kill(victim, signal.SIGSTOP)
+        wait_until(lambda: look(victim) is None, f"the end of the stopped process {victim}", deadline_s=60)
+        (tmp_path / "go").touch()
+        ended = end_of(process, tmp_path, within_s=ENDED_S + 30)
+        if moment == "building":
+            assert ended == "0 0"
+        else:
+            assert ended.startswith("WorkerDiedError")
+            assert f"process {victim} is stopped (SIGSTOP)" in ended
+
+
+def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
+    """Ray's agents went on for a minute."""
+    with scenario("calling", tmp_path) as process:
+        wait_until((tmp_path / "calling").exists, "the call", deadline_s=90)
+        process.kill()
+        process.wait(10)
+        wait_until(lambda: not session_of(process.pid), f"the end of {commands_of(process)}", deadline_s=15)
+
+
+def test_a_controller_that_cannot_notice_the_death_of_ray_is_ended_with_a_word(tmp_path: Path) -> None:
+    """As in a call that holds Python's lock: here it is stopped itself."""
+    with scenario("calling", tmp_path) as process:
+        wait_until((tmp_path / "calling").exists, "the call", deadline_s=90)
+        victim = rays(process, "gcs_server")
+        process.send_signal(signal.SIGSTOP)
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(GUARD_S + ENDED_S) == -signal.SIGKILL
+        wait_until(lambda: not session_of(process.pid), f"the end of {commands_of(process)}", deadline_s=15)
+        assert f"error: Ray's gcs_server (process {victim}) died" in (tmp_path / "output").read_text()
