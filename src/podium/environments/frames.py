@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import Literal
+from typing import cast, Literal
 
 Kind = Literal["call", "partial", "value", "error"]
 """A call; something on the way to its answer; its answer; why it has none (a text)."""
@@ -24,8 +24,7 @@ class FrameProtocol(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
-        self._transport = transport
+        self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is of no class of asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
