@@ -25,13 +25,17 @@ SCRIPT = Path(__file__).with_name("node_scenarios.py")
 TESTS = SCRIPT.parents[1]
 
 
+def _path() -> str:
+    return os.pathsep.join([str(TESTS), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 @contextmanager
 def scenario(name: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     """Runs a scenario with a folder of its own, for Ray's files and for what it says; nothing that has a file open
     there outlives it."""
     # Short, and not under pytest's own: Ray keeps sockets there, and their paths have at most 107 characters.
     folder = Path(tempfile.mkdtemp(prefix="pn", dir="/tmp"))
-    environment = {**os.environ, "RAY_TMPDIR": str(folder), "PYTHONPATH": str(TESTS), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "RAY_TMPDIR": str(folder), "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)
     with (folder / "told").open("wb") as told, (folder / "errors").open("wb") as errors:
         process = subprocess.Popen(

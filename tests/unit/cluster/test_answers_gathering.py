@@ -35,6 +35,9 @@ class CrewStub:
     def died(self, worker, cause):
         self.buried.append((worker, cause))
 
+    async def unless_dead(self, worker, answer):
+        return await answer
+
     async def at_once(self, answers):
         return None
 
