@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import struct
 from collections.abc import Callable
-from typing import cast, Literal
+from typing import Literal, cast
 
 Kind = Literal["call", "partial", "value", "error"]
 """A call; something on the way to its answer; its answer; why it has none (a text)."""
