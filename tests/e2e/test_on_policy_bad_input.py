@@ -430,7 +430,7 @@ def test_more_devices_than_there_are_have_no_place(workspace: Workspace, monkeyp
 def test_a_reward_that_kills_its_process_loses_its_group_and_not_the_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reward functions run in a process of their own: it is replaced, and only the episodes whose call ended it fail."""
+    """Reward functions run in a process of their own: it is replaced, and only episodes whose call ended it fail."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     recipe = with_rewards(
         workspace, "import os; os._exit(7)", placement={"launcher": "ray"},
