@@ -236,13 +236,14 @@ class Crew:
         self._tell(f"{self.pool.name}: starting {len(slots)} {'process' if len(slots) == 1 else 'processes'}")
         places = {slot: place for place in self._places for slot in place.bundle.slots}
         processes: dict[int, Process] = {}
+        began_s = time.monotonic()  # Ray starts processes from the first `spawn` on, and one may die before the last
         try:
             async with asyncio.timeout(limit.left_s):
                 for slot in slots:
                     self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
                     name = f"{self.pool.name}[{slot}]#{self._incarnations[slot]}"
                     processes[slot] = await self._transport.spawn(self.pool, slot, places[slot], name)
-            hellos = await self._hellos(processes, limit)
+            hellos = await self._hellos(processes, began_s, limit)
         except BaseException as error:
             for process in processes.values():
                 process.kill()
@@ -261,10 +262,9 @@ class Crew:
             await self._join(deadline)
         await self._build(slots, limit)
 
-    async def _hellos(self, processes: dict[int, Process], deadline: Deadline) -> dict[int, Hello]:
-        """Waits until each process has come up."""
+    async def _hellos(self, processes: dict[int, Process], began_s: float, deadline: Deadline) -> dict[int, Hello]:
+        """Waits until each process has come up, or one that was started since `began_s` has died."""
         tasks = {slot: asyncio.ensure_future(_awaited(process.hello())) for slot, process in processes.items()}
-        began_s = time.monotonic()
         pending: set[asyncio.Task[Hello]] = set(tasks.values())
         lost: tuple[int, ...] = ()
         try:

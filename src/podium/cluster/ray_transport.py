@@ -52,6 +52,16 @@ _SETTLED_S = 5.0
 _NODE_S = 0.5
 
 
+def unexpected(deaths: Sequence[tuple[int, float]], kills_s: Sequence[float], since_s: float) -> tuple[int, ...]:
+    """Of (process, time) those that died since then and not because an actor was killed: a pool that kills its own
+    must not hide from another pool the death that made it do so."""
+    return tuple(
+        pid
+        for pid, at_s in deaths
+        if at_s > since_s and not any(kill_s <= at_s < kill_s + _SETTLED_S for kill_s in kills_s)
+    )
+
+
 class RayTransport:
     """Actors where they are placed. Owns the Ray that it started, and only that."""
 
@@ -62,7 +72,7 @@ class RayTransport:
         self._joined, self._local = joined, local
         self._node = ray.get_runtime_context().get_node_id()
         self._suspects: set[str] = set()
-        self._killed_s = -_SETTLED_S
+        self._kills_s: list[float] = []  # when actors were killed on purpose
         self._waiters = ThreadPoolExecutor(max_workers=_MOST_WAITING, thread_name_prefix="podium waits for Ray")
         self._waiting = 0
 
@@ -115,9 +125,7 @@ class RayTransport:
     def lost_processes(self, since_s: float) -> tuple[int, ...]:
         """Processes that Ray had started to become workers and that died since then (by time.monotonic) before they
         were any: Ray itself waits a minute for such a one. Those that were ended on purpose do not count."""
-        if self._local is None or self._killed_s + _SETTLED_S > time.monotonic():
-            return ()
-        return tuple(pid for pid, at_s in self._local.lost_workers if at_s > max(since_s, self._killed_s + _SETTLED_S))
+        return () if self._local is None else unexpected(self._local.lost_workers, self._kills_s, since_s)
 
     def _check_open(self) -> None:
         """Ray starts itself anew when it is used after its end."""
@@ -215,7 +223,7 @@ class RayTransport:
         )
 
     def _kill(self, actor: Any) -> None:
-        self._killed_s = time.monotonic()
+        self._kills_s.append(time.monotonic())
         if self._is_usable:
             ray.kill(actor, no_restart=True)
 
