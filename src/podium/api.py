@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from podium.spmd.export import ExportDtype, Which
     from podium.spmd.launch import RankPlace
     from podium.spmd.rank import Program
-    from podium.spmd.run import RunResult
+    from podium.spmd.result import RunResult
 
 
 def check(

@@ -26,8 +26,8 @@ from podium.engine.train_step import TrainEngine
 from podium.models.attention import packed_attention
 from podium.models.head import HeadSpec, fused_token_loss
 from podium.models.packing import Packing
+from podium.models.pieces import Box
 from podium.models.verify import self_check
-from podium.models.weights import Box
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
 
 pytestmark = [

@@ -24,7 +24,7 @@ from podium.data.tasks import PromptEncoder, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, set_aside_later
 from podium.errors import PlacementError, PodiumError, RoleError
-from podium.models.device import CpuSettings
+from podium.models.cpu_settings import CpuSettings
 from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
 from podium.recipe import Recipe
 from podium.roles.critic import Critic
@@ -39,7 +39,7 @@ from podium.roles.runner_handle import RunnerHandle
 from podium.roles.scorer import Scorer
 from podium.spmd.folder import RunFolder
 from podium.spmd.launch import InterruptHandler
-from podium.spmd.run import RunResult
+from podium.spmd.result import RunResult
 
 _SETTLE_S = 60.0
 ControlledProgram = Callable[[OnPolicyRun], Awaitable[None]]

@@ -9,7 +9,7 @@ from pathlib import Path
 from podium.cluster import Layout, MeshShape, Pool, Resources, RoleSpec
 from podium.controller.phases import CRITIC, GENERATOR, REFERENCE
 from podium.errors import CheckpointError
-from podium.models.device import CpuSettings
+from podium.models.cpu_settings import CpuSettings
 from podium.models.folder import local_folder
 from podium.recipe import ModelSection, Recipe
 from podium.roles.critic import Critic, CriticSpec

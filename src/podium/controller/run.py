@@ -20,7 +20,7 @@ from podium.controller.parts import Parts, Progress
 from podium.controller.step_log import StepLog
 from podium.data.tasks import DrawnTask, Task
 from podium.data.trajectories import RowsT
-from podium.engine.optimizer import learning_rate
+from podium.engine.schedule import learning_rate
 from podium.roles.carriers import SamplingPlan, UpdatePlan
 from podium.roles.learner import POLICY
 from podium.roles.stages import (

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from podium.controller.parts import Parts, Progress
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
-from podium.engine.optimizer import learning_rate
+from podium.engine.schedule import learning_rate
 from podium.errors import TrainingDivergedError
 from podium.observe import StepMetrics, StepView
 from podium.roles.stages import CriticReport, GradedRollouts, ScoredRollouts, UpdateReport

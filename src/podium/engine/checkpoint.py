@@ -32,7 +32,7 @@ from torch import Tensor
 
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
-from podium.models.weights import Box, Piece
+from podium.models.pieces import Box, Piece
 
 _FORMAT = 1
 _PARTIAL = ".partial-"

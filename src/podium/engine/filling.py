@@ -11,8 +11,9 @@ from podium.engine.parameters import TrainedParameter
 from podium.errors import CheckpointError, ModelError
 from podium.models.buffers import persistent_buffers
 from podium.models.causal_lm import PackedCausalLM
+from podium.models.pieces import Box, Piece
 from podium.models.scalar import PackedScalarLM
-from podium.models.weights import Box, Piece, WeightSource, base_name, fill, is_adapter
+from podium.models.weights import WeightSource, base_name, fill, is_adapter
 
 
 class Filling:

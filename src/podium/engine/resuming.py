@@ -10,7 +10,7 @@ from podium.engine.checkpoint import CheckpointReader
 from podium.engine.parameters import TrainedParameter
 from podium.engine.train_step import TrainEngine
 from podium.models.buffers import persistent_buffers
-from podium.models.weights import Box, Piece
+from podium.models.pieces import Box, Piece
 
 
 def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:

@@ -20,9 +20,10 @@ from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
 from podium.models.lora import HEAD, adapter_source, require_adapter_of
 from podium.models.new_tokens import with_new_tokens
+from podium.models.pieces import Box, Piece
 from podium.models.precision import set_dtypes
 from podium.models.scalar import PackedScalarLM, build_scalar
-from podium.models.weights import Box, CheckpointWeights, MemoryWeights, Piece, WeightSource, fill
+from podium.models.weights import CheckpointWeights, MemoryWeights, WeightSource, fill
 from podium.recipe import ModelSection
 
 PackedModel = PackedCausalLM | PackedScalarLM

@@ -8,9 +8,10 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
+
+from podium.models.cpu_settings import CpuSettings
 
 
 def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -32,22 +33,6 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 # More threads must pay clearly: the loader and other ranks want the cores too, and busy cores make hand-offs dear.
 _THREADS_MUST_PAY = 1.3
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CpuSettings:
-    """Torch threads of one rank, and whether oneDNN is on; `measured` says how they were found."""
-
-    threads: int
-    onednn: bool
-    measured: str = ""
-
-    def apply(self) -> None:
-        torch.set_num_threads(self.threads)
-        torch.backends.mkldnn.set_flags(self.onednn)
-
-    def __str__(self) -> str:
-        return f"{self.threads} thread{'s' if self.threads > 1 else ''} with oneDNN {'on' if self.onednn else 'off'}"
 
 
 @contextmanager

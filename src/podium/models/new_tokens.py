@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from podium.data.tokenizer import load_tokenizer, without_new_tokens
 from podium.errors import ModelError
-from podium.models.weights import Box, WeightSource
+from podium.models.pieces import Box
+from podium.models.weights import WeightSource
 from podium.recipe import ModelSection
 
 

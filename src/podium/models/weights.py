@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,36 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from podium.errors import ModelError
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor: start and stop in every dimension."""
-
-    starts: tuple[int, ...]
-    stops: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Box:
-        return cls((0,) * len(shape), tuple(shape))
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
-
-    @property
-    def is_empty(self) -> bool:
-        return any(size <= 0 for size in self.shape)
-
-    def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
-        base = origin or (0,) * len(self.starts)
-        return tuple(slice(a - o, b - o) for a, b, o in zip(self.starts, self.stops, base, strict=True))
-
-    def overlap(self, other: Box) -> Box:
-        return Box(
-            tuple(map(max, self.starts, other.starts)),
-            tuple(map(min, self.stops, other.stops)),
-        )
+from podium.models.pieces import Box, Piece
 
 
 class WeightSource(Protocol):
@@ -155,16 +126,6 @@ class CheckpointWeights:
 class _Conversion:
     converter: WeightConverter
     sources: list[tuple[str, str]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
-    """The part of one named tensor that this rank holds. Saving reads `local`; loading fills it in place."""
-
-    name: str
-    local: Tensor
-    box: Box
-    shape: tuple[int, ...]
 
 
 def fill(pieces: Iterable[Piece], source: WeightSource, *, padded_rows: Mapping[str, int]) -> None:

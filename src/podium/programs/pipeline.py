@@ -26,7 +26,7 @@ from podium.recipe.pipeline_loading import stage_recipe
 from podium.spmd.folder import RunFolder
 from podium.spmd.lineage import Prepared, read_note, short
 from podium.spmd.pipeline_folder import PipelineFolder, StageRecord
-from podium.spmd.run import RunResult
+from podium.spmd.result import RunResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
 from podium.models.causal_lm import load_config
-from podium.models.device import CpuSettings
+from podium.models.cpu_settings import CpuSettings
 from podium.recipe import ModelSection, RolloutSection
 from podium.roles.blocks import block_of
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan

@@ -26,7 +26,8 @@ from podium.engine.scoring import score
 from podium.engine.sharding import compute_dtype, place
 from podium.engine.train_step import TrainEngine
 from podium.models.cost import model_cost
-from podium.models.device import CpuSettings, choose_cpu_settings, matrix_peak
+from podium.models.cpu_settings import CpuSettings
+from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.verify import random_batch, self_check
 from podium.recipe import Recipe
 from podium.roles.blocks import empty_block

@@ -24,7 +24,7 @@ from podium.data.trajectories import TrajectoryId
 from podium.engine.mesh import check_devices, device_kind, join
 from podium.engine.sharding import compute_dtype
 from podium.errors import RolloutError
-from podium.models.device import CpuSettings
+from podium.models.cpu_settings import CpuSettings
 from podium.recipe import ModelSection, PlacementSection
 from podium.rollout.answers_file import AnswerKey, AnswerRecord, AnswersFile
 from podium.rollout.checkpoints import OpenedEngine, context_of, open_engine, require_engine

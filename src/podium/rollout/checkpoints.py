@@ -14,7 +14,8 @@ from podium.data.tokenizer import answer_text, require_embeddings
 from podium.engine.mesh import Mesh
 from podium.engine.sharding import compute_dtype, place
 from podium.models.causal_lm import PackedCausalLM, load_config
-from podium.models.device import CpuSettings, choose_cpu_settings
+from podium.models.cpu_settings import CpuSettings
+from podium.models.device import choose_cpu_settings
 from podium.models.packing import to_device
 from podium.models.verify import random_batch, self_check
 from podium.recipe import ModelSection, RolloutSection

@@ -24,7 +24,7 @@ from podium.spmd.launch import InterruptHandler, RankPlace
 
 if TYPE_CHECKING:
     from podium.spmd.rank import Program, RankTask
-    from podium.spmd.run import RunResult
+    from podium.spmd.result import RunResult
 
 _POOL = "ranks"
 _LOOK_S = 0.2

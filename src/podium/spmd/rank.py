@@ -32,7 +32,8 @@ from podium.engine.resuming import restore_optimizer
 from podium.engine.sharding import PackedModel, compute_dtype, place, place_scalar
 from podium.engine.train_step import TrainEngine
 from podium.models.cost import model_cost
-from podium.models.device import CpuSettings, choose_cpu_settings, matrix_peak
+from podium.models.cpu_settings import CpuSettings
+from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
 from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
@@ -40,7 +41,8 @@ from podium.recipe import Recipe
 from podium.spmd.evaluation import Evaluator
 from podium.spmd.folder import RunFolder
 from podium.spmd.launch import RankPlace, StopRequest
-from podium.spmd.run import Parts, Progress, RunResult, SpmdRun
+from podium.spmd.result import RunResult
+from podium.spmd.run import Parts, Progress, SpmdRun
 
 Program = Callable[[SpmdRun], None]
 

@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
@@ -20,15 +18,16 @@ from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLo
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter, Extras
 from podium.engine.mesh import Mesh
-from podium.engine.optimizer import learning_rate
 from podium.engine.resuming import checkpoint_pieces
+from podium.engine.schedule import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.errors import TrainingDivergedError
 from podium.models.cost import ModelCost
-from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch, TimeSummary
+from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch
 from podium.recipe import Recipe
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
 from podium.spmd.folder import RunFolder
+from podium.spmd.result import RunResult
 
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
 """Sums of a step's tally over all ranks, and its number of examples -> metrics."""
@@ -63,19 +62,6 @@ class TrainStep:
     def lengths(self) -> tuple[int, ...]:
         """Of all documents of the step."""
         return tuple(document.num_inputs for example in self.split.examples for document in example.documents)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """How a run ended."""
-
-    folder: Path
-    status: Literal["finished", "stopped"]
-    step: int
-    loss: float | None
-    heldout_loss: float | None
-    score: float | None
-    time: TimeSummary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from podium.models.weights import Box
+from podium.models.pieces import Box
 
 # The inner weights of one block stay in the cache of a CPU core; a kernel on a GPU reads them through its own.
 BLOCK = 1 << 17

@@ -28,7 +28,7 @@ from podium.engine.checkpoint import (
     to_remove,
 )
 from podium.errors import CheckpointError
-from podium.models.weights import Box, Piece
+from podium.models.pieces import Box, Piece
 
 EXTRAS = Extras(values={"updates": 7, "loader": {"epoch": 1}}, arrays={"buffer": np.arange(5, dtype=np.int32)})
 

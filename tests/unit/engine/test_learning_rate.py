@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from podium.engine.optimizer import learning_rate
+from podium.engine.schedule import learning_rate
 from podium.recipe import OptimizerSection
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from podium.models import device
-from podium.models.device import CpuSettings, choose_cpu_settings, matrix_peak
+from podium.models.cpu_settings import CpuSettings
+from podium.models.device import choose_cpu_settings, matrix_peak
 
 Times = Mapping[tuple[int, bool], float]
 

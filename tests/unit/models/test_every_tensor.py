@@ -25,7 +25,7 @@ from podium.errors import ModelError, UnsupportedModelError
 from podium.models import causal_lm
 from podium.models.buffers import computed_buffers, persistent_buffers, restore_buffers
 from podium.models.causal_lm import load_config, padded_parameters
-from podium.models.weights import Piece
+from podium.models.pieces import Piece
 from podium.recipe import ModelSection
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import check_manifest, verify_in_place

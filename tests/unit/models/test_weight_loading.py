@@ -19,7 +19,8 @@ from helpers.tiny import save_tiny_model
 from podium.engine.sharding import place
 from podium.errors import ModelError, UnsupportedModelError
 from podium.models.causal_lm import build, load_config, padded_vocabulary
-from podium.models.weights import Box, MemoryWeights, Piece, fill
+from podium.models.pieces import Box, Piece
+from podium.models.weights import MemoryWeights, fill
 from podium.recipe import ModelSection
 
 

@@ -22,7 +22,7 @@ from podium.recipe.resolving import resolved
 from podium.spmd.folder import RunFolder
 from podium.spmd.lineage import Prepared, require_what_export_reads, write_note
 from podium.spmd.pipeline_folder import PipelineFolder
-from podium.spmd.run import RunResult
+from podium.spmd.result import RunResult
 from podium.spmd.showing import show_lines
 
 STAGE: dict[str, Any] = {

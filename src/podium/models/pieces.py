@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of named tensors: what one rank holds of each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """A rectangular part of a tensor: start and stop in every dimension."""
+
+    starts: tuple[int, ...]
+    stops: tuple[int, ...]
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
+
+    @property
+    def is_empty(self) -> bool:
+        return any(size <= 0 for size in self.shape)
+
+    def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+        base = origin or (0,) * len(self.starts)
+        return tuple(slice(a - o, b - o) for a, b, o in zip(self.starts, self.stops, base, strict=True))
+
+    def overlap(self, other: Box) -> Box:
+        return Box(
+            tuple(map(max, self.starts, other.starts)),
+            tuple(map(min, self.stops, other.stops)),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Piece:
+    """The part of one named tensor that this rank holds. Saving reads `local`; loading fills it in place."""
+
+    name: str
+    local: Tensor
+    box: Box
+    shape: tuple[int, ...]
