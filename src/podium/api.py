@@ -287,7 +287,7 @@ def _train(prepared: Prepared) -> RunResult:
     made = prepared.recipe
     if SIGNALS[made.program].execution == "controlled":
         return _train_controlled(prepared)
-    from podium.programs import registry  # heavy: before the folder is made, so that little is left to fail
+    from podium.programs import spmd  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
     under = place_under_torchrun()
@@ -298,7 +298,7 @@ def _train(prepared: Prepared) -> RunResult:
         folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(registry.PROGRAMS[made.program], prepared, folder, resume_step=None)
+    return _launch(spmd.PROGRAMS[made.program], prepared, folder, resume_step=None)
 
 
 def _train_controlled(prepared: Prepared) -> RunResult:
@@ -308,8 +308,6 @@ def _train_controlled(prepared: Prepared) -> RunResult:
     _check_launcher(prepared.recipe, place_under_torchrun())
     RunFolder.check_free(prepared.recipe)
     with early_start(prepared.recipe) as start_up:
-        import podium.programs.registry  # noqa: F401  heavy: before the folder is made, so that little is left to fail
-
         folder = RunFolder.create(prepared.recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
         return _control(prepared, folder, resume_step=None, start_up=start_up)
 
@@ -324,9 +322,9 @@ def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
 
         with early_start(prepared.recipe) as start_up:
             return _control(prepared, folder, resume_step=step, start_up=start_up)
-    from podium.programs import registry
+    from podium.programs import spmd
 
-    return _launch(registry.PROGRAMS[program], prepared, folder, resume_step=step)
+    return _launch(spmd.PROGRAMS[program], prepared, folder, resume_step=step)
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
@@ -393,13 +391,17 @@ def _launch(program: Program, prepared: Prepared, folder: RunFolder, *, resume_s
 
 
 def _control(prepared: Prepared, folder: RunFolder, *, resume_step: int | None, start_up: StartUp) -> RunResult:
-    from podium.controller.drive import run_controlled
-    from podium.programs import registry
+    from podium.controller.drive import ControlledProgram, run_controlled
 
     recipe = prepared.recipe
+
+    def load_program() -> ControlledProgram:
+        from podium.programs import controlled  # imports torch
+
+        return controlled.PROGRAMS[recipe.program]
+
     with _living(prepared, folder, resume_step):
-        program = registry.CONTROLLED[recipe.program]
-        return run_controlled(program, recipe, folder, resume_step=resume_step, start_up=start_up)
+        return run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up)
 
 
 @contextmanager

@@ -21,8 +21,8 @@ from podium.recipe import ModelSection
 from podium.recipe.on_policy import EnvironmentSection
 from podium.roles.carriers import SamplingPlan
 from podium.roles.episode_runner import EpisodeRunner, RunnerSpec
-from podium.roles.generator import Generator
 from podium.roles.handles import GeneratorHandle
+from podium.roles.interfaces import Generator
 from podium.roles.runner_handle import RunnerHandle
 from podium.roles.stages import Rollouts
 

@@ -22,10 +22,7 @@ from podium.models.folder import read_config
 from podium.observe import read_metrics
 from podium.recipe import Recipe, parse_recipe
 from podium.recipe.resolving import resolved
-from podium.roles.critic import Critic
-from podium.roles.generator import Generator
-from podium.roles.learner import Learner
-from podium.roles.scorer import Scorer
+from podium.roles.interfaces import Critic, Generator, Learner, Scorer
 from podium.spmd.folder import RunFolder
 
 pytestmark = [

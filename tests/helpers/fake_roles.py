@@ -29,7 +29,7 @@ from podium.roles.blocks import empty_block
 from podium.roles.carriers import DistanceNote, EpisodeNote, Residency, SamplingPlan, UpdatePlan
 from podium.roles.grading_handle import Rewarded
 from podium.roles.handles import joined_distance
-from podium.roles.learner import LearnerFacts
+from podium.roles.interfaces import LearnerFacts
 from podium.roles.stages import CriticReport, Rollouts, UpdateReport, WeightedRollouts
 from podium.rollout.requests import Completion
 

@@ -33,9 +33,10 @@ from podium.engine.train_step import PendingReport, TrainEngine
 from podium.observe import read_metrics
 from podium.recipe import AlgorithmSection, PlacementSection, Recipe, parse_recipe
 from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard, ValueShard
-from podium.roles.critic import Critic, CriticShard, CriticSpec
+from podium.roles.critic import CriticRank
 from podium.roles.handles import even_parts, rank_batches
-from podium.roles.policy_update import PolicyUpdate, UpdateNote
+from podium.roles.interfaces import CriticShard, CriticSpec, UpdateNote
+from podium.roles.policy_update import PolicyUpdate
 from podium.spmd.launch import RankPlace
 
 # --- episodes ---
@@ -282,7 +283,7 @@ def estimate_and_learn(mesh: Mesh, folder: Path, episodes: Episodes, **algorithm
     spec = CriticSpec(
         recipe=recipe, folder=folder, checkpoints=folder / "critic", beside=folder / "critic", resume_step=None
     )
-    critic = Critic(seat_on(mesh, "critic"), spec)
+    critic = CriticRank(seat_on(mesh, "critic"), spec)
     mine = even_parts(full.lengths_N, mesh.world)[mesh.rank]
     rows = refs_of(full).take(mine)
     shard = ValueShard(

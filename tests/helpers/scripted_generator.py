@@ -12,14 +12,14 @@ import numpy as np
 
 from podium.cluster import Seat
 from podium.data.trajectories import TrajectoryId
-from podium.roles.generator import Generator
+from podium.roles.generator import GeneratorRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.engine import Load
 from podium.rollout.randomness import signed, stream_key, uniforms_on_host
 from podium.rollout.requests import Completion, Request
 
 
-class ScriptedGenerator(Generator):
+class ScriptedGenerator(GeneratorRank):
     """Only what episode runners ask of a generator."""
 
     def __init__(self, seat: Seat, letters: tuple[int, ...], end: int) -> None:

@@ -34,7 +34,7 @@ from podium.controller.run import OnPolicyRun
 from podium.data.tasks import Task, read_tasks
 from podium.observe import EvaluationView, MetricsFile, StepMetrics, Stopwatch, read_metrics
 from podium.observe.console import SilentConsole, StepView
-from podium.programs.registry import CONTROLLED
+from podium.programs import controlled
 from podium.spmd.folder import RunFolder
 
 
@@ -139,7 +139,7 @@ class Trial:
     async def _program(self, run: OnPolicyRun) -> None:
         """As a controlled run is driven: its files are closed while its loop still runs."""
         try:
-            await CONTROLLED[self.recipe.program](run)
+            await controlled.PROGRAMS[self.recipe.program](run)
         finally:
             self.parts.ledger.close()
             self.parts.metrics.close()

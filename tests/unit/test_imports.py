@@ -30,6 +30,30 @@ print(json.dumps({"step": result.step, "modules": sorted({name.split(".")[0] for
 """
 
 
+CONTROLLING = """
+import json, sys
+import podium.controller.drive
+before = sorted({name.split(".")[0] for name in sys.modules})
+import podium.programs.controlled, podium.controller.assembly
+print(json.dumps({"before": before, "after": sorted(sys.modules)}))
+"""
+
+READING = """
+import json, sys
+from podium.importing import import_transformers_without_torch
+from podium.data.tokenizer import load_tokenizer
+from podium.recipe import ModelSection
+if sys.argv[1] == "without":
+    import_transformers_without_torch()
+tokenizer = load_tokenizer(ModelSection(path=sys.argv[2]))
+chat = [{"role": "user", "content": "what is 7 + 5?"}]
+text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+tokens = tokenizer(text)["input_ids"]
+print(json.dumps({"kind": type(tokenizer).__name__, "text": text, "tokens": tokens, "decoded": tokenizer.decode(tokens),
+    "torch": "torch" in sys.modules}))
+"""
+
+
 def _recipe(folder: Path) -> Path:
     recipe = folder / "recipe.yaml"
     recipe.write_text(
@@ -42,9 +66,11 @@ def _recipe(folder: Path) -> Path:
     return recipe
 
 
-def _answer(script: str, recipe: Path) -> dict[str, Any]:
-    done = subprocess.run([sys.executable, "-c", script, str(recipe)], capture_output=True, text=True, timeout=120)
+def _answer(script: str, *arguments: str | Path) -> dict[str, Any]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+    assert "PyTorch" not in done.stderr
     answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
@@ -59,6 +85,22 @@ def test_checking_a_recipe_imports_nothing_heavy_and_answers_at_once(tmp_path: P
 
     assert {"torch", "transformers", "ray", "datasets", "pyarrow"}.isdisjoint(answer["modules"])
     assert answer["seconds"] < 1.0
+
+
+def test_the_controller_starts_workers_before_it_imports_torch_and_never_imports_a_model() -> None:
+    answer = _answer(CONTROLLING)
+
+    assert {"torch", "transformers"}.isdisjoint(answer["before"])
+    assert {"transformers", "podium.roles.learner", "podium.engine.sharding"}.isdisjoint(answer["after"])
+
+
+def test_a_tokenizer_is_the_same_where_transformers_was_kept_from_importing_torch(tmp_path: Path) -> None:
+    save_tiny_folder(tmp_path)
+
+    without, whole = (_answer(READING, how, tmp_path) for how in ("without", "with"))
+
+    assert (without.pop("torch"), whole.pop("torch")) == (False, True)
+    assert without == whole
 
 
 @pytest.mark.slow

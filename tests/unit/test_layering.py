@@ -14,12 +14,13 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights", "rollout",
-    "cluster", "spmd", "roles", "controller", "programs", "checks", "pipeline_checks", "api", "cli",
+    "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
+    "rollout", "cluster", "spmd", "roles", "controller", "programs", "checks", "pipeline_checks", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
     "errors",
+    "importing",
     "recipe",
     "observe",
     "data",
@@ -33,10 +34,13 @@ TORCH_FREE = (
     "spmd.pipeline_folder",
     "spmd.showing",
     "spmd.launch",
+    "spmd.result",
     "spmd.on_ray",
     "models.adapter_folder",
     "models.folder",
+    "models.cpu_settings",
     "engine.addresses",
+    "engine.schedule",
     "cluster",
     "weights.canary",
     "weights.parcels",
@@ -46,10 +50,19 @@ TORCH_FREE = (
     "rollout.jobs",
     "rollout.answers_file",
     "rollout.progress",
+    "roles.interfaces",
+    "roles.carriers",
+    "roles.grader",
+    "roles.episode_runner",
+    "roles.texts",
+    "controller.drive",
+    "controller.start_up",
+    "controller.layout",
+    "controller.phases",
 )
 # Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
 NOT_TORCH_FREE = ("cluster.rendezvous",)
-FREE_PACKAGES = ("spmd", "models", "engine", "weights", "rollout")
+FREE_PACKAGES = ("spmd", "models", "engine", "weights", "rollout", "roles", "controller")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,7 +26,7 @@ from podium.errors import RecipeError
 from podium.recipe import parse_recipe
 from podium.recipe.on_policy import EnvironmentSection
 from podium.recipe.schema import GenerationSection
-from podium.roles.generator import Generator
+from podium.roles.generator import GeneratorRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.requests import Completion, Request, Sampling
 
@@ -164,7 +164,7 @@ class BrokenEngine:
 
 
 def _generator(engine: Any) -> Any:
-    generator: Any = object.__new__(Generator)
+    generator: Any = object.__new__(GeneratorRank)
     generator._engine, generator._mailboxes, generator._peak_tokens = engine, Mailboxes(), 0
 
     class Spec:

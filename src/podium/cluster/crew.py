@@ -19,7 +19,7 @@ from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
-from podium.cluster.orders import Beat, Build, Envelope, Hello, Join, OpenMeeting, Order, Settle, Whereabouts
+from podium.cluster.orders import Beat, Build, Envelope, Hello, Import, Join, OpenMeeting, Order, Settle, Whereabouts
 from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.cluster.silence import Silence
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
@@ -258,6 +258,7 @@ class Crew:
             self._members[slot] = member
             member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
         await self._settle(slots, limit)
+        await self._import(slots, limit)
         if self.meets:
             await self._join(deadline)
         await self._build(slots, limit)
@@ -301,6 +302,16 @@ class Crew:
             slots, lambda slot: (Settle(worker=workers[slot], meshes=meshes),), "taking their places", deadline
         )
 
+    async def _import(self, slots: Sequence[int], deadline: Deadline) -> None:
+        """All at the same time: their process group would wait for the last one."""
+        roles = [role for role in self._layout.roles if role.pool == self.pool.name and role.implementation]
+        modules = tuple(dict.fromkeys(str(role.implementation).partition(":")[0] for role in roles))
+        if not modules and not self.pool.tokenizers_only:
+            return
+        self._tell(f"{self.pool.name}: importing {', '.join(modules) or 'transformers'}")
+        order = Import(modules=modules, tokenizers_only=self.pool.tokenizers_only)
+        await self.order_all(slots, lambda _: (order,), "importing their code", deadline)
+
     async def _join(self, deadline: Deadline) -> None:
         slots = range(self.pool.slots)
         limit = deadline.at_most(self._patience.rendezvous_s)
@@ -327,7 +338,8 @@ class Crew:
             mesh = self._layout.mesh(role)
             mine = [slot for slot in slots if role.pool == self.pool.name and slot in mesh.slots]
             methods = {name: parameters_of(method) for name, method in public_methods(role.kind).items()}
-            order = (Build(role=role.name, methods=methods), role.kind, role.arguments)
+            build = Build(role=role.name, methods=methods, implementation=role.implementation)
+            order = (build, role.kind, role.arguments)
             if mine:
                 self._tell(f"{self.pool.name}: building {role.name}")
                 await self.order_all(mine, dict.fromkeys(mine, order).__getitem__, f"building {role.name}", deadline)

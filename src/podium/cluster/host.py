@@ -30,6 +30,7 @@ from podium.cluster.orders import (
     Envelope,
     Failure,
     Hello,
+    Import,
     Introduce,
     Invoke,
     Join,
@@ -44,6 +45,7 @@ from podium.cluster.seat import Seat
 from podium.cluster.spans import SpanRecorder
 from podium.engine.addresses import DeviceKind
 from podium.errors import ClusterError, PodiumError
+from podium.importing import import_all, import_transformers_without_torch, load_object
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -145,6 +147,10 @@ class RoleHost:
                 self._worker = order.worker
                 self._meshes = {mesh.role: mesh for mesh in order.meshes}
                 self._devices = dict.fromkeys(self._meshes)
+            case Import():
+                if order.tokenizers_only and self._own_process:
+                    import_transformers_without_torch()
+                import_all(order.modules)
             case OpenMeeting():
                 from podium.cluster.rendezvous import serve
 
@@ -173,6 +179,8 @@ class RoleHost:
 
     def _build(self, order: Build, kind: type[Any], arguments: tuple[Any, ...]) -> None:
         assert self._worker is not None
+        if order.implementation is not None:
+            kind = _implementation(order.implementation, kind)
         here = {name: parameters_of(method) for name, method in public_methods(kind).items()}
         for name, parameters in order.methods.items():
             if here.get(name) != parameters:
@@ -223,6 +231,13 @@ class RoleHost:
             note=made.note,
         )
         return head, rows
+
+
+def _implementation(place: str, interface: type[Any]) -> type[Any]:
+    found = load_object(place)
+    if not isinstance(found, type) or not issubclass(found, interface):
+        raise ClusterError(f"{place} is to implement {interface.__name__}, and is no subclass of it.")
+    return found
 
 
 def parameters_of(method: Any) -> tuple[str, ...]:

@@ -81,6 +81,7 @@ class Pool:
     collectives: bool = True
     one_node: bool = False  # all slots on one node; else only those that share a data rank
     spread: bool = False  # prefer many nodes to few
+    tokenizers_only: bool = False  # of transformers its workers use nothing else, so that they need no torch
 
     def __post_init__(self) -> None:
         if self.slots < 1:
@@ -89,7 +90,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """A role: the class that a worker builds as `kind(seat, *arguments)`, and the mesh of its workers."""
+    """A role: the class that a worker builds as `kind(seat, *arguments)`, and the mesh of its workers. Where `kind` is
+    an interface, `implementation` names the class to build as "module:Class", which only workers import."""
 
     name: str
     kind: type[Any]
@@ -97,6 +99,7 @@ class RoleSpec:
     mesh: MeshShape = field(default_factory=MeshShape)
     arguments: tuple[Any, ...] = ()
     slots: tuple[int, ...] | None = None  # of the pool; default: the first ones
+    implementation: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

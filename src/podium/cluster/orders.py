@@ -53,11 +53,20 @@ class Join:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Import:
+    """Import what your roles are made of, before anything waits for it."""
+
+    modules: tuple[str, ...]
+    tokenizers_only: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
     """Build this role; its class and arguments travel beside the order. `methods` is what the controller may call."""
 
     role: str
     methods: Mapping[str, tuple[str, ...]]  # name -> parameters
+    implementation: str | None = None  # "module:Class", where the class that travels is an interface
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +110,7 @@ class Invoke:
         return Invoke, (self.worker, self.role, self.method, self.wants)
 
 
-Order = Settle | OpenMeeting | Join | Build | Connect | Disconnect | Introduce | Invoke
+Order = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | Introduce | Invoke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

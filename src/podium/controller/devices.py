@@ -14,7 +14,7 @@ from podium.controller.parts import Parts
 from podium.controller.phases import GENERATOR, Phase, residency
 from podium.roles.carriers import Residency
 from podium.roles.handles import send_weights
-from podium.roles.learner import POLICY
+from podium.roles.interfaces import POLICY
 from podium.weights.parcels import ByBroadcast
 
 

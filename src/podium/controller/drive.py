@@ -5,60 +5,50 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from podium.cluster import Cluster, RayCluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread
 from podium.cluster.crew import Patience
-from podium.controller.evaluation import heldout_limit
-from podium.controller.layout import GRADER, LINK, RUNNER, layout_of, num_learners, role_names
-from podium.controller.ledger import Ledger
-from podium.controller.parts import Parts, Progress, Roles
-from podium.controller.phases import GENERATOR, who_leaves
-from podium.controller.prompts import PromptSource
-from podium.controller.run import OnPolicyRun
+from podium.controller.layout import LINK, RUNNER, layout_of, num_learners
+from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp
-from podium.data.tasks import PromptEncoder, read_tasks
-from podium.data.tokenizer import load_tokenizer
-from podium.engine.checkpoint import CheckpointReader, set_aside_later
 from podium.errors import PlacementError, PodiumError, RoleError
+from podium.importing import collector_off
 from podium.models.cpu_settings import CpuSettings
-from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
+from podium.observe import Stopwatch, open_console
 from podium.recipe import Recipe
-from podium.roles.critic import Critic
-from podium.roles.episode_runner import EpisodeRunner
-from podium.roles.generator import Generator
-from podium.roles.grader import Grader
-from podium.roles.grading_handle import GraderHandle, RewardModelHandle
-from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
-from podium.roles.learner import POLICY, Learner, LearnerFacts
-from podium.roles.reward_model import RewardModel
-from podium.roles.runner_handle import RunnerHandle
-from podium.roles.scorer import Scorer
+from podium.roles.interfaces import POLICY
 from podium.spmd.folder import RunFolder
 from podium.spmd.launch import InterruptHandler
 from podium.spmd.result import RunResult
 
+if TYPE_CHECKING:
+    from podium.controller.assembly import Inputs
+    from podium.controller.run import OnPolicyRun
+
 _SETTLE_S = 60.0
-ControlledProgram = Callable[[OnPolicyRun], Awaitable[None]]
+First = TypeVar("First")
+Second = TypeVar("Second")
+ControlledProgram = Callable[["OnPolicyRun"], Awaitable[None]]
 
 
 def run_controlled(
-    program: ControlledProgram,
+    load_program: Callable[[], ControlledProgram],
     recipe: Recipe,
     folder: RunFolder,
     *,
     resume_step: int | None,
     start_up: StartUp | None = None,
 ) -> RunResult:
-    """Runs the program on Ray (or inline, where the recipe says so), which may be `start_up`'s. The first Ctrl-C saves
-    and stops at the end of the step, the second ends at once."""
+    """Runs the program on Ray (or inline, where the recipe says so), which may be `start_up`'s. The program is loaded
+    while workers start. The first Ctrl-C saves and stops at the end of the step, the second ends at once."""
     interrupts = InterruptHandler(folder.stop_file)
     with interrupts:
         try:
-            return asyncio.run(_drive(program, recipe, folder, resume_step, interrupts, start_up or StartUp()))
+            return asyncio.run(_drive(load_program, recipe, folder, resume_step, interrupts, start_up or StartUp()))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
@@ -66,7 +56,7 @@ def run_controlled(
 
 
 async def _drive(
-    program: ControlledProgram,
+    load_program: Callable[[], ControlledProgram],
     recipe: Recipe,
     folder: RunFolder,
     resume_step: int | None,
@@ -77,66 +67,51 @@ async def _drive(
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
     watch = Stopwatch()
+
+    def prepare() -> tuple[ControlledProgram, Inputs]:
+        """The controller's own imports and data, beside the start of the workers."""
+        start_up.tell("controller: importing torch, reading tokenizer and prompts")
+        with collector_off():
+            program = load_program()
+            from podium.controller.assembly import read_inputs
+        return program, read_inputs(recipe, folder, resume_step)
+
     with ExitStack() as stack:
         console = open_console(rank=0, log_every=recipe.run.log_every)
         stack.callback(console.close)
-        with watch.span("start-up"):
-            reader = None
-            if resume_step is not None:
-                reader = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}")
-                for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
-                    set_aside_later(part, resume_step)
-            saved: Mapping[str, Any] = reader.record["extras"] if reader is not None else {}
-            encoder = PromptEncoder(load_tokenizer(recipe.model))
-            prompts = PromptSource(recipe, encoder, saved.get("cursor"))
-            generation = recipe.evaluation.generation
-            limit = heldout_limit(generation, recipe.evaluation.max_documents)
-            heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
+        preparing = asyncio.ensure_future(asyncio.to_thread(prepare))
+        preparing.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio prints it as lost
+        if recipe.placement.launcher == "inline":  # its workers would import the same modules at the same time
+            with watch.span("start-up"):
+                await preparing
         async with _opened(recipe, watch, start_up) as cluster:
             with watch.span("start-up"):
-                workers = await _started(recipe, folder, cluster, resume_step)
-                roles = await _roles(recipe, workers, console.warning)
-                start_up.tell("ready")
-            ledger = Ledger(folder.path / "episodes.sqlite")
-            stack.callback(ledger.close)
-            ledger.rewind(resume_step or 0)
-            loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=resume_step)
-            for logger in loggers:
-                stack.callback(logger.close)
-            metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=resume_step or 0))
-            folder.forget_samples_after(resume_step or 0)
-            facts = roles.policy.facts
-            if facts.cpu is not None:
-                folder.update(
-                    cpu={"ranks": roles.policy.num_ranks, "threads": facts.cpu.threads, "onednn": facts.cpu.onednn}
+                (program, inputs), workers = await _both(
+                    preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step))
                 )
-            parts = Parts(
-                recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=role_names(recipe),
-                prompts=prompts, heldout=heldout, ledger=ledger, console=console, metrics=metrics, loggers=loggers,
-                watch=watch, stop_requested=folder.stop_file.exists,
-                leaving=who_leaves(
-                    role_names(recipe).on_devices, colocated=recipe.placement.layout == "colocated",
-                    optimizer_bytes=facts.optimizer_bytes, device_bytes=facts.device_bytes,
-                    asked=recipe.rollout.offload_optimizer,
-                ),
-            )  # fmt: skip
-            progress = Progress(
-                step=resume_step or 0,
-                kl_coefficient=saved.get("kl_coefficient"),
-                skipped_in_a_row=saved.get("skipped_in_a_row", 0),
-                version=saved.get("version"),
-            )
-            console.header(_header(recipe, folder, roles, resume_step))
-            run = OnPolicyRun(parts, progress)
+                start_up.tell("ready")
+                from podium.controller.assembly import assemble, result_of
+
+                run = await assemble(inputs, cluster, workers, console, watch, stack)
             try:
                 await program(run)
             except Exception:
                 # What was being saved is saved, as far as the learners still answer.
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(_SETTLE_S):
-                        await roles.policy.finish_saving()
+                        await run.policy.finish_saving()
                 raise
-            return _result(run, folder, watch)
+            return result_of(run, folder, watch)
+
+
+async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) -> tuple[First, Second]:
+    """Waits for both; the first failure ends the wait, and the other is over too when it is raised."""
+    try:
+        return await asyncio.gather(first, second)
+    finally:
+        for each in (first, second):
+            each.cancel()
+        await asyncio.gather(first, second, return_exceptions=True)
 
 
 @asynccontextmanager
@@ -176,64 +151,6 @@ async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_s
     if placement.layout == "split":
         await workers.connect(LINK, [POLICY, GENERATOR])
     return workers
-
-
-async def _roles(recipe: Recipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
-    names = role_names(recipe)
-    policy = await LearnerHandle.open(workers.role(POLICY, Learner))
-    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
-    grader = GraderHandle(
-        workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn
-    )
-    generator = GeneratorHandle(workers.role(GENERATOR, Generator))
-    runner = None
-    if recipe.environment is not None:
-        runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, warn=warn)
-    return Roles(
-        policy=policy,
-        generator=generator,
-        runner=runner,
-        grader=grader,
-        reward_models=tuple(
-            (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in names.reward_models
-        ),
-        critic=CriticHandle(workers.role(names.critic, Critic), policy) if names.critic is not None else None,
-        reference=ScorerHandle(workers.role(names.reference, Scorer)) if names.reference is not None else None,
-        teachers=tuple(ScorerHandle(workers.role(name, Scorer)) for name in names.teachers),
-    )
-
-
-def _header(recipe: Recipe, folder: RunFolder, roles: Roles, resume_step: int | None) -> list[str]:
-    facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
-    episodes = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples"
-    lines = [
-        f"run: {folder.path}" + (f" (resumed after step {resume_step})" if resume_step else ""),
-        f"program: {recipe.program}, {recipe.steps} steps of {episodes}, up to {rollout.max_new_tokens} new tokens",
-        f"model: {facts.architecture}, {facts.num_parameters / 1e6:.2f}M parameters{_adapter(facts)}, {facts.dtype} "
-        "compute, float32 masters",
-        f"devices: {placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
-        f"{roles.generator.num_engines} generate ({rollout.engine})",
-    ]
-    if facts.cpu is not None:
-        lines.append(f"cpu: {facts.cpu} per worker ({facts.cpu.measured})")
-    return lines
-
-
-def _adapter(facts: LearnerFacts) -> str:
-    count = facts.trained_parameters
-    return "" if count is None else f" ({count / 1e6:.3g}M of them an adapter's, the others frozen)"
-
-
-def _result(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResult:
-    return RunResult(
-        folder=folder.path,
-        status="finished" if run.step >= run.recipe.steps else "stopped",
-        step=run.step,
-        loss=run.last_loss,
-        heldout_loss=None,
-        score=run.evaluation.score if run.evaluation is not None else None,
-        time=watch.summary(),
-    )
 
 
 def _told(error: RoleError) -> PodiumError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from podium.cluster import Layout, MeshShape, Pool, Resources, RoleSpec
 from podium.controller.phases import CRITIC, GENERATOR, REFERENCE
@@ -12,13 +13,23 @@ from podium.errors import CheckpointError
 from podium.models.cpu_settings import CpuSettings
 from podium.models.folder import local_folder
 from podium.recipe import ModelSection, Recipe
-from podium.roles.critic import Critic, CriticSpec
 from podium.roles.episode_runner import EpisodeRunner, RunnerSpec
-from podium.roles.generator import Generator, GeneratorSpec
 from podium.roles.grader import Grader, GraderSpec
-from podium.roles.learner import MICRO_BATCH, POLICY, Learner, LearnerSpec
-from podium.roles.reward_model import RewardModel, RewardModelSpec
-from podium.roles.scorer import Scorer, ScorerSpec
+from podium.roles.interfaces import (
+    IMPLEMENTATIONS,
+    MICRO_BATCH,
+    POLICY,
+    Critic,
+    CriticSpec,
+    Generator,
+    GeneratorSpec,
+    Learner,
+    LearnerSpec,
+    RewardModel,
+    RewardModelSpec,
+    Scorer,
+    ScorerSpec,
+)
 from podium.spmd.folder import RunFolder
 
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
@@ -78,25 +89,18 @@ def layout_of(
     names, ranks = role_names(recipe), num_learners(recipe)
     apart = recipe.placement.devices - ranks
     each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
-    helper = Resources(cpus=_HELPER_CPUS)
     pools = [Pool(name=TRAIN, slots=ranks, each=each)]
     roles = _train_roles(recipe, folder, names, ranks=ranks, device=device, resume_step=resume_step, cpu=cpu)
     if apart:
         pools.append(Pool(name=ROLLOUT, slots=apart, each=each, collectives=False))
         generator = _generator(recipe, learner=None)
-        roles.append(
-            RoleSpec(
-                name=GENERATOR, kind=Generator, pool=ROLLOUT, mesh=MeshShape(replica=apart), arguments=(generator,)
-            )
-        )
+        roles.append(_role(GENERATOR, Generator, ROLLOUT, MeshShape(replica=apart), generator))
     else:
         generator = _generator(recipe, learner=POLICY)
-        roles.append(
-            RoleSpec(name=GENERATOR, kind=Generator, pool=TRAIN, mesh=MeshShape(replica=ranks), arguments=(generator,))
-        )
+        roles.append(_role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks), generator))
     if recipe.environment is not None:
         runners = recipe.environment.runners
-        pools.append(Pool(name=RUNNERS, slots=runners, each=helper, collectives=False))
+        pools.append(_helpers(RUNNERS, runners, recipe))
         runner = RunnerSpec(
             model=recipe.model, environment=recipe.environment, generator=GENERATOR,
             max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s,
@@ -108,13 +112,24 @@ def layout_of(
         )
     # Also where only models reward: somebody has to read what was answered.
     count = recipe.grading.workers
-    pools.append(Pool(name=GRADERS, slots=count, each=helper, collectives=False))
+    pools.append(_helpers(GRADERS, count, recipe))
     roles.append(
         RoleSpec(
             name=GRADER, kind=Grader, pool=GRADERS, mesh=MeshShape(replica=count), arguments=(GraderSpec.of(recipe),)
         )
     )
     return Layout(pools=tuple(pools), roles=tuple(roles))
+
+
+def _helpers(name: str, count: int, recipe: Recipe) -> Pool:
+    """Workers without a device."""
+    return Pool(
+        name=name,
+        slots=count,
+        each=Resources(cpus=_HELPER_CPUS),
+        collectives=False,
+        tokenizers_only=not recipe.model.trust_remote_code,  # a tokenizer's own code may ask for more
+    )
 
 
 def _train_roles(
@@ -136,7 +151,7 @@ def _train_roles(
         recipe=recipe, folder=model, checkpoints=run / folder.checkpoints.name, resume_step=resume_step,
         cpu=cpu,
     )  # fmt: skip
-    roles = [RoleSpec(name=POLICY, kind=Learner, pool=TRAIN, mesh=mesh, arguments=(learner,))]
+    roles = [_role(POLICY, Learner, TRAIN, mesh, learner)]
     if names.critic is not None:
         critic = CriticSpec(
             recipe=recipe,
@@ -145,7 +160,7 @@ def _train_roles(
             beside=run / folder.checkpoints.name,
             resume_step=resume_step,
         )
-        roles.append(RoleSpec(name=names.critic, kind=Critic, pool=TRAIN, mesh=mesh, arguments=(critic,)))
+        roles.append(_role(names.critic, Critic, TRAIN, mesh, critic))
     if names.reference is not None:
         assert recipe.algorithm.kl is not None
         at = recipe.algorithm.kl.reference
@@ -155,13 +170,13 @@ def _train_roles(
             checkpoints=run / "reference", beside=run / folder.checkpoints.name,
             begin=_reference_begin(run, resume_step, refreshed=recipe.algorithm.kl.refresh_every is not None),
         )  # fmt: skip
-        roles.append(RoleSpec(name=names.reference, kind=Scorer, pool=TRAIN, mesh=mesh, arguments=(spec,)))
+        roles.append(_role(names.reference, Scorer, TRAIN, mesh, spec))
     for number, (name, teacher) in enumerate(zip(names.teachers, recipe.teachers, strict=True)):
         spec = ScorerSpec(
             model=_section(recipe, teacher.path), folder=local_folder(teacher.path, f"teachers.{number}.path"),
             max_tokens=max_tokens, seed=recipe.run.seed, policy=recipe.model,
         )  # fmt: skip
-        roles.append(RoleSpec(name=name, kind=Scorer, pool=TRAIN, mesh=mesh, arguments=(spec,)))
+        roles.append(_role(name, Scorer, TRAIN, mesh, spec))
     for index, name in names.reward_models:
         at = recipe.reward[index].model
         assert at is not None
@@ -172,8 +187,13 @@ def _train_roles(
             max_tokens=max_tokens,
             tools=recipe.environment is not None and bool(recipe.environment.tools),
         )
-        roles.append(RoleSpec(name=name, kind=RewardModel, pool=TRAIN, mesh=mesh, arguments=(scorer,)))
+        roles.append(_role(name, RewardModel, TRAIN, mesh, scorer))
     return roles
+
+
+def _role(name: str, kind: type[Any], pool: str, mesh: MeshShape, spec: object) -> RoleSpec:
+    """A role whose class only its workers import."""
+    return RoleSpec(name=name, kind=kind, pool=pool, mesh=mesh, arguments=(spec,), implementation=IMPLEMENTATIONS[kind])
 
 
 def _generator(recipe: Recipe, *, learner: str | None) -> GeneratorSpec:

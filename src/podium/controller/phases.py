@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Literal
 
 from podium.roles.carriers import Residency
-from podium.roles.learner import POLICY
+from podium.roles.interfaces import POLICY
 
 Phase = Literal["rollout", "grade", "score", "update", "refresh", "save"]
 """`refresh`: the reference becomes a copy of the policy. `save`: whatever a checkpoint holds is there. An evaluation is

@@ -22,7 +22,7 @@ from podium.data.tasks import DrawnTask, Task
 from podium.data.trajectories import RowsT
 from podium.engine.schedule import learning_rate
 from podium.roles.carriers import SamplingPlan, UpdatePlan
-from podium.roles.learner import POLICY
+from podium.roles.interfaces import POLICY
 from podium.roles.stages import (
     CriticReport,
     GradedRollouts,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a controlled run begins before its code is imported: a local Ray, which starts beside the imports."""
+"""What of a controlled run begins first: a local Ray, which starts beside all else."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ def early_start(recipe: Recipe) -> Iterator[StartUp]:
         return
     tell = StartUpLog(open_console(rank=0))
     if os.environ.get("RAY_ADDRESS") or is_connected():
-        tell("importing torch and transformers")
         yield StartUp(tell=tell)
         return
-    tell("starting Ray, importing torch and transformers")
+    tell("starting Ray")
     local = LocalRay(RayCluster(heartbeat_timeout_s=recipe.placement.heartbeat_timeout_s))
     try:
         yield StartUp(tell=tell, ray=local)

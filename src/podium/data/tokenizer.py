@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import ModelError
+from podium.importing import collector_off
 from podium.recipe.schema import ModelSection, NewTokensSection
 
 _TOKENIZER_FILES = (
@@ -32,7 +33,8 @@ def load_tokenizer(section: ModelSection) -> Any:
             f"{key}: there is no folder {path}. Give the folder of a Hugging Face checkpoint, or a hub id."
         )
     template = _template(section)
-    from transformers import AutoTokenizer
+    with collector_off():
+        from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(

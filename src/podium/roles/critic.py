@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from podium.algorithms.returns import Moments, gae
 from podium.algorithms.values import ValueStatistics, value_loss, value_statistics
-from podium.cluster import Computed, RowRefs, Seat
+from podium.cluster import Computed, Seat
 from podium.data.tokenizer import load_tokenizer
-from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
@@ -30,45 +29,12 @@ from podium.engine.sharding import place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
 from podium.errors import ModelError
 from podium.models.scalar import PackedScalarLM
-from podium.recipe import AlgorithmSection, Recipe
+from podium.recipe import AlgorithmSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ValueShard
-from podium.roles.learner import MICRO_BATCH
+from podium.roles.interfaces import MICRO_BATCH, Critic, CriticNote, CriticShard, CriticSpec
 from podium.roles.policy_update import packed_rows, token_rewards
 from podium.rollout.engine import MemoryChange
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticSpec:
-    """How a critic is built."""
-
-    recipe: Recipe
-    folder: Path
-    checkpoints: Path
-    beside: Path  # checkpoints of the policy: a critic is kept as long as its policy
-    resume_step: int | None
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CriticShard:
-    """One data rank's share of a critic's update."""
-
-    rows: RowRefs[TrajectoryBlock]
-    columns: RowRefs[ValueColumns]
-    batches: tuple[tuple[Ints, ...], ...]
-
-    @property
-    def ids(self) -> TrajectoryIds:
-        return self.rows.ids
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticNote:
-    """What one rank has to say of an update."""
-
-    statistics: ValueStatistics
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,8 +47,8 @@ class _ValueObjective:
         return value_loss(values_S, self.old_S, self.returns_S, clip=self.clip)
 
 
-class Critic:
-    """All methods are collective where there are several ranks."""
+class CriticRank(Critic):
+    """One rank of the critic."""
 
     def __init__(self, seat: Seat, spec: CriticSpec) -> None:
         transformers.logging.set_verbosity_error()
@@ -120,8 +86,6 @@ class Critic:
         self._leaving: OffloadedTensors | None = None
 
     def estimate(self, shard: ValueShard, algorithm: AlgorithmSection, kl_coefficient: float) -> Computed[ValueColumns]:
-        """Values of all trained tokens, generalised advantages (not whitened yet) and returns; the note has the
-        advantages' moments."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._seat.span("values"):
             values_T = values(self._model, self._mesh, block, max_tokens=self._max_tokens).values_T
@@ -150,7 +114,6 @@ class Critic:
         return Computed(rows=columns, note=Moments.of(advantages_T, torch.from_numpy(trained_T)))
 
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
-        """All optimizer steps over one batch."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         columns = shard.columns.read() if len(shard.columns) else None
         trained_T = block.loss_mask_T.copy()
@@ -182,7 +145,6 @@ class Critic:
         return Computed(done=shard.ids, note=note)
 
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: optimizer state and weights are in host memory; nothing else reads them."""
         if residency == "offloaded" and self._leaving is None:
             leaving = {id(each): each for each in what_can_leave(self._engine.optimizer)}
             leaving |= {id(each): each for each in self._model.parameters()}

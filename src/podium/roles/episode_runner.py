@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
-import transformers
 
 from podium.cluster import Computed, Seat
 from podium.cluster.lines import Line
@@ -32,7 +31,7 @@ from podium.environments.transcript import TurnTokenizer, check_template
 from podium.models.folder import local_folder
 from podium.recipe import EnvironmentSection, ModelSection
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
-from podium.roles.generator import Generator
+from podium.roles.interfaces import Generator
 from podium.rollout.requests import Completion, Request, Sampling
 
 _BLOCK_EVERY_S = 0.5
@@ -55,6 +54,8 @@ class EpisodeRunner:
     """Episodes are coroutines of one event loop. The environment's own code runs in processes beside it."""
 
     def __init__(self, seat: Seat, spec: RunnerSpec) -> None:
+        import transformers  # not with this module, which the controller imports too
+
         transformers.logging.set_verbosity_error()
         self._seat, self._spec = seat, spec
         self._output = OutputCap(f"the environment of {seat.worker}")

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import transformers
@@ -18,11 +16,10 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
 from podium.models.causal_lm import load_config
-from podium.models.cpu_settings import CpuSettings
-from podium.recipe import ModelSection, RolloutSection
 from podium.roles.blocks import block_of
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
-from podium.roles.learner import Learner
+from podium.roles.interfaces import Generator, GeneratorSpec
+from podium.roles.learner import LearnerRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.checkpoints import open_engine
 from podium.rollout.engine import Load, MemoryChange, RolloutEngine
@@ -38,21 +35,8 @@ _IDLE_S = 0.05
 _BLOCK_EVERY_S = 0.5
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GeneratorSpec:
-    """How a generator is built."""
-
-    model: ModelSection
-    folder: Path
-    rollout: RolloutSection
-    max_length: int
-    learner: str | None  # role on the same device whose weights it uses; None: it has its own
-    cpu: CpuSettings | None = None
-    deadline_s: float = 600.0  # without progress
-
-
-class Generator:
-    """One engine. `generate` works on the worker's work thread; control methods may come meanwhile."""
+class GeneratorRank(Generator):
+    """One engine."""
 
     def __init__(self, seat: Seat, spec: GeneratorSpec) -> None:
         transformers.logging.set_verbosity_error()
@@ -61,13 +45,12 @@ class Generator:
         self._encoder = PromptEncoder(self._tokenizer)
         self._stops = stop_tokens(self._tokenizer, spec.folder)
         self._copy: WholeCopy | None = None
-        self._learner: Learner | None = None
+        self._learner: LearnerRank | None = None
         self._engine: RolloutEngine = self._open()
         self._peak_tokens = 0
         self._mailboxes = Mailboxes()
 
     def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
-        """Answers every prompt of the shard; whole groups are yielded as they finish."""
         before, began = self._engine.load(), time.perf_counter()
         with self._seat.span("submitting"):
             self._engine.submit(self._requests(shard, plan))
@@ -88,8 +71,6 @@ class Generator:
         yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
 
     def serve(self) -> tuple[Metric, ...]:
-        """Answers what episode runners ask for with `exchange`, until `stop_serving`. Waits for them, a moment at a
-        time."""
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
         try:
@@ -103,15 +84,12 @@ class Generator:
         return self._metrics(before, time.perf_counter() - began)
 
     def begin_serving(self) -> None:
-        """Before `serve`: runners may ask from now on."""
         self._mailboxes.open()
 
     def stop_serving(self) -> None:
-        """All episodes are over. For a control thread: `serve` keeps the other."""
         self._mailboxes.close()
 
     def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
-        """Takes a runner's new requests and gives what is done of its earlier ones. For control threads."""
         if requests:
             ids = [request.id for request in requests]
             self._mailboxes.expect(runner, ids)  # before an answer can come
@@ -123,24 +101,19 @@ class Generator:
         return self._mailboxes.fetch(runner, wait_s)
 
     def forget(self, runner: str) -> None:
-        """The runner is dead: what it asked for is not generated any further. For control threads."""
         self._engine.cancel(self._mailboxes.of(runner))
 
     def install(self, parcel: Parcel) -> int:
-        """Takes published weights that travel; returns the bytes that came."""
         device = torch.device(self._seat.device)
         delivery = received(parcel, device=device, link=self._seat.transfer)
         self._engine.install(parcel.version, delivery)
         return delivery.moved_bytes if delivery is not None else 0
 
     def check_base(self, version: WeightVersion) -> None:
-        """Raises unless the frozen weights that this engine has read are those of the learner."""
         assert isinstance(self._engine, NativeEngine)
         self._engine.check_frozen(version)
 
     def share(self, number: int) -> str:
-        """Takes the weights of the learner on this device as version `number`; returns their fingerprint. Collective
-        where the learner is sharded."""
         assert self._learner is not None
         assert isinstance(self._engine, NativeEngine)
         self._engine.wake()
@@ -154,7 +127,6 @@ class Generator:
         return version.fingerprint
 
     def hold(self, residency: Residency) -> MemoryChange:
-        """Active: awake. Offloaded: the cache (and the copy of the weights, if there is one) is given back."""
         if residency == "offloaded":
             return self._engine.sleep()
         return self._engine.wake()
@@ -175,7 +147,7 @@ class Generator:
                 cpu=spec.cpu,
             )  # fmt: skip
             return opened.engine
-        self._learner = learner = seat.roommate(spec.learner, Learner)
+        self._learner = learner = seat.roommate(spec.learner, LearnerRank)
         mesh, model = learner.mesh, learner.engine.language_model
         if mesh.world > 1:
             config = load_config(spec.folder, trust_remote_code=spec.model.trust_remote_code)

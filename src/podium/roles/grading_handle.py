@@ -17,7 +17,7 @@ from podium.errors import ClusterError, DeadlineError, WorkerDiedError
 from podium.roles.carriers import Floats, GradeNote, GradeShard, Residency
 from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S, even_parts
-from podium.roles.reward_model import RewardModel
+from podium.roles.interfaces import RewardModel
 from podium.roles.stages import Rollouts
 from podium.rollout.engine import MemoryChange
 

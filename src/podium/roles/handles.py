@@ -31,10 +31,7 @@ from podium.roles.carriers import (
     UpdateShard,
     ValueShard,
 )
-from podium.roles.critic import Critic, CriticShard
-from podium.roles.generator import Generator
-from podium.roles.learner import Learner, LearnerFacts
-from podium.roles.scorer import Scorer
+from podium.roles.interfaces import Critic, CriticShard, Generator, Learner, LearnerFacts, Scorer
 from podium.roles.stages import CriticReport, UpdateReport, WeightedRollouts
 from podium.rollout.engine import Load, MemoryChange
 from podium.weights.canary import LogprobGap

@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +13,6 @@ import transformers
 
 from podium.algorithms.dense import token_cross_entropy
 from podium.cluster import Computed, Seat
-from podium.data.costs import SequenceCost
 from podium.data.trajectories import TokenColumn
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import Mesh, adopt
@@ -29,55 +26,20 @@ from podium.models.cost import model_cost
 from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.verify import random_batch, self_check
-from podium.recipe import Recipe
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ScoreShard, UpdatePlan, UpdateShard
 from podium.roles.distances import distance
-from podium.roles.policy_update import PolicyUpdate, UpdateNote
+from podium.roles.interfaces import MICRO_BATCH, Learner, LearnerFacts, LearnerSpec, UpdateNote
+from podium.roles.policy_update import PolicyUpdate
 from podium.rollout.engine import MemoryChange
 from podium.weights.parcels import ByBroadcast, Parcel
 from podium.weights.published import PublishedWeights
 from podium.weights.transports import send_by_broadcast
 from podium.weights.versions import WeightVersion
 
-# The role's name, by which others on the same worker find it.
-POLICY = "policy"
 
-# Most tokens of one forward where the recipe does not say.
-MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerSpec:
-    """How a learner is built."""
-
-    recipe: Recipe
-    folder: Path  # of the model
-    checkpoints: Path
-    resume_step: int | None
-    cpu: CpuSettings | None = None  # of an earlier start, not measured again
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerFacts:
-    """What the controller has to know of a learner."""
-
-    architecture: str
-    num_parameters: int
-    dtype: str
-    device: str
-    cost: SequenceCost
-    peak_flops: float
-    max_tokens: int  # of one micro-batch
-    longest: int  # sequence that one micro-batch takes
-    optimizer_bytes: int  # that can leave the device
-    device_bytes: int  # 0 on CPU
-    cpu: CpuSettings | None
-    trained_parameters: int | None = None  # of an adapter; None: all are trained
-
-
-class Learner:
-    """The policy. All methods but `facts` are collective where there are several ranks."""
+class LearnerRank(Learner):
+    """One rank of the policy."""
 
     def __init__(self, seat: Seat, spec: LearnerSpec) -> None:
         transformers.logging.set_verbosity_error()
@@ -111,7 +73,6 @@ class Learner:
         self._update = PolicyUpdate(self.engine, max_tokens=self._max_tokens)
 
     def facts(self) -> LearnerFacts:
-        """Answered once, at the start."""
         model, mesh = self.engine.language_model, self.mesh
         cost, dtype = model_cost(model.hf), compute_dtype(self._recipe.model, mesh.device)
         cuda = mesh.device.type == "cuda"
@@ -137,15 +98,12 @@ class Learner:
         )
 
     def score(self, shard: ScoreShard, temperature: float, base: bool = False) -> Computed[TokenColumn]:
-        """Log-probs of the sampled tokens under the weights of this moment, or with `base` under those that its adapter
-        adapts; and how far each episode's are from those of the policy that drew them."""
         block, model = shard.rows.read() if len(shard.rows) else empty_block(), self.engine.language_model
         with model.without_adapter() if base else contextlib.nullcontext():
             column = score(model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens)
         return Computed(rows=column, note=distance(block, column))
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
-        """All optimizer steps of one batch of rollouts."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._seat.span("update"):
             note: UpdateNote = self._update.run(block, shard, plan)
@@ -155,16 +113,13 @@ class Learner:
         return self.weights.describe(number)
 
     def describe_base(self) -> WeightVersion:
-        """What an adapter's base consists of; it has no number, because it never changes."""
         return self.weights.describe_frozen()
 
     def send(self, parcel: Parcel) -> int:
-        """Puts published weights on their way to generators elsewhere; returns the bytes that this rank sent."""
         assert isinstance(parcel, ByBroadcast)
         return send_by_broadcast(parcel, self.weights, self._seat.transfer(parcel.link), self.mesh.device)
 
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: what generation does not read (moments, masters, gradients) is in host memory."""
         moved = 0
         if residency == "offloaded" and self._leaving is None:
             self._leaving = OffloadedTensors(what_can_leave(self.engine.optimizer))
@@ -177,18 +132,15 @@ class Learner:
         return MemoryChange(measured_bytes=0, accounted_bytes=0)
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begins to write a checkpoint; `values` are the controller's own."""
         optimizer = self.engine.optimizer
         counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
         extras = Extras(values={**values, **counts}, arrays={})
         self._writer.save(step, checkpoint_pieces(self.engine), extras)
 
     def finish_saving(self) -> None:
-        """Until the checkpoint in flight is whole; raises what went wrong in it."""
         self._writer.wait()
 
     def grade(self, step: int, loss: float) -> None:
-        """Notes how good a saved step is, the less the better."""
         if self.mesh.is_main:
             self._writer.grade(step, loss)
 

@@ -33,29 +33,11 @@ from podium.engine.train_step import ObjectiveBatch, PendingReport, TrainEngine
 from podium.errors import RecipeError
 from podium.recipe import AlgorithmSection, plugins
 from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard
+from podium.roles.interfaces import UpdateNote
 from podium.weights.canary import LogprobGap
 
 Loss = Callable[[PolicyTokens], Tensor]
 _TIES_TOKENS = ("sequence_clipped",)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UpdateNote:
-    """What one rank has to say of an update. Sums are of this rank; `losses` and what follows are of all ranks."""
-
-    statistics: PolicyStatistics
-    gap: LogprobGap  # engine against learner, before the first optimizer step
-    sampling: EffectiveSampleSize | None
-    entropy: tuple[float, float]  # sum and count
-    kl_reference: tuple[float, float]
-    advantages: Moments
-    losses: tuple[float, ...]  # of each optimizer step
-    grad_norms: tuple[float, ...]
-    skipped: int
-    num_tokens: int
-    num_sequences: int
-    seconds: float
-    proximal_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
 import torch
 import transformers
@@ -21,26 +18,15 @@ from podium.engine.mesh import adopt
 from podium.engine.sharding import place_scalar
 from podium.errors import ModelError
 from podium.models.packing import round_tokens, to_device
-from podium.recipe import ModelSection
 from podium.roles.carriers import Floats, GradeShard, Residency
+from podium.roles.interfaces import RewardModel, RewardModelSpec
 from podium.roles.scorer import HeldWeights
 from podium.roles.texts import EpisodeText, TextReader
 from podium.rollout.engine import MemoryChange
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RewardModelSpec:
-    """How a reward model is built. Its own folder has its tokenizer; a folder without one shares the policy's."""
-
-    policy: ModelSection
-    model: ModelSection
-    folder: Path
-    max_tokens: int
-    tools: bool = False  # what is said between the policy's turns is said by tools, else by a user
-
-
-class RewardModel:
-    """Sharded as the learner is. All methods are collective where there are several ranks."""
+class RewardModelRank(RewardModel):
+    """One rank of a reward model."""
 
     def __init__(self, seat: Seat, spec: RewardModelSpec) -> None:
         transformers.logging.set_verbosity_error()
@@ -61,14 +47,12 @@ class RewardModel:
         self._weights = HeldWeights(self._model)
 
     def score(self, shard: GradeShard) -> Computed[TokenColumn]:
-        """The note has one score for each row."""
         texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
         draws = shard.ids.array_N4[:, 0].tolist()
         documents = [self._document(shard.tasks[draw], text) for draw, text in zip(draws, texts, strict=True)]
         return Computed(done=shard.ids, note=self._scores(documents))
 
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: its weights are in host memory."""
         return self._weights.hold(residency)
 
     @torch.no_grad()

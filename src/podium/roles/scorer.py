@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from pathlib import Path
-
 import torch
 import transformers
 
@@ -20,32 +17,18 @@ from podium.engine.scoring import score
 from podium.engine.sharding import PackedModel, local_tensor, place
 from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers
-from podium.recipe import ModelSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ScoreShard
 from podium.roles.distances import distance
-from podium.roles.learner import POLICY, Learner
+from podium.roles.interfaces import POLICY, Scorer, ScorerSpec
+from podium.roles.learner import LearnerRank
 from podium.rollout.engine import MemoryChange
 
 _SAVING_S = 1800.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScorerSpec:
-    """How a scorer is built. `begin` is a folder of Podium's own to take the weights from, instead of the model's."""
-
-    model: ModelSection
-    folder: Path
-    max_tokens: int
-    seed: int  # where its weights are drawn
-    policy: ModelSection | None = None  # whose tokens it scores; None: its own
-    checkpoints: Path | None = None  # of a reference that is refreshed
-    beside: Path | None = None  # checkpoints of the policy: it is kept as long as its policy
-    begin: Path | None = None
-
-
-class Scorer:
-    """Sharded as the learner is. All methods are collective where there are several ranks."""
+class ScorerRank(Scorer):
+    """One rank of a scorer."""
 
     def __init__(self, seat: Seat, spec: ScorerSpec) -> None:
         transformers.logging.set_verbosity_error()
@@ -59,7 +42,7 @@ class Scorer:
             checkpoint=None if spec.begin is None else CheckpointReader(spec.begin),
             masters=False,
         )
-        policy = seat.roommate(POLICY, Learner).engine.language_model
+        policy = seat.roommate(POLICY, LearnerRank).engine.language_model
         if self._model.vocab_size < policy.vocab_size:
             raise ModelError(
                 f"{spec.model.path} has a vocabulary of {self._model.vocab_size} tokens and the policy one of "
@@ -73,14 +56,12 @@ class Scorer:
         self._weights = HeldWeights(self._model)
 
     def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
-        """Log-probs of the sampled tokens, and how far each episode's are from those of the policy that drew them."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         column = score(self._model, self._mesh, block, temperature=temperature, max_tokens=self._spec.max_tokens)
         return Computed(rows=column, note=distance(block, column))
 
     def copy_from(self, role: str) -> None:
-        """Becomes a copy of a learner on the same devices, sharded alike: of its adapter, where it has one."""
-        learner = self._seat.roommate(role, Learner)
+        learner = self._seat.roommate(role, LearnerRank)
         with torch.no_grad():
             masters = {each.name: each.master for each in (*learner.engine.optimizer.trained, *learner.engine.frozen)}
             assert masters.keys() == {each.name for each in self._held}
@@ -91,7 +72,6 @@ class Scorer:
                 buffer.copy_(buffers[name])
 
     def save(self, step: int) -> None:
-        """Its weights, which are no other file's once it was refreshed."""
         assert self._spec.checkpoints is not None
         writer = CheckpointWriter(
             self._spec.checkpoints, self._mesh, keep=1, keep_best=False, background=False, timeout_s=_SAVING_S,
@@ -101,7 +81,6 @@ class Scorer:
         writer.save(step, pieces, Extras(values={}, arrays={}))
 
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: its weights are in host memory."""
         return self._weights.hold(residency)
 
 

@@ -13,8 +13,9 @@ from podium.cluster.host import RoleHost, parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import public_methods
 from podium.cluster.meshes import MeshShape, RoleMesh
-from podium.cluster.orders import Build, Disconnect, Invoke, Settle
+from podium.cluster.orders import Build, Disconnect, Import, Invoke, Settle
 from podium.cluster.results import Computed
+from podium.cluster.seat import Seat
 from podium.errors import ClusterError, DataError
 
 WORKER = WorkerId("gen", 1, "node-a", "cpu", 2)
@@ -57,6 +58,10 @@ class OtherCopy(Counter):
 
     def add(self, number):
         return number
+
+
+class OtherRole:
+    """Nobody's implementation."""
 
 
 def methods_of(kind):
@@ -260,6 +265,32 @@ def test_parameters_are_told_by_name_and_not_by_default_or_annotation():
 def test_what_has_no_signature_is_compared_by_existence_only():
     assert parameters_of(dict.update) == parameters_of(dict.update)
     assert parameters_of(3) == ("...",)
+
+
+def test_where_the_class_that_travels_is_an_interface_the_named_class_is_built():
+    order = Build(role="counter", methods=methods_of(Counter), implementation=f"{__name__}:Picky")
+    host = settled()
+    done(host.perform(order, Counter, ()))
+    assert isinstance(done(host.perform(invoke(Picky.seen)))[0], Seat)
+
+
+@pytest.mark.parametrize("place", [f"{__name__}:OtherRole", f"{__name__}:methods_of"])
+def test_what_does_not_implement_the_interface_is_not_built(place):
+    order = Build(role="counter", methods=methods_of(Counter), implementation=place)
+    failed = failure(settled().perform(order, Counter, ()))
+    assert failed.text == f"{place} is to implement Counter, and is no subclass of it."
+
+
+def test_code_that_cannot_be_imported_is_an_answer():
+    failed = failure(settled().perform(Import(modules=("podium.roles.butler",))))
+    assert (failed.kind, failed.text) == ("ModuleNotFoundError", "No module named 'podium.roles.butler'")
+
+
+def test_a_worker_that_shares_its_process_does_not_keep_torch_from_the_others():
+    done(settled().perform(Import(modules=(), tokenizers_only=True)))
+    import transformers
+
+    assert transformers.utils.is_torch_available()
 
 
 def test_a_constructor_that_fails_is_an_answer_too():

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a controlled run is made of, put together: what it read, the roles of its workers, and its place in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from podium.cluster import Cluster, Workers
+from podium.controller.evaluation import heldout_limit
+from podium.controller.layout import GRADER, RUNNER, role_names
+from podium.controller.ledger import Ledger
+from podium.controller.parts import Parts, Progress, Roles
+from podium.controller.phases import GENERATOR, who_leaves
+from podium.controller.prompts import PromptSource
+from podium.controller.run import OnPolicyRun
+from podium.data.tasks import PromptEncoder, Task, read_tasks
+from podium.data.tokenizer import load_tokenizer
+from podium.engine.checkpoint import CheckpointReader, set_aside_later
+from podium.observe import Console, MetricsFile, Stopwatch, open_loggers
+from podium.recipe import Recipe
+from podium.roles.episode_runner import EpisodeRunner
+from podium.roles.grader import Grader
+from podium.roles.grading_handle import GraderHandle, RewardModelHandle
+from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
+from podium.roles.interfaces import POLICY, Critic, Generator, Learner, LearnerFacts, RewardModel, Scorer
+from podium.roles.runner_handle import RunnerHandle
+from podium.spmd.folder import RunFolder
+from podium.spmd.result import RunResult
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Inputs:
+    """What a run reads before its first step: prompts, and where it goes on."""
+
+    recipe: Recipe
+    folder: RunFolder
+    resume_step: int | None
+    saved: Mapping[str, Any]  # by the controller, in the checkpoint
+    prompts: PromptSource
+    heldout: Sequence[Task]
+
+
+def read_inputs(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> Inputs:
+    """Raises what is wrong with tokenizer, prompts or checkpoint."""
+    saved: Mapping[str, Any] = {}
+    if resume_step is not None:
+        saved = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
+        for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
+            set_aside_later(part, resume_step)
+    encoder = PromptEncoder(load_tokenizer(recipe.model))
+    prompts = PromptSource(recipe, encoder, saved.get("cursor"))
+    limit = heldout_limit(recipe.evaluation.generation, recipe.evaluation.max_documents)
+    heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
+    return Inputs(recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout)
+
+
+async def assemble(
+    inputs: Inputs, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch, stack: ExitStack
+) -> OnPolicyRun:
+    """The run, ready for its program. What it opens is closed by `stack`."""
+    recipe, folder, saved, step = inputs.recipe, inputs.folder, inputs.saved, inputs.resume_step or 0
+    roles = await _roles(recipe, workers, console.warning)
+    ledger = Ledger(folder.path / "episodes.sqlite")
+    stack.callback(ledger.close)
+    ledger.rewind(step)
+    loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=inputs.resume_step)
+    for logger in loggers:
+        stack.callback(logger.close)
+    metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step))
+    folder.forget_samples_after(step)
+    facts, names = roles.policy.facts, role_names(recipe)
+    if facts.cpu is not None:
+        folder.update(cpu={"ranks": roles.policy.num_ranks, "threads": facts.cpu.threads, "onednn": facts.cpu.onednn})
+    parts = Parts(
+        recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
+        prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, console=console, metrics=metrics,
+        loggers=loggers, watch=watch, stop_requested=folder.stop_file.exists,
+        leaving=who_leaves(
+            names.on_devices, colocated=recipe.placement.layout == "colocated",
+            optimizer_bytes=facts.optimizer_bytes, device_bytes=facts.device_bytes,
+            asked=recipe.rollout.offload_optimizer,
+        ),
+    )  # fmt: skip
+    progress = Progress(
+        step=step,
+        kl_coefficient=saved.get("kl_coefficient"),
+        skipped_in_a_row=saved.get("skipped_in_a_row", 0),
+        version=saved.get("version"),
+    )
+    console.header(_header(recipe, folder, roles, inputs.resume_step))
+    return OnPolicyRun(parts, progress)
+
+
+def result_of(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResult:
+    return RunResult(
+        folder=folder.path,
+        status="finished" if run.step >= run.recipe.steps else "stopped",
+        step=run.step,
+        loss=run.last_loss,
+        heldout_loss=None,
+        score=run.evaluation.score if run.evaluation is not None else None,
+        time=watch.summary(),
+    )
+
+
+async def _roles(recipe: Recipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
+    names = role_names(recipe)
+    policy = await LearnerHandle.open(workers.role(POLICY, Learner))
+    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
+    grader = GraderHandle(
+        workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn
+    )
+    generator = GeneratorHandle(workers.role(GENERATOR, Generator))
+    runner = None
+    if recipe.environment is not None:
+        runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, warn=warn)
+    return Roles(
+        policy=policy,
+        generator=generator,
+        runner=runner,
+        grader=grader,
+        reward_models=tuple(
+            (index, RewardModelHandle(workers.role(name, RewardModel))) for index, name in names.reward_models
+        ),
+        critic=CriticHandle(workers.role(names.critic, Critic), policy) if names.critic is not None else None,
+        reference=ScorerHandle(workers.role(names.reference, Scorer)) if names.reference is not None else None,
+        teachers=tuple(ScorerHandle(workers.role(name, Scorer)) for name in names.teachers),
+    )
+
+
+def _header(recipe: Recipe, folder: RunFolder, roles: Roles, resume_step: int | None) -> list[str]:
+    facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
+    episodes = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples"
+    lines = [
+        f"run: {folder.path}" + (f" (resumed after step {resume_step})" if resume_step else ""),
+        f"program: {recipe.program}, {recipe.steps} steps of {episodes}, up to {rollout.max_new_tokens} new tokens",
+        f"model: {facts.architecture}, {facts.num_parameters / 1e6:.2f}M parameters{_adapter(facts)}, {facts.dtype} "
+        "compute, float32 masters",
+        f"devices: {placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
+        f"{roles.generator.num_engines} generate ({rollout.engine})",
+    ]
+    if facts.cpu is not None:
+        lines.append(f"cpu: {facts.cpu} per worker ({facts.cpu.measured})")
+    return lines
+
+
+def _adapter(facts: LearnerFacts) -> str:
+    count = facts.trained_parameters
+    return "" if count is None else f" ({count / 1e6:.3g}M of them an adapter's, the others frozen)"
