@@ -214,12 +214,7 @@ def longest_sequence(recipe: Recipe) -> int:
 
 
 def _section(recipe: Recipe, path: str | None) -> ModelSection:
-    """The policy's model section for another checkpoint that computes the same way, without an adapter."""
-    if path is None:
-        return recipe.model
-    # Trust in the policy's code is not trust in another's.
-    changes = {"path": path, "init": "pretrained", "trust_remote_code": False, "lora": None}
-    return recipe.model.model_copy(update=changes)
+    return recipe.model if path is None else recipe.model.for_checkpoint(path)
 
 
 def _folder(path: str | None, default: Path, key: str) -> Path:

@@ -85,6 +85,12 @@ class ModelSection(Section):
         """`model: FOLDER` is short for `model: {path: FOLDER}`."""
         return {"path": value} if isinstance(value, str) else value
 
+    def for_checkpoint(self, path: str) -> ModelSection:
+        """How another checkpoint (a reference, teacher, critic or reward model) computes beside this model: without its
+        adapter, and without `trust_remote_code`. Trust in this model's code is not trust in the other's."""
+        changes = {"path": path, "init": "pretrained", "lora": None, "trust_remote_code": False}
+        return self.model_copy(update=changes)
+
 
 class SourceSection(Section):
     """One data source."""

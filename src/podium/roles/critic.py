@@ -58,11 +58,10 @@ class CriticRank(Critic):
         self._max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[self._mesh.device.type]
         own = recipe.critic.path is not None
         section = recipe.model
-        if own:  # trust in the policy's code is not trust in another's
-            changes: dict[str, Any] = {"path": recipe.critic.path, "init": "pretrained", "trust_remote_code": False}
+        if recipe.critic.path is not None:
             lora = recipe.model.lora  # an adapter of the policy's base is none of another's
-            changes["lora"] = None if lora is None else lora.model_copy(update={"adapter": None})
-            section = recipe.model.model_copy(update=changes)
+            adapter = None if lora is None else lora.model_copy(update={"adapter": None})
+            section = recipe.model.for_checkpoint(recipe.critic.path).model_copy(update={"lora": adapter})
         begin = None
         if spec.resume_step is not None:
             begin = CheckpointReader(spec.checkpoints / f"step-{spec.resume_step:08d}")

@@ -114,9 +114,9 @@ def _stored(run: SpmdRun) -> StoredReferences:
 def _section(recipe: Recipe) -> ModelSection:
     """The reference's model: another checkpoint, or what the policy began as."""
     path = recipe.preference.reference_model
-    # Trust in the policy's code is not trust in another's.
-    own = {"path": path, "lora": None, "init": "pretrained", "tokenizer": None, "trust_remote_code": False}
-    return recipe.model if path is None else recipe.model.model_copy(update=own)
+    if path is None:
+        return recipe.model
+    return recipe.model.for_checkpoint(path).model_copy(update={"tokenizer": None})
 
 
 def _reference_model(run: SpmdRun) -> PackedCausalLM:

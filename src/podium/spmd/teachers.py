@@ -198,17 +198,14 @@ def _models(run: SpmdRun) -> list[tuple[PackedCausalLM, float]]:
 
 
 def _vocab_size(recipe: Recipe, folder: Path) -> int:
-    config = load_config(folder, trust_remote_code=recipe.model.trust_remote_code)
+    config = load_config(folder, trust_remote_code=teacher_section(recipe, str(folder)).trust_remote_code)
     return int(config.get_text_config().vocab_size)
 
 
 def teacher_section(recipe: Recipe, path: str) -> ModelSection:
     """How a teacher computes: as the student does."""
-    model = recipe.model
-    return ModelSection(
-        path=path, dtype=model.dtype, compile=model.compile, pad_vocab_to=model.pad_vocab_to,
-        trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
+    own = {"tokenizer": None, "chat_template": None, "new_tokens": None, "activation_checkpointing": "none"}
+    return recipe.model.for_checkpoint(path).model_copy(update=own)
 
 
 @torch.no_grad()
