@@ -2,7 +2,8 @@
 """A run on a Ray of its own, for tests that kill or stop its processes: `ray_scenarios.py MOMENT FOLDER
 HEARTBEAT_TIMEOUT_S`.
 
-It stays at MOMENT until FOLDER/go exists. What it prints last is how it ended, as JSON."""
+It stays at MOMENT until FOLDER/go exists. At "starting" and "pools" (three of them) it does not stay. What it
+prints last is how it ended, as JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from helpers.clusters import one_role
 from helpers.roles import Counter
-from podium.cluster import RayCluster, Seat, open_ray
+from podium.cluster import Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Seat, open_ray
 from podium.cluster.blocking import is_any_left
 from podium.cluster.crew import Patience
 from podium.errors import PodiumError
@@ -33,11 +34,34 @@ class WaitsToBeBuilt(Counter):
             time.sleep(0.01)
 
 
+def three_pools() -> Layout:
+    """Two workers that meet, and helpers in pools of their own, as an on-policy run has them."""
+    helper = Resources(cpus=0.1)
+    return Layout(
+        pools=(
+            Pool(name="train", slots=2, each=Resources(cpus=0.9)),
+            Pool(name="runners", slots=1, each=helper, collectives=False),
+            Pool(name="graders", slots=1, each=helper, collectives=False),
+        ),
+        roles=(
+            RoleSpec(name="counter", kind=Counter, pool="train", mesh=MeshShape(shard=2)),
+            RoleSpec(name="runner", kind=Counter, pool="runners", mesh=MeshShape(replica=1)),
+            RoleSpec(name="grader", kind=Counter, pool="graders", mesh=MeshShape(replica=1)),
+        ),
+    )
+
+
 async def run(moment: str, folder: Path, heartbeat_timeout_s: float) -> str:
     settings = RayCluster(
         cpus=2, object_store_bytes=80 * 2**20, show_output=False, heartbeat_timeout_s=heartbeat_timeout_s
     )
-    layout = one_role(WaitsToBeBuilt, (str(folder),)) if moment == "building" else one_role(Counter)
+    match moment:
+        case "building":
+            layout = one_role(WaitsToBeBuilt, (str(folder),))
+        case "pools":
+            layout = three_pools()
+        case _:
+            layout = one_role(Counter)
     patience = Patience(heartbeat_timeout_s=heartbeat_timeout_s)
     async with open_ray(settings, tell=lambda what: print(what, flush=True)) as cluster:
         workers = await cluster.start(layout, patience, deadline_s=90)

@@ -18,7 +18,7 @@ import pytest
 
 from helpers.on_policy import session_of
 from helpers.processes import wait_until
-from podium.cluster.processes import look
+from podium.cluster.processes import children_of_thread, command_of, look
 
 SCRIPT = Path(__file__).with_name("ray_scenarios.py")
 HEARTBEAT_S = 3.0
@@ -94,6 +94,34 @@ def test_a_process_killed_before_it_has_become_a_worker_is_replaced(tmp_path: Pa
         os.kill(importing()[0], signal.SIGKILL)
         # Ray itself gives up a process that does not register after a minute.
         assert end_of(process, tmp_path, within_s=50) == "0 0"
+
+
+@pytest.mark.parametrize("which", [0, 3])
+@pytest.mark.parametrize("age_s", [0.0, 0.5, 1.5])
+def test_a_process_that_dies_at_any_age_is_replaced_at_once(tmp_path: Path, age_s: float, which: int) -> None:
+    """Ray gives up a process that has not registered after a minute. One that died before anybody had seen it alive was
+    waited for so long, and who started anew could lose the new process to another pool that waited."""
+    with scenario("pools", tmp_path) as process:
+        output = tmp_path / "output"
+        wait_until(lambda: "runners: starting 1 process" in output.read_text(), "the first request", deadline_s=60)
+        raylet, found = rays(process, "raylet"), dict[int, float]()
+        agents = [pid for pid in children_of_thread(raylet, raylet) if command_of(pid).startswith(b"ray::")]
+
+        def born() -> bool:
+            for pid in children_of_thread(raylet, raylet):
+                if pid not in agents:
+                    found.setdefault(pid, time.monotonic())
+            return len(found) > which
+
+        while not born():
+            pass  # each millisecond counts
+        victim, born_s = list(found.items())[which]
+        while time.monotonic() - born_s < age_s:
+            time.sleep(0.01)
+        os.kill(victim, signal.SIGKILL)
+        assert end_of(process, tmp_path, within_s=45) == "0 0"
+        # No pool is started anew again because processes that the first attempt has left over end some seconds later.
+        assert output.read_text().count("train: starting 2 processes") <= 2
 
 
 @pytest.mark.parametrize("name", ["gcs_server", "raylet"])

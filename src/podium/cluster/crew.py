@@ -264,17 +264,17 @@ class Crew:
         await self._build(slots, limit)
 
     async def _hellos(self, processes: dict[int, Process], began_s: float, deadline: Deadline) -> dict[int, Hello]:
-        """Waits until each process has come up, or one that was started since `began_s` has died."""
+        """Waits until each process has come up, or one is found since `began_s` to have died."""
         tasks = {slot: asyncio.ensure_future(_awaited(process.hello())) for slot, process in processes.items()}
         pending: set[asyncio.Task[Hello]] = set(tasks.values())
-        lost: tuple[int, ...] = ()
+        is_missing = False
         try:
-            while pending and not lost and not deadline.over:
+            while pending and not is_missing and not deadline.over:
                 left_s = min(_LOOK_AGAIN_S, deadline.left_s)
                 done, pending = await asyncio.wait(pending, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION)
                 if any(task.exception() for task in done):
                     break
-                lost = self._transport.lost_processes(began_s)
+                is_missing = self._transport.is_process_missing(began_s)
         finally:
             for task in tasks.values():
                 task.cancel()
@@ -283,10 +283,10 @@ class Crew:
             words = "; ".join(f"{self.pool.name}[{slot}]: {error}" for slot, error in failed.items())
             raise WorkerDiedError(f"{len(failed)} workers died while they started. {words}.")
         late = [slot for slot, task in tasks.items() if task in pending]
-        if late and lost:
+        if late and is_missing:
             raise WorkerDiedError(
                 f"a process that Ray had started for the slots {late} of pool {self.pool.name}, or for another pool, "
-                f"died before it was a worker: process {', '.join(map(str, lost))}."
+                "died before it was a worker."
             )
         if late:
             raise DeadlineError(

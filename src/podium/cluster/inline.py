@@ -39,8 +39,8 @@ class InlineTransport:
     def failure(self) -> ClusterError | None:
         return None
 
-    def lost_processes(self, since_s: float) -> tuple[int, ...]:
-        return ()
+    def is_process_missing(self, since_s: float) -> bool:
+        return False
 
     def nodes(self) -> tuple[NodeState, ...]:
         room = {"CPU": 1e6, "GPU": 1e6 if self._gpus else 0.0}

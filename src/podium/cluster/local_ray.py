@@ -20,10 +20,10 @@ from typing import Any
 from podium.cluster import processes
 from podium.cluster.blocking import is_any_left
 from podium.cluster.layout import RayCluster
-from podium.cluster.processes import ProcessInfo, children, children_of_thread, descendants, kill, look
+from podium.cluster.processes import ProcessInfo, children, children_of_thread, command_of, descendants, kill, look
+from podium.cluster.starting import MOST_AT_ONCE, StartingProcesses
 from podium.errors import ClusterError
 
-# Short, so that a process that dies while it starts has been seen alive.
 _LOOK_S = 0.1
 # All of the cluster's processes are listed less often: that reads a file for each of their threads.
 _GATHER_S = 2.0
@@ -35,7 +35,16 @@ _SHUTDOWN_S = 10.0
 _VITAL = ("gcs_server", "raylet")
 # What Ray is told besides. The driver must not wait for idle workers: the raylet waits without end for one that died
 # before it registered. And workers start together, however few cores there are.
-_SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": 64}
+_SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": MOST_AT_ONCE}
+# What the raylet starts besides workers, by the titles that these processes give themselves.
+_SERVERS = (
+    b"ray::DashboardAgent",
+    b"ray::RuntimeEnvAgent",
+    b"ray::IDLE_",
+    b"ray::SPILL_",
+    b"ray::RESTORE_",
+    b"ray::DELETE_",
+)
 
 
 class LocalRay:
@@ -63,8 +72,7 @@ class LocalRay:
         self._frozen_s: dict[str, float] = {}
         self._family: dict[int, ProcessInfo] = {}
         self._gathered_s = self._began_s
-        self._workers: set[int] = set()
-        self.lost_workers: list[tuple[int, float]] = []  # processes of the raylet that are gone, and when
+        self.starting = StartingProcesses()
         self._guard = _Guard()
         self._starter = threading.Thread(target=self._start, name="ray start", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="ray watch", daemon=True)
@@ -162,11 +170,10 @@ class LocalRay:
         if raylet is None:
             return
         found = [look(pid) for pid in children_of_thread(raylet.pid, raylet.pid)]
-        living = {each.pid: each for each in found if each is not None and each.is_alive}
-        for each in living.values():
+        living = [each for each in found if each is not None and each.is_alive]
+        for each in living:
             self._remember(each)
-        self.lost_workers += [(pid, time.monotonic()) for pid in self._workers - living.keys()]
-        self._workers = set(living)
+        self.starting.look([each for each in living if _is_worker(command_of(each.pid))])
 
     def _gather_family(self) -> None:
         """Remembers who belongs to the cluster: once their parent is dead, nobody can tell."""
@@ -185,11 +192,7 @@ class LocalRay:
 
     def _is_rays(self, pid: int) -> bool:
         """Other children of this process are the caller's: those of Ray run a file of its package."""
-        try:
-            with open(f"/proc/{pid}/cmdline", "rb") as file:
-                return self._folder in file.read()
-        except OSError:
-            return False
+        return self._folder in command_of(pid)
 
     def _kill_family(self, *, but: str | None = None) -> None:
         self._gather_family()
@@ -228,6 +231,12 @@ class _Guard:
         with contextlib.suppress(OSError):
             self._process.stdin.close()
         self._process.wait()
+
+
+def _is_worker(command: bytes) -> bool:
+    """Whether a process of the raylet is a worker, or may become one. One of an unknown kind may: then none is found
+    missing that is not."""
+    return not command.startswith(_SERVERS) and b"--worker-type=" not in command
 
 
 def is_connected() -> bool:

@@ -56,6 +56,14 @@ def look(pid: int) -> ProcessInfo | None:
     )
 
 
+def command_of(pid: int) -> bytes:
+    """What it was started with, or the title that it has given itself; empty where there is no such process."""
+    try:
+        return (_PROC / str(pid) / "cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
 def children(pid: int) -> list[int]:
     """Living and dead children of all threads of a process. Reads a file for each thread."""
     try:

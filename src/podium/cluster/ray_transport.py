@@ -11,7 +11,6 @@ import re
 import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -46,20 +45,8 @@ _DEATHS = (
 # How long answers are waited for together before each is for itself, and how many calls may do so at a time.
 _MOMENT_S = 0.05
 _MOST_WAITING = 8
-# After a worker was ended on purpose, deaths of processes that are no workers yet may be its doing.
-_SETTLED_S = 5.0
 # Longest wait for a node to say that it lives.
 _NODE_S = 0.5
-
-
-def unexpected(deaths: Sequence[tuple[int, float]], kills_s: Sequence[float], since_s: float) -> tuple[int, ...]:
-    """Of (process, time) those that died since then and not because an actor was killed: a pool that kills its own
-    must not hide from another pool the death that made it do so."""
-    return tuple(
-        pid
-        for pid, at_s in deaths
-        if at_s > since_s and not any(kill_s <= at_s < kill_s + _SETTLED_S for kill_s in kills_s)
-    )
 
 
 class RayTransport:
@@ -72,7 +59,6 @@ class RayTransport:
         self._joined, self._local = joined, local
         self._node = ray.get_runtime_context().get_node_id()
         self._suspects: set[str] = set()
-        self._kills_s: list[float] = []  # when actors were killed on purpose
         self._waiters = ThreadPoolExecutor(max_workers=_MOST_WAITING, thread_name_prefix="podium waits for Ray")
         self._waiting = 0
 
@@ -122,10 +108,9 @@ class RayTransport:
         """Ray blocks for a minute where its servers are gone, and starts itself anew after its end."""
         return ray.is_initialized() and (self._local is None or self._local.failure is None)
 
-    def lost_processes(self, since_s: float) -> tuple[int, ...]:
-        """Processes that Ray had started to become workers and that died since then (by time.monotonic) before they
-        were any: Ray itself waits a minute for such a one. Those that were ended on purpose do not count."""
-        return () if self._local is None else unexpected(self._local.lost_workers, self._kills_s, since_s)
+    def is_process_missing(self, since_s: float) -> bool:
+        """Known of a Ray that this process started only."""
+        return self._local is not None and self._local.starting.is_missing(since_s)
 
     def _check_open(self) -> None:
         """Ray starts itself anew when it is used after its end."""
@@ -215,15 +200,24 @@ class RayTransport:
             scheduling_strategy=PlacementGroupSchedulingStrategy(place.handle, placement_group_bundle_index=0),
         )
         actor = await in_thread(options.remote, name, place.node.name, tuple(sys.path))
+        is_here = place.node.id == self._node
+        if is_here and self._local is not None:
+            self._local.starting.add(actor)
         return RayProcess(
             actor,
             suspect_node=lambda: self._suspects.add(place.node.id),
+            came_up=self._came_up,
             kill=self._kill,
-            is_here=place.node.id == self._node,
+            is_here=is_here,
         )
 
+    def _came_up(self, actor: Any, process: ProcessInfo | None) -> None:
+        if self._local is not None:
+            self._local.starting.discard(actor, process)
+
     def _kill(self, actor: Any) -> None:
-        self._kills_s.append(time.monotonic())
+        if self._local is not None:
+            self._local.starting.discard(actor)
         if self._is_usable:
             ray.kill(actor, no_restart=True)
 
@@ -261,11 +255,13 @@ class RayProcess:
         actor: Any,
         *,
         suspect_node: Callable[[], None] = lambda: None,
+        came_up: Callable[[Any, ProcessInfo | None], None] = lambda actor, process: None,
         kill: Callable[[Any], None] = lambda actor: None,
         is_here: bool = False,
     ) -> None:
         """`is_here`: on this machine, where the kernel can be asked about it."""
-        self._actor, self._suspect_node, self._kill, self._is_here = actor, suspect_node, kill, is_here
+        self._actor, self._suspect_node, self._is_here = actor, suspect_node, is_here
+        self._came_up, self._kill = came_up, kill
         self._info: ProcessInfo | None = None
 
     @property
@@ -275,6 +271,7 @@ class RayProcess:
     async def hello(self) -> Hello:
         hello: Hello = await self._answer(self._actor.hello.remote())
         self._info = look(hello.pid) if self._is_here else None
+        self._came_up(self._actor, self._info)
         return hello
 
     def look(self) -> ProcessInfo | None:

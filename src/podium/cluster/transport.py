@@ -90,8 +90,9 @@ class Transport(Protocol):
         """Looks now whether what carries the workers has failed."""
         ...
 
-    def lost_processes(self, since_s: float) -> tuple[int, ...]:
-        """Processes that died since then (by time.monotonic) before they had become workers."""
+    def is_process_missing(self, since_s: float) -> bool:
+        """Whether it was found since then (by time.monotonic) that a process died before it was a worker. Nobody knows
+        whose it would have been: all who were waiting for theirs must start anew."""
         ...
 
     def nodes(self) -> tuple[NodeState, ...]: ...

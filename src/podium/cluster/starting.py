@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Processes that a local Ray starts to become workers: whether there are as many as are waited for.
+
+The raylet gives up a process that dies before it has registered after a minute only, and tells nobody. Each process
+that registers is given to who has waited longest, not to who it was started for: one that dies is missing at the end of
+that queue, and a worker that is given up takes the process with it that it has been given."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Collection, Hashable
+
+from podium.cluster.processes import ProcessInfo
+
+# The raylet starts no more than this at a time.
+MOST_AT_ONCE = 64
+# In a row, at ten a second. From a request to its process Ray takes some 20 ms, and longer on a busy machine, where
+# looks are rarer too.
+_LOOKS = 20
+
+
+class StartingProcesses:
+    """The workers that have not come up yet, beside the processes that can become them. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: set[Hashable] = set()
+        self._workers: set[tuple[int, int]] = set()
+        self._looks = 0
+        self._found_s = -math.inf
+
+    def add(self, worker: Hashable) -> None:
+        """Ray was asked for a process for this worker."""
+        with self._lock:
+            self._waiting.add(worker)
+            self._looks = 0
+
+    def discard(self, worker: Hashable, process: ProcessInfo | None = None) -> None:
+        """The worker is not waited for any more: it was given up, or is up in this process."""
+        with self._lock:
+            self._waiting.discard(worker)
+            self._looks = 0
+            if process is not None:
+                self._workers.add((process.pid, process.started))
+
+    def look(self, processes: Collection[ProcessInfo]) -> None:
+        """Takes the living processes of the raylet that are workers or may become workers."""
+        living = {(each.pid, each.started) for each in processes}
+        with self._lock:
+            is_short = len(living - self._workers) < min(len(self._waiting), MOST_AT_ONCE)
+            self._looks = self._looks + 1 if is_short else 0
+            if self._looks >= _LOOKS:
+                self._looks, self._found_s = 0, time.monotonic()
+
+    def is_missing(self, since_s: float) -> bool:
+        """Whether a process was found missing since then (by time.monotonic). All who waited at that time must be
+        started anew: where only some are, the process is missing for the others still."""
+        with self._lock:
+            return self._found_s > since_s
