@@ -20,7 +20,15 @@ from typing import Any
 from podium.cluster import processes
 from podium.cluster.blocking import is_any_left
 from podium.cluster.layout import RayCluster
-from podium.cluster.processes import ProcessInfo, children, children_of_thread, command_of, descendants, kill, look
+from podium.cluster.processes import (
+    ProcessInfo,
+    children,
+    children_of_thread,
+    command_of,
+    descendants,
+    kill_trees,
+    look,
+)
 from podium.cluster.starting import MOST_AT_ONCE, StartingProcesses
 from podium.errors import ClusterError
 
@@ -196,9 +204,7 @@ class LocalRay:
 
     def _kill_family(self, *, but: str | None = None) -> None:
         self._gather_family()
-        for process in self._family.values():
-            if process.name != but:
-                kill(process)
+        kill_trees(process for process in self._family.values() if process.name != but)
 
     def _fail(self, reason: str) -> None:
         with self._lock:

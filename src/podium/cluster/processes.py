@@ -90,12 +90,38 @@ def descendants(roots: Iterable[int]) -> list[int]:
     return found
 
 
-def kill(process: ProcessInfo) -> None:
-    """SIGKILL, which ends a stopped process too; not to another process that has the pid now."""
+def kill(process: ProcessInfo, number: signal.Signals = signal.SIGKILL) -> None:
+    """SIGKILL ends a stopped process too. Sent to this process only, not to another one that has the pid now."""
     now = look(process.pid)
     if now is not None and now.started == process.started:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(process.pid, signal.SIGKILL)
+            os.kill(process.pid, number)
+
+
+# A signal is sent before it is obeyed; a process in a call that cannot be interrupted obeys when that is over.
+_STOP_S = 1.0
+
+
+def _stop(process: ProcessInfo) -> None:
+    kill(process, signal.SIGSTOP)
+    end_s = time.monotonic() + _STOP_S
+    while (now := look(process.pid)) is not None and now.is_alive and not now.is_stopped and time.monotonic() < end_s:
+        time.sleep(0.001)
+
+
+def kill_trees(roots: Iterable[ProcessInfo]) -> None:
+    """Kills processes and their descendants. All are stopped first: one that is killed while it starts another would
+    leave that one behind."""
+    found = {each.pid: each for each in roots}
+    edge = list(found.values())
+    while edge:
+        for process in edge:
+            _stop(process)
+        below = [look(pid) for process in edge for pid in children(process.pid) if pid not in found]
+        edge = [each for each in below if each is not None]
+        found |= {each.pid: each for each in edge}
+    for process in found.values():
+        kill(process)
 
 
 # How long the guarded process may take to deal with the death of one that it cannot do without.
@@ -132,8 +158,7 @@ def guard() -> None:
             print(f"error: Ray's {dead[0]} died while this process waited for it.", file=sys.stderr, flush=True)
             kill(guarded)
             break
-    for pid, started in family:
-        kill(ProcessInfo(pid=pid, name="", state="", started=started, cpu_s=0.0))
+    kill_trees(found for key in family if _lives(key) and (found := look(key[0])) is not None)
 
 
 def _lives(key: tuple[int, int]) -> bool:
