@@ -79,13 +79,12 @@ async def _drive(
     with ExitStack() as stack:
         console = open_console(rank=0, log_every=recipe.run.log_every)
         stack.callback(console.close)
-        preparing = asyncio.ensure_future(asyncio.to_thread(prepare))
-        preparing.add_done_callback(lambda done: done.cancelled() or done.exception())  # or asyncio prints it as lost
-        if recipe.placement.launcher == "inline":  # its workers would import the same modules at the same time
-            with watch.span("start-up"):
-                await preparing
         async with _opened(recipe, watch, start_up) as cluster:
             with watch.span("start-up"):
+                # Not before Ray is up: imports would slow its start down, and that is what everything waits for.
+                preparing = asyncio.ensure_future(asyncio.to_thread(prepare))
+                if recipe.placement.launcher == "inline":  # its workers would import the same modules at the same time
+                    await preparing
                 (program, inputs), workers = await _both(
                     preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step))
                 )
