@@ -31,7 +31,7 @@ import numpy as np
 import ray
 from ray import cloudpickle
 
-from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RayCluster, RoleSpec, RowRefs, Seat
+from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RayCluster, RoleSpec, RowRefs, WorkerContext
 from podium.cluster import open_ray as open_cluster
 from podium.data.trajectories import TokenColumn, TrajectoryBlock, TrajectoryIds
 
@@ -67,7 +67,7 @@ class References:
 class Adder:
     """A worker whose only work is to add one to a column."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._held: TrajectoryBlock | None = None
 
     def empty(self) -> None:
@@ -144,7 +144,7 @@ class Bench:
     async def run(self) -> None:
         await self.start()
         self.found["empty_call"] = await self.timed(lambda: self.taker.call_all(Adder.empty), repeats=50)
-        floor = [self.taker._crew().member(worker).process._actor for worker in self.taker.workers]  # type: ignore[attr-defined]
+        floor = [self.taker._worker_pool().member(worker).process._actor for worker in self.taker.workers]  # type: ignore[attr-defined]
         self.found["empty_call_ray"] = await self.timed(lambda: _by_ray(floor), repeats=50)
         lengths = np.load(self.asked.lengths).astype(np.int64)
         for count in self.asked.counts:
@@ -246,7 +246,7 @@ class Bench:
 
 async def _by_ray(actors: list[Any]) -> None:
     """Ray's own floor: its cheapest method of the same actors, got at once."""
-    ray.get([actor.hello.remote() for actor in actors])
+    ray.get([actor.handshake.remote() for actor in actors])
 
 
 def pickled_bytes(value: Any) -> int:

@@ -29,7 +29,7 @@ from podium.cluster import (
     RoleGroup,
     RoleSpec,
     RowRefs,
-    Seat,
+    WorkerContext,
     open_inline,
     open_ray,
     stored_rows,
@@ -62,13 +62,13 @@ class Batch:
 class Generator:
     """Makes trajectories of uneven length."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
 
     def generate(self, prompts: Prompts) -> Iterator[Computed[TrajectoryBlock]]:
         """Yields each draw as soon as it is finished; what was yielded outlives this worker."""
         for draw in np.unique(prompts.ids.array_N4[:, 0]):
-            with self._seat.span("sampling"):
+            with self._context.span("sampling"):
                 mine = prompts.ids.take(np.flatnonzero(prompts.ids.array_N4[:, 0] == draw))
                 block = _sampled(mine)
             yield Computed(rows=block)
@@ -82,8 +82,8 @@ class Generator:
 class Learner:
     """Two ranks of it meet in collectives."""
 
-    def __init__(self, seat: Seat, value: float) -> None:
-        self._seat, self._value = seat, value
+    def __init__(self, context: WorkerContext, value: float) -> None:
+        self._context, self._value = context, value
 
     def update(self, batch: Batch, rate: float) -> Computed[TokenColumn]:
         """Reads its own rows only, agrees with the other ranks, and says which trajectories it has used."""
@@ -102,7 +102,7 @@ class Learner:
         import torch
         import torch.distributed as dist
 
-        group = self._seat.group("shard")
+        group = self._context.group("shard")
         total = torch.tensor([number])
         if group is not None:
             dist.all_reduce(total, group=group)

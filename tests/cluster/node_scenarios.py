@@ -21,7 +21,7 @@ import ray.cluster_utils
 from helpers.processes import descendants
 from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Workers, open_ray
-from podium.cluster.crew import Patience
+from podium.cluster.worker_pool import Timeouts
 from podium.data.trajectories import RowColumn, TrajectoryIds
 from podium.errors import ClusterError, PlacementError, RoleError, StoreError, WorkerDiedError
 
@@ -272,7 +272,7 @@ async def joining(folder: Path) -> dict[str, float]:
     measured: dict[str, float] = {}
     with nodes_of(0, 1, settings=ATTENTIVE) as nodes:
         async with open_ray(RayCluster(address=nodes.address)) as cluster:
-            workers = await cluster.start(layout(loose("gen", 1)), Patience(place_s=15), deadline_s=30)
+            workers = await cluster.start(layout(loose("gen", 1)), Timeouts(place_s=15), deadline_s=30)
             before = workers.role("gen", Counter).workers[0]
             await lose(nodes, workers)
             recovering = asyncio.create_task(workers.recover("gen", deadline_s=40))

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from helpers.clusters import one_role
 from helpers.roles import Counter
-from podium.cluster import Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Seat, open_ray
+from podium.cluster import Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, WorkerContext, open_ray
 from podium.cluster.blocking import is_any_left
-from podium.cluster.crew import Patience
+from podium.cluster.worker_pool import Timeouts
 from podium.errors import PodiumError
 
 LIMIT_S = 120.0
@@ -27,9 +27,9 @@ LIMIT_S = 120.0
 class WaitsToBeBuilt(Counter):
     """Its constructor says that it runs, and waits for a file."""
 
-    def __init__(self, seat: Seat, folder: str) -> None:
-        super().__init__(seat)
-        (Path(folder) / f"building-{seat.rank}").touch()
+    def __init__(self, context: WorkerContext, folder: str) -> None:
+        super().__init__(context)
+        (Path(folder) / f"building-{context.rank}").touch()
         while not (Path(folder) / "go").exists():
             time.sleep(0.01)
 
@@ -62,9 +62,9 @@ async def run(moment: str, folder: Path, heartbeat_timeout_s: float) -> str:
             layout = three_pools()
         case _:
             layout = one_role(Counter)
-    patience = Patience(heartbeat_timeout_s=heartbeat_timeout_s)
+    timeouts = Timeouts(heartbeat_timeout_s=heartbeat_timeout_s)
     async with open_ray(settings, tell=lambda what: print(what, flush=True)) as cluster:
-        workers = await cluster.start(layout, patience, deadline_s=90)
+        workers = await cluster.start(layout, timeouts, deadline_s=90)
         group = workers.role("counter", Counter)
         if moment == "calling":
             (folder / "calling").touch()

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.clusters import Opener, drain, in_cluster, one_role
 from helpers.roles import Counter, Request, Summer, ids, make_block
-from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, Seat, WorkerId, Workers
+from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, WorkerContext, WorkerId, Workers
 from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, StoreError, WorkerDiedError
 
@@ -183,12 +183,12 @@ def test_an_answer_that_cannot_be_read_is_no_death(open_on_ray: Opener) -> None:
 class Pair(Counter):
     """One of a pair fails while the controller looks at a block of the other."""
 
-    def __init__(self, seat: Seat) -> None:
-        super().__init__(seat)
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
 
     def blocks(self, request: Request) -> object:
         for position in range(len(request.ids)):
-            if position == 1 and not self.seat.is_source:
+            if position == 1 and not self.context.is_source:
                 raise ValueError("the peer fails")
             if position == 1:
                 self.nap(1.5)
@@ -223,7 +223,7 @@ class Meets(Summer):
 
     def lingers(self, request: Request) -> Iterator[Computed[TrajectoryBlock]]:
         yield Computed(rows=make_block(request.ids))
-        if not self.seat.is_source:
+        if not self.context.is_source:
             self.nap(30.0)
 
 

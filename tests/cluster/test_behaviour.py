@@ -409,8 +409,8 @@ def test_a_worker_with_other_code_than_the_controllers_says_so_when_it_is_built(
     assert known["add"] == ("self", "number", "*", "twice")
 
     def told(**changed: tuple[str, ...]) -> str:
-        envelope, _ = host.perform(Build(role="counter", methods={**known, **changed}), Counter, ())
-        return envelope.failure.text if envelope.failure else ""
+        reply, _ = host.perform(Build(role="counter", methods={**known, **changed}), Counter, ())
+        return reply.failure.text if reply.failure else ""
 
     assert told() == ""
     assert told(update=("self", "batch")) == (

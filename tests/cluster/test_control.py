@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from helpers.roles import Request, Summer, ids, make_block
-from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, Seat
+from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, WorkerContext
 from podium.data.trajectories import TrajectoryBlock
 from podium.errors import RoleError, WorkerDiedError
 
@@ -25,7 +25,7 @@ Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
 class Pausable:
     """Works until it is told to stop."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         self._stop, self._turns = threading.Event(), 0
 
     def work(self) -> int:
@@ -76,7 +76,7 @@ class PairGenerator(Summer):
 
     def generate_together(self, request: Request, dies_at: int = -1) -> Iterator[Computed[TrajectoryBlock]]:
         for position in range(len(request.ids)):
-            if position == dies_at and not self.seat.is_source:
+            if position == dies_at and not self.context.is_source:
                 os.kill(os.getpid(), signal.SIGKILL)
             assert self.all_sum(1.0) == 3.0
             yield Computed(rows=make_block(request.ids.take(np.array([position]))))
@@ -138,8 +138,8 @@ def test_calls_that_several_tasks_make_at_once_reach_all_ranks_in_one_order(open
 class Librarian:
     """Says what its process has imported."""
 
-    def __init__(self, seat: Seat) -> None:
-        self._seat = seat
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
 
     def has(self, module: str) -> bool:
         return module in sys.modules

@@ -18,7 +18,7 @@ from helpers.clusters import Opener, drain, eventually, in_cluster, one_role, un
 from helpers.processes import ray_workers
 from helpers.roles import Batch, Counter, DiesOnce, Request, Summer, ids
 from podium.cluster import Cluster, MeshShape, RoleGroup, Workers
-from podium.cluster.crew import Patience
+from podium.cluster.worker_pool import Timeouts
 from podium.engine.meeting import MeetingServer, interface_of, join_default_group
 from podium.errors import ClusterError, DeadlineError, RendezvousError, RoleError, StoreError, WorkerDiedError
 
@@ -295,7 +295,7 @@ def test_a_collective_gives_up_after_the_patience_of_its_pool(open_on_ray: Opene
         assert 2 <= time.monotonic() - began < 10
 
     layout = one_role(Summer, slots=4, collectives=True, mesh=MeshShape(shard=2, tensor=2))
-    in_cluster(open_on_ray, layout, body, patience=Patience(collective_s=2.0), limit_s=120)
+    in_cluster(open_on_ray, layout, body, timeouts=Timeouts(collective_s=2.0), limit_s=120)
 
 
 def test_a_meeting_that_one_does_not_come_to_ends_in_time_with_who_is_absent() -> None:

@@ -159,7 +159,7 @@ class Late(Summer):
     """Sends late."""
 
     def receive_from_late(self, link: str, source: int, seconds: float) -> float:
-        if self.seat.transfer(link).rank == source:
+        if self.context.transfer(link).rank == source:
             self.nap(seconds)
         return self.receive(link, SIZE, source)
 

@@ -97,7 +97,7 @@ def _played(opener: Opener, folder: Path, model: Path, flag: Path, runners: int)
     warnings: list[str] = []
 
     async def body(cluster: Cluster, workers: Workers) -> None:
-        await workers.introduce("generator", to="runner")
+        await workers.open_channel("generator", to="runner")
         generator = GeneratorHandle(workers.role("generator", Generator))
         handle = RunnerHandle(workers, workers.role("runner", EpisodeRunner), generator, warn=warnings.append)
         plan = SamplingPlan(max_new_tokens=8, temperature=1.0, seed=5)

@@ -15,7 +15,7 @@ import torch
 from helpers.clusters import Opener, in_cluster
 from helpers.engines import make_engine
 from helpers.tiny import save_tiny_model
-from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleGroup, RoleSpec, Seat, Workers
+from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleGroup, RoleSpec, WorkerContext, Workers
 from podium.data.trajectories import TrajectoryIds
 from podium.engine.mesh import adopt
 from podium.errors import RoleError
@@ -39,11 +39,11 @@ class Buckets:
 class Policy:
     """Has a sharded model, and changes it when told to."""
 
-    def __init__(self, seat: Seat, folder: str) -> None:
+    def __init__(self, context: WorkerContext, folder: str) -> None:
         torch.set_num_threads(1)
-        mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         engine = make_engine(Path(folder), mesh)
-        self._seat, self._trained = seat, engine.optimizer.trained
+        self._context, self._trained = context, engine.optimizer.trained
         self._weights = PublishedWeights(engine.model, self._trained, mesh, torch.float32, bucket_bytes=BUCKET)
 
     def scale(self, factor: float) -> None:
@@ -54,28 +54,28 @@ class Policy:
         return self._weights.describe(number)
 
     def broadcast(self, parcel: ByBroadcast) -> int:
-        return send_by_broadcast(parcel, self._weights, self._seat.transfer(parcel.link), torch.device("cpu"))
+        return send_by_broadcast(parcel, self._weights, self._context.transfer(parcel.link), torch.device("cpu"))
 
     def stream(self, wanted: Buckets) -> Iterator[Computed[WeightBucket]]:
         for bucket in send_by_store(wanted.parcel, self._weights, is_sender=len(wanted.ids) > 0):
             yield Computed(rows=bucket)
 
     def write(self, parcel: ByFile) -> int:
-        return send_by_file(parcel, self._weights, is_sender=self._seat.rank == 0)
+        return send_by_file(parcel, self._weights, is_sender=self._context.rank == 0)
 
 
 class Generator:
     """Takes weights into a whole model of its own."""
 
-    def __init__(self, seat: Seat, folder: str) -> None:
+    def __init__(self, context: WorkerContext, folder: str) -> None:
         torch.set_num_threads(1)
-        self._seat = seat
+        self._context = context
         engine = make_engine(Path(folder))
         self._own = {each.name: each.parameter.detach() for each in engine.optimizer.trained}
 
     def install(self, parcel: Parcel) -> int:
         """Bytes that came; the version is proven twice, as it passes and in place."""
-        arrival = received(parcel, device=torch.device("cpu"), link=self._seat.transfer)
+        arrival = received(parcel, device=torch.device("cpu"), link=self._context.transfer)
         assert arrival is not None
         for name, tensor in Verified(arrival, parcel.version).tensors():
             self._own[name][: len(tensor)].copy_(tensor)

@@ -18,7 +18,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from podium.cluster import Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Seat, open_ray
+from podium.cluster import Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, WorkerContext, open_ray
 from podium.errors import PlacementError, WorkerDiedError
 from podium.observe import read_metrics
 
@@ -31,20 +31,20 @@ pytestmark = [
 class Multiplier:
     """Holds a matrix on its device."""
 
-    def __init__(self, seat: Seat, size: int) -> None:
-        self._seat = seat
-        self._matrix = torch.ones(size, size, device=seat.device)
+    def __init__(self, context: WorkerContext, size: int) -> None:
+        self._context = context
+        self._matrix = torch.ones(size, size, device=context.device)
 
     def multiply(self) -> float:
         return float((self._matrix @ self._matrix)[0, 0])
 
     def place(self) -> tuple[int, str, bool, int]:
-        return os.getpid(), self._seat.device, self._matrix.is_cuda, torch.cuda.device_count()
+        return os.getpid(), self._context.device, self._matrix.is_cuda, torch.cuda.device_count()
 
     def broadcast(self, link: str) -> float:
         """Over NCCL: all of the link get the source's number."""
-        tensor = torch.full((1000,), 3.0, device=self._seat.device)
-        return float(self._seat.transfer(link).broadcast(tensor, 0).sum())
+        tensor = torch.full((1000,), 3.0, device=self._context.device)
+        return float(self._context.transfer(link).broadcast(tensor, 0).sum())
 
 
 def halves(slots: int) -> Layout:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from helpers.processes import ray_workers, wait_until
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, Workers
-from podium.cluster.crew import Patience
+from podium.cluster.worker_pool import Timeouts
 
 Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
 Value = TypeVar("Value")
@@ -19,13 +19,13 @@ Body = Callable[[Cluster, Workers], Awaitable[None]]
 
 
 def in_cluster(
-    open_cluster: Opener, what: Layout, body: Body, *, patience: Patience | None = None, limit_s: float = 60.0
+    open_cluster: Opener, what: Layout, body: Body, *, timeouts: Timeouts | None = None, limit_s: float = 60.0
 ) -> None:
     """Runs `body` with the layout started, within the limit."""
 
     async def main() -> None:
         async with open_cluster() as cluster:
-            started = await cluster.start(what, patience or Patience(), deadline_s=limit_s / 2)
+            started = await cluster.start(what, timeouts or Timeouts(), deadline_s=limit_s / 2)
             await body(cluster, started)
 
     asyncio.run(asyncio.wait_for(main(), limit_s))

@@ -20,7 +20,7 @@ from torch import Tensor
 from helpers.engines import make_engine
 from helpers.processes import started, wait_until
 from helpers.ranks import assembled
-from podium.cluster import MeshShape, RowRefs, Seat
+from podium.cluster import MeshShape, RowRefs, WorkerContext
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import RoleMesh
 from podium.cluster.objects import InlineStored
@@ -241,9 +241,9 @@ def run_update(
 # --- critics ---
 
 
-def seat_on(mesh: Mesh, role: str) -> Seat:
+def context_on(mesh: Mesh, role: str) -> WorkerContext:
     """A role's place on a worker of a pool that is this mesh."""
-    return Seat(
+    return WorkerContext(
         worker=WorkerId("train", mesh.rank, "here", "cpu"),
         role=role,
         mesh=RoleMesh(role=role, pool="train", shape=MeshShape(shard=mesh.world), slots=tuple(range(mesh.world))),
@@ -251,7 +251,7 @@ def seat_on(mesh: Mesh, role: str) -> Seat:
         devices=mesh.devices,
         recorder=SpanRecorder(),
         transfers={},
-        roommates={},
+        colocated_roles={},
         lines={},
     )
 
@@ -283,7 +283,7 @@ def estimate_and_learn(mesh: Mesh, folder: Path, episodes: Episodes, **algorithm
     spec = CriticSpec(
         recipe=recipe, folder=folder, checkpoints=folder / "critic", beside=folder / "critic", resume_step=None
     )
-    critic = CriticRank(seat_on(mesh, "critic"), spec)
+    critic = CriticRank(context_on(mesh, "critic"), spec)
     mine = even_parts(full.lengths_N, mesh.world)[mesh.rank]
     rows = refs_of(full).take(mine)
     shard = ValueShard(

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from podium.cluster import Computed, Metric, RowRefs, Seat
+from podium.cluster import Computed, Metric, RowRefs, WorkerContext
 from podium.data.trajectories import TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds
 
 
@@ -62,8 +62,8 @@ def make_block(wanted: TrajectoryIds) -> TrajectoryBlock:
 class Counter:
     """A role with a little state, which answers who and where it is."""
 
-    def __init__(self, seat: Seat, start: int = 0) -> None:
-        self.seat, self._value = seat, start
+    def __init__(self, context: WorkerContext, start: int = 0) -> None:
+        self.context, self._value = context, start
 
     def add(self, number: int, *, twice: bool = False) -> int:
         self._value += number * (2 if twice else 1)
@@ -77,23 +77,23 @@ class Counter:
         return os.getpid(), threading.get_ident()
 
     def place(self) -> tuple[int, int, bool]:
-        return self.seat.rank, self.seat.data_rank, self.seat.is_source
+        return self.context.rank, self.context.data_rank, self.context.is_source
 
     def measure(self, array: np.ndarray) -> int:
         return int(array.sum())
 
     def nap(self, seconds: float) -> str:
-        with self.seat.span("napping"):
+        with self.context.span("napping"):
             time.sleep(seconds)
         return "rested"
 
     def nap_on(self, rank: int, seconds: float) -> str:
         """Only one rank is late."""
-        return self.nap(seconds) if self.seat.rank == rank else "awake"
+        return self.nap(seconds) if self.context.rank == rank else "awake"
 
     def wait_for(self, file: str) -> str:
         """Until a file appears: lets a test decide when the call ends."""
-        with self.seat.span("waiting"):
+        with self.context.span("waiting"):
             limit = time.monotonic() + 60
             while not Path(file).exists() and time.monotonic() < limit:
                 time.sleep(0.01)
@@ -101,7 +101,7 @@ class Counter:
 
     def wait_on(self, rank: int, file: str) -> str:
         """Only one rank waits for the file."""
-        return self.wait_for(file) if self.seat.rank == rank else "went on"
+        return self.wait_for(file) if self.context.rank == rank else "went on"
 
     def add_after(self, file: str, number: int) -> int:
         """Adds when the file has appeared, and says so with another."""
@@ -111,7 +111,7 @@ class Counter:
         return self._value
 
     def fail_on(self, rank: int) -> str:
-        if self.seat.rank == rank:
+        if self.context.rank == rank:
             raise ValueError(f"rank {rank} does not feel well")
         return "fine"
 
@@ -210,24 +210,24 @@ class Summer(Counter):
     """Meets the others of its mesh in collectives."""
 
     def all_sum(self, number: float) -> float:
-        return self._reduced(number * (self.seat.rank + 1))
+        return self._reduced(number * (self.context.rank + 1))
 
     def _reduced(self, number: float) -> float:
         import torch
         import torch.distributed as dist
 
-        with self.seat.span("summing"):
+        with self.context.span("summing"):
             tensor = torch.tensor([number])
             for axis in ("replica", "shard", "context", "tensor"):
-                group = self.seat.group(axis)
+                group = self.context.group(axis)
                 if group is not None:
                     dist.all_reduce(tensor, group=group)
         return float(tensor.item())
 
     def sum_without(self, rank: int) -> float:
         """One rank stays away for a while: the others wait in the collective."""
-        if self.seat.rank == rank:
-            with self.seat.span("staying away"):
+        if self.context.rank == rank:
+            with self.context.span("staying away"):
                 time.sleep(30)
             return 0.0
         return self.all_sum(1.0)
@@ -248,7 +248,7 @@ class Summer(Counter):
         return Computed(done=batch.ids, metrics=(Metric(name="sum", value=self._reduced(read), reduction="max"),))
 
     def die_in_sum(self, rank: int) -> float:
-        if self.seat.rank == rank:
+        if self.context.rank == rank:
             time.sleep(0.2)
             self.die()
         return self.all_sum(1.0)
@@ -257,7 +257,7 @@ class Summer(Counter):
         """The sum of what the source rank of the link sends: an array of ones times its own value."""
         import torch
 
-        group = self.seat.transfer(link)
+        group = self.context.transfer(link)
         tensor = torch.full((size,), float(self._value)) if group.rank == source else torch.empty(size)
         return float(group.broadcast(tensor, source).sum())
 
@@ -265,15 +265,15 @@ class Summer(Counter):
 class Stubborn(Counter):
     """Cannot be built."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, context: WorkerContext) -> None:
         raise RuntimeError("no model at models/none")
 
 
 class UnbuildableWhile(Counter):
     """Cannot be built while a file is there."""
 
-    def __init__(self, seat: Seat, file: str) -> None:
-        super().__init__(seat)
+    def __init__(self, context: WorkerContext, file: str) -> None:
+        super().__init__(context)
         if Path(file).exists():
             raise RuntimeError(f"{file} is in the way")
 
@@ -281,10 +281,10 @@ class UnbuildableWhile(Counter):
 class DiesOnce(Counter):
     """Its process dies while it is built, unless it has been through that already."""
 
-    def __init__(self, seat: Seat, mark: str, rank: int) -> None:
-        super().__init__(seat)
+    def __init__(self, context: WorkerContext, mark: str, rank: int) -> None:
+        super().__init__(context)
         file = Path(mark)
-        if seat.rank == rank and not file.exists():
+        if context.rank == rank and not file.exists():
             file.touch()
             self.die()
 

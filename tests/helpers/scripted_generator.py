@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from podium.cluster import Seat
+from podium.cluster import WorkerContext
 from podium.data.trajectories import TrajectoryId
 from podium.roles.generator import GeneratorRank
 from podium.roles.mailboxes import Mailboxes
@@ -22,8 +22,8 @@ from podium.rollout.requests import Completion, Request
 class ScriptedGenerator(GeneratorRank):
     """Only what episode runners ask of a generator."""
 
-    def __init__(self, seat: Seat, letters: tuple[int, ...], end: int) -> None:
-        self._seat = seat
+    def __init__(self, context: WorkerContext, letters: tuple[int, ...], end: int) -> None:
+        self._context = context
         self._engine: Any = ScriptedEngine(letters, end)
         self._spec: Any = SimpleNamespace(deadline_s=60.0)
         self._peak_tokens = 0

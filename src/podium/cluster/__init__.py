@@ -8,7 +8,7 @@ from podium.cluster.layout import Layout, Pool, RayCluster, Resources, RoleSpec
 from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
 from podium.cluster.objects import RowRefs, Step, Stored
 from podium.cluster.results import Answer, Computed, Merged, Metric, ShardResult, stored_rows
-from podium.cluster.seat import Seat
+from podium.cluster.worker_context import WorkerContext
 
 __all__ = [
     "Answer",
@@ -27,10 +27,10 @@ __all__ = [
     "RoleMesh",
     "RoleSpec",
     "RowRefs",
-    "Seat",
     "ShardResult",
     "Step",
     "Stored",
+    "WorkerContext",
     "WorkerId",
     "Workers",
     "open_inline",

@@ -10,14 +10,13 @@ from contextlib import AbstractContextManager, asynccontextmanager
 from typing import Any, TypeVar, assert_never
 
 from podium.cluster.blocking import in_thread
-from podium.cluster.crew import RESTORING, Crew, Patience, place
+from podium.cluster.channels import Channels
 from podium.cluster.deadlines import Deadline
 from podium.cluster.group import RoleGroup
 from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
 from podium.cluster.identity import WorkerId
 from podium.cluster.inline import InlineTransport
 from podium.cluster.layout import Layout, RayCluster
-from podium.cluster.lines import Lines
 from podium.cluster.links import Links
 from podium.cluster.local_ray import LocalRay
 from podium.cluster.meshes import MeshRegistry
@@ -25,6 +24,7 @@ from podium.cluster.objects import Shelf, Step, StoreUse
 from podium.cluster.placement import TooLarge, bundles_of, preflight
 from podium.cluster.results import Span
 from podium.cluster.transport import Transport
+from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool, place
 from podium.errors import ClusterError, DeadlineError, PlacementError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
@@ -121,7 +121,7 @@ class Cluster:
                         "without collectives."
                     )
 
-    async def start(self, layout: Layout, patience: Patience = Patience(), *, deadline_s: float = 300.0) -> Workers:  # noqa: B008
+    async def start(self, layout: Layout, timeouts: Timeouts = Timeouts(), *, deadline_s: float = 300.0) -> Workers:  # noqa: B008
         """Starts all pools of a layout. A worker that dies meanwhile is tried again; any other failure ends them all.
 
         `deadline_s` is also the default deadline of the calls on its roles."""
@@ -129,7 +129,7 @@ class Cluster:
             raise ClusterError("this cluster is closed: nothing can be started in it any more.")
         await in_thread(self.check, layout)
         deadline_s = _FOREVER_S if self._unhurried else deadline_s
-        workers = Workers(layout, self._transport, self._shelf, patience, deadline_s=deadline_s, tell=self._tell)
+        workers = Workers(layout, self._transport, self._shelf, timeouts, deadline_s=deadline_s, tell=self._tell)
         await workers.start()
         self._started.append(workers)
         return workers
@@ -165,31 +165,34 @@ class Workers:
         layout: Layout,
         transport: Transport,
         shelf: Shelf,
-        patience: Patience,
+        timeouts: Timeouts,
         *,
         deadline_s: float,
         tell: Tell = lambda what: None,
     ) -> None:
         self._layout, self._transport, self._shelf, self._deadline_s = layout, transport, shelf, deadline_s
         self._deaths: asyncio.Queue[Died] = asyncio.Queue()
-        self._placing, self._patience = asyncio.Lock(), patience
-        self._crews = {
-            pool.name: Crew(layout, pool, transport, patience, self._deaths.put_nowait, self._placing, tell)
+        self._placing, self._timeouts = asyncio.Lock(), timeouts
+        self._worker_pools = {
+            pool.name: WorkerPool(layout, pool, transport, timeouts, self._deaths.put_nowait, self._placing, tell)
             for pool in layout.pools
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
         self.registry = MeshRegistry(meshes=meshes, workers={})
-        self._links = Links(self._crews, lambda: self.registry, timeout_s=patience.collective_s)
-        self._lines = Lines(self._crews, lambda: self.registry)
+        self._links = Links(self._worker_pools, lambda: self.registry, timeout_s=timeouts.collective_s)
+        self._channels = Channels(self._worker_pools, lambda: self.registry)
         self._restores: dict[str, Restore] = {}
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     async def start(self) -> None:
-        deadline, crews = Deadline(self._deadline_s), list(self._crews.values())
+        deadline, worker_pools = Deadline(self._deadline_s), list(self._worker_pools.values())
         starting: list[asyncio.Task[None]] = []
         try:
-            await place(crews, self._transport, self._placing, self._patience, deadline, grows=False)
-            starting += [asyncio.create_task(self._until_it_stands(crew, crew.raise_all, deadline)) for crew in crews]
+            await place(worker_pools, self._transport, self._placing, self._timeouts, deadline, grows=False)
+            starting += [
+                asyncio.create_task(self._until_it_stands(worker_pool, worker_pool.start, deadline))
+                for worker_pool in worker_pools
+            ]
             await asyncio.gather(*starting)
         except BaseException:
             for task in starting:
@@ -198,10 +201,10 @@ class Workers:
             self.end()
             raise
 
-    def crew(self, pool: str) -> Crew:
-        if pool not in self._crews:
-            raise ClusterError(f"there is no pool {pool!r}; the pools are {', '.join(self._crews)}.")
-        return self._crews[pool]
+    def worker_pool(self, pool: str) -> WorkerPool:
+        if pool not in self._worker_pools:
+            raise ClusterError(f"there is no pool {pool!r}; the pools are {', '.join(self._worker_pools)}.")
+        return self._worker_pools[pool]
 
     def role(self, name: str, kind: type[RoleT]) -> RoleGroup[RoleT]:
         """The workers of a role. `kind` is the class that the layout gives it, or a base of it."""
@@ -216,10 +219,10 @@ class Workers:
         of its own. It is made anew whenever one of their pools is recovered."""
         await self._links.connect(name, tuple(roles), Deadline(deadline_s))
 
-    async def introduce(self, role: str, *, to: str, deadline_s: float = 60.0) -> None:
-        """The workers of `to` can call those of `role` directly from now on (`seat.line(role)`), beside what those are
-        working at. Made anew whenever one of the pools is recovered."""
-        await self._lines.introduce(role, to, Deadline(deadline_s))
+    async def open_channel(self, role: str, *, to: str, deadline_s: float = 60.0) -> None:
+        """The workers of `to` can call those of `role` directly from now on (`context.channel(role)`), also while those
+        work. It is opened anew whenever one of the pools is recovered."""
+        await self._channels.open_channel(role, to, Deadline(deadline_s))
 
     def restore_with(self, role: str, restore: Restore) -> None:
         """The owner of a role says how new workers of it get their state; called after every respawn."""
@@ -230,33 +233,37 @@ class Workers:
         """Brings a pool back after a death: its dead workers are replaced in place, or, where they meet in
         collectives (or `everyone` is asked for), all of them. Returns the new workers (none, if nothing was wrong).
         What fails, links and restoring included, can be tried again."""
-        crew, deadline = self.crew(pool), Deadline(deadline_s)
+        worker_pool, deadline = self.worker_pool(pool), Deadline(deadline_s)
         if pool in RESTORING.get():
             raise ClusterError(f"pool {pool} is being recovered by the one whose restoring asks for it again.")
-        async with self._alone(crew, deadline):  # who asks at the same time finds nothing wrong any more
-            slots = tuple(range(crew.pool.slots)) if everyone else self._to_replace(crew)
+        async with self._alone(worker_pool, deadline):  # who asks at the same time finds nothing wrong any more
+            slots = tuple(range(worker_pool.pool.slots)) if everyone else self._to_replace(worker_pool)
             if slots:
-                crew.unfinished |= set(slots)
-                await self._until_it_stands(crew, lambda left: crew.replace(slots, left), deadline)
-            return await self._finish(crew, deadline)
+                worker_pool.unfinished |= set(slots)
+                await self._until_it_stands(worker_pool, lambda left: worker_pool.replace(slots, left), deadline)
+            return await self._finish(worker_pool, deadline)
 
     @asynccontextmanager
-    async def _alone(self, crew: Crew, deadline: Deadline) -> AsyncIterator[None]:
+    async def _alone(self, worker_pool: WorkerPool, deadline: Deadline) -> AsyncIterator[None]:
         try:
             async with asyncio.timeout(deadline.left_s):
-                await crew.recovering.acquire()
+                await worker_pool.recovering.acquire()
         except TimeoutError:
             raise DeadlineError(
-                f"another recovery of pool {crew.pool.name} is under way and was not done in {deadline.seconds:.0f} s."
+                f"another recovery of pool {worker_pool.pool.name} is under way and was not done in "
+                f"{deadline.seconds:.0f} s."
             ) from None
         try:
             yield
         finally:
-            crew.recovering.release()
+            worker_pool.recovering.release()
 
-    def _to_replace(self, crew: Crew) -> tuple[int, ...]:
+    def _to_replace(self, worker_pool: WorkerPool) -> tuple[int, ...]:
         choice = remedy(
-            collectives=crew.pool.collectives, num_slots=crew.pool.slots, dead=crew.dead, broken=bool(crew.broken)
+            collectives=worker_pool.pool.collectives,
+            num_slots=worker_pool.pool.slots,
+            dead=worker_pool.dead,
+            broken=bool(worker_pool.broken),
         )
         match choice:
             case Leave():
@@ -264,23 +271,26 @@ class Workers:
             case Respawn(slots=slots):
                 return slots
             case Rebuild():
-                return tuple(range(crew.pool.slots))
+                return tuple(range(worker_pool.pool.slots))
             case other:
                 assert_never(other)
 
-    async def _finish(self, crew: Crew, deadline: Deadline) -> tuple[WorkerId, ...]:
+    async def _finish(self, worker_pool: WorkerPool, deadline: Deadline) -> tuple[WorkerId, ...]:
         """New workers get their links and, from the owners of their roles, their state."""
-        pool, new = crew.pool.name, tuple(each.worker for each in crew.members if each.slot in crew.unfinished)
+        pool, new = (
+            worker_pool.pool.name,
+            tuple(each.worker for each in worker_pool.members if each.slot in worker_pool.unfinished),
+        )
         if not new:
             return ()
         await self._links.renew(pool, deadline)
-        await self._lines.renew(pool, new, deadline)
+        await self._channels.renew(pool, new, deadline)
         for role, restore in self._restores.items():
             mesh = self.registry.mesh(role)
             mine = tuple(worker for worker in new if mesh.pool == pool and worker.index in mesh.slots)
             if mine:
                 await self._restored(role, restore, mine, deadline)
-        crew.unfinished.clear()
+        worker_pool.unfinished.clear()
         return new
 
     async def _restored(self, role: str, restore: Restore, new: tuple[WorkerId, ...], deadline: Deadline) -> None:
@@ -307,10 +317,10 @@ class Workers:
 
     async def end_worker(self, worker: WorkerId) -> None:
         """Ends one worker's process, as a fault would; `recover` replaces it."""
-        crew = self.crew(worker.pool)
-        member = crew.member(worker)
+        worker_pool = self.worker_pool(worker.pool)
+        member = worker_pool.member(worker)
         member.process.kill()
-        crew.bury(member, "it was ended by the controller")
+        worker_pool.mark_dead(member, "it was ended by the controller")
 
     async def next_death(self) -> Died:
         """Waits for the next death of any worker; has no deadline of its own: a healthy run has none."""
@@ -318,18 +328,18 @@ class Workers:
 
     def health(self) -> Mapping[str, tuple[WorkerHealth, ...]]:
         """By pool, from heartbeats alone: asks nobody."""
-        return {name: crew.health() for name, crew in self._crews.items()}
+        return {name: worker_pool.health() for name, worker_pool in self._worker_pools.items()}
 
     async def where(self, pool: str) -> WhereReport:
         """Asks every worker of a pool what its threads are doing; answers while they work."""
-        return await self.crew(pool).where()
+        return await self.worker_pool(pool).where()
 
     def end(self) -> None:
-        for crew in self._crews.values():
-            crew.end()
+        for worker_pool in self._worker_pools.values():
+            worker_pool.end()
 
     async def _until_it_stands(
-        self, crew: Crew, raise_it: Callable[[Deadline], Awaitable[Any]], deadline: Deadline
+        self, worker_pool: WorkerPool, raise_it: Callable[[Deadline], Awaitable[Any]], deadline: Deadline
     ) -> None:
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -338,4 +348,4 @@ class Workers:
             except WorkerDiedError:
                 if attempt == _ATTEMPTS or deadline.over:
                     raise
-        self.registry = self.registry.with_workers([member.worker for member in crew.members])
+        self.registry = self.registry.with_workers([member.worker for member in worker_pool.members])

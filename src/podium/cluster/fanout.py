@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from podium.cluster.deadlines import Deadline
 from podium.cluster.identity import WorkerId
-from podium.cluster.orders import Envelope, Failure
+from podium.cluster.orders import Failure, Reply
 from podium.cluster.transport import GoneError
 from podium.errors import DeadlineError, RoleError, WorkerDiedError
 
 if TYPE_CHECKING:
-    from podium.cluster.crew import Crew
+    from podium.cluster.worker_pool import WorkerPool
 
 # After the first failure the others may still answer: often they tell the cause.
 _GRACE_S = 1.0
@@ -27,18 +27,18 @@ class Pending:
     """A call that is under way."""
 
     worker: WorkerId
-    answer: Awaitable[Envelope]
+    answer: Awaitable[Reply]
 
 
 @contextmanager
-def sending(reached: Sized, what: str, crew: Crew) -> Iterator[None]:
+def sending(reached: Sized, what: str, worker_pool: WorkerPool) -> Iterator[None]:
     """Around the sending of one call to many. A call that has reached some and cannot be sent to the rest leaves those
     who meet in collectives out of step."""
     try:
         yield
     except BaseException as error:
         if len(reached):
-            crew.breaks(f"{what} reached {len(reached)} workers and could not be sent to the others ({error})")
+            worker_pool.breaks(f"{what} reached {len(reached)} workers and could not be sent to the others ({error})")
         raise
 
 
@@ -48,78 +48,84 @@ class _RoleFailedError(Exception):
 
 
 async def gather_answers(
-    pending: Sequence[Pending], what: str, deadline: Deadline, crew: Crew, *, in_step: bool = True
-) -> list[Envelope]:
+    pending: Sequence[Pending], what: str, deadline: Deadline, worker_pool: WorkerPool, *, in_step: bool = True
+) -> list[Reply]:
     """Waits for all answers. Raises WorkerDiedError, RoleError or DeadlineError; a pool whose workers meet in
     collectives and did not all answer is broken then, if the call was one that keeps them `in_step`. `what` completes
     the sentence "workers were ..."."""
-    quick = await crew.at_once([each.answer for each in pending])
-    if quick is not None and not any(envelope.failure for envelope in quick):
+    quick = await worker_pool.at_once([each.answer for each in pending])
+    if quick is not None and not any(reply.failure for reply in quick):
         return quick
-    tasks = [asyncio.ensure_future(_one(each, crew)) for each in pending]
+    tasks = [asyncio.ensure_future(_one(each, worker_pool)) for each in pending]
     try:
         _, late = await asyncio.wait(tasks, timeout=deadline.left_s, return_when=asyncio.FIRST_EXCEPTION)
         if late and not any(_failed(task) for task in tasks):
-            await _overdue(pending, tasks, what, deadline, crew, in_step=in_step)
+            await _overdue(pending, tasks, what, deadline, worker_pool, in_step=in_step)
         if any(_failed(task) for task in tasks):
             if late:
-                await _last_words(pending, tasks, crew)
-            _raise(pending, tasks, what, crew, in_step=in_step)
+                await _last_words(pending, tasks, worker_pool)
+            _raise(pending, tasks, what, worker_pool, in_step=in_step)
         return [task.result() for task in tasks]
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _last_words(pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Envelope]], crew: Crew) -> None:
+async def _last_words(
+    pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Reply]], worker_pool: WorkerPool
+) -> None:
     """Waits a little for the others, and for deaths among them to be known."""
     await asyncio.wait(tasks, timeout=_GRACE_S)
     silent = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
-    if crew.meets and silent and not crew.dead:
-        await crew.await_deaths(silent)
+    if worker_pool.meets and silent and not worker_pool.dead:
+        await worker_pool.await_deaths(silent)
 
 
-async def _one(pending: Pending, crew: Crew) -> Envelope:
-    envelope = await crew.unless_dead(pending.worker, pending.answer)
-    if envelope.failure is not None:
-        raise _RoleFailedError(envelope.failure)
-    return envelope
+async def _one(pending: Pending, worker_pool: WorkerPool) -> Reply:
+    reply = await worker_pool.unless_dead(pending.worker, pending.answer)
+    if reply.failure is not None:
+        raise _RoleFailedError(reply.failure)
+    return reply
 
 
-def _failed(task: asyncio.Future[Envelope]) -> bool:
+def _failed(task: asyncio.Future[Reply]) -> bool:
     return task.done() and not task.cancelled() and task.exception() is not None
 
 
 async def _overdue(
     pending: Sequence[Pending],
-    tasks: Sequence[asyncio.Future[Envelope]],
+    tasks: Sequence[asyncio.Future[Reply]],
     what: str,
     deadline: Deadline,
-    crew: Crew,
+    worker_pool: WorkerPool,
     *,
     in_step: bool,
 ) -> None:
     late = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
-    report = await crew.where([each.worker for each in pending])
+    report = await worker_pool.where([each.worker for each in pending])
     if in_step:
-        crew.breaks(f"{', '.join(map(str, late))} did not answer while {what}")
-    stuck = "" if crew.broken else "\nOne that is stuck for good is ended with `workers.end_worker` and then replaced."
+        worker_pool.breaks(f"{', '.join(map(str, late))} did not answer while {what}")
+    stuck = (
+        ""
+        if worker_pool.broken
+        else "\nOne that is stuck for good is ended with `workers.end_worker` and then replaced."
+    )
     raise DeadlineError(
-        f"{len(late)} of {len(pending)} workers of {crew.pool.name} are still {what} after {deadline.seconds:.1f} s: "
-        f"{', '.join(map(str, late))}. Where they are:\n{report}{stuck}"
+        f"{len(late)} of {len(pending)} workers of {worker_pool.pool.name} are still {what} after "
+        f"{deadline.seconds:.1f} s: {', '.join(map(str, late))}. Where they are:\n{report}{stuck}"
     )
 
 
 def _raise(
     pending: Sequence[Pending],
-    tasks: Sequence[asyncio.Future[Envelope]],
+    tasks: Sequence[asyncio.Future[Reply]],
     what: str,
-    crew: Crew,
+    worker_pool: WorkerPool,
     *,
     in_step: bool,
 ) -> None:
     """Turns the failures into one error; a death outranks what it made others say."""
-    known = {member.worker: member.died.cause for member in crew.members if member.died is not None}
+    known = {member.worker: member.died.cause for member in worker_pool.members if member.died is not None}
     silent: list[WorkerId] = []
     dead: dict[WorkerId, str] = {}
     failed: list[tuple[WorkerId, Failure]] = []
@@ -139,15 +145,15 @@ def _raise(
             case error:
                 foreign.append(error)
     if in_step and (silent or dead):
-        crew.breaks(f"{', '.join(map(str, [*dead, *silent]))} left the others while {what}")
+        worker_pool.breaks(f"{', '.join(map(str, [*dead, *silent]))} left the others while {what}")
     for worker, cause in dead.items():
-        crew.died(worker, cause)
+        worker_pool.died(worker, cause)
     if dead:
         words = "; ".join(f"{worker}: {cause}" for worker, cause in dead.items())
         others = f" {_others(failed)}" if failed else ""
         raise WorkerDiedError(
-            f"{len(dead)} of {len(pending)} workers of {crew.pool.name} died while {what}. {words}.{others} "
-            f"Recover the pool with `workers.recover({crew.pool.name!r})`."
+            f"{len(dead)} of {len(pending)} workers of {worker_pool.pool.name} died while {what}. {words}.{others} "
+            f"Recover the pool with `workers.recover({worker_pool.pool.name!r})`."
         )
     if foreign:
         raise foreign[0]

@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
 
-from podium.cluster.crew import Crew
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry, RoleMesh
 from podium.cluster.objects import Shelf, Stored
-from podium.cluster.orders import Envelope, Invoke, RowsHead
+from podium.cluster.orders import Invoke, Reply, RowsHead
 from podium.cluster.results import Answer, Computed, Merged, ShardResult, Span, merge
 from podium.cluster.transport import ByReference, GoneError, Transport
+from podium.cluster.worker_pool import WorkerPool
 from podium.data.trajectories import RowsT, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
 
@@ -36,7 +36,7 @@ class Shard(Protocol):
 
 
 ShardT = TypeVar("ShardT", bound=Shard)
-Blocks = AsyncIterator[tuple[Envelope, Stored[Any]]]
+Blocks = AsyncIterator[tuple[Reply, Stored[Any]]]
 
 
 class Roster(Protocol):
@@ -45,7 +45,7 @@ class Roster(Protocol):
     @property
     def registry(self) -> MeshRegistry: ...
 
-    def crew(self, pool: str) -> Crew: ...
+    def worker_pool(self, pool: str) -> WorkerPool: ...
 
     def record(self, spans: Sequence[Span]) -> None:
         """Every span that comes with an answer."""
@@ -57,7 +57,7 @@ class _Opened:
     """A streaming call that is under way on all members of one data rank, the source first."""
 
     name: str
-    crew: Crew
+    worker_pool: WorkerPool
     data_rank: int
     ids: TrajectoryIds
     streams: list[tuple[WorkerId, Blocks]]
@@ -130,16 +130,16 @@ class RoleGroup(Generic[RoleT]):
     ) -> Merged[RowsT]:
         """One shard for each data rank, already cut. All members of a data rank get the same one (stored once and
         sent by reference where there are several); its source answers with rows, which stay in the object store."""
-        name, registry, crew = self._name(method), self._roster.registry, self._crew()
+        name, registry, worker_pool = self._name(method), self._roster.registry, self._worker_pool()
         self._check_shards(shards)
         pending: list[Pending] = []
         rows: list[Stored[Any]] = []
         sources: list[int] = []
         by_rank = [
-            [crew.member(worker) for worker in registry.members_of(self._role, data_rank)]
+            [worker_pool.member(worker) for worker in registry.members_of(self._role, data_rank)]
             for data_rank in range(len(shards))
         ]
-        with sending(pending, f"{self._role}.{name}", crew):
+        with sending(pending, f"{self._role}.{name}", worker_pool):
             for members, shard in zip(by_rank, shards, strict=True):
                 sent: Any = shard if len(members) == 1 else ByReference(stored=self._transport.store(shard))
                 sources.append(len(pending))
@@ -148,8 +148,8 @@ class RoleGroup(Generic[RoleT]):
                     answer, stored = member.process.perform_storing(order, sent, *args, **kwargs)
                     pending.append(Pending(worker=member.worker, answer=answer))
                     rows.append(stored)
-        envelopes = await self._gather(pending, name, crew)
-        results = [self._result(envelopes[at], data_rank, rows[at]) for data_rank, at in enumerate(sources)]
+        replies = await self._gather(pending, name, worker_pool)
+        results = [self._result(replies[at], data_rank, rows[at]) for data_rank, at in enumerate(sources)]
         return merge(results, [shard.ids for shard in shards], self._roster.registry, self._role)
 
     async def stream_one(
@@ -210,11 +210,11 @@ class RoleGroup(Generic[RoleT]):
         self, shards: Sequence[tuple[int, Shard]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[_Opened]:
         """Sends a streaming call to all members of these data ranks, or to none."""
-        crew, registry = self._crew(), self._roster.registry
-        by_rank = [[crew.member(each) for each in registry.members_of(self._role, rank)] for rank, _ in shards]
+        worker_pool, registry = self._worker_pool(), self._roster.registry
+        by_rank = [[worker_pool.member(each) for each in registry.members_of(self._role, rank)] for rank, _ in shards]
         opened: list[_Opened] = []
         reached: list[WorkerId] = []
-        with sending(reached, f"{self._role}.{name}", crew):
+        with sending(reached, f"{self._role}.{name}", worker_pool):
             for (data_rank, shard), members in zip(shards, by_rank, strict=True):
                 sent: Any = ByReference(stored=self._transport.store(shard)) if len(members) > 1 else shard
                 streams: list[tuple[WorkerId, Blocks]] = []
@@ -222,7 +222,9 @@ class RoleGroup(Generic[RoleT]):
                     order = Invoke(member.worker, self._role, name, "rows")
                     streams.append((member.worker, member.process.stream(order, sent, *args, **kwargs)))
                     reached.append(member.worker)
-                opened.append(_Opened(name=name, crew=crew, data_rank=data_rank, ids=shard.ids, streams=streams))
+                opened.append(
+                    _Opened(name=name, worker_pool=worker_pool, data_rank=data_rank, ids=shard.ids, streams=streams)
+                )
         return opened
 
     async def _blocks(self, opened: _Opened) -> AsyncIterator[ShardResult[Any]]:
@@ -236,10 +238,10 @@ class RoleGroup(Generic[RoleT]):
         try:
             while True:
                 arriving = asyncio.ensure_future(self._next_block(opened, source, blocks))
-                envelope, rows = await _unless_one_fails(arriving, peers)
-                if envelope.last:
+                reply, rows = await _unless_one_fails(arriving, peers)
+                if reply.last:
                     break
-                result: ShardResult[Any] = self._result(envelope, opened.data_rank, rows)
+                result: ShardResult[Any] = self._result(reply, opened.data_rank, rows)
                 waiting = self._tick_off(waiting, result)
                 yield result
             if peers:
@@ -258,9 +260,9 @@ class RoleGroup(Generic[RoleT]):
             )
 
     async def _overdue(self, opened: _Opened, why: str) -> NoReturn:
-        report = await opened.crew.where([worker for worker, _ in opened.streams])
+        report = await opened.worker_pool.where([worker for worker, _ in opened.streams])
         what = f"{self._role}.{opened.name}"
-        opened.crew.breaks(f"a stream of {what} came to no end")
+        opened.worker_pool.breaks(f"a stream of {what} came to no end")
         raise DeadlineError(f"{why} of {what} for {self._deadline_s:.1f} s. Where they are:\n{report}")
 
     async def _call(
@@ -272,43 +274,43 @@ class RoleGroup(Generic[RoleT]):
         *,
         control: bool = False,
     ) -> tuple[Answer[Result], ...]:
-        name, crew, mesh = self._name(method), self._crew(), self.mesh
-        members = [crew.member(worker) for worker in workers]  # nothing is sent to some if one is dead
+        name, worker_pool, mesh = self._name(method), self._worker_pool(), self.mesh
+        members = [worker_pool.member(worker) for worker in workers]  # nothing is sent to some if one is dead
         if len(members) > 1:
             args = tuple(self._shared(value) for value in args)
             kwargs = {key: self._shared(value) for key, value in kwargs.items()}
         pending: list[Pending] = []
-        with sending(pending, f"{self._role}.{name}", crew):
+        with sending(pending, f"{self._role}.{name}", worker_pool):
             for member in members:
                 order = Invoke(member.worker, self._role, name, "value")
                 send = member.process.control if control else member.process.perform
                 pending.append(Pending(worker=member.worker, answer=send(order, *args, **kwargs)))
-        envelopes = await self._gather(pending, name, crew, in_step=not control)
+        replies = await self._gather(pending, name, worker_pool, in_step=not control)
         return tuple(
             Answer(
                 worker=worker,
                 coordinates=mesh.coordinates(worker.index),
-                value=envelope.value,
-                spans=envelope.spans,
+                value=reply.value,
+                spans=reply.spans,
             )
-            for worker, envelope in zip(workers, envelopes, strict=True)
+            for worker, reply in zip(workers, replies, strict=True)
         )
 
     async def _gather(
-        self, pending: Sequence[Pending], name: str, crew: Crew, *, in_step: bool = True
-    ) -> list[Envelope]:
+        self, pending: Sequence[Pending], name: str, worker_pool: WorkerPool, *, in_step: bool = True
+    ) -> list[Reply]:
         deadline = Deadline(self._deadline_s)
-        envelopes = await gather_answers(pending, f"in {self._role}.{name}", deadline, crew, in_step=in_step)
-        for each, envelope in zip(pending, envelopes, strict=True):
-            self._check_sender(each.worker, envelope, name)
-        return envelopes
+        replies = await gather_answers(pending, f"in {self._role}.{name}", deadline, worker_pool, in_step=in_step)
+        for each, reply in zip(pending, replies, strict=True):
+            self._check_sender(each.worker, reply, name)
+        return replies
 
-    def _check_sender(self, asked: WorkerId, envelope: Envelope, name: str) -> None:
-        self._roster.record(envelope.spans)
-        if envelope.worker != asked or not self._roster.registry.is_current(asked):
+    def _check_sender(self, asked: WorkerId, reply: Reply, name: str) -> None:
+        self._roster.record(reply.spans)
+        if reply.worker != asked or not self._roster.registry.is_current(asked):
             now = self._roster.registry.worker(asked.pool, asked.index)
             raise WorkerDiedError(
-                f"an answer to {self._role}.{name} from {envelope.worker} is refused: {asked} was asked, and {now} "
+                f"an answer to {self._role}.{name} from {reply.worker} is refused: {asked} was asked, and {now} "
                 "sits there now. What an old incarnation says is of weights and state that are gone."
             )
 
@@ -319,31 +321,31 @@ class RoleGroup(Generic[RoleT]):
 
     async def _next_block(
         self, opened: _Opened, worker: WorkerId, blocks: Blocks, *, hurried: bool = True
-    ) -> tuple[Envelope, Stored[Any]]:
-        name, crew = opened.name, opened.crew
+    ) -> tuple[Reply, Stored[Any]]:
+        name, worker_pool = opened.name, opened.worker_pool
         try:
             async with asyncio.timeout(self._deadline_s if hurried else None):
-                envelope, rows = await crew.unless_dead(worker, anext(blocks))
+                reply, rows = await worker_pool.unless_dead(worker, anext(blocks))
         except TimeoutError:
             await self._overdue(opened, f"{worker} has sent no block")
         except GoneError as gone:
-            crew.died(worker, str(gone))
+            worker_pool.died(worker, str(gone))
             raise WorkerDiedError(
                 f"{worker} died in {self._role}.{name}: {gone}. The blocks that it finished can still be read."
             ) from gone
-        self._check_sender(worker, envelope, name)
-        if envelope.failure is not None:
-            failure = envelope.failure
-            if crew.meets:
-                await crew.await_deaths([each.worker for each in crew.members if each.worker != worker])
-                dead = ", ".join(str(each.died) for each in crew.members if each.died is not None)
+        self._check_sender(worker, reply, name)
+        if reply.failure is not None:
+            failure = reply.failure
+            if worker_pool.meets:
+                await worker_pool.await_deaths([each.worker for each in worker_pool.members if each.worker != worker])
+                dead = ", ".join(str(each.died) for each in worker_pool.members if each.died is not None)
                 if dead:
                     raise WorkerDiedError(f"{dead}. So {worker} failed in {self._role}.{name}: {failure.text}")
-                crew.breaks(f"{worker} failed while others may wait for it in {self._role}.{name}")
+                worker_pool.breaks(f"{worker} failed while others may wait for it in {self._role}.{name}")
             raise RoleError(
                 f"{worker} failed in {self._role}.{name}: {failure.kind}: {failure.text}\n{failure.trace}"
             ) from failure.error
-        return envelope, rows
+        return reply, rows
 
     def _tick_off(self, waiting: TrajectoryIds, result: ShardResult[RowsT]) -> TrajectoryIds:
         strange = result.ids.without(waiting)
@@ -354,31 +356,31 @@ class RoleGroup(Generic[RoleT]):
             )
         return waiting.without(result.ids)
 
-    def _result(self, envelope: Envelope, data_rank: int, rows: Stored[Any]) -> ShardResult[Any]:
-        head: RowsHead = envelope.value
-        assert envelope.worker is not None
+    def _result(self, reply: Reply, data_rank: int, rows: Stored[Any]) -> ShardResult[Any]:
+        head: RowsHead = reply.value
+        assert reply.worker is not None
         if head.stored:
             self._shelf.count(rows, head.nbytes)
         return ShardResult(
-            worker=envelope.worker,
-            coordinates=self.mesh.coordinates(envelope.worker.index),
+            worker=reply.worker,
+            coordinates=self.mesh.coordinates(reply.worker.index),
             data_rank=data_rank,
             ids=head.ids,
             lengths_N=head.lengths_N,
             stored=rows if head.stored else None,
             metrics=head.metrics,
-            spans=envelope.spans,
+            spans=reply.spans,
             note=head.note,
         )
 
-    def _crew(self) -> Crew:
-        crew = self._roster.crew(self.mesh.pool)
-        if crew.broken:
+    def _worker_pool(self) -> WorkerPool:
+        worker_pool = self._roster.worker_pool(self.mesh.pool)
+        if worker_pool.broken:
             raise WorkerDiedError(
-                f"pool {crew.pool.name} cannot be called: {crew.broken}. "
-                f"Recover it with `workers.recover({crew.pool.name!r})`."
+                f"pool {worker_pool.pool.name} cannot be called: {worker_pool.broken}. "
+                f"Recover it with `workers.recover({worker_pool.pool.name!r})`."
             )
-        return crew
+        return worker_pool
 
     def _at(self, rank: int) -> WorkerId:
         workers = self.workers

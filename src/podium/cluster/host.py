@@ -27,22 +27,22 @@ from podium.cluster.orders import (
     Build,
     Connect,
     Disconnect,
-    Envelope,
     Failure,
-    Hello,
+    Handshake,
     Import,
-    Introduce,
     Invoke,
     Join,
+    OpenChannel,
     OpenMeeting,
     Order,
+    Reply,
     RowsHead,
     Settle,
     Whereabouts,
 )
 from podium.cluster.results import Computed
-from podium.cluster.seat import Seat
 from podium.cluster.spans import SpanRecorder
+from podium.cluster.worker_context import WorkerContext
 from podium.engine.addresses import DeviceKind
 from podium.errors import ClusterError, PodiumError
 from podium.importing import import_all, import_transformers_without_torch, load_object
@@ -50,7 +50,7 @@ from podium.importing import import_all, import_transformers_without_torch, load
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from podium.cluster.lines import Line
+    from podium.cluster.channels import Channel
     from podium.cluster.rendezvous import TransferGroup
     from podium.engine.meeting import MeetingServer
 
@@ -63,7 +63,7 @@ class RoleHost:
     """The roles of one worker and what they share: its identity, its process groups, its links and its spans."""
 
     def __init__(self, *, node: str, host: str, device: str, kind: DeviceKind, own_process: bool) -> None:
-        self._hello = Hello(node=node, host=host, device=device, kind=kind, pid=os.getpid())
+        self._handshake = Handshake(node=node, host=host, device=device, kind=kind, pid=os.getpid())
         self._own_process = own_process
         self._worker: WorkerId | None = None
         self._meshes: dict[str, RoleMesh] = {}
@@ -71,13 +71,13 @@ class RoleHost:
         self._roles: dict[str, Any] = {}
         self._servers: dict[str, MeetingServer] = {}
         self._transfers: dict[str, TransferGroup] = {}
-        self._lines: dict[str, Line] = {}
+        self._channels: dict[str, Channel] = {}
         self._recorder = SpanRecorder()
 
-    def hello(self) -> Hello:
-        return self._hello
+    def handshake(self) -> Handshake:
+        return self._handshake
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> tuple[Envelope, Any]:
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
         """Carries out an order on the work thread. Returns the answer, and rows to store (None: none). An exception
         of the role's code is part of the answer: it must not look like a fault of the worker."""
         self._recorder.name_thread(WORK)
@@ -93,10 +93,10 @@ class RoleHost:
             raise  # the process ends, and that is what the controller hears
         except BaseException as error:
             value, rows, failure = None, None, _failure(error)
-        return self._envelope(value, failure), rows
+        return self._reply(value, failure), rows
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Envelope, Any]]:
-        """Calls a method that yields `Computed` blocks and hands each on as it comes; the last envelope has none."""
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Reply, Any]]:
+        """Calls a method that yields `Computed` blocks and hands each on as it comes; the last reply has none."""
         self._recorder.name_thread(WORK)
         failure: Failure | None = None
         try:
@@ -104,23 +104,23 @@ class RoleHost:
                 for made in self._invoke(order, arguments, named):
                     head, rows = self._head(order, made)
                     if head is not None:
-                        yield self._envelope(head, None, last=False), rows
+                        yield self._reply(head, None, last=False), rows
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
             failure = _failure(error)
-        yield self._envelope(None, failure), None
+        yield self._reply(None, failure), None
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Envelope:
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Reply:
         """Calls a role's method on a control thread, while work may be busy: to cancel or pause it, say. The role sees
         to it that the two do not get in each other's way. Has no spans: those are of the work."""
         self._recorder.name_thread(CONTROL)
         try:
-            return Envelope(self._worker, self._invoke(order, arguments, named), None, ())
+            return Reply(self._worker, self._invoke(order, arguments, named), None, ())
         except SystemExit:
             raise
         except BaseException as error:
-            return Envelope(self._worker, None, _failure(error), ())
+            return Reply(self._worker, None, _failure(error), ())
 
     def where(self) -> Whereabouts:
         """Each thread's open spans and stack; answers while work is busy."""
@@ -135,9 +135,9 @@ class RoleHost:
             number += 1
             time.sleep(every_s)
 
-    def _envelope(self, value: Any, failure: Failure | None, *, last: bool = True) -> Envelope:
+    def _reply(self, value: Any, failure: Failure | None, *, last: bool = True) -> Reply:
         spans = self._recorder.drain(self._worker) if self._worker is not None else ()
-        return Envelope(self._worker, value, failure, spans, last)
+        return Reply(self._worker, value, failure, spans, last)
 
     def _do(self, order: Order, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         match order:
@@ -154,21 +154,21 @@ class RoleHost:
             case OpenMeeting():
                 from podium.cluster.rendezvous import serve
 
-                self._servers[order.name] = server = serve(self._hello.host)
+                self._servers[order.name] = server = serve(self._handshake.host)
                 return server.meeting
             case Join():
                 from podium.cluster.rendezvous import join
 
-                self._devices = join(order, self._hello.host, self._hello.kind, tuple(self._meshes.values()))
+                self._devices = join(order, self._handshake.host, self._handshake.kind, tuple(self._meshes.values()))
             case Build():
                 self._build(order, *arguments)
             case Connect():
                 from podium.cluster.rendezvous import TransferGroup
 
                 self._transfers.pop(order.name, None)
-                self._transfers[order.name] = TransferGroup(order, self._hello.host, self._hello.kind)
-            case Introduce():
-                self._lines[order.line.role] = order.line
+                self._transfers[order.name] = TransferGroup(order, self._handshake.host, self._handshake.kind)
+            case OpenChannel():
+                self._channels[order.channel.role] = order.channel
             case Disconnect():
                 link = self._transfers.pop(order.name, None)
                 if link is not None:
@@ -189,22 +189,22 @@ class RoleHost:
                     f"{self._worker}: the controller would call {kind.__name__}.{name}({', '.join(parameters)}), and "
                     f"in this worker's copy of the code it {found}. Controller and workers must run the same code."
                 )
-        if self._hello.kind == "cuda":
+        if self._handshake.kind == "cuda":
             import torch
 
             torch.cuda.set_device(0)  # of this thread, which is the one that works
-        seat = Seat(
+        context = WorkerContext(
             worker=self._worker,
             role=order.role,
             mesh=self._meshes[order.role],
-            device="cuda:0" if self._hello.kind == "cuda" else "cpu",
+            device="cuda:0" if self._handshake.kind == "cuda" else "cpu",
             devices=self._devices[order.role],
             recorder=self._recorder,
             transfers=self._transfers,
-            roommates=MappingProxyType(self._roles),
-            lines=MappingProxyType(self._lines),
+            colocated_roles=MappingProxyType(self._roles),
+            channels=MappingProxyType(self._channels),
         )
-        self._roles[order.role] = kind(seat, *arguments)
+        self._roles[order.role] = kind(context, *arguments)
 
     def _invoke(self, order: Invoke, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
         if order.worker != self._worker:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from podium.cluster.host import RoleHost
 from podium.cluster.layout import Pool
 from podium.cluster.objects import InlineStored, Stored
-from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.engine.addresses import DeviceKind
@@ -58,7 +58,7 @@ class InlineTransport:
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
         return InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
 
-    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+    async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         return None
 
     def store(self, value: Value) -> Stored[Value]:
@@ -85,28 +85,28 @@ class InlineProcess:
         self._waiting: set[Future[Any]] = set()
         self._lock = threading.Lock()
 
-    def hello(self) -> Awaitable[Hello]:
-        return self._submit(self._ask, self._host.hello)
+    def handshake(self) -> Awaitable[Handshake]:
+        return self._submit(self._ask, self._host.handshake)
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
-        def run() -> Envelope:
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+        def run() -> Reply:
             return self._host.perform(order, *_resolved(arguments), **_resolved_named(named))[0]
 
         return self._submit(self._work, run)
 
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
         rows: list[Any] = []
         stored = _Later(rows)
 
-        def run() -> Envelope:
-            envelope, made = self._host.perform(order, *_resolved(arguments), **_resolved_named(named))
+        def run() -> Reply:
+            reply, made = self._host.perform(order, *_resolved(arguments), **_resolved_named(named))
             rows.append(made)
-            return envelope
+            return reply
 
         return self._submit(self._work, run), stored
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
-        loop, arrivals = asyncio.get_running_loop(), asyncio.Queue[tuple[Envelope, Any]]()
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
+        loop, arrivals = asyncio.get_running_loop(), asyncio.Queue[tuple[Reply, Any]]()
 
         def run() -> None:
             for item in self._host.stream(order, *_resolved(arguments), **_resolved_named(named)):
@@ -117,8 +117,8 @@ class InlineProcess:
         return self._blocks(arrivals, asyncio.ensure_future(self._submit(self._work, run)))
 
     async def _blocks(
-        self, arrivals: asyncio.Queue[tuple[Envelope, Any]], running: asyncio.Future[None]
-    ) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+        self, arrivals: asyncio.Queue[tuple[Reply, Any]], running: asyncio.Future[None]
+    ) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         try:
             while True:
                 arriving = asyncio.ensure_future(arrivals.get())
@@ -126,16 +126,16 @@ class InlineProcess:
                 await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done() and arrivals.empty():
                     arriving.cancel()
-                    await running  # raises GoneError: a living worker always sends a last envelope
+                    await running  # raises GoneError: a living worker always sends a last reply
                     return
-                envelope, rows = await arriving
-                yield envelope, InlineStored(rows)
-                if envelope.last:
+                reply, rows = await arriving
+                yield reply, InlineStored(rows)
+                if reply.last:
                     return
         finally:
             running.cancel()
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         return self._submit(
             self._control, lambda: self._host.control(order, *_resolved(arguments), **_resolved_named(named))
         )
@@ -153,7 +153,7 @@ class InlineProcess:
     def look(self) -> None:
         return None
 
-    def card(self) -> InlineProcess:
+    def handle(self) -> InlineProcess:
         return self
 
     def kill(self) -> None:

@@ -90,8 +90,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """A role: the class that a worker builds as `kind(seat, *arguments)`, and the mesh of its workers. Where `kind` is
-    an interface, `implementation` names the class to build as "module:Class", which only workers import."""
+    """A role: the class that a worker builds as `kind(context, *arguments)`, and the mesh of its workers. Where `kind`
+    is an interface, `implementation` names the class to build as "module:Class", which only workers import."""
 
     name: str
     kind: type[Any]

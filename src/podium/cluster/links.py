@@ -7,12 +7,12 @@ import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from podium.cluster.crew import Crew
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.orders import Connect, Disconnect, Envelope, OpenMeeting, Order
+from podium.cluster.orders import Connect, Disconnect, OpenMeeting, Order, Reply
+from podium.cluster.worker_pool import WorkerPool
 from podium.errors import ClusterError
 
 
@@ -28,8 +28,10 @@ class Link:
 class Links:
     """All links of a layout."""
 
-    def __init__(self, crews: Mapping[str, Crew], registry: Callable[[], MeshRegistry], *, timeout_s: float) -> None:
-        self._crews, self._registry, self._timeout_s = crews, registry, timeout_s
+    def __init__(
+        self, worker_pools: Mapping[str, WorkerPool], registry: Callable[[], MeshRegistry], *, timeout_s: float
+    ) -> None:
+        self._worker_pools, self._registry, self._timeout_s = worker_pools, registry, timeout_s
         self._renewing = asyncio.Lock()
         self._links: dict[str, Link] = {}
 
@@ -81,18 +83,18 @@ class Links:
 
     async def _order(
         self, workers: tuple[WorkerId, ...], order: Callable[[int], Order], what: str, deadline: Deadline
-    ) -> list[Envelope]:
+    ) -> list[Reply]:
         """To workers of several pools at once; each pool's failures are told in its own words. A worker that is busy,
         or fails in this, is still in step with the rest of its pool."""
-        members = [self._crews[worker.pool].living(worker) for worker in workers]  # all live, or nothing is sent
+        members = [self._worker_pools[worker.pool].living(worker) for worker in workers]  # all live, or nothing is sent
         by_pool: dict[str, list[Pending]] = {}
         for rank, member in enumerate(members):
             sent = Pending(worker=member.worker, answer=member.process.perform(order(rank)))
             by_pool.setdefault(member.worker.pool, []).append(sent)
         gathered = await asyncio.gather(
             *(
-                gather_answers(pending, what, deadline, self._crews[pool], in_step=False)
+                gather_answers(pending, what, deadline, self._worker_pools[pool], in_step=False)
                 for pool, pending in by_pool.items()
             )
         )
-        return [envelope for envelopes in gathered for envelope in envelopes]
+        return [reply for replies in gathered for reply in replies]

@@ -16,7 +16,7 @@ from podium.engine.addresses import DeviceKind, TcpMeeting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Hello:
+class Handshake:
     """A worker process's first words."""
 
     node: str
@@ -90,10 +90,10 @@ class Disconnect:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Introduce:
+class OpenChannel:
     """You can call the workers of this line from now on."""
 
-    line: Any  # a Line; its class knows these orders
+    channel: Any  # a Line; its class knows these orders
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Invoke:
         return Invoke, (self.worker, self.role, self.method, self.wants)
 
 
-Order = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | Introduce | Invoke
+Order = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | OpenChannel | Invoke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,7 +136,7 @@ class RowsHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
+class Reply:
     """A worker's answer to an order."""
 
     worker: WorkerId | None  # None before it has settled
@@ -147,7 +147,7 @@ class Envelope:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
-        return Envelope, (self.worker, self.value, self.failure, self.spans, self.last)
+        return Reply, (self.worker, self.value, self.failure, self.spans, self.last)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

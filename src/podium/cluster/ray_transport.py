@@ -25,7 +25,7 @@ from podium.cluster.joined_ray import check_reachable, join_ray
 from podium.cluster.layout import Pool, RayCluster
 from podium.cluster.local_ray import LocalRay
 from podium.cluster.objects import Stored
-from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
@@ -221,7 +221,7 @@ class RayTransport:
         if self._is_usable:
             ray.kill(actor, no_restart=True)
 
-    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+    async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         if self._waiting >= _MOST_WAITING:
             return None
         refs = [answer.ref for answer in answers if isinstance(answer, _Answer)]
@@ -268,34 +268,34 @@ class RayProcess:
     def actor(self) -> Any:
         return self._actor
 
-    async def hello(self) -> Hello:
-        hello: Hello = await self._answer(self._actor.hello.remote())
-        self._info = look(hello.pid) if self._is_here else None
+    async def handshake(self) -> Handshake:
+        handshake: Handshake = await self._answer(self._actor.handshake.remote())
+        self._info = look(handshake.pid) if self._is_here else None
         self._came_up(self._actor, self._info)
-        return hello
+        return handshake
 
     def look(self) -> ProcessInfo | None:
         return look(self._info.pid) if self._info is not None else None
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         return self._answer(_sent(self._actor.perform, order, arguments, named))
 
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
-        envelope, rows = _sent(self._actor.perform_storing, order, arguments, named)
-        return self._answer(envelope), RayStored(rows)
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
+        reply, rows = _sent(self._actor.perform_storing, order, arguments, named)
+        return self._answer(reply), RayStored(rows)
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         return self._blocks(_sent(self._actor.stream.options(num_returns="streaming"), order, arguments, named))
 
-    async def _blocks(self, items: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+    async def _blocks(self, items: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         while True:
-            envelope = await self._answer(await self._next(items))
+            reply = await self._answer(await self._next(items))
             rows = RayStored(await self._next(items))
-            yield envelope, rows
-            if envelope.last:
+            yield reply, rows
+            if reply.last:
                 return
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         return self._answer(_sent(self._actor.control, order, arguments, named))
 
     def where(self) -> Awaitable[Whereabouts]:
@@ -336,8 +336,8 @@ class RayProcess:
             return GoneError(_cause(error))
         return ClusterError(f"an answer came and cannot be read here: {error}")
 
-    def card(self) -> RayCard:
-        return RayCard(self._actor)
+    def handle(self) -> RayWorkerHandle:
+        return RayWorkerHandle(self._actor)
 
     def kill(self) -> None:
         self._kill(self._actor)
@@ -346,16 +346,16 @@ class RayProcess:
             kill(self._info)  # Ray asks it to leave, and it cannot hear
 
 
-class RayCard:
+class RayWorkerHandle:
     """An actor as other workers call it; pickles as its handle."""
 
     def __init__(self, actor: Any) -> None:
         self._process = RayProcess(actor)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RayCard, (self._process.actor,)
+        return RayWorkerHandle, (self._process.actor,)
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         return self._process.control(order, *arguments, **named)
 
 

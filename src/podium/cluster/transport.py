@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 from podium.cluster.layout import Pool
 from podium.cluster.objects import Stored
-from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo
 from podium.errors import ClusterError, WorkerDiedError
@@ -40,21 +40,21 @@ class ByReference:
 class Process(Protocol):
     """One incarnation of one worker. Every call raises `GoneError` when the process dies."""
 
-    def hello(self) -> Awaitable[Hello]: ...
+    def handshake(self) -> Awaitable[Handshake]: ...
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """An order whose answer comes to the controller whole."""
         ...
 
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Envelope], Stored[Any]]:
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
         """An order whose rows stay in the object store."""
         ...
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Envelope, Stored[Any]]]:
+    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         """An order whose answers come one after the other, rows to the store."""
         ...
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """A role's method on a control thread, answered while work is busy."""
         ...
 
@@ -68,8 +68,8 @@ class Process(Protocol):
         """The process as the kernel shows it; None where it is not on this machine, or not a process."""
         ...
 
-    def card(self) -> Any:
-        """How other workers can call this one (a Card of cluster/lines.py)."""
+    def handle(self) -> Any:
+        """How other workers can call this one (a Card of cluster/channels.py)."""
         ...
 
     def kill(self) -> None:
@@ -109,7 +109,7 @@ class Transport(Protocol):
         """`name` is how the process is called where it has no WorkerId yet."""
         ...
 
-    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+    async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """All answers, if they come within a moment: waiting for many together costs less than for each. None: not all
         are there, or one is an error; they can still be awaited."""
         ...

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from podium.cluster.host import RoleHost, extend_import_path
-from podium.cluster.orders import Beat, Envelope, Hello, Invoke, Order, Whereabouts
+from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
@@ -36,27 +36,27 @@ class Worker:
         return self._name
 
     @ray.method(concurrency_group="work")
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Envelope:
+    def perform(self, order: Order, *arguments: Any, **named: Any) -> Reply:
         return self._host.perform(order, *arguments, **named)[0]
 
     @ray.method(concurrency_group="work", num_returns=2)
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Envelope, Any]:
+    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
         return self._host.perform(order, *arguments, **named)
 
     @ray.method(concurrency_group="work")
     def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[Any]:
-        """Envelope, rows, envelope, rows ...: each is an object of its own, owned by the caller."""
-        for envelope, rows in self._host.stream(order, *arguments, **named):
-            yield envelope
+        """Reply, rows, reply, rows ...: each is an object of its own, owned by the caller."""
+        for reply, rows in self._host.stream(order, *arguments, **named):
+            yield reply
             yield rows
 
     @ray.method(concurrency_group="control")
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Envelope:
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Reply:
         return self._host.control(order, *arguments, **named)
 
     @ray.method(concurrency_group="ask")
-    def hello(self) -> Hello:
-        return self._host.hello()
+    def handshake(self) -> Handshake:
+        return self._host.handshake()
 
     @ray.method(concurrency_group="ask")
     def where(self) -> Whereabouts:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from podium.cluster import Cluster, RayCluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread
-from podium.cluster.crew import Patience
+from podium.cluster.worker_pool import Timeouts
 from podium.controller.layout import LINK, RUNNER, layout_of, num_learners
 from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp
@@ -140,13 +140,13 @@ async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_s
     kept = known.get("ranks") == num_learners(recipe)
     cpu = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before") if kept else None
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu)
-    patience = Patience(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
+    timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
     try:
-        workers = await cluster.start(layout, patience, deadline_s=max(600.0, placement.timeout_s))
+        workers = await cluster.start(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:
         raise PlacementError(f"placement.devices: {placement.devices} devices have no place. {error}") from error
     if recipe.environment is not None:
-        await workers.introduce(GENERATOR, to=RUNNER)
+        await workers.open_channel(GENERATOR, to=RUNNER)
     if placement.layout == "split":
         await workers.connect(LINK, [POLICY, GENERATOR])
     return workers

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from podium.algorithms.returns import Moments, gae
 from podium.algorithms.values import ValueStatistics, value_loss, value_statistics
-from podium.cluster import Computed, Seat
+from podium.cluster import Computed, WorkerContext
 from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
@@ -50,11 +50,11 @@ class _ValueObjective:
 class CriticRank(Critic):
     """One rank of the critic."""
 
-    def __init__(self, seat: Seat, spec: CriticSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: CriticSpec) -> None:
         transformers.logging.set_verbosity_error()
         recipe = spec.recipe
-        self._seat, self._recipe = seat, recipe
-        self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        self._context, self._recipe = context, recipe
+        self._mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         self._max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[self._mesh.device.type]
         own = recipe.critic.path is not None
         section = recipe.model
@@ -86,7 +86,7 @@ class CriticRank(Critic):
 
     def estimate(self, shard: ValueShard, algorithm: AlgorithmSection, kl_coefficient: float) -> Computed[ValueColumns]:
         block = shard.rows.read() if len(shard.rows) else empty_block()
-        with self._seat.span("values"):
+        with self._context.span("values"):
             values_T = values(self._model, self._mesh, block, max_tokens=self._max_tokens).values_T
         trained_T = block.loss_mask_T.copy()
         trained_T[block.offsets[:-1][block.lengths_N > 0]] = False

@@ -12,8 +12,8 @@ from functools import partial
 
 import numpy as np
 
-from podium.cluster import Computed, Seat
-from podium.cluster.lines import Line
+from podium.cluster import Computed, WorkerContext
+from podium.cluster.channels import Channel
 from podium.data.tokenizer import load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.environments.episode import (
@@ -53,12 +53,12 @@ class RunnerSpec:
 class EpisodeRunner:
     """Episodes are coroutines of one event loop. The environment's own code runs in processes beside it."""
 
-    def __init__(self, seat: Seat, spec: RunnerSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: RunnerSpec) -> None:
         import transformers  # not with this module, which the controller imports too
 
         transformers.logging.set_verbosity_error()
-        self._seat, self._spec = seat, spec
-        self._output = OutputCap(f"the environment of {seat.worker}")
+        self._context, self._spec = context, spec
+        self._output = OutputCap(f"the environment of {context.worker}")
         self._host = EnvironmentHost(spec.environment, output=self._output)  # starts while the tokenizer is read
         tokenizer = load_tokenizer(spec.model)
         self._tokenizer = TurnTokenizer(tokenizer)
@@ -113,8 +113,8 @@ class EpisodeRunner:
         ]
         stops, strings = self._parted_stops(plan.stop)
         policy = EnginePolicy(
-            self._seat.line(self._spec.generator),
-            str(self._seat.worker),
+            self._context.channel(self._spec.generator),
+            str(self._context.worker),
             replace(plan, stop=strings),
             self._stops | stops,
             self._spec.deadline_s,
@@ -147,16 +147,18 @@ class EnginePolicy:
     """Generators as the policy of episodes. An episode always asks the same one, which has its conversation in the
     cache; each generator is talked to by one loop that sends what is new and fetches what is done."""
 
-    def __init__(self, line: Line, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float) -> None:
-        self._line, self._name, self._plan, self._stops, self._deadline_s = line, name, plan, stops, deadline_s
-        self._new: list[list[Request]] = [[] for _ in range(len(line))]
-        self._asked: list[asyncio.Event] = [asyncio.Event() for _ in range(len(line))]
+    def __init__(
+        self, channel: Channel, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float
+    ) -> None:
+        self._channel, self._name, self._plan, self._stops, self._deadline_s = channel, name, plan, stops, deadline_s
+        self._new: list[list[Request]] = [[] for _ in range(len(channel))]
+        self._asked: list[asyncio.Event] = [asyncio.Event() for _ in range(len(channel))]
         self._waiting: dict[TrajectoryId, asyncio.Future[Completion]] = {}
         self._talks: list[asyncio.Task[None]] = []
         self._broken: BaseException | None = None
 
     async def __aenter__(self) -> EnginePolicy:
-        self._talks = [asyncio.create_task(self._talk(rank)) for rank in range(len(self._line))]
+        self._talks = [asyncio.create_task(self._talk(rank)) for rank in range(len(self._channel))]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -168,7 +170,7 @@ class EnginePolicy:
         """Waits for the generator, whose loop has a deadline of its own for every call."""
         if self._broken is not None:
             raise self._broken
-        rank = request.id.draw % len(self._line)
+        rank = request.id.draw % len(self._channel)
         waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = waiting
         self._new[rank].append(self._request(request))
@@ -190,7 +192,7 @@ class EnginePolicy:
                     await self._asked[rank].wait()
                 requests, self._new[rank] = self._new[rank], []
                 under_way += len(requests)
-                done = await self._line.call(
+                done = await self._channel.call(
                     rank, self._deadline_s, Generator.exchange, self._name, tuple(requests), _WAIT_S
                 )
                 under_way -= len(done)

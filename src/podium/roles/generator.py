@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import transformers
 
-from podium.cluster import Computed, Metric, Seat
+from podium.cluster import Computed, Metric, WorkerContext
 from podium.data.tasks import PromptEncoder
 from podium.data.tokenizer import answer_text, load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
@@ -38,9 +38,9 @@ _BLOCK_EVERY_S = 0.5
 class GeneratorRank(Generator):
     """One engine."""
 
-    def __init__(self, seat: Seat, spec: GeneratorSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: GeneratorSpec) -> None:
         transformers.logging.set_verbosity_error()
-        self._seat, self._spec = seat, spec
+        self._context, self._spec = context, spec
         self._tokenizer = load_tokenizer(spec.model)
         self._encoder = PromptEncoder(self._tokenizer)
         self._stops = stop_tokens(self._tokenizer, spec.folder)
@@ -52,7 +52,7 @@ class GeneratorRank(Generator):
 
     def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         before, began = self._engine.load(), time.perf_counter()
-        with self._seat.span("submitting"):
+        with self._context.span("submitting"):
             self._engine.submit(self._requests(shard, plan))
         waiting = {prompt.draw: shard.samples for prompt in shard.prompts}
         groups: dict[int, list[Completion]] = {}
@@ -104,8 +104,8 @@ class GeneratorRank(Generator):
         self._engine.cancel(self._mailboxes.of(runner))
 
     def install(self, parcel: Parcel) -> int:
-        device = torch.device(self._seat.device)
-        delivery = received(parcel, device=device, link=self._seat.transfer)
+        device = torch.device(self._context.device)
+        delivery = received(parcel, device=device, link=self._context.transfer)
         self._engine.install(parcel.version, delivery)
         return delivery.moved_bytes if delivery is not None else 0
 
@@ -138,16 +138,16 @@ class GeneratorRank(Generator):
         self._engine.close()
 
     def _open(self) -> RolloutEngine:
-        spec, seat = self._spec, self._seat
+        spec, context = self._spec, self._context
         section = spec.rollout.model_copy(update={"max_length": spec.max_length})
         if spec.learner is None:
-            mesh = adopt(rank=0, world=1, device=seat.device, devices=None)
+            mesh = adopt(rank=0, world=1, device=context.device, devices=None)
             opened = open_engine(
                 spec.model, spec.folder, mesh, section, tokenizer=self._tokenizer, max_length=spec.max_length,
                 cpu=spec.cpu,
             )  # fmt: skip
             return opened.engine
-        self._learner = learner = seat.roommate(spec.learner, LearnerRank)
+        self._learner = learner = context.colocated_role(spec.learner, LearnerRank)
         mesh, model = learner.mesh, learner.engine.language_model
         if mesh.world > 1:
             config = load_config(spec.folder, trust_remote_code=spec.model.trust_remote_code)

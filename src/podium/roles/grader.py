@@ -10,7 +10,7 @@ from typing import Literal
 
 import numpy as np
 
-from podium.cluster import Seat
+from podium.cluster import WorkerContext
 from podium.data.kinds import Message
 from podium.data.tasks import PromptEncoder, Task
 from podium.data.tokenizer import load_tokenizer
@@ -66,9 +66,9 @@ class Grader:
     """Reads episodes. The reward functions run in a process beside it, so that one that hangs, crashes or prints
     without end takes nothing else with it."""
 
-    def __init__(self, seat: Seat, spec: GraderSpec) -> None:
-        self._seat, self._spec = seat, spec
-        self._output = OutputCap(f"the reward of {seat.worker}")
+    def __init__(self, context: WorkerContext, spec: GraderSpec) -> None:
+        self._context, self._spec = context, spec
+        self._output = OutputCap(f"the reward of {context.worker}")
         sections = {"train": (spec.rewards, "reward"), "evaluation": (spec.evaluation, "evaluation.generation.score")}
         rewards = RewardSpec(sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored)
         self._grader = HostedGrader(rewards, output=self._output)  # starts while the tokenizer is read
@@ -83,10 +83,10 @@ class Grader:
 
     def grade(self, shard: GradeShard, purpose: Purpose) -> GradeNote:
         """Rewards of every row, and why some have none. Waits for user code, within the deadline of each call."""
-        with self._seat.span("decoding"):
+        with self._context.span("decoding"):
             texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
             samples = [self._sample(shard, row, text) for row, text in enumerate(texts)]
-        with self._seat.span("rewards"):
+        with self._context.span("rewards"):
             grades = self._loop.run_until_complete(self._grader.grade(purpose, samples))
         sections = self._spec.rewards if purpose == "train" else self._spec.evaluation
         return GradeNote(

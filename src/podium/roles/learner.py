@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from podium.algorithms.dense import token_cross_entropy
-from podium.cluster import Computed, Seat
+from podium.cluster import Computed, WorkerContext
 from podium.data.trajectories import TokenColumn
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import Mesh, adopt
@@ -41,12 +41,12 @@ from podium.weights.versions import WeightVersion
 class LearnerRank(Learner):
     """One rank of the policy."""
 
-    def __init__(self, seat: Seat, spec: LearnerSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: LearnerSpec) -> None:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         recipe = spec.recipe
-        self._seat, self._spec, self._recipe = seat, spec, recipe
-        self.mesh: Mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        self._context, self._spec, self._recipe = context, spec, recipe
+        self.mesh: Mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         torch.set_num_threads(recipe.placement.threads or 1)
         begin = None
         if spec.resume_step is not None:
@@ -105,7 +105,7 @@ class LearnerRank(Learner):
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
         block = shard.rows.read() if len(shard.rows) else empty_block()
-        with self._seat.span("update"):
+        with self._context.span("update"):
             note: UpdateNote = self._update.run(block, shard, plan)
         return Computed(done=shard.ids, note=note)
 
@@ -117,7 +117,7 @@ class LearnerRank(Learner):
 
     def send(self, parcel: Parcel) -> int:
         assert isinstance(parcel, ByBroadcast)
-        return send_by_broadcast(parcel, self.weights, self._seat.transfer(parcel.link), self.mesh.device)
+        return send_by_broadcast(parcel, self.weights, self._context.transfer(parcel.link), self.mesh.device)
 
     def hold(self, residency: Residency) -> MemoryChange:
         moved = 0

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import transformers
 
-from podium.cluster import Computed, Seat
+from podium.cluster import Computed, WorkerContext
 from podium.data.documents import Document, pack
 from podium.data.scored import ConversationEncoder, scored_document
 from podium.data.splitting import split_step
@@ -28,10 +28,10 @@ from podium.rollout.engine import MemoryChange
 class RewardModelRank(RewardModel):
     """One rank of a reward model."""
 
-    def __init__(self, seat: Seat, spec: RewardModelSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: RewardModelSpec) -> None:
         transformers.logging.set_verbosity_error()
         self._spec = spec
-        self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        self._mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         self._reader = TextReader(load_tokenizer(spec.policy))
         tokenizer = load_tokenizer(spec.model if has_tokenizer(spec.folder) else spec.policy)
         self._encoder = ConversationEncoder(tokenizer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import transformers
 
-from podium.cluster import Computed, Seat
+from podium.cluster import Computed, WorkerContext
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_tokens
 from podium.data.trajectories import TokenColumn
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
@@ -30,10 +30,10 @@ _SAVING_S = 1800.0
 class ScorerRank(Scorer):
     """One rank of a scorer."""
 
-    def __init__(self, seat: Seat, spec: ScorerSpec) -> None:
+    def __init__(self, context: WorkerContext, spec: ScorerSpec) -> None:
         transformers.logging.set_verbosity_error()
-        self._seat, self._spec = seat, spec
-        self._mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
+        self._context, self._spec = context, spec
+        self._mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         self._model, self._held = place(
             spec.model,
             spec.folder,
@@ -42,7 +42,7 @@ class ScorerRank(Scorer):
             checkpoint=None if spec.begin is None else CheckpointReader(spec.begin),
             masters=False,
         )
-        policy = seat.roommate(POLICY, LearnerRank).engine.language_model
+        policy = context.colocated_role(POLICY, LearnerRank).engine.language_model
         if self._model.vocab_size < policy.vocab_size:
             raise ModelError(
                 f"{spec.model.path} has a vocabulary of {self._model.vocab_size} tokens and the policy one of "
@@ -61,7 +61,7 @@ class ScorerRank(Scorer):
         return Computed(rows=column, note=distance(block, column))
 
     def copy_from(self, role: str) -> None:
-        learner = self._seat.roommate(role, LearnerRank)
+        learner = self._context.colocated_role(role, LearnerRank)
         with torch.no_grad():
             masters = {each.name: each.master for each in (*learner.engine.optimizer.trained, *learner.engine.frozen)}
             assert masters.keys() == {each.name for each in self._held}

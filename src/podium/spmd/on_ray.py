@@ -13,9 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Seat, Workers, open_ray
+from podium.cluster import (
+    Cluster,
+    Layout,
+    MeshShape,
+    Pool,
+    RayCluster,
+    Resources,
+    RoleSpec,
+    WorkerContext,
+    Workers,
+    open_ray,
+)
 from podium.cluster.blocking import in_thread
-from podium.cluster.crew import Patience
+from podium.cluster.worker_pool import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
 from podium.observe import StartUpLog, open_console
 from podium.recipe import PlacementSection
@@ -44,14 +55,14 @@ class RayTask:
 class SpmdRank:
     """The role: one rank of the program."""
 
-    def __init__(self, seat: Seat, folders: tuple[str, ...]) -> None:
+    def __init__(self, context: WorkerContext, folders: tuple[str, ...]) -> None:
         """`folders` are where the run was launched and where it writes."""
-        self._seat = seat
+        self._context = context
         for folder in folders:
             if not Path(folder).is_dir():
                 raise LaunchError(
-                    f"{seat.worker}: there is no folder {folder} on this node. Ranks read the recipe's files and write "
-                    "the run folder: launch from a folder, and into one, that all nodes share."
+                    f"{context.worker}: there is no folder {folder} on this node. Ranks read the recipe's files and "
+                    "write the run folder: launch from a folder, and into one, that all nodes share."
                 )
         os.chdir(folders[0])
 
@@ -60,9 +71,9 @@ class SpmdRank:
         from podium.engine.mesh import adopt
         from podium.spmd.rank import run_joined
 
-        seat = self._seat
-        mesh = adopt(rank=seat.rank, world=seat.world, device=seat.device, devices=seat.devices)
-        where = RankPlace(rank=seat.rank, world=seat.world, attempt=attempt, launched=True)
+        context = self._context
+        mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
+        where = RankPlace(rank=context.rank, world=context.world, attempt=attempt, launched=True)
         with _console_of(RunFolder(path=launched.task.folder), main=mesh.is_main):
             return run_joined(where, mesh, launched.task, launched.program)
 
@@ -108,9 +119,9 @@ async def _drive(launched: RayTask, folder: RunFolder, interrupts: InterruptHand
 
 async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
     try:
-        patience = Patience(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
+        timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
         gpus = await in_thread(cluster.total, "GPU")
-        return await cluster.start(_layout(placement, gpus, folder), patience)
+        return await cluster.start(_layout(placement, gpus, folder), timeouts)
     except PlacementError as error:
         raise PlacementError(f"placement.devices: {placement.devices} ranks have no place. {error}") from error
     except RoleError as error:
@@ -120,14 +131,14 @@ async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFol
 async def _run(workers: Workers, launched: RayTask) -> RunResult:
     """Runs the program until it ends, from the newest checkpoint again after a failure while restarts are left. Waits
     for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it."""
-    restarts, crew = launched.placement.restarts, workers.crew(_POOL)
+    restarts, worker_pool = launched.placement.restarts, workers.worker_pool(_POOL)
     group = workers.role("rank", SpmdRank).within(_RUN_S)
     for attempt in range(restarts + 1):
         try:
             answers = await group.call_all(SpmdRank.run, attempt, launched)
             return answers[0].value
         except (WorkerDiedError, RoleError) as error:
-            told = _told(error, [str(member.died) for member in crew.members if member.died is not None])
+            told = _told(error, [str(member.died) for member in worker_pool.members if member.died is not None])
             if attempt == restarts:
                 raise told from error
             print(f"restart {attempt + 1} of {restarts}: {str(told).splitlines()[0]}", flush=True)

@@ -11,7 +11,7 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.health import WhereReport
 from podium.cluster.identity import WorkerId
-from podium.cluster.orders import Envelope, Failure
+from podium.cluster.orders import Failure, Reply
 from podium.cluster.transport import GoneError
 from podium.errors import DataError, DeadlineError, RoleError, WorkerDiedError
 
@@ -21,19 +21,19 @@ def worker(slot):
 
 
 class CrewStub:
-    """What is told to a crew while its answers are gathered."""
+    """What is told to a worker pool while its answers are gathered."""
 
     def __init__(self, slots):
         self.pool = SimpleNamespace(name="gen")
         self.members = [SimpleNamespace(worker=worker(slot), died=None) for slot in range(slots)]
-        self.broken, self.buried, self.asked = [], [], []
+        self.broken, self.marked_dead, self.asked = [], [], []
         self.meets, self.dead = False, ()
 
     def breaks(self, reason):
         self.broken.append(reason)
 
     def died(self, worker, cause):
-        self.buried.append((worker, cause))
+        self.marked_dead.append((worker, cause))
 
     async def unless_dead(self, worker, answer):
         return await answer
@@ -47,11 +47,11 @@ class CrewStub:
 
 
 async def answers(value):
-    return Envelope(None, value, None, ())
+    return Reply(None, value, None, ())
 
 
 async def fails(text, error=None):
-    return Envelope(None, None, Failure(kind="ValueError", text=text, trace="its traceback", error=error), ())
+    return Reply(None, None, Failure(kind="ValueError", text=text, trace="its traceback", error=error), ())
 
 
 async def dies(cause):
@@ -63,17 +63,17 @@ async def never():
 
 
 def gather(*coming, deadline_s=20.0):
-    """The crew, and what came of gathering these answers."""
-    crew = CrewStub(len(coming))
+    """The worker pool, and what came of gathering these answers."""
+    worker_pool = CrewStub(len(coming))
     pending = [Pending(worker=worker(slot), answer=each) for slot, each in enumerate(coming)]
 
     async def main():
-        return await gather_answers(pending, "in gen.act", Deadline(deadline_s), crew)
+        return await gather_answers(pending, "in gen.act", Deadline(deadline_s), worker_pool)
 
     try:
-        return crew, asyncio.run(asyncio.wait_for(main(), 30))
+        return worker_pool, asyncio.run(asyncio.wait_for(main(), 30))
     except Exception as error:
-        return crew, error
+        return worker_pool, error
 
 
 @pytest.fixture(autouse=True)
@@ -83,16 +83,16 @@ def _short_grace(monkeypatch):
 
 
 def test_answers_come_in_the_order_of_the_workers():
-    crew, found = gather(answers(3), answers(1), answers(2))
-    assert [envelope.value for envelope in found] == [3, 1, 2]
-    assert (crew.broken, crew.buried, crew.asked) == ([], [], [])
+    worker_pool, found = gather(answers(3), answers(1), answers(2))
+    assert [reply.value for reply in found] == [3, 1, 2]
+    assert (worker_pool.broken, worker_pool.marked_dead, worker_pool.asked) == ([], [], [])
 
 
 def test_a_failure_is_told_with_the_workers_name_and_traceback_and_breaks_nothing_if_all_answered():
-    crew, error = gather(answers(1), fails("no memory"), answers(1))
+    worker_pool, error = gather(answers(1), fails("no memory"), answers(1))
     assert isinstance(error, RoleError)
     assert str(error) == ("gen[1]@node-a/cpu#0 failed while in gen.act: ValueError: no memory\nits traceback")
-    assert (crew.broken, crew.buried) == ([], [])
+    assert (worker_pool.broken, worker_pool.marked_dead) == ([], [])
 
 
 def test_an_error_of_podiums_is_the_cause_of_what_is_raised():
@@ -101,41 +101,41 @@ def test_an_error_of_podiums_is_the_cause_of_what_is_raised():
 
 
 def test_several_failures_are_told_together_and_who_is_silent_is_named():
-    crew, error = gather(fails("first"), never(), fails("second"))
+    worker_pool, error = gather(fails("first"), never(), fails("second"))
     assert isinstance(error, RoleError)
     assert "gen[0]@node-a/cpu#0 failed while in gen.act: ValueError: first" in str(error)
     assert "Of the others: gen[2]@node-a/cpu#0: ValueError: second." in str(error)
     assert "Still without an answer: gen[1]@node-a/cpu#0." in str(error)
-    assert crew.broken == ["gen[1]@node-a/cpu#0 left the others while in gen.act"]
+    assert worker_pool.broken == ["gen[1]@node-a/cpu#0 left the others while in gen.act"]
 
 
 def test_a_death_outranks_what_it_made_others_say():
-    crew, error = gather(fails("connection closed by peer"), dies("process 7 is gone"), answers(1))
+    worker_pool, error = gather(fails("connection closed by peer"), dies("process 7 is gone"), answers(1))
     assert isinstance(error, WorkerDiedError)
     assert str(error) == (
         "1 of 3 workers of gen died while in gen.act. gen[1]@node-a/cpu#0: process 7 is gone. Of the others: "
         "gen[0]@node-a/cpu#0: ValueError: connection closed by peer. Recover the pool with `workers.recover('gen')`."
     )
-    assert crew.buried == [(worker(1), "process 7 is gone")]
-    assert crew.broken == ["gen[1]@node-a/cpu#0 left the others while in gen.act"]
+    assert worker_pool.marked_dead == [(worker(1), "process 7 is gone")]
+    assert worker_pool.broken == ["gen[1]@node-a/cpu#0 left the others while in gen.act"]
 
 
 def test_a_death_ends_the_wait_for_those_who_hang_on_it():
-    crew, error = gather(never(), dies("its node is gone"))
+    worker_pool, error = gather(never(), dies("its node is gone"))
     assert isinstance(error, WorkerDiedError)
-    assert crew.broken == ["gen[1]@node-a/cpu#0, gen[0]@node-a/cpu#0 left the others while in gen.act"]
+    assert worker_pool.broken == ["gen[1]@node-a/cpu#0, gen[0]@node-a/cpu#0 left the others while in gen.act"]
 
 
 def test_a_deadline_is_told_with_who_is_late_and_where_all_of_them_are():
-    crew, error = gather(answers(1), never(), deadline_s=0.1)
+    worker_pool, error = gather(answers(1), never(), deadline_s=0.1)
     assert isinstance(error, DeadlineError)
     assert str(error) == (
         "1 of 2 workers of gen are still in gen.act after 0.1 s: gen[1]@node-a/cpu#0. Where they are:\n"
         "gen[0]@node-a/cpu#0, gen[1]@node-a/cpu#0: does not answer (dead, or in a call that holds Python's lock)"
     )
-    assert crew.asked == [[worker(0), worker(1)]]
-    assert crew.broken == ["gen[1]@node-a/cpu#0 did not answer while in gen.act"]
-    assert crew.buried == []
+    assert worker_pool.asked == [[worker(0), worker(1)]]
+    assert worker_pool.broken == ["gen[1]@node-a/cpu#0 did not answer while in gen.act"]
+    assert worker_pool.marked_dead == []
 
 
 def test_another_error_than_a_failure_or_a_death_is_raised_as_it_is():

@@ -15,7 +15,7 @@ from podium.cluster.layout import public_methods
 from podium.cluster.meshes import MeshShape, RoleMesh
 from podium.cluster.orders import Build, Disconnect, Import, Invoke, Settle
 from podium.cluster.results import Computed
-from podium.cluster.seat import Seat
+from podium.cluster.worker_context import WorkerContext
 from podium.errors import ClusterError, DataError
 
 WORKER = WorkerId("gen", 1, "node-a", "cpu", 2)
@@ -41,12 +41,12 @@ class Picky(Counter):
         yield 3
 
     def hold(self, inside, leave):
-        with self.seat.span("holding"):
+        with self.context.span("holding"):
             inside.set()
             assert leave.wait(20)
 
     def seen(self):
-        return self.seat
+        return self.context
 
 
 class UnpicklableError(DataError):
@@ -82,16 +82,16 @@ def built(kind=Counter, mesh=ALONE, arguments=()):
 
 def done(answer):
     """The value and the rows of an order that was carried out."""
-    envelope, rows = answer
-    assert envelope.failure is None, envelope.failure
-    return envelope.value, rows
+    reply, rows = answer
+    assert reply.failure is None, reply.failure
+    return reply.value, rows
 
 
 def failure(answer):
-    envelope, rows = answer
-    assert envelope.failure is not None
+    reply, rows = answer
+    assert reply.failure is not None
     assert rows is None
-    return envelope.failure
+    return reply.failure
 
 
 def invoke(method, wants="value", worker=WORKER):
@@ -99,9 +99,9 @@ def invoke(method, wants="value", worker=WORKER):
 
 
 def test_a_worker_says_where_it_is_before_it_is_told_who_it_is():
-    hello = RoleHost(node="node-a", host="10.0.0.7", device="cpu", kind="cpu", own_process=False).hello()
-    assert (hello.node, hello.host, hello.device, hello.kind) == ("node-a", "10.0.0.7", "cpu", "cpu")
-    assert hello.pid == os.getpid()
+    handshake = RoleHost(node="node-a", host="10.0.0.7", device="cpu", kind="cpu", own_process=False).handshake()
+    assert (handshake.node, handshake.host, handshake.device, handshake.kind) == ("node-a", "10.0.0.7", "cpu", "cpu")
+    assert handshake.pid == os.getpid()
 
 
 def test_a_role_is_built_with_its_arguments_and_called_by_name():
@@ -112,22 +112,22 @@ def test_a_role_is_built_with_its_arguments_and_called_by_name():
 
 def test_a_role_is_told_its_seat():
     host = built(Picky)
-    seat, _ = done(host.perform(invoke(Picky.seen)))
-    assert (seat.worker, seat.role, seat.device, seat.devices) == (WORKER, "counter", "cpu", None)
-    assert (seat.rank, seat.world, seat.data_rank, seat.is_source) == (1, 2, 1, True)
-    assert str(seat.coordinates) == "replica 1, shard 0, context 0, tensor 0"
-    assert seat.group("tensor") is None
+    context, _ = done(host.perform(invoke(Picky.seen)))
+    assert (context.worker, context.role, context.device, context.devices) == (WORKER, "counter", "cpu", None)
+    assert (context.rank, context.world, context.data_rank, context.is_source) == (1, 2, 1, True)
+    assert str(context.coordinates) == "replica 1, shard 0, context 0, tensor 0"
+    assert context.group("tensor") is None
     with pytest.raises(ClusterError, match=r"gen\[1\]@node-a/cpu#2 has no link 'weights'; it has none"):
-        seat.transfer("weights")
+        context.transfer("weights")
 
 
 def test_every_answer_names_its_worker_and_brings_the_spans_since_the_last():
     host = built()
-    envelope, _ = host.perform(invoke(Counter.nap), 0.0)
-    assert envelope.worker == WORKER
-    assert envelope.last
-    assert [span.name for span in envelope.spans] == ["counter.nap > napping", "counter.nap"]
-    assert {span.worker for span in envelope.spans} == {WORKER}
+    reply, _ = host.perform(invoke(Counter.nap), 0.0)
+    assert reply.worker == WORKER
+    assert reply.last
+    assert [span.name for span in reply.spans] == ["counter.nap > napping", "counter.nap"]
+    assert {span.worker for span in reply.spans} == {WORKER}
     again, _ = host.perform(invoke(Counter.value))
     assert [span.name for span in again.spans] == ["counter.value"]
 
@@ -160,8 +160,8 @@ def test_only_the_source_of_a_data_rank_answers_with_rows():
 def test_a_stream_hands_on_each_block_as_it_comes_and_says_when_it_ends():
     stream = built().stream(invoke(Counter.generate_slowly, "rows"), Request(ids=FOUR))
     blocks = [next(stream) for _ in range(4)]
-    assert [envelope.last for envelope, _ in blocks] == [False] * 4
-    assert [list(envelope.value.ids) for envelope, _ in blocks] == [[each] for each in FOUR]
+    assert [reply.last for reply, _ in blocks] == [False] * 4
+    assert [list(reply.value.ids) for reply, _ in blocks] == [[each] for each in FOUR]
     assert [rows.tokens_T[0] for _, rows in blocks] == [0, 1, 100, 101]
     ((last, rows),) = list(stream)
     assert (last.last, last.value, last.failure, rows) == (True, None, None, None)
@@ -170,7 +170,7 @@ def test_a_stream_hands_on_each_block_as_it_comes_and_says_when_it_ends():
 
 def test_a_stream_that_fails_has_sent_what_was_finished_before():
     sent = list(built(Picky).stream(invoke(Picky.end_early, "rows"), Request(ids=FOUR)))
-    assert [envelope.last for envelope, _ in sent] == [False, True]
+    assert [reply.last for reply, _ in sent] == [False, True]
     assert sent[1][0].failure.kind == "ValueError"
     assert sent[1][0].failure.text == "the second did not come"
 
@@ -212,11 +212,11 @@ def test_an_error_of_podiums_travels_as_itself_if_it_can():
 
 
 def test_a_method_that_was_called_for_rows_and_has_none_fails_with_its_name_and_sends_nothing():
-    envelope, rows = built().perform(invoke(Counter.not_rows, "rows"), Request(ids=FOUR))
-    assert envelope.failure.text == (
+    reply, rows = built().perform(invoke(Counter.not_rows, "rows"), Request(ids=FOUR))
+    assert reply.failure.text == (
         "counter.not_rows was called for rows and gave int; such a method returns (or yields) Computed."
     )
-    assert (envelope.value, rows) == (None, None)
+    assert (reply.value, rows) == (None, None)
 
 
 def test_a_call_for_another_worker_or_incarnation_is_refused():
@@ -271,7 +271,7 @@ def test_where_the_class_that_travels_is_an_interface_the_named_class_is_built()
     order = Build(role="counter", methods=methods_of(Counter), implementation=f"{__name__}:Picky")
     host = settled()
     done(host.perform(order, Counter, ()))
-    assert isinstance(done(host.perform(invoke(Picky.seen)))[0], Seat)
+    assert isinstance(done(host.perform(invoke(Picky.seen)))[0], WorkerContext)
 
 
 @pytest.mark.parametrize("place", [f"{__name__}:OtherRole", f"{__name__}:methods_of"])

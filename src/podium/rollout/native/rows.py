@@ -94,7 +94,7 @@ class RowTable:
         rows = np.array([row for row, answer in enumerate(self.answers) if answer is not None], np.int64)
         return rows[np.argsort(self.arrival_R[rows])]
 
-    def seat(self, answer: Answer, lease: Lease) -> int:
+    def context(self, answer: Answer, lease: Lease) -> int:
         """Gives an answer a row."""
         row = self._free.pop()
         size, drawn = len(answer.tokens), len(answer.logprobs)

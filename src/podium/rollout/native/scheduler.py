@@ -207,7 +207,7 @@ class Scheduler:
             if lease is None:
                 self.waiting.appendleft(answer)
                 break
-            row = self.rows.seat(answer, lease)
+            row = self.rows.context(answer, lease)
             answer.reused = max(answer.reused, min(lease.reused, len(answer.request.prompt)))
             seated.append(row)
             self._rows_changed = True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lines: workers of one role that call workers of another directly, without the controller in between."""
+"""Channels: workers of one role that call workers of another directly, without the controller in between."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
-from podium.cluster.crew import Crew
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.orders import Envelope, Introduce, Invoke
+from podium.cluster.orders import Invoke, OpenChannel, Reply
+from podium.cluster.worker_pool import WorkerPool
 from podium.errors import ClusterError, DeadlineError, RoleError
 
 RoleT = TypeVar("RoleT")
@@ -21,20 +21,20 @@ Result = TypeVar("Result")
 P = ParamSpec("P")
 
 
-class Card(Protocol):
+class WorkerHandle(Protocol):
     """How a worker can be called by others; it travels to them."""
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Envelope]:
+    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """A role's method on the other worker's control threads, answered while its work is busy."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Line:
+class Channel:
     """The workers of a role as another worker sees them, in rank order."""
 
     role: str
-    peers: tuple[tuple[WorkerId, Card], ...]
+    peers: tuple[tuple[WorkerId, WorkerHandle], ...]
 
     def __len__(self) -> int:
         return len(self.peers)
@@ -49,43 +49,47 @@ class Line:
     ) -> Result:
         """Calls the worker of one rank. Raises what its death or failure raises, and DeadlineError after the
         deadline; the call itself is then left to end by itself."""
-        worker, card = self.peers[rank]
+        worker, handle = self.peers[rank]
         order = Invoke(worker, self.role, method.__name__, "value")
         try:
             async with asyncio.timeout(deadline_s):
-                envelope = await card.control(order, *args, **kwargs)
+                reply = await handle.control(order, *args, **kwargs)
         except TimeoutError:
             raise DeadlineError(f"{worker} did not answer {self.role}.{method.__name__} in {deadline_s:g} s.") from None
-        failure = envelope.failure
+        failure = reply.failure
         if failure is not None:
             raise RoleError(
                 f"{worker} failed in {self.role}.{method.__name__}: {failure.kind}: {failure.text}\n{failure.trace}"
             ) from failure.error
-        value: Result = envelope.value
+        value: Result = reply.value
         return value
 
 
-class Lines:
-    """All lines of a layout: who knows whom. Made anew when either side has new workers."""
+class Channels:
+    """All channels of a layout: who knows whom. Made anew when either side has new workers."""
 
-    def __init__(self, crews: Mapping[str, Crew], registry: Callable[[], MeshRegistry]) -> None:
-        self._crews, self._registry = crews, registry
+    def __init__(self, worker_pools: Mapping[str, WorkerPool], registry: Callable[[], MeshRegistry]) -> None:
+        self._worker_pools, self._registry = worker_pools, registry
         self._known: list[tuple[str, str]] = []
 
-    async def introduce(self, role: str, to: str, deadline: Deadline, only: Collection[WorkerId] | None = None) -> None:
+    async def open_channel(
+        self, role: str, to: str, deadline: Deadline, only: Collection[WorkerId] | None = None
+    ) -> None:
         """The workers of `to`, or only some of them, can call those of `role` from now on."""
         if (role, to) not in self._known:
             self._known.append((role, to))
         registry = self._registry()
-        called = [self._crews[worker.pool].living(worker) for worker in registry.workers_of(role)]
-        order = Introduce(line=Line(role=role, peers=tuple((each.worker, each.process.card()) for each in called)))
+        called = [self._worker_pools[worker.pool].living(worker) for worker in registry.workers_of(role)]
+        order = OpenChannel(
+            channel=Channel(role=role, peers=tuple((each.worker, each.process.handle()) for each in called))
+        )
         wanted = [worker for worker in registry.workers_of(to) if only is None or worker in only]
-        callers = [self._crews[worker.pool].living(worker) for worker in wanted]
+        callers = [self._worker_pools[worker.pool].living(worker) for worker in wanted]
         if not callers:
-            raise ClusterError(f"role {to} has no workers to introduce {role} to.")
-        crew = self._crews[callers[0].worker.pool]
+            raise ClusterError(f"role {to} has no workers to open a channel to {role} for.")
+        worker_pool = self._worker_pools[callers[0].worker.pool]
         pending = [Pending(worker=each.worker, answer=each.process.perform(order)) for each in callers]
-        await gather_answers(pending, f"introducing {role} to {to}", deadline, crew, in_step=False)
+        await gather_answers(pending, f"opening a channel from {to} to {role}", deadline, worker_pool, in_step=False)
 
     async def renew(self, pool: str, new: Collection[WorkerId], deadline: Deadline) -> None:
         """After `new` workers of a pool have come. New callers are told of those they call; the callers that were there
@@ -93,6 +97,6 @@ class Lines:
         registry = self._registry()
         for role, to in list(self._known):
             if pool == registry.mesh(role).pool:
-                await self.introduce(role, to, deadline)
+                await self.open_channel(role, to, deadline)
             elif pool == registry.mesh(to).pool:
-                await self.introduce(role, to, deadline, only=new)
+                await self.open_channel(role, to, deadline, only=new)

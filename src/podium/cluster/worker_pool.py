@@ -19,7 +19,7 @@ from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
-from podium.cluster.orders import Beat, Build, Envelope, Hello, Import, Join, OpenMeeting, Order, Settle, Whereabouts
+from podium.cluster.orders import Beat, Build, Handshake, Import, Join, OpenMeeting, Order, Reply, Settle, Whereabouts
 from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.cluster.silence import Silence
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
@@ -40,7 +40,7 @@ _DEATH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Patience:
+class Timeouts:
     """How long each kind of waiting may take."""
 
     place_s: float = 60.0  # for others to give back what they hold
@@ -59,7 +59,7 @@ class Member:
     slot: int
     worker: WorkerId
     process: Process
-    hello: Hello
+    handshake: Handshake
     beat: Beat | None = None
     heard_s: float = field(default_factory=time.monotonic)
     died: Died | None = None
@@ -67,7 +67,7 @@ class Member:
     watcher: asyncio.Task[None] | None = None
 
 
-class Crew:
+class WorkerPool:
     """The workers of one pool."""
 
     def __init__(
@@ -75,13 +75,13 @@ class Crew:
         layout: Layout,
         pool: Pool,
         transport: Transport,
-        patience: Patience,
+        timeouts: Timeouts,
         on_death: Callable[[Died], None],
         placing: asyncio.Lock,
         tell: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.pool, self.broken, self._tell = pool, "", tell
-        self._layout, self._transport, self._patience, self._on_death = layout, transport, patience, on_death
+        self._layout, self._transport, self._timeouts, self._on_death = layout, transport, timeouts, on_death
         self._placing, self.recovering = placing, asyncio.Lock()
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
@@ -122,7 +122,7 @@ class Crew:
             raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
 
-    async def raise_all(self, deadline: Deadline) -> None:
+    async def start(self, deadline: Deadline) -> None:
         """Places, starts, joins and builds the whole pool. Whatever fails, nothing of it is left."""
         try:
             await self._place(deadline)
@@ -199,7 +199,7 @@ class Crew:
         finally:
             asking.cancel()
 
-    async def at_once(self, answers: Sequence[Awaitable[Envelope]]) -> list[Envelope] | None:
+    async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         return await self._transport.at_once(answers)
 
     async def order_all(
@@ -208,7 +208,7 @@ class Crew:
         order: Callable[[int], tuple[Any, ...]],
         what: str,
         deadline: Deadline,
-    ) -> list[Envelope]:
+    ) -> list[Reply]:
         """The same kind of order to several members at once; `order(slot)` is the order and its arguments."""
         pending = [
             Pending(worker=member.worker, answer=member.process.perform(*order(member.slot)))
@@ -229,10 +229,10 @@ class Crew:
 
     async def _place(self, deadline: Deadline) -> None:
         # A first start does not wait for nodes that are not there; a recovery does: one may be on its way.
-        await place([self], self._transport, self._placing, self._patience, deadline, grows=bool(self._incarnations))
+        await place([self], self._transport, self._placing, self._timeouts, deadline, grows=bool(self._incarnations))
 
     async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
-        limit = deadline.at_most(self._patience.start_s)
+        limit = deadline.at_most(self._timeouts.start_s)
         self._tell(f"{self.pool.name}: starting {len(slots)} {'process' if len(slots) == 1 else 'processes'}")
         places = {slot: place for place in self._places for slot in place.bundle.slots}
         processes: dict[int, Process] = {}
@@ -243,7 +243,7 @@ class Crew:
                     self._incarnations[slot] = self._incarnations.get(slot, -1) + 1
                     name = f"{self.pool.name}[{slot}]#{self._incarnations[slot]}"
                     processes[slot] = await self._transport.spawn(self.pool, slot, places[slot], name)
-            hellos = await self._hellos(processes, began_s, limit)
+            handshakes = await self._handshakes(processes, began_s, limit)
         except BaseException as error:
             for process in processes.values():
                 process.kill()
@@ -252,9 +252,9 @@ class Crew:
                     f"pool {self.pool.name}: Ray did not take the workers in {limit.seconds:.0f} s."
                 ) from None
             raise
-        for slot, hello in hellos.items():
-            worker = WorkerId(self.pool.name, slot, hello.node, hello.device, self._incarnations[slot])
-            member = Member(slot=slot, worker=worker, process=processes[slot], hello=hello)
+        for slot, handshake in handshakes.items():
+            worker = WorkerId(self.pool.name, slot, handshake.node, handshake.device, self._incarnations[slot])
+            member = Member(slot=slot, worker=worker, process=processes[slot], handshake=handshake)
             self._members[slot] = member
             member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
         await self._settle(slots, limit)
@@ -263,10 +263,12 @@ class Crew:
             await self._join(deadline)
         await self._build(slots, limit)
 
-    async def _hellos(self, processes: dict[int, Process], began_s: float, deadline: Deadline) -> dict[int, Hello]:
+    async def _handshakes(
+        self, processes: dict[int, Process], began_s: float, deadline: Deadline
+    ) -> dict[int, Handshake]:
         """Waits until each process has come up, or one is found since `began_s` to have died."""
-        tasks = {slot: asyncio.ensure_future(_awaited(process.hello())) for slot, process in processes.items()}
-        pending: set[asyncio.Task[Hello]] = set(tasks.values())
+        tasks = {slot: asyncio.ensure_future(_awaited(process.handshake())) for slot, process in processes.items()}
+        pending: set[asyncio.Task[Handshake]] = set(tasks.values())
         is_missing = False
         try:
             while pending and not is_missing and not deadline.over:
@@ -314,7 +316,7 @@ class Crew:
 
     async def _join(self, deadline: Deadline) -> None:
         slots = range(self.pool.slots)
-        limit = deadline.at_most(self._patience.rendezvous_s)
+        limit = deadline.at_most(self._timeouts.rendezvous_s)
         self._tell(f"{self.pool.name}: forming a process group of {self.pool.slots}")
         first = await self.order_all([0], lambda _: (OpenMeeting(name="pool"),), "opening the meeting", limit)
 
@@ -325,7 +327,7 @@ class Crew:
                     rank=slot,
                     world=self.pool.slots,
                     deadline_s=limit.left_s,
-                    timeout_s=self._patience.collective_s,
+                    timeout_s=self._timeouts.collective_s,
                 ),
             )
 
@@ -347,26 +349,26 @@ class Crew:
     async def _watch(self, member: Member) -> None:
         """Consumes the member's beats until its process is gone, which ends them, or none has come for the heartbeat
         timeout; nothing else unblocks it but cancelling, when the member is ended on purpose."""
-        beats = member.process.beats(self._patience.beat_s)
+        beats = member.process.beats(self._timeouts.beat_s)
         coming: asyncio.Future[Beat] | None = None
         try:
             while True:
                 coming = asyncio.ensure_future(_awaited(anext(beats)))
                 silence = Silence(
                     member.process.look,
-                    warn_s=self._patience.silent_s,
-                    timeout_s=self._patience.heartbeat_timeout_s,
+                    warn_s=self._timeouts.silent_s,
+                    timeout_s=self._timeouts.heartbeat_timeout_s,
                 )
                 while not (await asyncio.wait({coming}, timeout=silence.slice_s))[0]:
                     silence.look()
                     if silence.should_warn():
                         log.warning("%s: %s", self._health(member), silence.guess)
                     if silence.is_over:
-                        self.bury(member, f"no sign of life for {silence.lifeless_s:.0f} s: {silence.guess}")
+                        self.mark_dead(member, f"no sign of life for {silence.lifeless_s:.0f} s: {silence.guess}")
                         return
                 member.beat, member.heard_s = await coming, time.monotonic()
         except PodiumError as error:
-            self.bury(member, str(error))
+            self.mark_dead(member, str(error))
         finally:
             if coming is not None:
                 coming.cancel()
@@ -378,9 +380,9 @@ class Crew:
         """Notes the death of a worker by its name; one that has been replaced already is no news."""
         for member in self.members:
             if member.worker == worker:
-                self.bury(member, cause)
+                self.mark_dead(member, cause)
 
-    def bury(self, member: Member, cause: str) -> None:
+    def mark_dead(self, member: Member, cause: str) -> None:
         """Notes a death once, however it was noticed, and makes sure of it: who is only cut off must not work on."""
         if member.died is None and self._members.get(member.slot) is member:
             member.died = Died(worker=member.worker, cause=cause, at_s=time.time())
@@ -403,26 +405,26 @@ class Crew:
 
 
 async def place(
-    crews: Sequence[Crew],
+    worker_pools: Sequence[WorkerPool],
     transport: Transport,
     placing: asyncio.Lock,
-    patience: Patience,
+    timeouts: Timeouts,
     deadline: Deadline,
     *,
     grows: bool,
 ) -> None:
-    """Finds a node for every bundle of these crews that has none, all in one decision, and takes them. What others hold
+    """Finds a node for every bundle of these pools that has none, all in one decision, and takes them. What others hold
     is waited for, and where the cluster may grow, what is not there too."""
-    limit = deadline.at_most(patience.place_s)
+    limit = deadline.at_most(timeouts.place_s)
     while True:
         async with placing:  # one decision at a time: each must see what the one before has taken
             nodes = await in_thread(transport.nodes)
-            missing = [crew.unplaced({node.id for node in nodes}) for crew in crews]
+            missing = [worker_pool.unplaced({node.id for node in nodes}) for worker_pool in worker_pools]
             outcome = preflight([bundle for bundles in missing for bundle in bundles], nodes)
             if isinstance(outcome, Fits):
                 chosen = iter(outcome.nodes)
-                for crew, bundles in zip(crews, missing, strict=True):
-                    await crew.reserve(bundles, [next(chosen) for _ in bundles], limit)
+                for worker_pool, bundles in zip(worker_pools, missing, strict=True):
+                    await worker_pool.reserve(bundles, [next(chosen) for _ in bundles], limit)
                 return
         if isinstance(outcome, TooLarge) and not grows:
             raise PlacementError(outcome.reason)

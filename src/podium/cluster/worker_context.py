@@ -17,15 +17,15 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from podium.cluster.lines import Line
+    from podium.cluster.channels import Channel
     from podium.cluster.rendezvous import TransferGroup
 
 RoleT = TypeVar("RoleT")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Seat:
-    """A role's place on a worker."""
+class WorkerContext:
+    """What a role knows of its worker."""
 
     worker: WorkerId
     role: str
@@ -34,8 +34,8 @@ class Seat:
     devices: DeviceMesh | None  # of the role's axes that are larger than 1; None where it is alone
     recorder: SpanRecorder
     transfers: Mapping[str, TransferGroup]  # filled and emptied by the worker as links are made and broken
-    lines: Mapping[str, Line]  # filled by the worker as it is introduced to others
-    roommates: Mapping[str, Any]  # roles of this worker by name, as far as they are built: in the layout's order
+    channels: Mapping[str, Channel]  # filled by the worker as the controller opens them
+    colocated_roles: Mapping[str, Any]  # roles of this worker by name, as far as they are built: in the layout's order
 
     @property
     def rank(self) -> int:
@@ -73,19 +73,19 @@ class Seat:
             )
         return self.transfers[name]
 
-    def line(self, role: str) -> Line:
+    def channel(self, role: str) -> Channel:
         """The workers of another role, to call them directly."""
-        if role not in self.lines:
+        if role not in self.channels:
             raise ClusterError(
-                f"{self.worker} has not been introduced to {role!r}; the controller does it with `workers.introduce`."
+                f"{self.worker} has no channel to {role!r}; the controller opens it with `workers.open_channel`."
             )
-        return self.lines[role]
+        return self.channels[role]
 
-    def roommate(self, role: str, kind: type[RoleT]) -> RoleT:
+    def colocated_role(self, role: str, kind: type[RoleT]) -> RoleT:
         """Another role of this worker, to share what it holds with. It must stand before this one in the layout."""
-        found = self.roommates.get(role)
+        found = self.colocated_roles.get(role)
         if not isinstance(found, kind):
-            here = ", ".join(f"{name} ({type(each).__name__})" for name, each in self.roommates.items()) or "none"
+            here = ", ".join(f"{name} ({type(each).__name__})" for name, each in self.colocated_roles.items()) or "none"
             raise ClusterError(
                 f"{self.worker} has no role {role!r} that is a {kind.__name__}; built before {self.role} are: {here}."
             )
