@@ -62,7 +62,7 @@ CASES: dict[str, Case] = {
         optimizer={"schedule": "cosine"},
     ),
     "grpo, LoRA": _inline(model={"lora": {"rank": 4}}),
-    "grpo, tokens kept in blocks of 8": _inline(rollout={"page_tokens": 8, "memory_gib": 0.0001}),
+    "grpo, tokens kept in blocks of 8": _inline(rollout={"block_size": 8, "memory_gib": 0.0001}),
     "grpo, environment": Case(
         layout="environment",
         changes={"placement": {"launcher": "inline", "layout": "colocated", "devices": 1}},

@@ -307,7 +307,7 @@ def test_random_streams_are_those_of_the_cpu() -> None:
 
 
 def test_the_drawing_kernel_draws_what_torch_draws() -> None:
-    from podium.rollout.native.kernels import draw_on_device
+    from podium.rollout.native.kernels import sample_on_device
     from podium.rollout.native.sampling import draw
 
     torch.manual_seed(0)
@@ -315,7 +315,7 @@ def test_the_drawing_kernel_draws_what_torch_draws() -> None:
     temperatures = torch.where(torch.arange(64, device=CUDA) % 4 == 0, 0.0, 0.8)
     marks = torch.rand(64, dtype=torch.float64, device=CUDA)
     tokens, logprobs = torch.zeros(64, dtype=torch.int64, device=CUDA), torch.zeros(64, device=CUDA)
-    draw_on_device(
+    sample_on_device(
         logits, temperatures, marks, vocab_size=151_936, scale=1.0, softcap=None, tokens_B=tokens, logprobs_B=logprobs
     )
     wanted = draw(logits[:, :151_936].clone(), temperatures, marks)

@@ -24,7 +24,7 @@ def native_engine(folder: Path, *, max_length: int, max_running: int, cache_byte
     mesh = join(PlacementSection.model_validate({"device": "cpu"}), rank=0, world=1, local_rank=0)
     model, _ = place(ModelSection(path=str(folder)), folder, mesh, seed=0)
     section = RolloutSection(
-        max_length=max_length, max_running=max_running, memory_gib=cache_bytes / 2**30, page_tokens=32
+        max_length=max_length, max_running=max_running, memory_gib=cache_bytes / 2**30, block_size=32
     )
     return NativeEngine(model, mesh.device, section, decode=tiny_tokenizer().decode)
 
@@ -42,7 +42,7 @@ def vllm_engine(folder: Path, *, max_length: int, max_running: int, cache_bytes:
         max_length=max_length,
         max_running=max_running,
         cache_bytes=cache_bytes,
-        page_tokens=32,
+        block_size=32,
         compiled=False,
     )
     return VllmEngine(settings)

@@ -26,7 +26,7 @@ needs_vllm = pytest.mark.skipif(
 
 
 def settings(folder: Path, **changes: Any) -> VllmSettings:
-    sizes = {"max_length": 256, "max_running": 8, "cache_bytes": 4 * 2**20, "page_tokens": 32, "compiled": False}
+    sizes = {"max_length": 256, "max_running": 8, "cache_bytes": 4 * 2**20, "block_size": 32, "compiled": False}
     return VllmSettings(folder=str(folder), dtype="float32", **{**sizes, **changes})
 
 

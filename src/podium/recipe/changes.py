@@ -39,7 +39,7 @@ _ENGINE_SIZES = (
     "rollout.memory_gib",
     "rollout.max_running",
     "rollout.prefill_tokens",
-    "rollout.page_tokens",
+    "rollout.block_size",
     "rollout.reuse_prefixes",
     "rollout.decode",
     "rollout.offload_optimizer",

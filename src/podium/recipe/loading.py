@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from podium.errors import RecipeError
+from podium.recipe.retired import new_name
 from podium.recipe.schema import Recipe
 
 # Names that other trainers use, so that a newcomer's guess is answered and not only refused.
@@ -200,6 +201,8 @@ def _explained(detail: ErrorDetails, root: type[BaseModel]) -> list[str]:
     location = [str(part) for part in detail["loc"] if not _is_union_tag(str(part))]
     key = ".".join(location)
     match detail["type"]:
+        case "extra_forbidden" if (now := new_name(key)) is not None:
+            return [f"{key}: is called {now} now."]
         case "extra_forbidden":
             return [f"{key}: unknown key.{_suggestion(location, root)}"]
         case "missing":

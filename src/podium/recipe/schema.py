@@ -236,10 +236,10 @@ class RolloutSection(Section):
     prefill_tokens: Count | None = Field(
         None, description="Most prompt tokens of one step beside the answers; default: 8192 on CUDA, 1024 on CPU."
     )
-    page_tokens: Count | None = Field(
+    block_size: Count | None = Field(
         None,
-        description="Tokens of a page of the cache; default: 64 on CUDA (always a power of two there, 16 at least), a "
-        "whole sequence on CPU.",
+        description="Tokens of a block of the KV cache; default: 64 on CUDA (always a power of two there, 16 at least), "
+        "a whole sequence on CPU.",
     )
     reuse_prefixes: Switch = Field(True, description="Keep what is computed, for prompts that begin alike.")
     decode: Literal["auto", "compiled", "captured", "eager"] = Field(

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over the cache in plain torch: on CPU the way to generate, on CUDA the way to take in prompts.
 
-One forward holds the newest token of every answer and pieces of prompts. Each layer first writes the keys and values of
-all of them into its pages and then attends over the pages.
+One forward holds the newest token of every sequence and pieces of prompts. Each layer first writes the keys and values
+of all of them into its blocks and then attends over the blocks.
 
 On CPU what a token sees decides its result, to the last bit, and nothing else does: not what runs beside it, not where
 it lies in memory, not whether it is prefilled or decoded. Kernels round otherwise in two places, and the shapes that
@@ -49,7 +49,7 @@ class Piece:
     first: int
     count: int
     length: int
-    pages: Tensor  # that hold the sequence
+    blocks: Tensor  # that hold the sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -61,7 +61,7 @@ class PackedPieces:
     key_bounds: Tensor
     longest_query: int
     longest_key: int
-    key_page: Tensor | None  # of every key that is read; None: all are fresh, and the forward's own
+    key_block: Tensor | None  # of every key that is read; None: all are fresh, and the forward's own
     key_offset: Tensor | None
 
 
@@ -70,7 +70,7 @@ class CachedStep:
     """Travels to the attention of every layer in the place of a packing."""
 
     layers: Mapping[int, LayerCache]  # by the attention module's id
-    page_T: Tensor  # where each token's keys and values go
+    block_T: Tensor  # where each token's keys and values go
     offset_T: Tensor
     slot_runs: Sequence[SlotRun] = ()
     lengths_N: Tensor | None = None  # of the rows of the slot runs, this forward's token included
@@ -110,11 +110,11 @@ class CachedStep:
         heads = store.shape[1]
         place = self.places.get(heads)
         if place is None:
-            # Flat index of (page, head, offset) for every token and head.
-            page_and_head = self.page_T[:, None] * heads + torch.arange(heads, device=self.page_T.device)
-            place = (page_and_head * store.shape[2] + self.offset_T[:, None]).flatten()
+            # Flat index of (block, head, offset) for every token and head.
+            block_and_head = self.block_T[:, None] * heads + torch.arange(heads, device=self.block_T.device)
+            place = (block_and_head * store.shape[2] + self.offset_T[:, None]).flatten()
             self.places[heads] = place
-        values = fresh[0, :, : len(self.page_T)].transpose(0, 1)
+        values = fresh[0, :, : len(self.block_T)].transpose(0, 1)
         store.view(-1, store.shape[-1]).index_copy_(0, place, values.reshape(-1, fresh.shape[-1]))
 
     def _of_slots(
@@ -234,10 +234,10 @@ class CachedStep:
         window: int | None,
     ) -> Tensor:
         q = query[0, :, packed.first :].transpose(0, 1)
-        if packed.key_page is None:
+        if packed.key_block is None:
             k, v = (fresh[0, :, packed.first :].transpose(0, 1) for fresh in (key, value))
         else:
-            k, v = (store[packed.key_page, :, packed.key_offset] for store in (layer.keys, layer.values))
+            k, v = (store[packed.key_block, :, packed.key_offset] for store in (layer.keys, layer.values))
         return varlen_attention(
             q,
             k,
@@ -264,12 +264,12 @@ def _whole_rows(query: Tensor, multiple: int) -> Tensor:
 
 
 def _sequence(store: Tensor, piece: Piece, keys: int) -> Tensor:
-    """[1, K, keys, E] of one sequence: a view of its slot, or its pages one after the other."""
-    if len(piece.pages) == 1 and keys <= store.shape[2]:
-        page = int(piece.pages[0])
-        return store[page : page + 1, :, :keys]
-    pages = store[piece.pages].transpose(0, 1)
-    found = pages.reshape(1, store.shape[1], -1, store.shape[-1])[:, :, :keys]
+    """[1, K, keys, E] of one sequence: a view of its slot, or its blocks one after the other."""
+    if len(piece.blocks) == 1 and keys <= store.shape[2]:
+        block = int(piece.blocks[0])
+        return store[block : block + 1, :, :keys]
+    blocks = store[piece.blocks].transpose(0, 1)
+    found = blocks.reshape(1, store.shape[1], -1, store.shape[-1])[:, :, :keys]
     return F.pad(found, (0, 0, 0, keys - found.shape[2])) if found.shape[2] < keys else found
 
 

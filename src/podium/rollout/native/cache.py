@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of all layers in pages: allocated once, copied and moved page by page, given up while asleep."""
+"""Keys and values of all layers in blocks: allocated once, copied and moved block by block, given up while asleep."""
 
-# L layers · K key-value heads · P positions of a page · E head width · T tokens
+# L layers · K key-value heads · P positions of a block · E head width · T tokens
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from podium.errors import RolloutError
 from podium.models.causal_lm import PackedCausalLM
-from podium.rollout.native.pages import PageCopy
+from podium.rollout.native.block_manager import BlockCopy
 from podium.rollout.native.slots import Arrangement
 
 # Floats of the widest vector of any CPU (AVX-512): attention reads keys in multiples of it.
@@ -36,7 +36,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayerCache:
-    """Keys and values of one layer: [pages, K, P, E]."""
+    """Keys and values of one layer: [blocks, K, P, E]."""
 
     keys: Tensor
     values: Tensor
@@ -90,14 +90,14 @@ def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
 
 
 class KVCache:
-    """All layers in as few tensors as their shapes allow: a page is copied in one or two operations."""
+    """All layers in as few tensors as their shapes allow: a block is copied in one or two operations."""
 
     def __init__(
-        self, shapes: Sequence[LayerShape], *, num_pages: int, page_tokens: int, storage: Tensor, dtype: torch.dtype
+        self, shapes: Sequence[LayerShape], *, num_blocks: int, block_size: int, storage: Tensor, dtype: torch.dtype
     ) -> None:
         """`storage`: bytes on the device, as many as `bytes_needed` says; they stay the caller's."""
-        self.num_pages, self.page_tokens = num_pages, page_tokens
-        self._stores: list[Tensor] = []  # [layers of one shape, pages, K, P, E]
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._stores: list[Tensor] = []  # [layers of one shape, blocks, K, P, E]
         self.layers: list[LayerCache] = []
         keys: dict[int, Tensor] = {}
         values: dict[int, Tensor] = {}
@@ -105,7 +105,7 @@ class KVCache:
         for shape in dict.fromkeys(shapes):
             members = [index for index, each in enumerate(shapes) if each == shape]
             for width, found in ((shape.key_width, keys), (shape.value_width, values)):
-                size = (len(members), num_pages, shape.heads, page_tokens, width)
+                size = (len(members), num_blocks, shape.heads, block_size, width)
                 end = begin + math.prod(size) * dtype.itemsize
                 store = storage[begin:end].view(dtype).view(size)
                 begin = end
@@ -113,11 +113,11 @@ class KVCache:
                 found.update(zip(members, store.unbind(0), strict=True))
         self.layers = [LayerCache(keys=keys[index], values=values[index]) for index in range(len(shapes))]
 
-    def copy(self, copies: Sequence[PageCopy]) -> None:
-        """Beginnings of pages into other pages. No page is read and written in one call."""
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Beginnings of blocks into other blocks. No block is read and written in one call."""
         if not copies:
             return
-        if self.page_tokens <= 256:  # whole pages in one operation; what lies behind the part is overwritten later
+        if self.block_size <= 256:  # whole blocks in one operation; what lies behind the part is overwritten later
             device = self._stores[0].device
             pairs = torch.tensor([(copy.source, copy.target) for copy in copies], device=device)
             for store in self._stores:
@@ -127,10 +127,10 @@ class KVCache:
             for store in self._stores:
                 store[:, copy.target, :, : copy.tokens] = store[:, copy.source, :, : copy.tokens]
 
-    def clear(self, pages: Sequence[int]) -> None:
+    def clear(self, blocks: Sequence[int]) -> None:
         """Zeros in place of what is no number: a mask does not hide it from attention."""
         for store in self._stores:
-            store[:, list(pages)] = 0
+            store[:, list(blocks)] = 0
 
     def move(self, moves: Arrangement) -> None:
         """Slots change places."""

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native engine: plan a step, run it, take in what it drew; until every request has its answer."""
+"""The native engine: plan a step, run it, take in what it sampled; until every request is finished."""
 
 # B rows of one step
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter, abc, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,17 +18,17 @@ from podium.errors import RolloutError, WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters
 from podium.recipe import RolloutSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
+from podium.rollout.fair_lock import FairLock
+from podium.rollout.native.block_manager import BlockManager
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
 from podium.rollout.native.holding import free_bytes, hold
-from podium.rollout.native.pages import PageBook
-from podium.rollout.native.rows import Answer, Rows, RowTable
-from podium.rollout.native.runner import DrawTable, Runner, StepResult, make_runner
+from podium.rollout.native.rows import Rows, RowTable, Sequence
+from podium.rollout.native.runner import Runner, SamplingTable, StepResult, make_runner
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.native.sizing import choose_sizes
 from podium.rollout.native.stop_strings import Decode, completed_string
 from podium.rollout.randomness import signed, stream_key
 from podium.rollout.requests import Completion, Request, failed
-from podium.rollout.turns import Turns
 from podium.weights.held import all_tensors, fill_held, held_tensors
 from podium.weights.receiving import Verified, check_manifest, verify_in_place
 from podium.weights.transports import Delivery
@@ -61,7 +61,7 @@ class NativeEngine:
         section = section or RolloutSection()
         self._model, self._device, self._decode, self._copy = model, device, decode, copy
         self._version = version
-        self._turns = Turns()
+        self._lock = FairLock()
         model.eval()
         modules, shapes = attention_layers(model, device)
         dtype = model.head_weight.dtype
@@ -74,25 +74,27 @@ class NativeEngine:
             free_bytes=free_bytes(device),
         )
         sizes = self._sizes
-        # One page more than are given out: lanes of a graph that have nothing to do write there.
-        num_pages = sizes.num_pages + (0 if sizes.slots else 1)
-        self._holding = hold(num_pages * sizes.page_tokens * token_bytes, device)
+        # One block more than are given out: lanes of a graph that have nothing to do write there.
+        num_blocks = sizes.num_blocks + (0 if sizes.slots else 1)
+        self._holding = hold(num_blocks * sizes.block_size * token_bytes, device)
         cache = KVCache(
             shapes,
-            num_pages=num_pages,
-            page_tokens=sizes.page_tokens,
+            num_blocks=num_blocks,
+            block_size=sizes.block_size,
             storage=self._holding.bytes,
             dtype=dtype,
         )
         self._cache = cache
-        self._book = PageBook(sizes.num_pages, sizes.page_tokens, remember=section.reuse_prefixes)
-        self._rows = RowTable(sizes.max_running, page_tokens=sizes.page_tokens, max_length=sizes.max_length)
-        self._draws = DrawTable(sizes.max_running)
-        self._scheduler = Scheduler(self._book, self._rows, prefill_tokens=sizes.prefill_tokens, slots=sizes.slots)
-        self._runner: Runner = make_runner(
-            model, modules, cache, self._rows, self._draws, device, slots=sizes.slots, decode=section.decode
+        self._block_manager = BlockManager(sizes.num_blocks, sizes.block_size, remember=section.reuse_prefixes)
+        self._rows = RowTable(sizes.max_running, block_size=sizes.block_size, max_length=sizes.max_length)
+        self._sampling = SamplingTable(sizes.max_running)
+        self._scheduler = Scheduler(
+            self._block_manager, self._rows, prefill_tokens=sizes.prefill_tokens, slots=sizes.slots
         )
-        self._answers: dict[TrajectoryId, Answer] = {}
+        self._runner: Runner = make_runner(
+            model, modules, cache, self._rows, self._sampling, device, slots=sizes.slots, decode=section.decode
+        )
+        self._sequences: dict[TrajectoryId, Sequence] = {}
         self._launched: deque[_Launched] = deque()
         self._done: deque[Completion] = deque()
         self._arrivals = 0
@@ -102,12 +104,12 @@ class NativeEngine:
 
     # What is asked
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: abc.Sequence[Request]) -> None:
         """Takes requests. One that cannot be served is answered with an error."""
-        with self._turns:
+        with self._lock:
             self._check_open()
             new = [request.id for request in requests]
-            known = [id for id in new if id in self._answers]
+            known = [id for id in new if id in self._sequences]
             if known or len(set(new)) != len(new):
                 twice = known[0] if known else Counter(new).most_common(1)[0][0]
                 raise RolloutError(
@@ -119,24 +121,24 @@ class NativeEngine:
                 if problem is not None:
                     self._finish(failed(request, problem))
                     continue
-                answer = Answer(request=request, arrival=self._arrivals, tokens=request.prompt.astype(np.int32))
-                answer.limit = min(answer.limit, self._sizes.max_length)
+                sequence = Sequence(request=request, arrival=self._arrivals, tokens=request.prompt.astype(np.int32))
+                sequence.limit = min(sequence.limit, self._sizes.max_length)
                 self._arrivals += 1
-                self._answers[request.id] = answer
-                self._scheduler.waiting.append(answer)
+                self._sequences[request.id] = sequence
+                self._scheduler.waiting.append(sequence)
 
     def results(self, *, deadline_s: float) -> Iterator[Completion]:
-        """Answers as they finish, until none is left. Works in the thread that iterates; waits only while the engine
+        """Sequences as they finish, until none is left. Works in the thread that iterates; waits only while the engine
         is paused or asleep, for `resume`, `wake` or `cancel` from another thread, and at most `deadline_s`."""
         last = time.monotonic()
         while True:
             idle = None
-            with self._turns:
-                taken = self._turns.taken
+            with self._lock:
+                taken = self._lock.taken
                 self._check_open()
                 if self._done:
                     found = self._done.popleft()
-                elif not self._answers:
+                elif not self._sequences:
                     return
                 else:
                     found = None
@@ -152,43 +154,43 @@ class NativeEngine:
                 left = last + deadline_s - time.monotonic()
                 if left <= 0:
                     raise RolloutError(
-                        f"the engine {idle}, and has been so for {deadline_s:g} s with {len(self._answers)} answers "
+                        f"the engine {idle}, and has been so for {deadline_s:g} s with {len(self._sequences)} answers "
                         "under way. Another thread must end that, or cancel them."
                     )
-                self._turns.wait_for_another(taken + 1, timeout_s=left)  # this one is counted too
+                self._lock.wait_for_another(taken + 1, timeout_s=left)  # this one is counted too
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
-        """Ends these answers with what has been drawn so far."""
-        with self._turns:
+        """Ends these sequences with what has been sampled so far."""
+        with self._lock:
             self._take_in(lag=0)
-            ending = [self._answers[id] for id in dict.fromkeys(ids) if id in self._answers]
-            self._scheduler.cancel([answer for answer in ending if answer.row < 0])
-            for answer in ending:
-                if answer.row >= 0:
-                    self._distrust(answer.row)
-                    self._scheduler.end(answer.row)
-                self._finish(answer.completion("cancelled"))
+            ending = [self._sequences[id] for id in dict.fromkeys(ids) if id in self._sequences]
+            self._scheduler.cancel([sequence for sequence in ending if sequence.row < 0])
+            for sequence in ending:
+                if sequence.row >= 0:
+                    self._distrust(sequence.row)
+                    self._scheduler.end(sequence.row)
+                self._finish(sequence.completion("cancelled"))
 
     def pause(self) -> None:
-        """Draws no more tokens until `resume`."""
-        with self._turns:
+        """Samples no more tokens until `resume`."""
+        with self._lock:
             self._paused = True
 
     def resume(self) -> None:
         """Goes on after `pause`."""
-        with self._turns:
+        with self._lock:
             self._paused = False
 
     # Weights
 
     @property
     def version(self) -> int:
-        """Number of the weights that draw now."""
+        """Number of the weights that sample now."""
         return self._version
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
         """Takes weights of `version` between two steps; see the protocol."""
-        with self._turns:
+        with self._lock:
             self._check_open()
             if self._asleep:
                 raise RolloutError("the engine is asleep, so weights cannot be installed. Wake it first.")
@@ -196,8 +198,8 @@ class NativeEngine:
                 raise RolloutError(f"in_flight is {in_flight!r}; answers under way are `recompute`d, or `keep` theirs.")
             self._take_in(lag=0)
             if in_flight == "recompute":
-                self._put_all_back()
-            self._book.forget()
+                self._preempt_all()
+            self._block_manager.forget()
             try:
                 mine = held_tensors(self._model)
                 check_manifest(version, mine, padded_parameters(self._model))
@@ -212,18 +214,18 @@ class NativeEngine:
 
     def check_frozen(self, version: WeightVersion) -> None:
         """Whether what no version changes, the base of an adapter, is what `version` describes."""
-        with self._turns:
+        with self._lock:
             self._check_open()
             verify_in_place(all_tensors(self._model), version)
 
     def adopt(self, version: WeightVersion) -> None:
         """Takes the number of weights that are these very tensors, described by who has just changed them: there is no
-        other side to compare with. Answers under way are computed anew, as `install` does it."""
-        with self._turns:
+        other side to compare with. Sequences under way are computed anew, as `install` does it."""
+        with self._lock:
             self._check_open()
             self._take_in(lag=0)
-            self._put_all_back()
-            self._book.forget()
+            self._preempt_all()
+            self._block_manager.forget()
             check_manifest(version, held_tensors(self._model), padded_parameters(self._model))
             self._version, self._refusal = version.number, None
 
@@ -231,13 +233,13 @@ class NativeEngine:
 
     def sleep(self) -> MemoryChange:
         """Gives up the cache, and the whole copy of the weights where there is one."""
-        with self._turns:
+        with self._lock:
             self._check_open()
             if self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
             self._take_in(lag=0)
-            self._put_all_back()
-            self._book.forget()
+            self._preempt_all()
+            self._block_manager.forget()
             before = free_bytes(self._device)
             accounted = self._holding.release() + (self._copy.release() if self._copy is not None else 0)
             self._asleep = True
@@ -245,7 +247,7 @@ class NativeEngine:
 
     def wake(self) -> MemoryChange:
         """Takes the memory back."""
-        with self._turns:
+        with self._lock:
             self._check_open()
             if not self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
@@ -279,12 +281,12 @@ class NativeEngine:
 
     def load(self) -> Load:
         """What the engine is doing."""
-        page = self._sizes.page_tokens
+        block = self._sizes.block_size
         return Load(
             waiting=len(self._scheduler.waiting),
             running=self._scheduler.num_running,
-            cache_tokens_used=self._book.num_held * page,
-            cache_tokens_kept=self._book.num_kept * page,
+            cache_tokens_used=self._block_manager.num_held * block,
+            cache_tokens_kept=self._block_manager.num_kept * block,
             finished=self._finished,
             drawn_tokens=self._drawn,
             prefilled_tokens=self._prefilled,
@@ -294,11 +296,11 @@ class NativeEngine:
 
     def close(self) -> None:
         """Ends the engine. The model stays the caller's."""
-        with self._turns:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
-            self._answers.clear()
+            self._sequences.clear()
             self._launched.clear()
             self._runner.close()
             self._holding.close()
@@ -307,8 +309,8 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Launches the next step and takes in what earlier ones drew. If it fails, all begin again from what the host
-        has seen, so that a caller who mends the reason can go on."""
+        """Launches the next step and takes in what earlier ones sampled. If it fails, all begin again from what the
+        host has seen, so that a caller who removes the reason can go on."""
         if self._model.training:
             self._model.eval()
         try:
@@ -325,22 +327,22 @@ class NativeEngine:
             self._take_in(lag=self._runner.lag)
         except BaseException:
             self._launched.clear()
-            self._scheduler.restart(self._answers.values())
+            self._scheduler.restart(self._sequences.values())
             raise
 
     def _note(self, plan: StepPlan) -> None:
         self._prefilled += sum(chunk.stop - chunk.start for chunk in plan.chunks)
-        for row in plan.seated:
-            answer = self._rows.answers[row]
-            assert answer is not None
-            assert answer.lease is not None
-            sampling = answer.request.sampling
-            self._draws.temperature_R[row] = sampling.temperature
-            self._draws.key_R[row] = signed(stream_key(answer.request.seed, answer.id))
-            self._draws.narrowed_R[row] = sampling.changes_the_policy
-            self._draws.wants_history_R[row] = sampling.repetition_penalty != 1.0
-            self._reused += answer.lease.reused
-            self._prefilled += len(answer.tokens) - answer.lease.reused == 1  # fed beside the answers
+        for row in plan.admitted:
+            sequence = self._rows.sequences[row]
+            assert sequence is not None
+            assert sequence.block_table is not None
+            sampling = sequence.request.sampling
+            self._sampling.temperature_R[row] = sampling.temperature
+            self._sampling.key_R[row] = signed(stream_key(sequence.request.seed, sequence.id))
+            self._sampling.processed_R[row] = sampling.changes_the_policy
+            self._sampling.wants_history_R[row] = sampling.repetition_penalty != 1.0
+            self._reused += sequence.block_table.reused
+            self._prefilled += len(sequence.tokens) - sequence.block_table.reused == 1  # fed beside the sequences
 
     def _take_in(self, lag: int) -> None:
         """Results of launched steps, all but the newest `lag`."""
@@ -350,45 +352,45 @@ class NativeEngine:
     def _take_in_one(self, launched: _Launched) -> None:
         plan, table = launched.plan, self._rows
         drawn = launched.result.read()
-        # A row that has ended since drew a token too many: it is not counted.
-        same_B = table.epoch_R[plan.draw_rows] == plan.draw_epochs
+        # A row that has ended since sampled a token too many: it is not counted.
+        same_B = table.epoch_R[plan.sample_rows] == plan.sample_epochs
         sound_B = same_B & np.isfinite(drawn.logprobs_B)
-        rows_B = plan.draw_rows[sound_B]
+        rows_B = plan.sample_rows[sound_B]
         table.append(rows_B, drawn.tokens_B[sound_B], drawn.logprobs_B[sound_B], launched.version)
         self._drawn += len(rows_B)
-        for row in plan.draw_rows[same_B & ~sound_B].tolist():
+        for row in plan.sample_rows[same_B & ~sound_B].tolist():
             self._end_broken(row)
         stopped_B = table.at_a_stop(rows_B)
         full_B = table.known_R[rows_B] >= table.limit_R[rows_B]
         for row in rows_B[stopped_B].tolist():
-            answer = self._scheduler.end(row)
-            self._finish(answer.completion("stop", stop=int(answer.tokens[-1])))
+            sequence = self._scheduler.end(row)
+            self._finish(sequence.completion("stop", stop=int(sequence.tokens[-1])))
         self._end_at_strings(rows_B[~stopped_B])
         for row in rows_B[full_B & ~stopped_B].tolist():
-            if table.answers[row] is not None:
+            if table.sequences[row] is not None:
                 self._finish(self._scheduler.end(row).completion("length"))
 
     def _end_broken(self, row: int) -> None:
         self._disown(row)
-        answer = self._scheduler.end(row, keep=False)
+        sequence = self._scheduler.end(row, keep=False)
         self._finish(
-            answer.completion(
+            sequence.completion(
                 "error",
-                error=f"after {len(answer.tokens)} tokens the logits were not numbers, or what narrows the draw left "
-                "nothing to draw. The weights may have diverged (look at the learner's loss), or allowed_tokens and "
-                "logit_bias forbid every token.",
+                error=f"after {len(sequence.tokens)} tokens the logits were not numbers, or what restricts sampling "
+                "left nothing to sample. The weights may have diverged (look at the learner's loss), or allowed_tokens "
+                "and logit_bias forbid every token.",
             )
         )
 
     def _disown(self, row: int) -> None:
-        """What is no number in a row's pages must not be read by anybody, not even with weight zero."""
-        answer = self._rows.answers[row]
-        assert answer is not None
-        assert answer.lease is not None
-        self._cache.clear(self._book.disown(answer.lease))
+        """What is no number in a row's blocks must not be read by anybody, not even with weight zero."""
+        sequence = self._rows.sequences[row]
+        assert sequence is not None
+        assert sequence.block_table is not None
+        self._cache.clear(self._block_manager.disown(sequence.block_table))
 
     def _distrust(self, row: int) -> None:
-        """Of a row that has drawn nothing yet it is not known whether what it computed are numbers."""
+        """Of a row that has sampled nothing yet it is not known whether what it computed are numbers."""
         if self._device.type == "cpu" and self._rows.known_R[row] == self._rows.seated_R[row]:
             self._disown(row)
 
@@ -396,12 +398,12 @@ class NativeEngine:
         table = self._rows
         may_end_B = table.has_strings_R[rows_B] & (table.known_R[rows_B] >= table.earliest_R[rows_B])
         for row in rows_B[may_end_B].tolist():
-            answer = table.answers[row]
-            assert answer is not None
+            sequence = table.sequences[row]
+            assert sequence is not None
             assert self._decode is not None
             drawn = table.tokens_RL[row, table.prompt_R[row] : table.known_R[row]]
             try:
-                found = completed_string(drawn, answer.request.sampling.stop_strings, self._decode)
+                found = completed_string(drawn, sequence.request.sampling.stop_strings, self._decode)
             except Exception as error:  # the tokenizer is not ours
                 broken = self._scheduler.end(row)
                 why = f"the tokenizer cannot decode the answer to look for stop strings ({error!r})."
@@ -411,14 +413,14 @@ class NativeEngine:
                 self._finish(self._scheduler.end(row).completion("stop", stop=found))
 
     def _finish(self, completion: Completion) -> None:
-        self._answers.pop(completion.id, None)
+        self._sequences.pop(completion.id, None)
         self._done.append(completion)
         self._finished += 1
 
-    def _put_all_back(self) -> None:
+    def _preempt_all(self) -> None:
         for row in self._rows.active.tolist():
             self._distrust(row)
-            self._scheduler.put_back(row)
+            self._scheduler.preempt(row)
 
     # What is wrong
 
@@ -429,8 +431,8 @@ class NativeEngine:
         if request.sampling.stop_strings and self._decode is None:
             return "stop_strings need a tokenizer, and this engine was built without one. Use stop_tokens."
         length = min(len(request.prompt) + request.sampling.max_new_tokens, self._sizes.max_length)
-        needed = self._book.pages_for(length)
-        if needed > self._sizes.num_pages:
+        needed = self._block_manager.blocks_for(length)
+        if needed > self._sizes.num_blocks:
             return (
                 f"prompt and answer may take {length} tokens and the whole cache has room for "
                 f"{self._sizes.cache_tokens}. Lower max_new_tokens, or raise rollout.memory_gib."

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on CUDA: the state of every answer lives on the device, a step is one replay of a captured graph, and the
-host reads what a step drew while the next one runs.
+"""Decoding on CUDA: the state of every sequence lives on the device, a step is one replay of a captured graph, and the
+host reads what a step sampled while the next one runs.
 
-A token drawn by step n is fed by step n + 1 without the host having seen it. An answer that ends at a stop token is
-found to have ended one step late; what it drew after that is not counted.
+A token sampled by step n is fed by step n + 1 without the host having seen it. An sequence that ends at a stop token is
+found to have ended one step late; what it sampled after that is not counted.
 """
 
-# R rows and one more for idle lanes · B lanes of a graph · M pages of the longest sequence
+# R rows and one more for idle lanes · B lanes of a graph · M blocks of the longest sequence
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import full_logits, shaped_scores
 from podium.rollout.native.cache import KVCache
-from podium.rollout.native.kernels import cut_for, draw_on_device, paged_decode
+from podium.rollout.native.kernels import cut_for, paged_decode, sample_on_device
 from podium.rollout.native.rows import Rows, RowTable
-from podium.rollout.native.runner import DrawTable, EagerRunner, StepDraws
-from podium.rollout.native.sampling import draw
+from podium.rollout.native.runner import EagerRunner, SamplingTable, StepSamples
+from podium.rollout.native.sampling import sample
 from podium.rollout.native.scheduler import StepPlan
 from podium.rollout.randomness import uniforms
 
@@ -34,7 +34,7 @@ _FEWEST_LANES = 8
 
 
 class PagedDecode:
-    """One token of each lane over its pages; travels to the attention of every layer in the place of a packing. The
+    """One token of each lane over its blocks; travels to the attention of every layer in the place of a packing. The
     cache of a layer hangs at its attention module, so that all layers are one compiled piece of code."""
 
     def __init__(self, table: Tensor, rows: Tensor, lengths: Tensor, cut: Tensor) -> None:
@@ -63,19 +63,19 @@ class PagedDecode:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _OnItsWay:
-    """A step whose draws are being copied to the host."""
+    """A step whose samples are being copied to the host."""
 
     tokens: Tensor
     logprobs: Tensor
     done: torch.cuda.Event
 
-    def read(self) -> StepDraws:
+    def read(self) -> StepSamples:
         self.done.synchronize()
-        return StepDraws(tokens_B=self.tokens.numpy().astype(np.int32), logprobs_B=self.logprobs.numpy().copy())
+        return StepSamples(tokens_B=self.tokens.numpy().astype(np.int32), logprobs_B=self.logprobs.numpy().copy())
 
 
 class GraphRunner:
-    """Prompts go through an eager forward, answers through graphs; both on one stream, in order."""
+    """Prompts go through an eager forward, sequences through graphs; both on one stream, in order."""
 
     def __init__(
         self,
@@ -83,24 +83,24 @@ class GraphRunner:
         modules: Sequence[nn.Module],
         cache: KVCache,
         rows: RowTable,
-        draws: DrawTable,
+        samples: SamplingTable,
         device: torch.device,
         *,
         compiled: bool,
     ) -> None:
         """`compiled`: layers that the learner compiles are compiled for decoding too."""
-        self._model, self._modules, self._cache, self._rows, self._draws = model, modules, cache, rows, draws
+        self._model, self._modules, self._cache, self._rows, self._sampling = model, modules, cache, rows, samples
         self._device, self._compiled = device, compiled
-        self._eager = EagerRunner(model, modules, cache, rows, draws, device, slots=False)
+        self._eager = EagerRunner(model, modules, cache, rows, samples, device, slots=False)
         self._attach()
-        count, width = rows.num_rows + 1, rows.pages_RM.shape[1]
+        count, width = rows.num_rows + 1, rows.blocks_RM.shape[1]
         self._token_R = torch.zeros(count, dtype=torch.int64, device=device)
         self._length_R = torch.ones(count, dtype=torch.int64, device=device)
         self._key_R = torch.zeros(count, dtype=torch.int64, device=device)
         self._temperature_R = torch.ones(count, dtype=torch.float32, device=device)
         self._table_RM = torch.zeros(count, width, dtype=torch.int32, device=device)
-        # The idle row writes into the page behind those that are given out.
-        self._table_RM[-1] = cache.num_pages - 1
+        # The idle row writes into the block behind those that are given out.
+        self._table_RM[-1] = cache.num_blocks - 1
         self._lanes_B = torch.full((rows.num_rows,), rows.num_rows, dtype=torch.int64, device=device)
         self._drawn_B = torch.zeros(rows.num_rows, dtype=torch.int64, device=device)
         self._logprob_B = torch.zeros(rows.num_rows, dtype=torch.float32, device=device)
@@ -111,8 +111,8 @@ class GraphRunner:
 
     @property
     def lag(self) -> int:
-        """A penalty must see the token before it draws the next."""
-        return 0 if self._draws.wants_history_R[self._rows.active].any() else 1
+        """A penalty must see the token before it samples the next."""
+        return 0 if self._sampling.wants_history_R[self._rows.active].any() else 1
 
     def run(self, plan: StepPlan) -> _OnItsWay:
         self._cache.copy(plan.copies)
@@ -167,35 +167,35 @@ class GraphRunner:
     # The device's own table of rows
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """What the host has decided since the last step: new answers, new pages."""
+        """What the host has decided since the last step: new sequences, new blocks."""
         rows = self._rows
-        changed = rows.take_changed_pages()
+        changed = rows.take_changed_blocks()
         if changed:
             where = np.array(changed, np.int64)
-            self._table_RM.index_copy_(0, self._moved(where), self._moved(rows.pages_RM[where].astype(np.int32)))
-        if plan.seated:
-            where = np.array(plan.seated, np.int64)
-            # Lengths of rows that draw in this very step count that token already; the device has not drawn it yet.
+            self._table_RM.index_copy_(0, self._moved(where), self._moved(rows.blocks_RM[where].astype(np.int32)))
+        if plan.admitted:
+            where = np.array(plan.admitted, np.int64)
+            # Lengths of rows that sample in this very step count that token already; the device has not sampled it yet.
             length = rows.known_R[where]
-            packed = np.stack([rows.tokens_RL[where, length - 1].astype(np.int64), length, self._draws.key_R[where]])
+            packed = np.stack([rows.tokens_RL[where, length - 1].astype(np.int64), length, self._sampling.key_R[where]])
             target, (token, length_t, key) = self._moved(where), self._moved(packed)
             self._token_R.index_copy_(0, target, token)
             self._length_R.index_copy_(0, target, length_t)
             self._key_R.index_copy_(0, target, key)
-            self._temperature_R.index_copy_(0, target, self._moved(self._draws.temperature_R[where]))
+            self._temperature_R.index_copy_(0, target, self._moved(self._sampling.temperature_R[where]))
 
     def _take_prompts(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
-        """Prompt chunks, eagerly; those that reach their end draw their first token."""
+        """Prompt chunks, eagerly; those that reach their end sample their first token."""
         none = plan.decode_rows[:0]
         logits_BV = self._eager.forward(none, plan.chunks)
-        ending = plan.draw_rows[len(plan.decode_rows) :]
+        ending = plan.sample_rows[len(plan.decode_rows) :]
         if not len(ending):
             return None
-        drawn = self._eager.draw(logits_BV, ending)
+        sampled = self._eager.sample(logits_BV, ending)
         target = self._moved(ending)
-        self._token_R.index_copy_(0, target, drawn.tokens_B)
+        self._token_R.index_copy_(0, target, sampled.tokens_B)
         self._length_R.index_copy_(0, target, self._moved(self._rows.length_R[ending]))
-        return drawn.tokens_B, drawn.logprobs_B
+        return sampled.tokens_B, sampled.logprobs_B
 
     # Decoding
 
@@ -207,7 +207,7 @@ class GraphRunner:
             padded[: len(rows)] = rows
             self._lanes_B[:lanes].copy_(self._moved(padded), non_blocking=True)
             self._lanes_now = now
-        # Lengths without the token that this step draws, with the one that it feeds.
+        # Lengths without the token that this step samples, with the one that it feeds.
         cut = cut_for(int(self._rows.length_R[rows].max()) - 1, self._device)
         key = (lanes, cut.shape)
         if key not in self._graphs:
@@ -217,26 +217,26 @@ class GraphRunner:
         self._narrow(rows, self._logits[key])
 
     def _narrow(self, rows: Rows, logits_BV: Tensor) -> None:
-        """Rows that do not draw from the plain distribution are drawn again from the same logits."""
-        narrowings = self._eager.narrowings(rows)
-        if not narrowings:
+        """Rows that do not sample from the plain distribution are sampled again from the same logits."""
+        processings = self._eager.processings(rows)
+        if not processings:
             return
-        at = self._moved(np.array([each.row for each in narrowings], np.int64))
-        which = self._moved(rows[np.array([each.row for each in narrowings])])
-        renumbered = [replace(each, row=index) for index, each in enumerate(narrowings)]
+        at = self._moved(np.array([each.row for each in processings], np.int64))
+        which = self._moved(rows[np.array([each.row for each in processings])])
+        renumbered = [replace(each, row=index) for index, each in enumerate(processings)]
         position = self._length_R[which] - 1
-        drawn = draw(
+        sampled = sample(
             shaped_scores(logits_BV.index_select(0, at), self._model.head_spec).clone(),
             self._temperature_R[which],
             uniforms(self._key_R[which], position),
             renumbered,
         )
-        self._drawn_B.index_copy_(0, at, drawn.tokens_B)
-        self._logprob_B.index_copy_(0, at, drawn.logprobs_B)
-        self._token_R.index_copy_(0, which, drawn.tokens_B)
+        self._drawn_B.index_copy_(0, at, sampled.tokens_B)
+        self._logprob_B.index_copy_(0, at, sampled.logprobs_B)
+        self._token_R.index_copy_(0, which, sampled.tokens_B)
 
     def _step(self, lanes: int, cut: Tensor) -> Tensor:
-        """What a graph holds: feed, draw, advance. Returns the logits."""
+        """What a graph holds: feed, sample, advance. Returns the logits."""
         rows = self._lanes_B[:lanes]
         length = self._length_R.index_select(0, rows)
         step = PagedDecode(self._table_RM, rows, length.to(torch.int32), cut)
@@ -248,7 +248,7 @@ class GraphRunner:
         )
         logits_BV = full_logits(out.last_hidden_state[0], self._model.head_weight)
         spec = self._model.head_spec
-        draw_on_device(
+        sample_on_device(
             logits_BV,
             self._temperature_R.index_select(0, rows),
             uniforms(self._key_R.index_select(0, rows), length),
@@ -264,7 +264,7 @@ class GraphRunner:
         return logits_BV
 
     def _capture(self, key: tuple[int, torch.Size], cut: Tensor) -> None:
-        """Warm-up and capture draw for real, so the rows are put back as they were."""
+        """Warm-up and capture sample for real, so the rows are restored as they were."""
         lanes = key[0]
         saved = [each.clone() for each in (self._token_R, self._length_R)]
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for decoding on CUDA: attention over pages, and drawing a token. Imported only where there is Triton.
+"""Triton kernels for decoding on CUDA: attention over blocks, and sampling. Imported only where there is Triton.
 
-Attention is cut along the sequence into parts of a fixed length, so that a long answer does not hold up the others and
-the order of additions within one answer does not depend on what it is batched with (up to 8192 tokens of the longest;
+Attention is cut along the sequence into parts of a fixed length, so that a long one does not hold up the others and the
+order of additions within one sequence does not depend on what it is batched with (up to 8192 tokens of the longest;
 beyond, parts grow with it).
 """
 
-# B lanes (answers of this step) · H query heads · K key-value heads · G = H / K · E head width · V vocabulary
+# B lanes (sequences of this step) · H query heads · K key-value heads · G = H / K · E head width · V vocabulary
 
 from __future__ import annotations
 
@@ -121,9 +121,9 @@ def paged_decode(
     query: Tensor,  # [1, H, B, E]
     key: Tensor,  # [1, K, B, E]
     value: Tensor,
-    keys: Tensor,  # [pages, K, P, E]: the new key is stored there
+    keys: Tensor,  # [blocks, K, P, E]: the new key is stored there
     values: Tensor,
-    table: Tensor,  # int32 [rows, pages of a sequence]
+    table: Tensor,  # int32 [rows, blocks of a sequence]
     rows: Tensor,  # int64 [B]
     lengths: Tensor,  # int32 [B], this step's token included
     cut: Tensor,  # from `cut_for`
@@ -226,7 +226,7 @@ def _pick(  # type: ignore[no-untyped-def]
     tl.store(logprobs + lane, chosen - highest - tl.log(whole))
 
 
-def draw_on_device(
+def sample_on_device(
     logits_BV: Tensor,
     temperatures_B: Tensor,
     uniforms_B: Tensor,
@@ -237,7 +237,7 @@ def draw_on_device(
     tokens_B: Tensor,
     logprobs_B: Tensor,
 ) -> None:
-    """What sampling.draw does for rows that nothing narrows, in two passes over padded float32 logits."""
+    """What sampling.sample does for rows that nothing narrows, in two passes over padded float32 logits."""
     lanes = logits_BV.shape[0]
     stretches = triton.cdiv(vocab_size, _STRETCH)
     tops, sums = (logits_BV.new_empty(lanes * stretches, dtype=torch.float32) for _ in range(2))

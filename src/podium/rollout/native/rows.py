@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The answers under way as one table: a row each, so that a step of hundreds of them costs a few array operations."""
+"""The sequences under way as one table: a row each, so that a step of hundreds of them costs a few array operations."""
 
-# R rows of the table · B rows of one step · L positions · M pages of the longest sequence · S stop tokens
+# R rows of the table · B rows of one step · L positions · M blocks of the longest sequence · S stop tokens
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from podium.data.documents import Tokens
 from podium.data.trajectories import TrajectoryId
-from podium.rollout.native.pages import Lease
+from podium.rollout.native.block_manager import BlockTable
 from podium.rollout.requests import Completion, Finish, Request
 
 Rows = NDArray[np.int64]
@@ -22,17 +22,17 @@ _NO_TOKEN = -1
 
 
 @dataclass(slots=True, eq=False)
-class Answer:
-    """One request on its way: where it stands when it has no row (waiting, or put back for want of memory)."""
+class Sequence:
+    """One request on its way: where it stands when it has no row (waiting, or preempted for want of memory)."""
 
     request: Request
     arrival: int
-    tokens: Tokens  # prompt and what has been drawn
+    tokens: Tokens  # prompt and what has been sampled
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     row: int = -1
-    lease: Lease | None = None
-    limit: int = 0  # tokens of prompt and answer together at which it ends
+    block_table: BlockTable | None = None
+    limit: int = 0  # tokens of prompt and completion together at which it ends
     reused: int = 0
     deferred: int = 0
 
@@ -59,14 +59,14 @@ class Answer:
 
 
 class RowTable:
-    """`length_R` counts tokens that are drawn or being drawn, `known_R` those that the host has seen, `fed_R` those
+    """`length_R` counts tokens that are sampled or being sampled, `known_R` those that the host has seen, `fed_R` those
     whose keys and values are (or, after the steps in flight, will be) in the cache."""
 
-    def __init__(self, num_rows: int, *, page_tokens: int, max_length: int) -> None:
-        self.num_rows, self.page_tokens = num_rows, page_tokens
-        self.pages_RM = np.zeros((num_rows, -(-max_length // page_tokens)), np.int64)
-        self.answers: list[Answer | None] = [None] * num_rows
-        self.epoch_R = np.zeros(num_rows, np.int64)  # counts the answers that a row has served
+    def __init__(self, num_rows: int, *, block_size: int, max_length: int) -> None:
+        self.num_rows, self.block_size = num_rows, block_size
+        self.blocks_RM = np.zeros((num_rows, -(-max_length // block_size)), np.int64)
+        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.epoch_R = np.zeros(num_rows, np.int64)  # counts the sequences that a row has served
         self.length_R = np.zeros(num_rows, np.int64)
         self.known_R = np.zeros(num_rows, np.int64)
         self.fed_R = np.zeros(num_rows, np.int64)
@@ -75,7 +75,7 @@ class RowTable:
         self.earliest_R = np.zeros(num_rows, np.int64)  # length before which a stop does not count
         self.seated_R = np.zeros(num_rows, np.int64)  # length when it got its row
         self.has_strings_R = np.zeros(num_rows, np.bool_)  # that end it
-        self.room_R = np.zeros(num_rows, np.int64)  # positions in the pages that it holds
+        self.room_R = np.zeros(num_rows, np.int64)  # positions in the blocks that it holds
         self.arrival_R = np.zeros(num_rows, np.int64)
         self.tokens_RL: NDArray[np.int32] = np.zeros((num_rows, _FIRST_WIDTH), np.int32)
         self.logprobs_RL: NDArray[np.float32] = np.zeros((num_rows, _FIRST_WIDTH), np.float32)
@@ -90,67 +90,67 @@ class RowTable:
 
     @property
     def active(self) -> Rows:
-        """Rows in use, the oldest answer first."""
-        rows = np.array([row for row, answer in enumerate(self.answers) if answer is not None], np.int64)
+        """Rows in use, the oldest sequence first."""
+        rows = np.array([row for row, sequence in enumerate(self.sequences) if sequence is not None], np.int64)
         return rows[np.argsort(self.arrival_R[rows])]
 
-    def context(self, answer: Answer, lease: Lease) -> int:
-        """Gives an answer a row."""
+    def admit(self, sequence: Sequence, block_table: BlockTable) -> int:
+        """Gives a sequence a row."""
         row = self._free.pop()
-        size, drawn = len(answer.tokens), len(answer.logprobs)
-        self._widen(max(size + 1, min(answer.limit, 2 * _FIRST_WIDTH)))
-        self.answers[row] = answer
-        answer.row, answer.lease = row, lease
-        sampling = answer.request.sampling
+        size, drawn = len(sequence.tokens), len(sequence.logprobs)
+        self._widen(max(size + 1, min(sequence.limit, 2 * _FIRST_WIDTH)))
+        self.sequences[row] = sequence
+        sequence.row, sequence.block_table = row, block_table
+        sampling = sequence.request.sampling
         self.length_R[row] = self.known_R[row] = size
-        self.fed_R[row] = lease.reused
+        self.fed_R[row] = block_table.reused
         self.prompt_R[row] = size - drawn
-        self.limit_R[row] = answer.limit
-        self.earliest_R[row] = min(size - drawn + max(sampling.min_new_tokens, 1), answer.limit + 1)
+        self.limit_R[row] = sequence.limit
+        self.earliest_R[row] = min(size - drawn + max(sampling.min_new_tokens, 1), sequence.limit + 1)
         self.seated_R[row] = size
-        self.set_pages(row, lease)
-        self.arrival_R[row] = answer.arrival
-        self.tokens_RL[row, :size] = answer.tokens
-        self.logprobs_RL[row, size - drawn : size] = answer.logprobs
-        self.versions_RL[row, size - drawn : size] = answer.versions
+        self.set_blocks(row, block_table)
+        self.arrival_R[row] = sequence.arrival
+        self.tokens_RL[row, :size] = sequence.tokens
+        self.logprobs_RL[row, size - drawn : size] = sequence.logprobs
+        self.versions_RL[row, size - drawn : size] = sequence.versions
         self.has_strings_R[row] = bool(sampling.stop_strings)
         self._set_stops(row, sampling.stop_tokens)
         return row
 
-    def set_pages(self, row: int, lease: Lease) -> None:
-        """The pages of a row's lease, after it has grown or they were moved."""
-        self.pages_RM[row, : len(lease.pages)] = lease.pages
-        self.room_R[row] = len(lease.pages) * self.page_tokens
+    def set_blocks(self, row: int, block_table: BlockTable) -> None:
+        """The blocks of a row's block table, after it has grown or they were moved."""
+        self.blocks_RM[row, : len(block_table.blocks)] = block_table.blocks
+        self.room_R[row] = len(block_table.blocks) * self.block_size
         self._changed_pages.add(row)
 
-    def take_changed_pages(self) -> list[int]:
-        """Rows whose pages have changed since this was asked last."""
+    def take_changed_blocks(self) -> list[int]:
+        """Rows whose blocks have changed since this was asked last."""
         changed, self._changed_pages = sorted(self._changed_pages), set()
         return changed
 
-    def unseat(self, row: int) -> Answer:
-        """Takes an answer out of its row, with all that the host has seen of it. Its lease stays with it."""
-        answer = self.answers[row]
-        assert answer is not None
+    def release(self, row: int) -> Sequence:
+        """Takes a sequence out of its row, with all that the host has seen of it. Its block table stays with it."""
+        sequence = self.sequences[row]
+        assert sequence is not None
         known, prompt = int(self.known_R[row]), int(self.prompt_R[row])
-        answer.tokens = self.tokens_RL[row, :known].copy()
-        answer.logprobs = self.logprobs_RL[row, prompt:known].copy()
-        answer.versions = self.versions_RL[row, prompt:known].copy()
-        answer.row = -1
-        self.answers[row] = None
+        sequence.tokens = self.tokens_RL[row, :known].copy()
+        sequence.logprobs = self.logprobs_RL[row, prompt:known].copy()
+        sequence.versions = self.versions_RL[row, prompt:known].copy()
+        sequence.row = -1
+        self.sequences[row] = None
         self.epoch_R[row] += 1
         self._free.append(row)
-        return answer
+        return sequence
 
     def empty(self) -> None:
-        """Takes all answers out of their rows."""
-        for row, answer in enumerate(self.answers):
-            if answer is not None:
-                self.unseat(row)
+        """Takes all sequences out of their rows."""
+        for row, sequence in enumerate(self.sequences):
+            if sequence is not None:
+                self.release(row)
         self._free = list(range(self.num_rows - 1, -1, -1))
 
     def append(self, rows_B: Rows, tokens_B: Tokens, logprobs_B: NDArray[np.float32], version: int) -> None:
-        """What one step drew, for rows that are still the same answers."""
+        """What one step sampled, for rows that are still the same sequences."""
         at_B = self.known_R[rows_B]
         if len(rows_B):
             self._widen(int(at_B.max()) + 1)

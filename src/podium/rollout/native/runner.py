@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step through the model in plain torch: all that is fed in one forward, then one draw."""
+"""One step through the model in plain torch: all that is fed in one forward, then one sample."""
 
-# T tokens fed · B rows that draw · N decode rows · V vocabulary
+# T tokens fed · B rows that sample · N decode rows · V vocabulary
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from podium.models.head import next_token_scores
 from podium.rollout.native.attention import CachedStep, PackedPieces, Piece, SlotRun
 from podium.rollout.native.cache import KVCache
 from podium.rollout.native.rows import Rows, RowTable
-from podium.rollout.native.sampling import Drawn, Narrowing, draw
+from podium.rollout.native.sampling import LogitsProcessing, SampledTokens, sample
 from podium.rollout.native.scheduler import Chunk, StepPlan
 from podium.rollout.native.slots import Segment, segments
 from podium.rollout.randomness import uniforms_on_host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class StepDraws:
-    """What the draw rows of a plan drew."""
+class StepSamples:
+    """What the sample rows of a plan sampled."""
 
     tokens_B: Tokens
     logprobs_B: NDArray[np.float32]
@@ -41,8 +41,8 @@ class StepDraws:
 class StepResult(Protocol):
     """A step that has been launched."""
 
-    def read(self) -> StepDraws:
-        """What it drew; waits for the device."""
+    def read(self) -> StepSamples:
+        """What it sampled; waits for the device."""
 
 
 class Runner(Protocol):
@@ -60,13 +60,13 @@ class Runner(Protocol):
     def close(self) -> None: ...
 
 
-class DrawTable:
-    """How each row draws: temperature, key of its random stream, and what narrows it."""
+class SamplingTable:
+    """How each row samples: temperature, key of its random stream, and what narrows it."""
 
     def __init__(self, num_rows: int) -> None:
         self.temperature_R = np.ones(num_rows, np.float32)
         self.key_R = np.zeros(num_rows, np.int64)
-        self.narrowed_R = np.zeros(num_rows, np.bool_)
+        self.processed_R = np.zeros(num_rows, np.bool_)
         self.wants_history_R = np.zeros(num_rows, np.bool_)
 
 
@@ -74,10 +74,10 @@ class DrawTable:
 class Known:
     """A result that is there already."""
 
-    draws: StepDraws
+    samples: StepSamples
 
-    def read(self) -> StepDraws:
-        return self.draws
+    def read(self) -> StepSamples:
+        return self.samples
 
 
 # On CPU a matrix product rounds a row in the same way whatever other rows it has, but for small counts, which go to
@@ -87,7 +87,7 @@ _CPU_ROWS = 16
 
 
 class EagerRunner:
-    """Feeds and draws in one go; its results are known when `run` returns.
+    """Feeds and samples in one go; its results are known when `run` returns.
 
     On CPU the numbers of a token do not depend on what is fed beside it: some rows are computed again until their count
     is one for which kernels do the same for every row. The experts of a mixture may get any number of tokens, so there
@@ -102,12 +102,12 @@ class EagerRunner:
         modules: Sequence[nn.Module],
         cache: KVCache,
         rows: RowTable,
-        draws: DrawTable,
+        samples: SamplingTable,
         device: torch.device,
         *,
         slots: bool,
     ) -> None:
-        self._model, self._cache, self._rows, self._draws, self._device = model, cache, rows, draws, device
+        self._model, self._cache, self._rows, self._sampling, self._device = model, cache, rows, samples, device
         self._slots = slots
         self._row_multiple = _CPU_ROWS if device.type == "cpu" else 1
         self._feeds_twice = device.type == "cpu" and has_experts(model.hf)
@@ -118,9 +118,11 @@ class EagerRunner:
         if plan.moves is not None:
             self._cache.move(plan.moves)
         self._cache.copy(plan.copies)
-        drawn = self.draw(self.forward(plan.decode_rows, plan.chunks), plan.draw_rows)
+        sampled = self.sample(self.forward(plan.decode_rows, plan.chunks), plan.sample_rows)
         return Known(
-            StepDraws(tokens_B=drawn.tokens_B.to(torch.int32).cpu().numpy(), logprobs_B=drawn.logprobs_B.cpu().numpy())
+            StepSamples(
+                tokens_B=sampled.tokens_B.to(torch.int32).cpu().numpy(), logprobs_B=sampled.logprobs_B.cpu().numpy()
+            )
         )
 
     def forget_addresses(self) -> None:
@@ -130,8 +132,8 @@ class EagerRunner:
         """Nothing is held."""
 
     def forward(self, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
-        """Float32 logits of the rows that draw: the decode rows, then the chunks that reach their end; then `_repeats`
-        of these."""
+        """Float32 logits of the rows that sample: the decode rows, then the chunks that reach their end; then
+        `_repeats` of these."""
         rows = self._rows
         at_N = rows.fed_R[decode] - 1
         parts = [np.arange(chunk.start, chunk.stop) for chunk in chunks]
@@ -140,8 +142,8 @@ class EagerRunner:
         repeats = self._repeats(len(row_T), twice=self._feeds_twice)
         step = CachedStep(
             layers=self._layers,
-            page_T=self.moved(rows.pages_RM[row_T, position_T // rows.page_tokens]),
-            offset_T=self.moved(position_T % rows.page_tokens),
+            block_T=self.moved(rows.blocks_RM[row_T, position_T // rows.block_size]),
+            offset_T=self.moved(position_T % rows.block_size),
             slot_runs=self._slot_runs(decode, at_N + 1),
             lengths_N=self.moved(at_N + 1),
             pieces=self._pieces(decode, chunks),
@@ -157,7 +159,7 @@ class EagerRunner:
                 packing=step,
             )
         ends = len(decode) + np.cumsum([chunk.stop - chunk.start for chunk in chunks]) - 1
-        reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.draws]
+        reached = [int(end) for end, c in zip(ends, chunks, strict=True) if c.samples]
         drawing = np.concatenate([np.arange(len(decode)), np.array(reached, np.int64)])
         return self._logits(out.last_hidden_state[0], drawing)
 
@@ -182,33 +184,33 @@ class EagerRunner:
         missing += -(count + missing) % self._row_multiple
         return np.arange(missing, dtype=np.int64) % max(count, 1)
 
-    def draw(self, logits_BV: Tensor, rows: Rows) -> Drawn:
+    def sample(self, logits_BV: Tensor, rows: Rows) -> SampledTokens:
         """One token for each of these rows. `logits_BV` as `forward` gives them."""
-        table, count = self._draws, len(rows)
+        table, count = self._sampling, len(rows)
         rows = np.concatenate([rows, rows[self._repeats(count)]])
-        # The token's own place in its sequence keys the stream. `length` counts the token that is being drawn.
+        # The token's own place in its sequence keys the stream. `length` counts the token that is being sampled.
         position_B = self._rows.length_R[rows] - 1
-        drawn = draw(
+        sampled = sample(
             logits_BV,
             self.moved(table.temperature_R[rows]),
             self.moved(uniforms_on_host(table.key_R[rows], position_B)),
-            self.narrowings(rows[:count]),
+            self.processings(rows[:count]),
         )
-        return Drawn(drawn.tokens_B[:count], drawn.logprobs_B[:count])
+        return SampledTokens(sampled.tokens_B[:count], sampled.logprobs_B[:count])
 
-    def narrowings(self, rows: Rows) -> list[Narrowing]:
-        """For the rows of a step that do not draw from the plain distribution."""
+    def processings(self, rows: Rows) -> list[LogitsProcessing]:
+        """For the rows of a step that do not sample from the plain distribution."""
         table = self._rows
         found = []
-        for at in np.flatnonzero(self._draws.narrowed_R[rows]).tolist():
+        for at in np.flatnonzero(self._sampling.processed_R[rows]).tolist():
             row = int(rows[at])
-            answer = table.answers[row]
-            assert answer is not None
+            sequence = table.sequences[row]
+            assert sequence is not None
             length = int(table.length_R[row]) - 1
             found.append(
-                Narrowing(
+                LogitsProcessing(
                     row=at,
-                    sampling=answer.request.sampling,
+                    sampling=sequence.request.sampling,
                     tokens=table.tokens_RL[row, :length],
                     num_new=length - int(table.prompt_R[row]),
                 )
@@ -218,7 +220,7 @@ class EagerRunner:
     def _slot_runs(self, decode: Rows, lengths_N: Rows) -> list[SlotRun]:
         if not self._slots or not len(decode):
             return []
-        slots = self._rows.pages_RM[decode, 0]
+        slots = self._rows.blocks_RM[decode, 0]
         return [
             SlotRun(
                 first=segment.start,
@@ -248,25 +250,25 @@ class EagerRunner:
         return pieces
 
     def _piece(self, row: int, first: int, count: int, length: int) -> Piece:
-        pages = self._rows.pages_RM[row, : -(-length // self._rows.page_tokens)]
-        return Piece(first=first, count=count, length=length, pages=self.moved(pages))
+        blocks = self._rows.blocks_RM[row, : -(-length // self._rows.block_size)]
+        return Piece(first=first, count=count, length=length, blocks=self.moved(blocks))
 
     def _packed(self, chunks: Sequence[Chunk]) -> PackedPieces:
         counts = np.array([chunk.stop - chunk.start for chunk in chunks])
         lengths = np.array([chunk.stop for chunk in chunks])
-        page = offset = None
+        block = offset = None
         if any(chunk.start for chunk in chunks):
             at = np.concatenate([np.arange(length) for length in lengths])
             row = np.repeat([chunk.row for chunk in chunks], lengths)
-            page = self.moved(self._rows.pages_RM[row, at // self._rows.page_tokens])
-            offset = self.moved(at % self._rows.page_tokens)
+            block = self.moved(self._rows.blocks_RM[row, at // self._rows.block_size])
+            offset = self.moved(at % self._rows.block_size)
         return PackedPieces(
             first=0,
             query_bounds=self.moved(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
             key_bounds=self.moved(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),
             longest_query=int(counts.max()),
             longest_key=int(lengths.max()),
-            key_page=page,
+            key_block=block,
             key_offset=offset,
         )
 
@@ -283,7 +285,7 @@ def make_runner(
     modules: Sequence[nn.Module],
     cache: KVCache,
     rows: RowTable,
-    draws: DrawTable,
+    samples: SamplingTable,
     device: torch.device,
     *,
     slots: bool,
@@ -293,5 +295,5 @@ def make_runner(
     if decode != "eager" and device.type == "cuda" and find_spec("triton") is not None:
         from podium.rollout.native.graphs import GraphRunner
 
-        return GraphRunner(model, modules, cache, rows, draws, device, compiled=decode != "captured")
-    return EagerRunner(model, modules, cache, rows, draws, device, slots=slots)
+        return GraphRunner(model, modules, cache, rows, samples, device, compiled=decode != "captured")
+    return EagerRunner(model, modules, cache, rows, samples, device, slots=slots)

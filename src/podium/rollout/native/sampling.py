@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drawing tokens from logits: the inverse of the cumulative distribution at one uniform number per row.
+"""Sampling tokens from logits: the inverse of the cumulative distribution at one uniform number per row.
 
-Log-probs are those of softmax(logits / temperature) over the real vocabulary whatever narrows the draw; temperature 0
+Log-probs are those of softmax(logits / temperature) over the real vocabulary whatever narrows the sample; temperature 0
 takes the most likely token and reports temperature 1.
 """
 
@@ -24,40 +24,42 @@ _STRETCH = 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Drawn:
-    """One token per row. A log-prob that is NaN says that the logits were no numbers, or left nothing to draw."""
+class SampledTokens:
+    """One token per row. A log-prob that is NaN says that the logits were no numbers, or left nothing to sample."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Narrowing:
-    """Why a row does not draw from the plain distribution, and what that needs to know of its past."""
+class LogitsProcessing:
+    """Why a row does not sample from the plain distribution, and what that needs to know of its past."""
 
     row: int  # of the logits
     sampling: Sampling
-    tokens: Tokens  # prompt and answer so far; read only where there is a penalty
+    tokens: Tokens  # prompt and completion so far; read only where there is a penalty
     num_new: int
 
 
-def draw(logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, narrowings: Sequence[Narrowing] = ()) -> Drawn:
+def sample(
+    logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, processings: Sequence[LogitsProcessing] = ()
+) -> SampledTokens:
     """Float32 logits over the real vocabulary; they may be overwritten."""
-    narrowed = None
-    if narrowings:
-        rows = torch.tensor([each.row for each in narrowings], device=logits_BV.device)
-        narrowed = _narrowed(logits_BV.index_select(0, rows), temperatures_B[rows], narrowings)
+    processed = None
+    if processings:
+        rows = torch.tensor([each.row for each in processings], device=logits_BV.device)
+        processed = _processed(logits_BV.index_select(0, rows), temperatures_B[rows], processings)
     greedy_B = temperatures_B == 0
     scaled_BV = logits_BV.div_(temperatures_B.masked_fill(greedy_B, 1.0)[:, None])
     log_sum_B = torch.logsumexp(scaled_BV, dim=-1)
     tokens_B = _pick(scaled_BV, log_sum_B, greedy_B, uniforms_B)
-    if narrowed is not None:
-        tokens_B[rows] = _pick(narrowed, torch.logsumexp(narrowed, dim=-1), greedy_B[rows], uniforms_B[rows])
+    if processed is not None:
+        tokens_B[rows] = _pick(processed, torch.logsumexp(processed, dim=-1), greedy_B[rows], uniforms_B[rows])
     logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_sum_B
-    if narrowed is not None:  # nothing left to draw, or beyond all numbers: say so the way that broken logits do
-        nothing = ~torch.isfinite(torch.logsumexp(narrowed, dim=-1))
+    if processed is not None:  # nothing left to sample, or beyond all numbers: say so the way that broken logits do
+        nothing = ~torch.isfinite(torch.logsumexp(processed, dim=-1))
         logprobs_B[rows] = torch.where(nothing, torch.nan, logprobs_B[rows])
-    return Drawn(tokens_B, logprobs_B)
+    return SampledTokens(tokens_B, logprobs_B)
 
 
 def _pick(scaled_BV: Tensor, log_sum_B: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> Tensor:
@@ -95,18 +97,18 @@ def _first_beyond(weights_BC: Tensor, marks_B: Tensor) -> tuple[Tensor, Tensor]:
     return index_B, (sums_BC.gather(1, at) - weights_BC.gather(1, at)).squeeze(1)
 
 
-def _narrowed(logits_BV: Tensor, temperatures_B: Tensor, narrowings: Sequence[Narrowing]) -> Tensor:
-    """Scaled logits with -inf where a row may not draw. In this order: penalty, bias, allowed tokens, stops that come
+def _processed(logits_BV: Tensor, temperatures_B: Tensor, processings: Sequence[LogitsProcessing]) -> Tensor:
+    """Scaled logits with -inf where a row may not sample. In this order: penalty, bias, allowed tokens, stops that come
     too early; then by probability: top-k, top-p, min-p, each of what the one before has left."""
-    for row_V, each in zip(logits_BV, narrowings, strict=True):
+    for row_V, each in zip(logits_BV, processings, strict=True):
         _reshape(row_V, each)
     scaled_BV = logits_BV / torch.where(temperatures_B == 0, 1.0, temperatures_B)[:, None]
-    if any(each.sampling.top_k or each.sampling.top_p < 1 or each.sampling.min_p for each in narrowings):
-        _cut_tails(scaled_BV, narrowings)
+    if any(each.sampling.top_k or each.sampling.top_p < 1 or each.sampling.min_p for each in processings):
+        _cut_tails(scaled_BV, processings)
     return scaled_BV
 
 
-def _reshape(logits_V: Tensor, each: Narrowing) -> None:
+def _reshape(logits_V: Tensor, each: LogitsProcessing) -> None:
     sampling, device = each.sampling, logits_V.device
     if sampling.repetition_penalty != 1.0:
         seen = torch.from_numpy(np.unique(each.tokens).astype(np.int64)).to(device)
@@ -125,7 +127,7 @@ def _reshape(logits_V: Tensor, each: Narrowing) -> None:
         logits_V[torch.tensor(sorted(sampling.stop_tokens), device=device)] = float("-inf")
 
 
-def _cut_tails(scaled_BV: Tensor, narrowings: Sequence[Narrowing]) -> None:
+def _cut_tails(scaled_BV: Tensor, processings: Sequence[LogitsProcessing]) -> None:
     """Top-k, top-p and min-p in place: every row gets the value below which its tokens go."""
     values_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     size, device = scaled_BV.shape[1], scaled_BV.device
@@ -134,12 +136,12 @@ def _cut_tails(scaled_BV: Tensor, narrowings: Sequence[Narrowing]) -> None:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
     ranks_V = torch.arange(size, device=device)
-    top_k = column([float(each.sampling.top_k or size) for each in narrowings])
+    top_k = column([float(each.sampling.top_k or size) for each in processings])
     values_BV = values_BV.masked_fill(ranks_V >= top_k, float("-inf"))
     probabilities_BV = torch.softmax(values_BV, dim=-1)
     before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
     # The token that passes the share is still in, so the most likely one always is.
-    outside_BV = before_BV >= column([each.sampling.top_p if each.sampling.top_p < 1 else 2.0 for each in narrowings])
-    outside_BV |= probabilities_BV < column([each.sampling.min_p for each in narrowings]) * probabilities_BV[:, :1]
+    outside_BV = before_BV >= column([each.sampling.top_p if each.sampling.top_p < 1 else 2.0 for each in processings])
+    outside_BV |= probabilities_BV < column([each.sampling.min_p for each in processings]) * probabilities_BV[:, :1]
     values_BV = values_BV.masked_fill(outside_BV, float("-inf"))
     scaled_BV.scatter_(1, order_BV, values_BV)

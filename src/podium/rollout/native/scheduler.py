@@ -1,21 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the next step feeds: every answer that draws one token at a time, and as much waiting prompt as the budget has.
+"""What the next step feeds: the last token of every running sequence, and as much waiting prompt as the budget has.
 
-Pure: tables and page books in, a plan out. The order of arrival rules. The oldest answer is never put back, so it
-always advances, and whoever waits becomes the oldest in the end: nobody starves.
+Pure: row table and block manager in, a plan out. The order of arrival rules. The oldest sequence is never preempted, so
+it always advances, and every sequence becomes the oldest in the end: none starves.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import abc, deque
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from podium.rollout.native.pages import PageBook, PageCopy, common_prefix
-from podium.rollout.native.rows import Answer, Rows, RowTable
+from podium.rollout.native.block_manager import BlockCopy, BlockManager, common_prefix
+from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.slots import Arrangement, arrange
 
 # A prompt whose beginning is being computed right now waits for it when it would save this many tokens, or all of it.
@@ -31,7 +31,7 @@ class Chunk:
     row: int
     start: int
     stop: int
-    draws: bool  # it reaches the end of what is known, so the row draws its next token
+    samples: bool  # it reaches the end of what is known, so the row samples its next token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -39,17 +39,17 @@ class StepPlan:
     """One step. Fed tokens are laid out as decode rows first, then the chunks."""
 
     moves: Arrangement | None  # slots change places before anything else
-    copies: Sequence[PageCopy]  # then these
+    copies: abc.Sequence[BlockCopy]  # then these
     decode_rows: Rows
-    chunks: Sequence[Chunk]
-    draw_rows: Rows  # rows that draw a token in this step: the decode rows, then chunks that reach their end
-    draw_epochs: Rows
-    seated: Sequence[int]  # rows that got a new answer
+    chunks: abc.Sequence[Chunk]
+    sample_rows: Rows  # rows that sample a token in this step: the decode rows, then chunks that reach their end
+    sample_epochs: Rows
+    admitted: abc.Sequence[int]  # rows that got a new sequence
 
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Memory has run out while steps are in flight: their results are needed before an answer can be put back."""
+    """Memory has run out while steps are in flight: their results are needed before a sequence can be preempted."""
 
 
 def _share(budget: int) -> int:
@@ -58,11 +58,11 @@ def _share(budget: int) -> int:
 
 
 class Scheduler:
-    """Waiting answers, rows and pages."""
+    """Waiting sequences, rows and blocks."""
 
-    def __init__(self, book: PageBook, rows: RowTable, *, prefill_tokens: int, slots: bool) -> None:
-        self.book, self.rows = book, rows
-        self.waiting: deque[Answer] = deque()
+    def __init__(self, block_manager: BlockManager, rows: RowTable, *, prefill_tokens: int, slots: bool) -> None:
+        self.block_manager, self.rows = block_manager, rows
+        self.waiting: deque[Sequence] = deque()
         self.preemptions = 0
         self._prefill_tokens = prefill_tokens
         self._slots = slots
@@ -72,39 +72,39 @@ class Scheduler:
     def num_running(self) -> int:
         return self.rows.num_rows - self.rows.num_free
 
-    def put_back(self, row: int) -> None:
-        """An answer gives up its row and its cache, and waits, before all that arrived later."""
-        answer = self.end(row, keep=False)
-        at = next((i for i, other in enumerate(self.waiting) if other.arrival > answer.arrival), len(self.waiting))
-        self.waiting.insert(at, answer)
+    def preempt(self, row: int) -> None:
+        """An sequence gives up its row and its cache, and waits, before all that arrived later."""
+        sequence = self.end(row, keep=False)
+        at = next((i for i, other in enumerate(self.waiting) if other.arrival > sequence.arrival), len(self.waiting))
+        self.waiting.insert(at, sequence)
 
-    def end(self, row: int, *, keep: bool = True) -> Answer:
-        """An answer leaves its row for good; `keep`: what it computed may be reused."""
-        answer = self.rows.answers[row]
-        assert answer is not None
-        assert answer.lease is not None
+    def end(self, row: int, *, keep: bool = True) -> Sequence:
+        """An sequence leaves its row for good; `keep`: what it computed may be reused."""
+        sequence = self.rows.sequences[row]
+        assert sequence is not None
+        assert sequence.block_table is not None
         fed = int(min(self.rows.fed_R[row], self.rows.known_R[row]))
-        self.book.release(answer.lease, self.rows.tokens_RL[row, :fed] if keep else None)
-        answer.lease = None
+        self.block_manager.release(sequence.block_table, self.rows.tokens_RL[row, :fed] if keep else None)
+        sequence.block_table = None
         self._rows_changed = True
-        return self.rows.unseat(row)
+        return self.rows.release(row)
 
-    def restart(self, answers: Iterable[Answer]) -> None:
+    def restart(self, sequences: Iterable[Sequence]) -> None:
         """After a step that failed nothing is certain but what the host has seen: all begin again from there."""
         self.rows.empty()
-        self.book.reset()
-        self.waiting = deque(sorted(answers, key=lambda answer: answer.arrival))
-        for answer in self.waiting:
-            answer.row, answer.lease = -1, None
+        self.block_manager.reset()
+        self.waiting = deque(sorted(sequences, key=lambda sequence: sequence.arrival))
+        for sequence in self.waiting:
+            sequence.row, sequence.block_table = -1, None
         self._rows_changed = True
 
-    def cancel(self, answers: Collection[Answer]) -> None:
+    def cancel(self, sequences: Collection[Sequence]) -> None:
         """These wait no longer."""
-        gone = {id(answer) for answer in answers}
-        self.waiting = deque(answer for answer in self.waiting if id(answer) not in gone)
+        gone = {id(sequence) for sequence in sequences}
+        self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in gone)
 
     def plan(self) -> StepPlan | Drain | None:
-        """The next step, or None when there is nothing to do. Rows and pages are advanced as if it had been run."""
+        """The next step, or None when there is nothing to do. Rows and blocks are advanced as if it had been run."""
         rows = self.rows
         moves = self._arranged()
         running = rows.active
@@ -115,37 +115,37 @@ class Scheduler:
         budget = self._prefill_tokens
         for row in running[rows.length_R[running] - rows.fed_R[running] > 1].tolist():
             budget -= self._take_chunk(row, _share(budget), chunks)
-        seated, budget = self._admit(budget, chunks)
+        admitted, budget = self._admit(budget, chunks)
         self._lengthen(chunks, budget)
         running = rows.active
-        decode = running[self._draws_next(running)]
+        decode = running[self._samples_next(running)]
         decode = decode[~np.isin(decode, [chunk.row for chunk in chunks])]
         if self._slots:
-            decode = decode[np.argsort(rows.pages_RM[decode, 0])]
+            decode = decode[np.argsort(rows.blocks_RM[decode, 0])]
         if not len(decode) and not chunks:
             return None
-        return self._launched(moves, decode, chunks, seated)
+        return self._launched(moves, decode, chunks, admitted)
 
-    def _launched(self, moves: Arrangement | None, decode: Rows, chunks: list[Chunk], seated: list[int]) -> StepPlan:
+    def _launched(self, moves: Arrangement | None, decode: Rows, chunks: list[Chunk], admitted: list[int]) -> StepPlan:
         rows = self.rows
         rows.fed_R[decode] += 1
         for chunk in chunks:
             rows.fed_R[chunk.row] = chunk.stop
-            answer = rows.answers[chunk.row]
-            assert answer is not None
-            assert answer.lease is not None
-            self.book.remember(answer.lease, rows.tokens_RL[chunk.row, : chunk.stop])
-        ending = [chunk.row for chunk in chunks if chunk.draws]
-        draw = np.concatenate([decode, np.array(ending, np.int64)])
-        rows.length_R[draw] += 1
+            sequence = rows.sequences[chunk.row]
+            assert sequence is not None
+            assert sequence.block_table is not None
+            self.block_manager.remember(sequence.block_table, rows.tokens_RL[chunk.row, : chunk.stop])
+        ending = [chunk.row for chunk in chunks if chunk.samples]
+        sample = np.concatenate([decode, np.array(ending, np.int64)])
+        rows.length_R[sample] += 1
         return StepPlan(
             moves=moves,
-            copies=self.book.take_copies(),
+            copies=self.block_manager.take_copies(),
             decode_rows=decode,
             chunks=chunks,
-            draw_rows=draw,
-            draw_epochs=rows.epoch_R[draw].copy(),
-            seated=seated,
+            sample_rows=sample,
+            sample_epochs=rows.epoch_R[sample].copy(),
+            admitted=admitted,
         )
 
     def _take_chunk(self, row: int, budget: int, chunks: list[Chunk]) -> int:
@@ -156,29 +156,29 @@ class Scheduler:
         return max(stop - start, 0)
 
     def _make_room(self, running: Rows) -> bool:
-        """A page for every row whose next token needs one, the oldest first; the youngest are put back where there is
+        """A block for every row whose next token needs one, the oldest first; the youngest are preempted where there is
         none. False: that cannot be done before the steps in flight are known."""
         rows = self.rows
-        needy = self._draws_next(running) & (rows.length_R[running] > rows.room_R[running])
+        needy = self._samples_next(running) & (rows.length_R[running] > rows.room_R[running])
         for row in running[needy].tolist():
-            answer = rows.answers[row]
-            if answer is None:  # put back meanwhile
+            sequence = rows.sequences[row]
+            if sequence is None:  # preempted meanwhile
                 continue
-            assert answer.lease is not None
-            while not self.book.grow(answer.lease, int(rows.length_R[row])):
+            assert sequence.block_table is not None
+            while not self.block_manager.grow(sequence.block_table, int(rows.length_R[row])):
                 if (rows.length_R > rows.known_R)[rows.active].any():
                     return False
                 youngest = int(rows.active[-1])
-                self.put_back(youngest)
+                self.preempt(youngest)
                 self.preemptions += 1
                 if youngest == row:
                     break
             else:
-                rows.set_pages(row, answer.lease)
+                rows.set_blocks(row, sequence.block_table)
         return True
 
-    def _draws_next(self, rows: Rows) -> NDArray[np.bool_]:
-        """Rows that need one token fed to draw the next, and are not at their end."""
+    def _samples_next(self, rows: Rows) -> NDArray[np.bool_]:
+        """Rows that need one token fed to sample the next, and are not at their end."""
         length, fed, limit = self.rows.length_R[rows], self.rows.fed_R[rows], self.rows.limit_R[rows]
         found: NDArray[np.bool_] = (length - fed == 1) & (length < limit)
         return found
@@ -194,40 +194,44 @@ class Scheduler:
                 budget -= more
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> tuple[list[int], int]:
-        """Gives rows to those that wait, as far as rows, pages and budget go; returns the rows and what is left."""
-        put_off: list[Answer] = []
-        seated: list[int] = []
+        """Gives rows to those that wait, as far as rows, blocks and budget go; returns the rows and what is left."""
+        put_off: list[Sequence] = []
+        admitted: list[int] = []
         while self.waiting and self.rows.num_free and budget > 0:
-            answer = self.waiting.popleft()
-            if self._should_wait(answer, chunks):
-                answer.deferred += 1
-                put_off.append(answer)
+            sequence = self.waiting.popleft()
+            if self._should_wait(sequence, chunks):
+                sequence.deferred += 1
+                put_off.append(sequence)
                 continue
-            lease = self.book.begin(answer.tokens, len(answer.tokens)) if self._has_room_for(answer) else None
-            if lease is None:
-                self.waiting.appendleft(answer)
+            block_table = (
+                self.block_manager.begin(sequence.tokens, len(sequence.tokens))
+                if self._has_room_for(sequence)
+                else None
+            )
+            if block_table is None:
+                self.waiting.appendleft(sequence)
                 break
-            row = self.rows.context(answer, lease)
-            answer.reused = max(answer.reused, min(lease.reused, len(answer.request.prompt)))
-            seated.append(row)
+            row = self.rows.admit(sequence, block_table)
+            sequence.reused = max(sequence.reused, min(block_table.reused, len(sequence.request.prompt)))
+            admitted.append(row)
             self._rows_changed = True
-            if len(answer.tokens) - lease.reused > 1:
+            if len(sequence.tokens) - block_table.reused > 1:
                 budget -= self._take_chunk(row, _share(budget), chunks)
         self.waiting.extendleft(reversed(put_off))
-        return seated, budget
+        return admitted, budget
 
-    def _has_room_for(self, answer: Answer) -> bool:
-        """Those that run need room to grow: an answer that takes the last pages would soon be put back."""
+    def _has_room_for(self, sequence: Sequence) -> bool:
+        """Those that run need room to grow: a sequence that takes the last blocks would soon be preempted."""
         if self._slots or not self.num_running:
             return True
-        left = self.book.num_available - self.book.pages_for(len(answer.tokens) + 1)
-        return left >= min(self.num_running, self.book.num_pages // 8)
+        left = self.block_manager.num_available - self.block_manager.blocks_for(len(sequence.tokens) + 1)
+        return left >= min(self.num_running, self.block_manager.num_blocks // 8)
 
-    def _should_wait(self, answer: Answer, chunks: list[Chunk]) -> bool:
+    def _should_wait(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
         """Whether a prompt that is being computed right now has so much in common that it pays to wait for it."""
-        if answer.deferred >= _LONGEST_DEFERRAL or not chunks or not self.book.remembers:
+        if sequence.deferred >= _LONGEST_DEFERRAL or not chunks or not self.block_manager.remembers:
             return False
-        wanted = answer.tokens[:-1]
+        wanted = sequence.tokens[:-1]
         if not len(wanted):
             return False
         rows = self.rows
@@ -236,23 +240,27 @@ class Scheduler:
         shared = max((common_prefix(wanted, rows.tokens_RL[row, : rows.known_R[row]]) for row in alike), default=0)
         if shared < min(_WORTH_WAITING, len(wanted)):
             return False
-        gain = shared - self.book.common_with_remembered(wanted)
+        gain = shared - self.block_manager.common_with_remembered(wanted)
         return gain >= _WORTH_WAITING or (gain > 0 and shared == len(wanted))
 
     # Slots
 
     def _arranged(self) -> Arrangement | None:
-        """Where a page is a slot, rows that are read together lie side by side."""
+        """Where a block is a slot, rows that are read together lie side by side."""
         if not self._slots or not self._rows_changed:
             return None
         self._rows_changed = False
         rows = self.rows
         running = rows.active
-        moves = arrange(rows.pages_RM[running, 0], rows.length_R[running])
+        moves = arrange(rows.blocks_RM[running, 0], rows.length_R[running])
         if moves is not None:
-            moves = replace(moves, tokens=max(moves.tokens, self.book.longest_remembered(moves.target_of)))
-            leases = {row: answer.lease for row, answer in enumerate(rows.answers) if answer and answer.lease}
-            self.book.rename(moves.target_of, list(leases.values()))
-            for row, lease in leases.items():
-                rows.set_pages(row, lease)
+            moves = replace(moves, tokens=max(moves.tokens, self.block_manager.longest_remembered(moves.target_of)))
+            block_tables = {
+                row: sequence.block_table
+                for row, sequence in enumerate(rows.sequences)
+                if sequence and sequence.block_table
+            }
+            self.block_manager.rename(moves.target_of, list(block_tables.values()))
+            for row, block_table in block_tables.items():
+                rows.set_blocks(row, block_table)
         return moves

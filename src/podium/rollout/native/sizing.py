@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the engine can hold: pages, rows and the longest sequence, from the recipe and the memory there is. Pure."""
+"""How much the engine can hold: blocks, rows and the longest sequence, from the recipe and the free memory. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 1 << 30
 _CUDA_SHARE = 0.8
 _CPU_GIB = 2.0
 _CUDA_PAGE = 64
-# On CPU, pages of this size stand in for slots where slots of the longest sequence would be too few.
+# On CPU, blocks of this size stand in for slots where slots of the longest sequence would be too few.
 _CPU_PAGE = 256
 _FEWEST_SLOTS = 8
 
@@ -25,13 +25,13 @@ class Sizes:
     max_length: int
     max_running: int
     prefill_tokens: int
-    page_tokens: int
-    num_pages: int
-    slots: bool  # a page holds a whole sequence
+    block_size: int
+    num_blocks: int
+    slots: bool  # a block holds a whole sequence
 
     @property
     def cache_tokens(self) -> int:
-        return self.num_pages * self.page_tokens
+        return self.num_blocks * self.block_size
 
 
 def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int) -> Sizes:
@@ -39,32 +39,32 @@ def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cud
     max_length = min(section.max_length or context, context)
     running = section.max_running or (256 if cuda else 64)
     budget = _budget(section, cuda=cuda, free_bytes=free_bytes)
-    page = section.page_tokens or (_CUDA_PAGE if cuda else max_length)
-    slots = not cuda and page >= max_length
-    if slots and section.page_tokens is None and budget // (page * token_bytes) < min(_FEWEST_SLOTS, running):
-        page, slots = min(_CPU_PAGE, max_length), False
-    # The kernel reads tiles that lie in one page each.
-    page = max(16, 1 << (page - 1).bit_length()) if cuda else min(page, max_length)
+    block = section.block_size or (_CUDA_PAGE if cuda else max_length)
+    slots = not cuda and block >= max_length
+    if slots and section.block_size is None and budget // (block * token_bytes) < min(_FEWEST_SLOTS, running):
+        block, slots = min(_CPU_PAGE, max_length), False
+    # The kernel reads tiles that lie in one block each.
+    block = max(16, 1 << (block - 1).bit_length()) if cuda else min(block, max_length)
     if slots:  # attention reads keys in whole vectors
-        page = -(-page // KEY_MULTIPLE) * KEY_MULTIPLE
-    num_pages = budget // (page * token_bytes)
+        block = -(-block // KEY_MULTIPLE) * KEY_MULTIPLE
+    num_blocks = budget // (block * token_bytes)
     if slots:
-        running = min(running, num_pages)
-        num_pages = min(num_pages, 2 * running)  # as many again to remember finished ones
+        running = min(running, num_blocks)
+        num_blocks = min(num_blocks, 2 * running)  # as many again to remember finished ones
     else:
-        most = -(-max_length // page) * running
-        num_pages = min(num_pages - 1, 2 * most)  # one is the engine's own, for lanes with nothing to do
-    if num_pages < 1:
+        most = -(-max_length // block) * running
+        num_blocks = min(num_blocks - 1, 2 * most)  # one is the engine's own, for lanes with nothing to do
+    if num_blocks < 1:
         raise RolloutError(
             f"rollout.memory_gib: {budget / GIB:.3g} GiB do not hold a single page of the cache "
-            f"({page} tokens of {token_bytes} bytes each). Raise rollout.memory_gib, or lower rollout.max_length."
+            f"({block} tokens of {token_bytes} bytes each). Raise rollout.memory_gib, or lower rollout.max_length."
         )
     return Sizes(
         max_length=max_length,
         max_running=running,
         prefill_tokens=section.prefill_tokens or (8192 if cuda else 1024),
-        page_tokens=page,
-        num_pages=num_pages,
+        block_size=block,
+        num_blocks=num_blocks,
         slots=slots,
     )
 

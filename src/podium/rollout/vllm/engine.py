@@ -20,8 +20,8 @@ import torch
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
+from podium.rollout.fair_lock import FairLock
 from podium.rollout.requests import Completion, Finish, Request, failed
-from podium.rollout.turns import Turns
 from podium.rollout.vllm.installing import load_weights
 from podium.rollout.vllm.sampling import limits, sampling_params
 from podium.rollout.vllm.settings import VllmSettings, has_tokenizer, make_engine
@@ -66,7 +66,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
         self._has_tokenizer = has_tokenizer(settings.folder)
-        self._turns = Turns()
+        self._lock = FairLock()
         self._answers: dict[TrajectoryId, _Answer] = {}
         self._by_handle: dict[str, _Answer] = {}
         self._ready: deque[Completion] = deque()
@@ -82,7 +82,7 @@ class VllmEngine:
 
     def submit(self, requests: Sequence[Request]) -> None:
         ids = [request.id for request in requests]
-        with self._turns:
+        with self._lock:
             self._require_open()
             taken = sorted(each for each, times in Counter(ids).items() if times > 1 or each in self._answers)
             if taken:
@@ -98,7 +98,7 @@ class VllmEngine:
         `install` and `close` unblock it."""
         progress, mark = time.monotonic(), None
         while True:
-            with self._turns:
+            with self._lock:
                 self._require_open()
                 reason = self._why_still()
                 if not self._ready and not self._answers:
@@ -109,7 +109,7 @@ class VllmEngine:
                 ready = self._ready.popleft() if self._ready else None
                 if reason is None and mark != (now := self._mark()):
                     progress, mark = time.monotonic(), now
-                seen = self._turns.taken + 1  # read here: whoever comes before the wait is not missed
+                seen = self._lock.taken + 1  # read here: whoever comes before the wait is not missed
             if ready is not None:
                 yield ready
                 progress = time.monotonic()  # what the caller did meanwhile is not the engine's
@@ -117,7 +117,7 @@ class VllmEngine:
                 self._wait(reason, seen, until=progress + deadline_s, deadline_s=deadline_s)
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
-        with self._turns:
+        with self._lock:
             self._require_open()
             for each in ids:
                 if (answer := self._answers.get(each)) is not None:
@@ -125,11 +125,11 @@ class VllmEngine:
                     self._end(answer, answer.completion("cancelled"))
 
     def pause(self) -> None:
-        with self._turns:
+        with self._lock:
             self._paused = True
 
     def resume(self) -> None:
-        with self._turns:
+        with self._lock:
             self._paused = False
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
@@ -138,7 +138,7 @@ class VllmEngine:
                 f"version {version.number} was to be installed without a delivery, and vLLM has its own copy of the "
                 "weights: nothing would have changed. Hand over the receiving end of a transport."
             )
-        with self._turns:
+        with self._lock:
             self._require_open()
             if self._asleep:
                 raise RolloutError("weights cannot be installed while the engine sleeps: wake it first.")
@@ -156,7 +156,7 @@ class VllmEngine:
 
     def sleep(self) -> MemoryChange:
         """On a GPU vLLM gives back cache and weights; on a CPU it cannot, and only forgets what is in the cache."""
-        with self._turns:
+        with self._lock:
             self._require_open()
             if self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
@@ -166,7 +166,7 @@ class VllmEngine:
             return MemoryChange(measured_bytes=_free_bytes() - before, accounted_bytes=self._sleeping_bytes())
 
     def wake(self) -> MemoryChange:
-        with self._turns:
+        with self._lock:
             self._require_open()
             if not self._asleep:
                 return MemoryChange(measured_bytes=0, accounted_bytes=0)
@@ -182,7 +182,7 @@ class VllmEngine:
         return self._capacity
 
     def load(self) -> Load:
-        with self._turns:
+        with self._lock:
             self._require_open()
             running, waiting = self._scheduler.get_request_counts()
             pool = self._scheduler.kv_cache_manager.block_pool
@@ -192,8 +192,8 @@ class VllmEngine:
             return Load(
                 waiting=waiting,
                 running=running,
-                cache_tokens_used=(pool.num_gpu_blocks - 1 - free) * self._page_tokens,
-                cache_tokens_kept=kept * self._page_tokens,
+                cache_tokens_used=(pool.num_gpu_blocks - 1 - free) * self._block_size,
+                cache_tokens_kept=kept * self._block_size,
                 finished=self._finished,
                 drawn_tokens=self._drawn,
                 prefilled_tokens=self._prefilled,
@@ -202,7 +202,7 @@ class VllmEngine:
             )
 
     def close(self) -> None:
-        with self._turns:
+        with self._lock:
             if self._closed:
                 return
             self._closed = True
@@ -220,7 +220,7 @@ class VllmEngine:
         return self._engine.engine_core.engine_core.scheduler
 
     @property
-    def _page_tokens(self) -> int:
+    def _block_size(self) -> int:
         return int(self._engine.vllm_config.cache_config.block_size)
 
     def _admit(self, request: Request) -> None:
@@ -270,7 +270,7 @@ class VllmEngine:
         for output in outputs:
             if (answer := self._by_handle.get(output.request_id)) is not None:
                 self._advance(answer, output)
-        if self._cache_is_soiled:  # before its pages are given to others
+        if self._cache_is_soiled:  # before its blocks are given to others
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._engine.collective_rpc("podium_clean_cache")
             self._cache_is_soiled = False
@@ -360,7 +360,7 @@ class VllmEngine:
                 f"{reason or 'running, and vLLM draws nothing'}."
             )
         if reason is not None:
-            self._turns.wait_for_another(seen, timeout_s=left)
+            self._lock.wait_for_another(seen, timeout_s=left)
 
     def _measure(self) -> Capacity:
         cache = self._engine.vllm_config.cache_config
@@ -369,7 +369,7 @@ class VllmEngine:
             vocab_size=self._engine.model_config.get_vocab_size(),
             max_length=self._settings.max_length,
             max_running=self._settings.max_running,
-            cache_tokens=(cache.num_gpu_blocks - 1) * self._page_tokens,  # vLLM keeps one block for itself
+            cache_tokens=(cache.num_gpu_blocks - 1) * self._block_size,  # vLLM keeps one block for itself
             cache_bytes=sum(each.size for each in groups.kv_cache_tensors),
         )
 

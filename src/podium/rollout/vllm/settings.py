@@ -38,7 +38,7 @@ class VllmSettings:
     max_running: int = 256
     cache_bytes: int | None = None
     memory_share: float = 0.85
-    page_tokens: int | None = None  # None: vLLM's choice
+    block_size: int | None = None  # None: vLLM's choice
     step_tokens: int | None = None  # prompt and answer tokens of one step; None: vLLM's choice
     seed: int = 0
     tensor_parallel: int = 1
@@ -85,7 +85,7 @@ def make_engine(settings: VllmSettings) -> Any:
             max_num_batched_tokens=settings.step_tokens,
             kv_cache_memory_bytes=settings.cache_bytes,
             gpu_memory_utilization=settings.memory_share,
-            block_size=settings.page_tokens,
+            block_size=settings.block_size,
             tensor_parallel_size=settings.tensor_parallel,
             enforce_eager=not settings.compiled,
             enable_prefix_caching=True,

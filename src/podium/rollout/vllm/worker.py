@@ -68,7 +68,7 @@ class PodiumWorker:
         return sorted({name for name, _ in model.named_parameters()} - self._podium_loaded)
 
     def podium_clean_cache(self) -> None:
-        """Zeroes. Attention multiplies what lies behind a sequence in its last page by nought, which NaN survives."""
+        """Zeroes. Attention multiplies what lies behind a sequence in its last block by nought, which NaN survives."""
         for held in self.model_runner.kv_caches:
             for cache in held if isinstance(held, (list, tuple)) else [held]:
                 cache.zero_()

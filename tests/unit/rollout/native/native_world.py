@@ -80,7 +80,7 @@ def ask(draw: int, prompt: Any = 5, *, new: int = 8, sample: int = 0, **how: Any
     return Request(id=TrajectoryId(draw, sample), prompt=tokens, sampling=Sampling(max_new_tokens=new, **how))
 
 
-def answers(engine: NativeEngine, requests: Iterable[Request]) -> dict[TrajectoryId, Completion]:
+def sequences(engine: NativeEngine, requests: Iterable[Request]) -> dict[TrajectoryId, Completion]:
     """All of them, each once."""
     requests = list(requests)
     engine.submit(requests)
@@ -89,8 +89,8 @@ def answers(engine: NativeEngine, requests: Iterable[Request]) -> dict[Trajector
     return {each.id: each for each in found}
 
 
-def answer(engine: NativeEngine, request: Request) -> Completion:
-    return answers(engine, [request])[request.id]
+def sequence(engine: NativeEngine, request: Request) -> Completion:
+    return sequences(engine, [request])[request.id]
 
 
 def assert_same(found: Completion, wanted: Completion, *, atol: float = 1e-4) -> None:
@@ -98,7 +98,7 @@ def assert_same(found: Completion, wanted: Completion, *, atol: float = 1e-4) ->
     np.testing.assert_allclose(found.logprobs_L, wanted.logprobs_L, atol=atol, rtol=0)
 
 
-def cache_gib(learner: Learner, tokens: int, *, page_tokens: int) -> float:
+def cache_gib(learner: Learner, tokens: int, *, block_size: int) -> float:
     """A budget that holds so many tokens in pages, and the page that is the engine's own."""
     capacity = learner.engine().capacity  # in slots, which are all given out
-    return (tokens + page_tokens) * (capacity.cache_bytes // capacity.cache_tokens) / 2**30
+    return (tokens + block_size) * (capacity.cache_bytes // capacity.cache_tokens) / 2**30

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_world import Learner, answer, answers, ask, assert_same, cache_gib, prompt_of
+from native_world import Learner, ask, assert_same, cache_gib, prompt_of, sequence, sequences
 from tokenizers import Tokenizer, decoders, models
 
 from helpers.engines import make_engine
@@ -27,7 +27,7 @@ from podium.rollout.native.scheduler import StepPlan
 from podium.rollout.requests import Completion, Request, Sampling
 from podium.spmd.answering import Answerer
 
-WAYS = pytest.mark.parametrize("way", [{}, {"page_tokens": 4}], ids=["slots", "pages"])
+WAYS = pytest.mark.parametrize("way", [{}, {"block_size": 4}], ids=["slots", "blocks"])
 # It may draw token 7 alone, which as a stop comes too early: a mistake of this request and of nobody else.
 NOTHING_LEFT: dict[str, Any] = {
     "allowed_tokens": frozenset([7]),
@@ -54,7 +54,7 @@ def test_an_answer_that_breaks_leaves_the_pages_that_it_shares_as_they_are(learn
     """Both have three full pages of the prompt in common, and the second breaks at its first draw."""
     prompt = prompt_of(13)
     sound, broken = ask(1, prompt, new=20), ask(2, prompt, **NOTHING_LEFT)
-    found = answers(learner.engine(page_tokens=4), [sound, broken])
+    found = sequences(learner.engine(block_size=4), [sound, broken])
     assert found[broken.id].finish == "error"
     assert learner.gap(found[sound.id]) < 1e-4
 
@@ -62,17 +62,17 @@ def test_an_answer_that_breaks_leaves_the_pages_that_it_shares_as_they_are(learn
 @WAYS
 def test_what_a_broken_answer_leaves_is_not_reused(learner: Learner, way: dict[str, Any]) -> None:
     prompt = prompt_of(13)
-    wanted = answer(learner.engine(**way), ask(1, prompt, new=20))
+    wanted = sequence(learner.engine(**way), ask(1, prompt, new=20))
     engine = learner.engine(**way)
-    assert answer(engine, ask(2, prompt, **NOTHING_LEFT)).finish == "error"
-    assert_same(answer(engine, ask(1, prompt, new=20)), wanted)
+    assert sequence(engine, ask(2, prompt, **NOTHING_LEFT)).finish == "error"
+    assert_same(sequence(engine, ask(1, prompt, new=20)), wanted)
 
 
 def test_a_prompt_half_taken_in_by_broken_weights_leaves_nothing_behind(own_learner: Learner) -> None:
     """It has drawn nothing yet, so nobody has noticed; then it is cancelled and right weights come."""
     how = {"prefill_tokens": 4, "max_running": 4}
     asked = [ask(10 + i, 3 + 4 * i, new=6) for i in range(4)]
-    wanted = answers(own_learner.engine(**how), asked)
+    wanted = sequences(own_learner.engine(**how), asked)
     engine = own_learner.engine(**how)
     weight = own_learner.model.hf.get_decoder().layers[0].self_attn.v_proj.weight
     right = weight.detach().clone()
@@ -87,7 +87,7 @@ def test_a_prompt_half_taken_in_by_broken_weights_leaves_nothing_behind(own_lear
         weight.copy_(right)
     engine.install(own_learner.describe(1), None)
     assert len(list(engine.results(deadline_s=2.0))) == 2
-    found = answers(engine, asked)
+    found = sequences(engine, asked)
     for id, each in wanted.items():
         assert_same(found[id], each)
 
@@ -120,7 +120,7 @@ def test_absurdly_many_new_tokens_are_cut_to_the_context(learner: Learner) -> No
 
 @pytest.mark.parametrize("how", [{"logit_bias": {3: 1e39}}, {"logit_bias": {3: 1e38}, "temperature": 0.1}])
 def test_a_bias_beyond_float32_draws_its_token_or_is_an_error(learner: Learner, how: dict[str, Any]) -> None:
-    found = answer(learner.engine(), ask(0, **how))
+    found = sequence(learner.engine(), ask(0, **how))
     assert found.finish == "error" or set(found.tokens_L.tolist()) == {3}
 
 
@@ -142,7 +142,7 @@ def test_after_a_step_that_failed_answers_are_right_or_refused(
     learner: Learner, way: dict[str, Any], error: type[BaseException]
 ) -> None:
     asked = [ask(i, 5 + i, new=10) for i in range(4)]
-    wanted = answers(learner.engine(**way), asked)
+    wanted = sequences(learner.engine(**way), asked)
     engine = learner.engine(**way)
     engine.submit(asked)
     _fail_once(engine, step=4, error=error)
@@ -208,7 +208,7 @@ def test_a_stop_string_behind_characters_spelt_in_bytes_is_seen(learner: Learner
     assert decode(script[:9]) == text
     engine = learner.engine(decode=decode)
     _follow(engine, script)
-    found = answer(engine, ask(0, 3, new=len(script), stop_strings=("\n",)))
+    found = sequence(engine, ask(0, 3, new=len(script), stop_strings=("\n",)))
     assert (found.finish, found.num_tokens) == ("stop", 9)
 
 
@@ -218,7 +218,7 @@ def _follow(engine: NativeEngine, script: list[int]) -> None:
 
     def run_and_replace(plan: StepPlan) -> Any:
         drawn = run(plan).read()
-        at = rows.length_R[plan.draw_rows] - 1 - rows.prompt_R[plan.draw_rows]
+        at = rows.length_R[plan.sample_rows] - 1 - rows.prompt_R[plan.sample_rows]
         return Known(StepDraws(tokens_B=np.array(script, np.int32)[at], logprobs_B=drawn.logprobs_B))
 
     engine._runner.run = run_and_replace  # type: ignore[method-assign]
@@ -240,7 +240,7 @@ def answerer(folder: Path, **rollout: Any) -> tuple[Answerer, Any]:
 @pytest.mark.parametrize("why", ["too little memory", "broken weights"])
 def test_an_evaluation_without_answers_says_why(learner: Learner, qwen3_folder: Path, why: str) -> None:
     how: dict[str, dict[str, Any]] = {
-        "too little memory": {"memory_gib": cache_gib(learner, 8, page_tokens=4), "page_tokens": 4},
+        "too little memory": {"memory_gib": cache_gib(learner, 8, block_size=4), "block_size": 4},
         "broken weights": {},
     }
     made, engine = answerer(qwen3_folder, **how[why])
@@ -248,7 +248,7 @@ def test_an_evaluation_without_answers_says_why(learner: Learner, qwen3_folder: 
         with torch.no_grad():
             engine.model.hf.get_decoder().layers[0].self_attn.v_proj.weight.fill_(torch.nan)
     with pytest.raises(PodiumError):
-        made.answers()
+        made.sequences()
 
 
 @pytest.mark.parametrize("rollout", [{"memory_gib": 1e5}, {"memory_gib": 1e-9}, {"max_length": 8}])
@@ -260,11 +260,11 @@ def test_a_size_that_cannot_be_had_is_told_before_the_first_step(qwen3_folder: P
 
 def test_optimizer_state_comes_back_when_an_evaluation_fails(qwen3_folder: Path) -> None:
     made, engine = answerer(qwen3_folder, offload_optimizer=True)
-    made.answers()
+    made.sequences()
     assert made._native is not None
     _fail_once(made._native, step=1, error=RuntimeError)
     with pytest.raises(RuntimeError):
-        made.answers()
+        made.sequences()
     assert engine.optimizer.first_moments[0].untyped_storage().nbytes() > 0
 
 
@@ -286,7 +286,7 @@ def test_a_start_that_leaves_nothing_takes_nothing_from_the_next(
     """The next start begins at the moment when the first has removed its empty file."""
     out, unlink, entered = tmp_path / "a.jsonl", Path.unlink, list[Any]()
     record = AnswerRecord(
-        row=0, sample=0, prompt="p", answer="a", finish="stop", stop=2, num_prompt_tokens=1, num_tokens=1
+        row=0, sample=0, prompt="p", sequence="a", finish="stop", stop=2, num_prompt_tokens=1, num_tokens=1
     )
 
     def and_then(path: Path, missing_ok: bool = False) -> None:

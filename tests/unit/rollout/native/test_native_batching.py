@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_world import Learner, answer, answers, ask, cache_gib, prompt_of
+from native_world import Learner, ask, cache_gib, prompt_of, sequence, sequences
 
 from helpers.tiny import save_tiny_model
 from podium.data.trajectories import TrajectoryId
@@ -24,28 +24,28 @@ def requests() -> list[Request]:
     shared = prompt_of(16, 99)
     plain = [ask(draw, length, new=14, sample=s) for draw, length in enumerate(LENGTHS) for s in range(2)]
     alike = [ask(20 + i, np.concatenate([shared, prompt_of(5, i)]), new=9) for i in range(3)]
-    narrowed = [
+    processed = [
         ask(30, 12, new=14, top_k=20, temperature=0.8),
         ask(31, 7, new=14, top_p=0.9, repetition_penalty=1.3),
         ask(32, 7, new=14, temperature=0),
     ]
-    return [*plain, *alike, *narrowed]
+    return [*plain, *alike, *processed]
 
 
 @pytest.fixture(scope="module")
 def alone(learner: Learner) -> dict[TrajectoryId, Completion]:
     """Each in an engine of its own, whole prompts, nothing reused."""
-    return {each.id: answer(learner.engine(max_running=1, reuse_prefixes=False), each) for each in requests()}
+    return {each.id: sequence(learner.engine(max_running=1, reuse_prefixes=False), each) for each in requests()}
 
 
 WAYS: dict[str, dict[str, Any]] = {
     "all together": {},
     "two at a time": {"max_running": 2},
     "prompts in parts": {"prefill_tokens": 5},
-    "pages of one": {"page_tokens": 1},
-    "pages of 8": {"page_tokens": 8},
+    "blocks of one": {"block_size": 1},
+    "blocks of 8": {"block_size": 8},
     "nothing reused": {"reuse_prefixes": False},
-    "pages of 64, two at a time, in parts": {"page_tokens": 64, "max_running": 2, "prefill_tokens": 5},
+    "blocks of 64, two at a time, in parts": {"block_size": 64, "max_running": 2, "prefill_tokens": 5},
 }
 
 
@@ -58,34 +58,34 @@ def assert_all_same(found: dict[TrajectoryId, Completion], wanted: dict[Trajecto
 
 @pytest.mark.parametrize("way", list(WAYS))
 def test_tokens_are_the_same_in_any_company(learner: Learner, alone: dict[TrajectoryId, Completion], way: str) -> None:
-    assert_all_same(answers(learner.engine(**WAYS[way]), requests()), alone)
+    assert_all_same(sequences(learner.engine(**WAYS[way]), requests()), alone)
 
 
 def test_the_order_of_arrival_changes_nothing(learner: Learner, alone: dict[TrajectoryId, Completion]) -> None:
-    assert_all_same(answers(learner.engine(max_running=5), reversed(requests())), alone)
+    assert_all_same(sequences(learner.engine(max_running=5), reversed(requests())), alone)
 
 
-@pytest.mark.parametrize("page_tokens", [4, 8])
+@pytest.mark.parametrize("block_size", [4, 8])
 def test_a_cache_too_small_for_all_computes_again_and_draws_the_same(
-    learner: Learner, alone: dict[TrajectoryId, Completion], page_tokens: int
+    learner: Learner, alone: dict[TrajectoryId, Completion], block_size: int
 ) -> None:
     """96 tokens for 20 requests of up to 54: some are put back and come again."""
-    budget = cache_gib(learner, 96, page_tokens=page_tokens)
-    engine = learner.engine(page_tokens=page_tokens, memory_gib=budget, reuse_prefixes=False)
+    budget = cache_gib(learner, 96, block_size=block_size)
+    engine = learner.engine(block_size=block_size, memory_gib=budget, reuse_prefixes=False)
     assert engine.capacity.cache_tokens == 96
-    assert_all_same(answers(engine, requests()), alone)
+    assert_all_same(sequences(engine, requests()), alone)
     load = engine.load()
     assert load.preemptions > 0
     assert (load.waiting, load.running, load.cache_tokens_used) == (0, 0, 0)
     assert load.finished == len(requests())
 
 
-@pytest.mark.parametrize("page_tokens", [4, 8])
+@pytest.mark.parametrize("block_size", [4, 8])
 def test_what_is_remembered_gives_way_when_room_is_needed(
-    learner: Learner, alone: dict[TrajectoryId, Completion], page_tokens: int
+    learner: Learner, alone: dict[TrajectoryId, Completion], block_size: int
 ) -> None:
-    engine = learner.engine(page_tokens=page_tokens, memory_gib=cache_gib(learner, 96, page_tokens=page_tokens))
-    assert_all_same(answers(engine, requests()), alone)
+    engine = learner.engine(block_size=block_size, memory_gib=cache_gib(learner, 96, block_size=block_size))
+    assert_all_same(sequences(engine, requests()), alone)
     assert engine.load().cache_tokens_used == 0
     assert engine.load().cache_tokens_kept > 0
 
@@ -94,8 +94,8 @@ def test_what_is_remembered_gives_way_when_room_is_needed(
 def test_a_prompt_is_fed_in_parts_of_any_size(learner: Learner, budget: int) -> None:
     """Also where one token is left for the last part."""
     request = ask(0, 8, new=3, temperature=0)
-    whole = answer(learner.engine(), request)
-    assert answer(learner.engine(prefill_tokens=budget), request).tokens_L.tolist() == whole.tokens_L.tolist()
+    whole = sequence(learner.engine(), request)
+    assert sequence(learner.engine(prefill_tokens=budget), request).tokens_L.tolist() == whole.tokens_L.tolist()
 
 
 # Widths that leave a rest behind vectors, heads that share no keys, windows, soft caps, sinks, experts with one token.
@@ -119,11 +119,11 @@ def test_any_architecture_computes_a_sequence_to_the_same_bits_in_any_company(
     asked = requests()[::2]
     was_on = torch.backends.mkldnn.set_flags(onednn)[0]
     try:
-        alone = {each.id: answer(learner.engine(max_running=1, reuse_prefixes=False), each) for each in asked}
+        alone = {each.id: sequence(learner.engine(max_running=1, reuse_prefixes=False), each) for each in asked}
         engine = learner.engine(max_running=3, prefill_tokens=7)
-        assert_all_same(answers(engine, reversed(asked)), alone)
-        assert_all_same(answers(engine, asked), alone)  # what it did before leaves no trace
-        assert_all_same(answers(learner.engine(page_tokens=8), asked), alone)
+        assert_all_same(sequences(engine, reversed(asked)), alone)
+        assert_all_same(sequences(engine, asked), alone)  # what it did before leaves no trace
+        assert_all_same(sequences(learner.engine(block_size=8), asked), alone)
         assert torch.backends.mkldnn.set_flags(was_on)[0] == onednn
     finally:
         torch.backends.mkldnn.set_flags(was_on)

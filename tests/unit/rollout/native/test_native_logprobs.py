@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from native_world import Learner, answer, answers, ask
+from native_world import Learner, ask, sequence, sequences
 
 from helpers.tiny import save_tiny_model
 
@@ -31,7 +31,7 @@ ARCHITECTURES = [
 WAYS: dict[str, dict[str, Any]] = {
     "slots": {},
     # Prompts come in in parts, and windows end inside pages.
-    "pages": {"page_tokens": 8, "prefill_tokens": 10},
+    "blocks": {"block_size": 8, "prefill_tokens": 10},
 }
 
 
@@ -48,7 +48,7 @@ def test_log_probs_are_within_1e_4_of_the_learners(architecture: Learner, way: s
         ask(draw, length, new=12, temperature=temperature)
         for draw, (length, temperature) in enumerate(zip((3, 20, 1, 42), temperatures, strict=True))
     ]
-    found = answers(architecture.engine(**WAYS[way]), requests)
+    found = sequences(architecture.engine(**WAYS[way]), requests)
     for each in requests:
         completion = found[each.id]
         assert (completion.finish, completion.num_tokens) == ("length", 12)
@@ -59,9 +59,9 @@ def test_experts_are_chosen_for_a_token_not_for_its_batch(tmp_path: Path) -> Non
     """A mixture of experts gives every request what it gives it alone."""
     learner = Learner.of(save_tiny_model("qwen3_moe", tmp_path))
     requests = [ask(draw, 4 + draw, new=6) for draw in range(6)]
-    together = answers(learner.engine(), requests)
+    together = sequences(learner.engine(), requests)
     for each in requests:
-        alone = answers(learner.engine(), [each])[each.id]
+        alone = sequences(learner.engine(), [each])[each.id]
         assert together[each.id].tokens_L.tolist() == alone.tokens_L.tolist()
 
 
@@ -73,4 +73,4 @@ def test_no_sequence_is_longer_than_positions_that_do_not_depend_on_company(tmp_
     folder = save_tiny_model("llama", tmp_path, rope_parameters={**rope, **limit, "factor": 8.0}, **limit)
     learner = Learner.of(folder)
     assert learner.engine().capacity.max_length == 32
-    assert learner.gap(answer(learner.engine(), ask(0, 25, new=15))) < 1e-4
+    assert learner.gap(sequence(learner.engine(), ask(0, 25, new=15))) < 1e-4

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_world import Learner, answer, answers, ask, prompt_of
+from native_world import Learner, ask, prompt_of, sequence, sequences
 
 SLOTS: dict[str, Any] = {}
-PAGES: dict[str, Any] = {"page_tokens": 8}
-WAYS = pytest.mark.parametrize("way", [SLOTS, PAGES], ids=["slots", "pages"])
+PAGES: dict[str, Any] = {"block_size": 8}
+WAYS = pytest.mark.parametrize("way", [SLOTS, PAGES], ids=["slots", "blocks"])
 
 
 @WAYS
@@ -20,7 +20,7 @@ def test_the_prompt_of_a_group_is_computed_once(learner: Learner, way: dict[str,
     """The first sample computes 30 tokens; the other seven feed the last of them for its logits."""
     prompt = prompt_of(30)
     engine = learner.engine(max_running=max_running, **way)
-    found = answers(engine, [ask(0, prompt, sample=sample, new=6) for sample in range(8)])
+    found = sequences(engine, [ask(0, prompt, sample=sample, new=6) for sample in range(8)])
     load = engine.load()
     assert load.prefilled_tokens == 30 + 7
     assert load.reused_tokens == 7 * 29
@@ -45,14 +45,14 @@ def test_the_samples_of_a_group_hold_the_pages_of_their_prompt_once(learner: Lea
 def test_a_further_turn_reuses_prompt_and_answer(learner: Learner, way: dict[str, Any]) -> None:
     """All but the last token of the answer, which was drawn and never fed."""
     engine = learner.engine(**way)
-    first = answer(engine, ask(0, 20, new=10))
+    first = sequence(engine, ask(0, 20, new=10))
     second = ask(1, np.concatenate([first.prompt, first.tokens_L, prompt_of(5)]), new=10)
-    found = answer(engine, second)
+    found = sequence(engine, second)
     assert found.reused_tokens == 20 + 10 - 1
     assert engine.load().prefilled_tokens == 20 + (35 - 29)
-    assert found.tokens_L.tolist() == answer(learner.engine(), second).tokens_L.tolist()
+    assert found.tokens_L.tolist() == sequence(learner.engine(), second).tokens_L.tolist()
     third = ask(2, np.concatenate([found.prompt, found.tokens_L, prompt_of(3)]), new=4)
-    assert answer(engine, third).reused_tokens == 35 + 10 - 1
+    assert sequence(engine, third).reused_tokens == 35 + 10 - 1
 
 
 @pytest.mark.parametrize(("way", "reused"), [(SLOTS, [49, 50, 50, 50]), (PAGES, [48, 48, 48, 49])])
@@ -61,14 +61,14 @@ def test_branches_of_one_turn_each_find_it(learner: Learner, way: dict[str, Any]
     that is all of it, so the others wait for that one; in pages they have six full ones and do not wait for two tokens.
     """
     engine = learner.engine(**way)
-    first = answer(engine, ask(0, 40, new=10))
+    first = sequence(engine, ask(0, 40, new=10))
     shared = np.concatenate([first.prompt, first.tokens_L])
     branches = [ask(1, np.concatenate([shared, prompt_of(6, seed)]), sample=seed, new=5) for seed in range(4)]
-    found = answers(engine, branches)
+    found = sequences(engine, branches)
     assert sorted(each.reused_tokens for each in found.values()) == reused
     assert engine.load().prefilled_tokens == 40 + sum(56 - each for each in reused)
     for each in branches:
-        assert found[each.id].tokens_L.tolist() == answer(learner.engine(), each).tokens_L.tolist()
+        assert found[each.id].tokens_L.tolist() == sequence(learner.engine(), each).tokens_L.tolist()
 
 
 def test_an_answer_that_was_cancelled_is_reused_too(learner: Learner) -> None:
@@ -80,12 +80,12 @@ def test_an_answer_that_was_cancelled_is_reused_too(learner: Learner) -> None:
     engine.cancel([long.id])
     cut = next(results)
     assert (cut.finish, cut.num_tokens) == ("cancelled", 5)
-    again = answer(engine, ask(2, np.concatenate([cut.prompt, cut.tokens_L, prompt_of(2)])))
+    again = sequence(engine, ask(2, np.concatenate([cut.prompt, cut.tokens_L, prompt_of(2)])))
     assert again.reused_tokens == 24
 
 
 def test_reuse_can_be_switched_off(learner: Learner) -> None:
     engine = learner.engine(reuse_prefixes=False, **PAGES)
-    answers(engine, [ask(0, prompt_of(30), sample=sample, new=2) for sample in range(4)])
+    sequences(engine, [ask(0, prompt_of(30), sample=sample, new=2) for sample in range(4)])
     load = engine.load()
     assert (load.prefilled_tokens, load.reused_tokens, load.cache_tokens_kept) == (120, 0, 0)

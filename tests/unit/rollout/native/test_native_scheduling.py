@@ -30,14 +30,14 @@ def some_work(draw: st.DrawFn) -> list[Work]:
 def tight_memory(draw: st.DrawFn) -> Simulation:
     """Just enough pages for the longest request, or a few more; slots, or pages and steps in flight."""
     work, slots = draw(some_work()), draw(st.sampled_from([False, False, False, True]))
-    page_tokens = CONTEXT if slots else draw(st.sampled_from([1, 2, 3, 5, 24]))
-    needed = max(-(-min(len(each.prompt) + each.new, CONTEXT) // page_tokens) for each in work)
-    num_pages = needed + draw(st.integers(0, 4))
+    block_size = CONTEXT if slots else draw(st.sampled_from([1, 2, 3, 5, 24]))
+    needed = max(-(-min(len(each.prompt) + each.new, CONTEXT) // block_size) for each in work)
+    num_blocks = needed + draw(st.integers(0, 4))
     return Simulation(
         work=work,
-        page_tokens=page_tokens,
-        num_pages=num_pages,
-        num_rows=draw(st.integers(1, num_pages)) if slots else draw(st.integers(2, 6)),
+        block_size=block_size,
+        num_blocks=num_blocks,
+        num_rows=draw(st.integers(1, num_blocks)) if slots else draw(st.integers(2, 6)),
         prefill_tokens=draw(st.sampled_from([1, 2, 3, 5, 7, 100])),
         lag=0 if slots else draw(st.integers(0, 1)),
         max_length=CONTEXT,
@@ -53,18 +53,18 @@ def finish(simulation: Simulation, *, updates: int = 0) -> None:
         simulation.step()
         assert simulation.steps <= most, f"not over after {most} steps"
     simulation.take_in(lag=0)
-    book = simulation.book
-    assert (simulation.scheduler.num_running, len(simulation.scheduler.waiting), book.num_held) == (0, 0, 0)
-    book.forget()
-    assert book.num_available == book.num_pages
-    assert list(book.check()) == []
+    block_manager = simulation.block_manager
+    assert (simulation.scheduler.num_running, len(simulation.scheduler.waiting), block_manager.num_held) == (0, 0, 0)
+    block_manager.forget()
+    assert block_manager.num_available == block_manager.num_blocks
+    assert list(block_manager.check()) == []
 
 
 @settings(max_examples=100)
 @given(tight_memory())
 def test_every_request_ends_once_with_the_tokens_it_draws_alone(simulation: Simulation) -> None:
     finish(simulation)
-    assert simulation.ended == {each.request.id: each.answer for each in simulation.work}
+    assert simulation.ended == {each.request.id: each.sequence for each in simulation.work}
 
 
 @settings(max_examples=100)
@@ -86,7 +86,7 @@ def test_cancels_and_updates_at_any_time_lose_nothing(simulation: Simulation, da
     for each in simulation.work:
         drawn = simulation.ended[each.request.id]
         whole = each.request.id not in cancelled
-        assert drawn == (each.answer if whole else each.answer[: len(drawn)])
+        assert drawn == (each.sequence if whole else each.sequence[: len(drawn)])
 
 
 def group(samples: int, prompt: int, *, new: int = 4) -> list[Work]:
@@ -95,7 +95,7 @@ def group(samples: int, prompt: int, *, new: int = 4) -> list[Work]:
 
 
 def roomy(work: list[Work], **changes: int) -> Simulation:
-    sizes = {"page_tokens": 4, "num_pages": 400, "num_rows": 32, "prefill_tokens": 16, "lag": 0, "max_length": 200}
+    sizes = {"block_size": 4, "num_blocks": 400, "num_rows": 32, "prefill_tokens": 16, "lag": 0, "max_length": 200}
     return Simulation(work=work, **{**sizes, **changes})
 
 
@@ -104,14 +104,14 @@ def roomy(work: list[Work], **changes: int) -> Simulation:
     prompt=st.integers(1, 90),
     rows=st.integers(1, 12),
     budget=st.integers(2, 64),
-    page=st.sampled_from([1, 4, 16, 200]),
+    block=st.sampled_from([1, 4, 16, 200]),
     lag=st.integers(0, 1),
 )
 def test_a_group_computes_its_prompt_once(
-    samples: int, prompt: int, rows: int, budget: int, page: int, lag: int
+    samples: int, prompt: int, rows: int, budget: int, block: int, lag: int
 ) -> None:
     """What is fed as a prompt is one prompt and no more; each further sample feeds its last token as it draws."""
-    simulation = roomy(group(samples, prompt), num_rows=rows, prefill_tokens=budget, page_tokens=page, lag=lag)
+    simulation = roomy(group(samples, prompt), num_rows=rows, prefill_tokens=budget, block_size=block, lag=lag)
     finish(simulation)
     assert simulation.prefilled <= prompt + samples - 1
 
@@ -143,8 +143,8 @@ def test_memory_that_runs_out_puts_the_youngest_back(lag: int) -> None:
     """Three answers in four pages of four tokens each: none can grow past its first page until the last to come has
     given its own up; the first to come never waits."""
     work = [Work(draw=i, sample=0, prompt=(i, i, i), new=5) for i in (0, 3, 5)]
-    assert [len(each.answer) for each in work] == [5, 5, 5]
-    simulation = roomy(work, num_pages=4, max_length=16, lag=lag)
+    assert [len(each.sequence) for each in work] == [5, 5, 5]
+    simulation = roomy(work, num_blocks=4, max_length=16, lag=lag)
     simulation.step()
     assert simulation.scheduler.num_running == 3
     while TrajectoryId(0, 0) not in simulation.ended:

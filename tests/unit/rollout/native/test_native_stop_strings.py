@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from native_world import Learner, answer, ask
+from native_world import Learner, ask, sequence
 
 from helpers.tiny import tiny_tokenizer
 from podium.data.tokenizer import answer_text, parted_stops
@@ -32,14 +32,14 @@ def halves(tokens: Sequence[int]) -> str:
 def free(learner: Learner) -> Completion:
     """Twelve tokens without repetition, drawn without a stop."""
     for draw in range(100):
-        found = answer(learner.engine(), ask(draw, 5, new=12))
+        found = sequence(learner.engine(), ask(draw, 5, new=12))
         if len(set(found.tokens_L.tolist())) == 12:
             return found
     raise AssertionError("no answer without repetition")
 
 
 def stopped(learner: Learner, free: Completion, decode: Any, **how: Any) -> Completion:
-    return answer(learner.engine(decode=decode), ask(free.id.draw, 5, new=12, **how))
+    return sequence(learner.engine(decode=decode), ask(free.id.draw, 5, new=12, **how))
 
 
 def test_a_string_over_three_tokens_ends_the_answer_with_the_third(learner: Learner, free: Completion) -> None:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from native_world import DEADLINE_S, Learner, answer, ask, cache_gib
+from native_world import DEADLINE_S, Learner, ask, cache_gib, sequence
 
 from podium.data.trajectories import TrajectoryId
 from podium.rollout.native.engine import NativeEngine
@@ -73,7 +73,7 @@ class Meddler:
 
 SIZES: dict[str, dict[str, Any]] = {
     "slots": {"max_running": 3},
-    "little room": {"page_tokens": 4, "max_running": 5},
+    "little room": {"block_size": 4, "max_running": 5},
     "in parts": {"max_running": 3, "prefill_tokens": 6},
 }
 
@@ -82,7 +82,7 @@ SIZES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("sizes", list(SIZES))
 def test_random_schedules_answer_every_request_once(own_learner: Learner, sizes: str, seed: int) -> None:
     """80 tokens of cache are little room for five answers of up to 40: some are put back besides."""
-    tight = {"memory_gib": cache_gib(own_learner, 80, page_tokens=4)} if sizes == "little room" else {}
+    tight = {"memory_gib": cache_gib(own_learner, 80, block_size=4)} if sizes == "little room" else {}
     engine = own_learner.engine(**SIZES[sizes], **tight)
     meddler = Meddler(own_learner, engine, seed)
     meddler.ask(12)
@@ -114,7 +114,7 @@ def test_a_call_from_another_thread_takes_effect_between_two_steps_of_a_busy_eng
         (completion,) = found.result(DEADLINE_S)
     assert completion.finish == "cancelled"
     assert 3 <= completion.num_tokens == drawn < 240
-    wanted = answer(learner.engine(), ask(0, 5, new=240))
+    wanted = sequence(learner.engine(), ask(0, 5, new=240))
     assert completion.tokens_L.tolist() == wanted.tokens_L[:drawn].tolist()
 
 
@@ -125,7 +125,7 @@ def test_a_reader_that_is_about_to_wait_does_not_miss_who_comes_just_then(
     engine = learner.engine()
     engine.submit([ask(0)])
     engine.pause()
-    waits = engine._turns.wait_for_another
+    waits = engine._lock.wait_for_another
 
     def resumed_first(*how: Any, **more: Any) -> None:
         other = threading.Thread(target=engine.resume)
@@ -133,7 +133,7 @@ def test_a_reader_that_is_about_to_wait_does_not_miss_who_comes_just_then(
         other.join(DEADLINE_S)
         waits(*how, **more)
 
-    monkeypatch.setattr(engine._turns, "wait_for_another", resumed_first)
+    monkeypatch.setattr(engine._lock, "wait_for_another", resumed_first)
     begun = time.monotonic()
     assert len(list(engine.results(deadline_s=2.0))) == 1
     assert time.monotonic() - begun < 1.5

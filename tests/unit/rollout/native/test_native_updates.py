@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from native_world import DEADLINE_S, Learner, answer, answers, ask, assert_same
+from native_world import DEADLINE_S, Learner, ask, assert_same, sequence, sequences
 
 from podium.errors import RolloutError, WeightMismatchError
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Completion
 
-WAYS = pytest.mark.parametrize("way", [{}, {"page_tokens": 8}], ids=["slots", "pages"])
+WAYS = pytest.mark.parametrize("way", [{}, {"block_size": 8}], ids=["slots", "blocks"])
 LONG = ask(0, 20, new=12, temperature=0)
 
 
@@ -29,7 +29,7 @@ def half_way(engine: NativeEngine) -> Any:
 @WAYS
 def test_sleeping_frees_the_cache_and_waking_goes_on_to_the_same_tokens(learner: Learner, way: dict[str, Any]) -> None:
     engine = learner.engine(**way)
-    wanted = answer(learner.engine(**way), LONG)
+    wanted = sequence(learner.engine(**way), LONG)
     results = half_way(engine)
     freed = engine.sleep()
     assert freed.accounted_bytes == engine.capacity.cache_bytes >= engine.capacity.cache_tokens
@@ -66,7 +66,7 @@ def updated(learner: Learner, way: dict[str, Any], in_flight: Any) -> tuple[Nati
 
 @WAYS
 def test_recomputed_answers_go_on_as_the_learner_scores_them(own_learner: Learner, way: dict[str, Any]) -> None:
-    before = answer(own_learner.engine(**way), LONG)
+    before = sequence(own_learner.engine(**way), LONG)
     _, found = updated(own_learner, way, "recompute")
     assert found.tokens_L[:5].tolist() == before.tokens_L[:5].tolist()
     np.testing.assert_allclose(found.logprobs_L[:5], before.logprobs_L[:5], atol=1e-5)
@@ -92,9 +92,9 @@ def test_what_begins_after_an_update_finds_nothing_of_older_weights(
     again = ask(5, LONG.prompt, new=6)
     turn = ask(6, np.concatenate([ended.prompt, ended.tokens_L, LONG.prompt]), new=6)
     for each in (again, turn):
-        found = answer(engine, each)
+        found = sequence(engine, each)
         assert own_learner.gap(found) < 1e-4
-        assert_same(found, answer(own_learner.engine(**way), each))
+        assert_same(found, sequence(own_learner.engine(**way), each))
 
 
 @pytest.mark.parametrize("in_flight", ["recompute", "keep"])
@@ -135,9 +135,9 @@ def test_a_learner_that_trains_in_between_finds_its_model_as_it_left_it(own_lear
     """Drawing changes no weight and leaves no gradient; the next draw switches dropout and the like off again."""
     before = {name: value.clone() for name, value in own_learner.model.state_dict().items()}
     engine = own_learner.engine()
-    answers(engine, [ask(i) for i in range(3)])
+    sequences(engine, [ask(i) for i in range(3)])
     own_learner.model.train()
-    answers(engine, [ask(i) for i in range(3)])
+    sequences(engine, [ask(i) for i in range(3)])
     assert not own_learner.model.training
     for name, value in own_learner.model.state_dict().items():
         assert torch.equal(value, before[name])

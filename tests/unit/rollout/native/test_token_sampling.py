@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from podium.rollout.native.sampling import Drawn, Narrowing, draw
+from podium.rollout.native.sampling import LogitsProcessing, SampledTokens, sample
 from podium.rollout.randomness import uniforms
 from podium.rollout.requests import Sampling
 
@@ -28,17 +28,17 @@ def logits_of(probabilities: Any) -> Tensor:
 
 def drawn(
     logits_V: Tensor, marks: Any, *, seen: tuple[int, ...] = (), num_new: int = 0, temperature: float = 1.0, **how: Any
-) -> Drawn:
+) -> SampledTokens:
     """One row for every uniform number, all alike."""
     marks_B = torch.as_tensor(marks, dtype=torch.float64)
     sampling = Sampling(max_new_tokens=9, temperature=temperature, **how)
-    narrowings = [
-        Narrowing(row=row, sampling=sampling, tokens=np.array(seen, np.int32), num_new=num_new)
+    processings = [
+        LogitsProcessing(row=row, sampling=sampling, tokens=np.array(seen, np.int32), num_new=num_new)
         for row in range(len(marks_B))
         if sampling.changes_the_policy
     ]
     logits_BV = logits_V.expand(len(marks_B), -1).clone()
-    return draw(logits_BV, torch.full((len(marks_B),), temperature), marks_B, narrowings)
+    return sample(logits_BV, torch.full((len(marks_B),), temperature), marks_B, processings)
 
 
 def shares(logits_V: Tensor, **how: Any) -> list[float]:
@@ -127,8 +127,8 @@ def test_temperature_zero_takes_the_most_likely_and_reports_temperature_one() ->
     found = drawn(logits_V, [0.0, 0.5, 0.999], temperature=0.0)
     assert found.tokens_B.tolist() == [1, 1, 1]
     assert found.logprobs_B.exp().tolist() == pytest.approx([0.5] * 3)
-    narrowed = drawn(logits_V, [0.999], temperature=0.0, logit_bias={1: -math.inf})
-    assert (narrowed.tokens_B.item(), narrowed.logprobs_B.exp().item()) == (2, pytest.approx(0.3))
+    processed = drawn(logits_V, [0.999], temperature=0.0, logit_bias={1: -math.inf})
+    assert (processed.tokens_B.item(), processed.logprobs_B.exp().item()) == (2, pytest.approx(0.3))
 
 
 def test_rows_of_one_draw_do_not_know_each_other() -> None:
@@ -139,14 +139,14 @@ def test_rows_of_one_draw_do_not_know_each_other() -> None:
     marks_B = torch.tensor([0.3, 0.6, 0.8, 0.5], dtype=torch.float64)
     sampling = Sampling(max_new_tokens=9, temperature=1.3, top_k=5)
 
-    def narrowing(row: int) -> Narrowing:
-        return Narrowing(row=row, sampling=sampling, tokens=np.empty(0, np.int32), num_new=0)
+    def narrowing(row: int) -> LogitsProcessing:
+        return LogitsProcessing(row=row, sampling=sampling, tokens=np.empty(0, np.int32), num_new=0)
 
-    together = draw(logits_BV.clone(), temperatures_B, marks_B, [narrowing(2)])
+    together = sample(logits_BV.clone(), temperatures_B, marks_B, [narrowing(2)])
     for row in range(4):
         one = slice(row, row + 1)
-        narrowings = [narrowing(0)] if row == 2 else []
-        alone = draw(logits_BV[one].clone(), temperatures_B[one], marks_B[one], narrowings)
+        processings = [narrowing(0)] if row == 2 else []
+        alone = sample(logits_BV[one].clone(), temperatures_B[one], marks_B[one], processings)
         assert torch.equal(together.logprobs_B[one], alone.logprobs_B) or row == 3
         assert together.tokens_B[row] == alone.tokens_B[0] or row == 3
     assert together.logprobs_B.isnan().tolist() == [False, False, False, True]
@@ -218,5 +218,5 @@ def test_a_token_of_probability_zero_is_not_drawn_at_the_border_of_two_stretches
     exact_BV = (logits_BV - torch.logsumexp(logits_BV, dim=-1, keepdim=True)).exp()
     borders = exact_BV.view(600, 3, 1024).sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
     for border in (0, 1):
-        found = draw(logits_BV.clone(), torch.ones(600), borders[:, border])
+        found = sample(logits_BV.clone(), torch.ones(600), borders[:, border])
         assert (exact_BV.gather(1, found.tokens_B[:, None]) > 0).all()

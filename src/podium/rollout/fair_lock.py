@@ -8,7 +8,7 @@ from collections import deque
 from types import TracebackType
 
 
-class Turns:
+class FairLock:
     """`with turns:` waits for one's turn. A thread that takes turn after turn stands in line each time."""
 
     def __init__(self) -> None:

@@ -5,38 +5,38 @@ from __future__ import annotations
 
 import threading
 
-from podium.rollout.turns import Turns
+from podium.rollout.fair_lock import FairLock
 from rollout.judge import in_background
 
 DEADLINE_S = 20.0
 
 
 def test_a_busy_loop_lets_a_waiting_thread_in_after_its_present_turn() -> None:
-    turns, asked, order = Turns(), threading.Event(), []
+    lock, asked, order = FairLock(), threading.Event(), []
 
     def other() -> None:
         asked.set()
-        with turns:
+        with lock:
             order.append("other")
 
-    with turns:
+    with lock:
         waiting = in_background(other)
         assert asked.wait(DEADLINE_S)
-        while turns.waiting == 0:  # until it stands in line, which no event tells
+        while lock.waiting == 0:  # until it stands in line, which no event tells
             pass
         order.append("first")
-    with turns:
+    with lock:
         order.append("second")
     waiting.result(DEADLINE_S)
     assert order == ["first", "other", "second"]
 
 
 def test_only_one_at_a_time_is_inside() -> None:
-    turns, inside, most = Turns(), [0], [0]
+    lock, inside, most = FairLock(), [0], [0]
 
     def work() -> None:
         for _ in range(200):
-            with turns:
+            with lock:
                 inside[0] += 1
                 most[0] = max(most[0], inside[0])
                 inside[0] -= 1
@@ -44,26 +44,26 @@ def test_only_one_at_a_time_is_inside() -> None:
     for each in [in_background(work) for _ in range(4)]:
         each.result(DEADLINE_S)
     assert most == [1]
-    assert turns.taken == 800
+    assert lock.taken == 800
 
 
 def test_a_turn_is_given_up_when_its_work_raises() -> None:
-    turns = Turns()
+    lock = FairLock()
     try:
-        with turns:
+        with lock:
             raise KeyError("x")
     except KeyError:
         pass
-    with turns:
+    with lock:
         pass
 
 
 def test_a_turn_that_is_over_before_the_wait_begins_is_not_missed() -> None:
-    turns = Turns()
-    with turns:
-        seen = turns.taken + 1
-    with turns:
+    lock = FairLock()
+    with lock:
+        seen = lock.taken + 1
+    with lock:
         pass
-    turns.wait_for_another(seen, timeout_s=DEADLINE_S)  # returns at once, or the test's own timeout ends it
-    waiting = in_background(lambda: turns.wait_for_another(turns.taken, timeout_s=0.01))
+    lock.wait_for_another(seen, timeout_s=DEADLINE_S)  # returns at once, or the test's own timeout ends it
+    waiting = in_background(lambda: lock.wait_for_another(lock.taken, timeout_s=0.01))
     waiting.result(DEADLINE_S)

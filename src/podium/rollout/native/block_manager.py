@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who holds which block of the KV cache, and which blocks can be reused. Pure bookkeeping: no tensor is touched here.
+
+A sequence has a table of blocks. A block that is full never changes again and may be held by several sequences; the
+one behind them is written by its only holder. What has been computed is remembered in a tree of blocks keyed by their
+tokens, so that a later sequence with the same beginning takes the full blocks as they are and copies the part of one
+more. Where a block is as long as the longest sequence (a slot, as on CPU), all reuse is by that copy.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+
+import numpy as np
+
+from podium.data.documents import Tokens
+
+# How many remembered blocks, the newest first, are looked at for one that shares part of itself.
+_CANDIDATES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """The first `tokens` positions of one block go into another before the next forward."""
+
+    source: int
+    target: int
+    tokens: int
+
+
+@dataclass(slots=True, eq=False)
+class BlockTable:
+    """The blocks of one sequence, in order."""
+
+    blocks: list[int]
+    reused: int  # tokens at the beginning whose keys and values are (or will be, after the copies) in place
+    age: int = 0  # how often all had been forgotten when it began
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    """One remembered block. A partial one can only be copied from."""
+
+    tokens: Tokens
+    block: int
+    parent: _Node | None
+    children: dict[bytes, _Node] = field(default_factory=dict)
+
+
+class BlockManager:
+    """`num_blocks` blocks of `block_size` positions each."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, remember: bool = True) -> None:
+        self.num_blocks, self.block_size = num_blocks, block_size
+        self._remember = remember
+        self._age = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """As at the beginning: no sequence holds a block."""
+        self._free = list(range(self.num_blocks - 1, -1, -1))  # the lowest block first
+        self._holders = [0] * self.num_blocks
+        self._root = _Node(tokens=np.empty(0, np.int32), block=-1, parent=None)
+        self._nodes: dict[int, _Node] = {}
+        # Remembered blocks that nobody holds and no other remembered block builds on, the longest unused first.
+        self._spare: OrderedDict[int, None] = OrderedDict()
+        self._num_kept = 0
+        self._pins: list[int] = []
+        self._copies: list[BlockCopy] = []
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that sequences under way hold, each counted once."""
+        return self.num_blocks - len(self._free) - self._num_kept
+
+    @property
+    def num_kept(self) -> int:
+        """Remembered blocks that nobody holds."""
+        return self._num_kept
+
+    @property
+    def num_available(self) -> int:
+        """Available blocks: free ones and those that are only remembered."""
+        return len(self._free) + self._num_kept
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything computed is kept for later."""
+        return self._remember
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size)
+
+    def begin(self, tokens: Tokens, room: int) -> BlockTable | None:
+        """Blocks for a sequence that starts with `tokens`, at least `room` positions of them; what was computed before
+        is reused, all but the last token (which must be fed for its logits). None: there are too few blocks."""
+        full, source, copied = self._longest_match(tokens[: len(tokens) - 1])
+        blocks = [node.block for node in full]
+        for block in blocks:
+            self._hold(block)
+        block_table = BlockTable(blocks=blocks, reused=len(blocks) * self.block_size, age=self._age)
+        if source is not None and self._can_take_over(source, copied):
+            self._take_over(block_table, source, copied)
+        elif source is not None:
+            self._pin(source.block)  # it must outlive the allocations until it is copied
+            if self.grow(block_table, max(room, block_table.reused + copied)):
+                self._copies.append(BlockCopy(source.block, block_table.blocks[len(full)], copied))
+                block_table.reused += copied
+                return block_table
+            self._unpin(source.block)  # without it there may be a block more
+        if not self.grow(block_table, max(room, block_table.reused)):
+            self._give_back(block_table)
+            return None
+        return block_table
+
+    def grow(self, block_table: BlockTable, tokens: int) -> bool:
+        """Room for `tokens` positions in all. False, and nothing has changed: there are too few blocks."""
+        missing = self.blocks_for(tokens) - len(block_table.blocks)
+        if missing <= 0:
+            return True
+        if missing > self.num_available:
+            return False
+        for _ in range(missing):
+            block = self._take()
+            self._holders[block] = 1
+            block_table.blocks.append(block)
+        return True
+
+    def remember(self, block_table: BlockTable, tokens: Tokens) -> None:
+        """`tokens` have been computed into the blocks of a sequence that goes on: later ones may reuse them."""
+        if self._remember:
+            self._insert(block_table, tokens)
+
+    def release(self, block_table: BlockTable, tokens: Tokens | None) -> None:
+        """The sequence ends. `tokens`: what is computed in its blocks, to be remembered; None: nothing worth it."""
+        if tokens is not None and self._remember:
+            self._insert(block_table, tokens)
+        self._give_back(block_table)
+
+    def disown(self, block_table: BlockTable) -> list[int]:
+        """What is in these blocks is not to be trusted: neither they nor what was built on them is reused. Returns the
+        blocks that nobody else holds."""
+        for block in block_table.blocks:
+            node = self._nodes.get(block)
+            if node is not None:
+                self._unlink_with_all_behind(node)
+        return [block for block in block_table.blocks if self._holders[block] == 1]
+
+    def forget(self) -> None:
+        """What has been computed is worthless from now on (the weights changed)."""
+        for block, node in self._nodes.items():
+            node.children.clear()
+            if self._holders[block] == 0:
+                self._free.append(block)
+        self._nodes.clear()
+        self._spare.clear()
+        self._num_kept = 0
+        self._root.children.clear()
+        self._age += 1
+
+    def take_copies(self) -> list[BlockCopy]:
+        """The copies to make before the next forward; from here on their sources may be given away."""
+        copies, self._copies = self._copies, []
+        for block in self._pins:
+            self._drop(block)
+        self._pins = []
+        return copies
+
+    def rename(self, target_of: dict[int, int], block_tables: list[BlockTable]) -> None:
+        """Blocks were moved in memory: a permutation of blocks. `block_tables` are those of all sequences under way."""
+        assert not self._pins
+        assert sorted(target_of) == sorted(target_of.values())
+        for block_table in block_tables:
+            block_table.blocks = [target_of.get(block, block) for block in block_table.blocks]
+        holders = list(self._holders)
+        for source, target in target_of.items():
+            self._holders[target] = holders[source]
+        self._free = sorted((target_of.get(block, block) for block in self._free), reverse=True)
+        self._nodes = {target_of.get(block, block): node for block, node in self._nodes.items()}
+        for block, node in self._nodes.items():
+            node.block = block
+        self._spare = OrderedDict((target_of.get(block, block), None) for block in self._spare)
+
+    def longest_remembered(self, blocks: Iterable[int]) -> int:
+        """Most tokens that one of these blocks is remembered with."""
+        return max((len(self._nodes[block].tokens) for block in blocks if block in self._nodes), default=0)
+
+    def holders(self, block: int) -> int:
+        return self._holders[block]
+
+    def common_with_remembered(self, tokens: Tokens) -> int:
+        """How many leading tokens a sequence would find computed."""
+        full, _, copied = self._longest_match(tokens)
+        return len(full) * self.block_size + copied
+
+    def _can_take_over(self, source: _Node, copied: int) -> bool:
+        """A block that nobody holds need not be copied when this sequence goes on where it ends, or when it would have
+        to be given up anyway."""
+        unheld = self._holders[source.block] == 0 and not source.children
+        return unheld and (copied == len(source.tokens) or self.num_available == 1)
+
+    def _take_over(self, block_table: BlockTable, source: _Node, copied: int) -> None:
+        self._unlink(source)
+        self._num_kept -= 1
+        self._holders[source.block] = 1
+        block_table.blocks.append(source.block)
+        block_table.reused += copied
+
+    # The tree
+
+    def _longest_match(self, tokens: Tokens) -> tuple[list[_Node], _Node | None, int]:
+        """(full blocks that match, the block behind them that shares most, how many tokens of it)."""
+        node, found, at = self._root, list[_Node](), 0
+        while at + self.block_size <= len(tokens):
+            child = node.children.get(tokens[at : at + self.block_size].tobytes())
+            if child is None:
+                break
+            node, at = child, at + self.block_size
+            found.append(child)
+        rest, best, most = tokens[at:], None, 0
+        if len(rest):
+            first = rest[0]
+            for child in islice(reversed(node.children.values()), _CANDIDATES):
+                if child.tokens[0] != first:  # most differ at once, and this is cheaper than comparing arrays
+                    continue
+                shared = common_prefix(child.tokens, rest)
+                if shared > most:
+                    best, most = child, shared
+        return found, best, most
+
+    def _insert(self, block_table: BlockTable, tokens: Tokens) -> None:
+        if block_table.age != self._age:  # part of it was computed before all was forgotten
+            return
+        parent = self._root
+        for index, block in enumerate(block_table.blocks):
+            part = tokens[index * self.block_size : (index + 1) * self.block_size]
+            if len(part) == 0:
+                return
+            mine = self._nodes.get(block)
+            if mine is not None and len(part) > len(mine.tokens):  # it was remembered when it held less
+                self._unlink(mine)
+                mine = None
+            if mine is not None:
+                parent = mine
+                continue
+            # The same tokens in another block: only that one is remembered, and nothing is built on a block that this
+            # sequence does not hold, so that whoever holds a block holds all before it.
+            if part.tobytes() in parent.children:
+                return
+            node = _Node(tokens=part.copy(), block=block, parent=parent)
+            parent.children[part.tobytes()] = node
+            self._nodes[block] = node
+            parent = node
+
+    def _unlink(self, node: _Node) -> None:
+        """Forgets one block that nothing builds on."""
+        assert not node.children
+        parent = node.parent
+        assert parent is not None
+        parent.children.pop(node.tokens.tobytes(), None)
+        self._nodes.pop(node.block, None)
+        self._spare.pop(node.block, None)
+        self._maybe_spare(parent)
+
+    def _unlink_with_all_behind(self, node: _Node) -> None:
+        for child in list(node.children.values()):
+            self._unlink_with_all_behind(child)
+        self._unlink(node)
+        if self._holders[node.block] == 0:
+            self._num_kept -= 1
+            self._free.append(node.block)
+
+    def _maybe_spare(self, node: _Node) -> None:
+        if node.block >= 0 and not node.children and self._holders[node.block] == 0 and node.block in self._nodes:
+            self._spare[node.block] = None
+            self._spare.move_to_end(node.block)
+
+    # Blocks
+
+    def _take(self) -> int:
+        if not self._free:
+            block = next(iter(self._spare))
+            self._unlink(self._nodes[block])
+            self._num_kept -= 1
+            self._free.append(block)
+        return self._free.pop()
+
+    def _hold(self, block: int) -> None:
+        self._num_kept -= self._holders[block] == 0
+        self._holders[block] += 1
+        self._spare.pop(block, None)
+
+    def _pin(self, block: int) -> None:
+        self._hold(block)
+        self._pins.append(block)
+
+    def _unpin(self, block: int) -> None:
+        self._pins.remove(block)
+        self._drop(block)
+
+    def _drop(self, block: int) -> None:
+        assert self._holders[block] > 0, f"page {block} was given back twice"
+        self._holders[block] -= 1
+        if self._holders[block]:
+            return
+        node = self._nodes.get(block)
+        if node is None:
+            self._free.append(block)
+        else:
+            self._num_kept += 1
+            self._maybe_spare(node)
+
+    def _give_back(self, block_table: BlockTable) -> None:
+        # The last block first, so that the beginning of a sequence stays remembered longest.
+        for block in reversed(block_table.blocks):
+            self._drop(block)
+        block_table.blocks = []
+
+    def check(self) -> Iterator[str]:
+        """What is inconsistent; for tests."""
+        if len(set(self._free)) != len(self._free):
+            yield "a page is free twice"
+        for block in self._free:
+            if self._holders[block] or block in self._nodes:
+                yield f"page {block} is free and in use"
+        for block, node in self._nodes.items():
+            if node.block != block:
+                yield f"page {block} is filed under another"
+            if (block in self._spare) != (self._holders[block] == 0 and not node.children):
+                yield f"page {block} is spare and should not be, or the other way round"
+        accounted = len(self._free) + sum(
+            1 for block in range(self.num_blocks) if self._holders[block] or block in self._nodes
+        )
+        if accounted != self.num_blocks:
+            yield f"{self.num_blocks - accounted} pages are lost"
+        if self._num_kept != sum(1 for block in self._nodes if self._holders[block] == 0):
+            yield "the count of kept pages is wrong"
+
+
+def common_prefix(left: Tokens, right: Tokens) -> int:
+    """How many leading tokens are the same."""
+    size = min(len(left), len(right))
+    differs = np.flatnonzero(left[:size] != right[:size])
+    return int(differs[0]) if len(differs) else size
