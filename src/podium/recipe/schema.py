@@ -238,7 +238,7 @@ class RolloutSection(Section):
     )
     block_size: Count | None = Field(
         None,
-        description="Tokens of a block of the KV cache; default: 64 on CUDA (always a power of two there, 16 at least), "
+        description="Tokens of a block of the KV cache; default: 64 on CUDA (a power of two there, 16 at least), "
         "a whole sequence on CPU.",
     )
     reuse_prefixes: Switch = Field(True, description="Keep what is computed, for prompts that begin alike.")
