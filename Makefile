@@ -24,13 +24,8 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-FAST := not slow and not gpu and not verl and not trl
-# Tests that share nothing but the processor: two processes. The others start Ray or meet at ports.
-ALONE := tests/unit tests/golden
-
 test: lint types  ## what every change must pass
-	$(BIN)/python -m pytest -q -m "$(FAST)" -n 2 --dist loadfile $(ALONE)
-	$(BIN)/python -m pytest -q -m "$(FAST)" $(ALONE:%=--ignore=%)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu and not verl and not trl"
 
 test-slow: $(INSTALLED)  ## the rest: several ranks, kills, restarts
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not trl"
