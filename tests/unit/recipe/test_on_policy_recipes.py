@@ -307,7 +307,7 @@ KL, TOOLS = "algorithm.kl={coefficient: 0.1}", "environment={tools: ['a.py:f']}"
         ((), "rollout.memory_gib=3"),
         ((), "rollout.max_running=3"),
         ((), "rollout.prefill_tokens=64"),
-        ((), "rollout.page_tokens=16"),
+        ((), "rollout.block_size=16"),
         ((), "rollout.reuse_prefixes=false"),
         ((), "rollout.decode=eager"),
         ((), "rollout.offload_optimizer=true"),

@@ -220,11 +220,11 @@ class Simulation:
         self.fed[sequence.id] = stop
         work = self.by_id[sequence.id]
         prompt = len(work.prompt)
-        sequence = (*work.prompt, *(work.token(i) for i in range(prompt, stop)))
+        tokens = (*work.prompt, *(work.token(i) for i in range(prompt, stop)))
         for i in range(stop):
             block = sequence.block_table.blocks[i // self.block_size]
-            at, value = (block, i % self.block_size), (self.weights, sequence[: i + 1])
+            at, value = (block, i % self.block_size), (self.weights, tokens[: i + 1])
             if i >= start:
-                assert self.block_manager.holders(block) == 1, "a page is written that another holds"
+                assert self.block_manager.holders(block) == 1, "a block is written that another holds"
                 self.memory[at] = value
             assert self.memory.get(at) == value, "attention reads what was not computed for this sequence"

@@ -22,7 +22,7 @@ from podium.errors import PodiumError, RolloutError
 from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.answers_file import AnswerRecord, AnswersFile
 from podium.rollout.native.engine import NativeEngine
-from podium.rollout.native.runner import Known, StepDraws
+from podium.rollout.native.runner import Known, StepSamples
 from podium.rollout.native.scheduler import StepPlan
 from podium.rollout.requests import Completion, Request, Sampling
 from podium.spmd.answering import Answerer
@@ -219,7 +219,7 @@ def _follow(engine: NativeEngine, script: list[int]) -> None:
     def run_and_replace(plan: StepPlan) -> Any:
         drawn = run(plan).read()
         at = rows.length_R[plan.sample_rows] - 1 - rows.prompt_R[plan.sample_rows]
-        return Known(StepDraws(tokens_B=np.array(script, np.int32)[at], logprobs_B=drawn.logprobs_B))
+        return Known(StepSamples(tokens_B=np.array(script, np.int32)[at], logprobs_B=drawn.logprobs_B))
 
     engine._runner.run = run_and_replace  # type: ignore[method-assign]
 
@@ -248,7 +248,7 @@ def test_an_evaluation_without_answers_says_why(learner: Learner, qwen3_folder: 
         with torch.no_grad():
             engine.model.hf.get_decoder().layers[0].self_attn.v_proj.weight.fill_(torch.nan)
     with pytest.raises(PodiumError):
-        made.sequences()
+        made.answers()
 
 
 @pytest.mark.parametrize("rollout", [{"memory_gib": 1e5}, {"memory_gib": 1e-9}, {"max_length": 8}])
@@ -260,11 +260,11 @@ def test_a_size_that_cannot_be_had_is_told_before_the_first_step(qwen3_folder: P
 
 def test_optimizer_state_comes_back_when_an_evaluation_fails(qwen3_folder: Path) -> None:
     made, engine = answerer(qwen3_folder, offload_optimizer=True)
-    made.sequences()
+    made.answers()
     assert made._native is not None
     _fail_once(made._native, step=1, error=RuntimeError)
     with pytest.raises(RuntimeError):
-        made.sequences()
+        made.answers()
     assert engine.optimizer.first_moments[0].untyped_storage().nbytes() > 0
 
 
@@ -286,7 +286,7 @@ def test_a_start_that_leaves_nothing_takes_nothing_from_the_next(
     """The next start begins at the moment when the first has removed its empty file."""
     out, unlink, entered = tmp_path / "a.jsonl", Path.unlink, list[Any]()
     record = AnswerRecord(
-        row=0, sample=0, prompt="p", sequence="a", finish="stop", stop=2, num_prompt_tokens=1, num_tokens=1
+        row=0, sample=0, prompt="p", answer="a", finish="stop", stop=2, num_prompt_tokens=1, num_tokens=1
     )
 
     def and_then(path: Path, missing_ok: bool = False) -> None:

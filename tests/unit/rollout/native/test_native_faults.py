@@ -41,7 +41,7 @@ def test_a_draw_that_is_left_nothing_ends_its_own_answer_with_what_it_has(learne
     found = sequences(learner.engine(), [ask(0, **how), ask(1)])
     assert sorted(each.finish for each in found.values()) == ["error", "length"]
     broken = next(each for each in found.values() if each.finish == "error")
-    assert "nothing to draw" in (broken.error or "")
+    assert "nothing to sample" in (broken.error or "")
     assert broken.num_tokens == 0
 
 
