@@ -252,7 +252,7 @@ def context_on(mesh: Mesh, role: str) -> WorkerContext:
         recorder=SpanRecorder(),
         transfers={},
         colocated_roles={},
-        lines={},
+        channels={},
     )
 
 
