@@ -29,7 +29,6 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from podium.weights.fingerprints import fingerprint
-from podium.weights.parcels import ByBroadcast, ByFile, ByStore, Shared, WeightBucket
 from podium.weights.receiving import Verified
 from podium.weights.transports import (
     Delivery,
@@ -41,6 +40,7 @@ from podium.weights.transports import (
     send_by_store,
 )
 from podium.weights.versions import TensorSpec, WeightVersion
+from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore, Shared, WeightBucket
 
 CPU = torch.device("cpu")
 E, FF, HEADS, KV, HEAD = 1024, 3072, 16, 8, 128
@@ -108,7 +108,7 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
 
 def _ways(rank: int, mine: Weights, version: WeightVersion, args: argparse.Namespace) -> dict[str, Callable[[], None]]:
     flat = torch.zeros(version.nbytes, dtype=torch.uint8)
-    parcel = ByBroadcast(version=version, link="all", bucket_bytes=args.bucket_mib * 2**20)
+    transfer = ByBroadcast(version=version, link="all", bucket_bytes=args.bucket_mib * 2**20)
     link = GroupLink()
 
     def bare() -> None:
@@ -117,9 +117,9 @@ def _ways(rank: int, mine: Weights, version: WeightVersion, args: argparse.Names
     def moved(take: Callable[[Delivery], None]) -> Callable[[], None]:
         def way() -> None:
             if rank == 0:
-                send_by_broadcast(parcel, mine, link, CPU)
+                send_by_broadcast(transfer, mine, link, CPU)
             else:
-                arrival = received(parcel, device=CPU, link=lambda _: link)
+                arrival = received(transfer, device=CPU, link=lambda _: link)
                 assert arrival is not None
                 take(arrival)
 
@@ -160,8 +160,8 @@ def _alone(mine: Weights, version: WeightVersion, args: argparse.Namespace, fold
     return {name: statistics.median(each) for name, each in found.items()}
 
 
-def _take(parcel: ByStore | ByFile, version: WeightVersion) -> None:
-    arrival = received(parcel, device=CPU, link=lambda _: GroupLink())
+def _take(transfer: ByStore | ByFile, version: WeightVersion) -> None:
+    arrival = received(transfer, device=CPU, link=lambda _: GroupLink())
     assert arrival is not None
     for _ in Verified(arrival, version).tensors():
         pass

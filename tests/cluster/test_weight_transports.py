@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights go from a policy to its generator by every transport; what the controller handles is parcels alone."""
+"""Weights go from a policy to its generator by every transport; the controller handles weight transfers only."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleGroup
 from podium.data.trajectories import TrajectoryIds
 from podium.engine.mesh import adopt
 from podium.errors import RoleError
-from podium.weights.parcels import ByBroadcast, ByFile, ByStore, Parcel, Readable, WeightBucket
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified, verify_in_place
 from podium.weights.transports import received, send_by_broadcast, send_by_file, send_by_store
 from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore, Readable, WeightBucket, WeightTransfer
 
 BUCKET = 20_000
 
@@ -32,7 +32,7 @@ BUCKET = 20_000
 class Buckets:
     """Which buckets one data rank is asked for: all of the sender, none of the ranks that only help to gather."""
 
-    parcel: ByStore
+    transfer: ByStore
     ids: TrajectoryIds
 
 
@@ -53,15 +53,15 @@ class Policy:
     def describe(self, number: int) -> WeightVersion:
         return self._weights.describe(number)
 
-    def broadcast(self, parcel: ByBroadcast) -> int:
-        return send_by_broadcast(parcel, self._weights, self._context.transfer(parcel.link), torch.device("cpu"))
+    def broadcast(self, transfer: ByBroadcast) -> int:
+        return send_by_broadcast(transfer, self._weights, self._context.transfer(transfer.link), torch.device("cpu"))
 
     def stream(self, wanted: Buckets) -> Iterator[Computed[WeightBucket]]:
-        for bucket in send_by_store(wanted.parcel, self._weights, is_sender=len(wanted.ids) > 0):
+        for bucket in send_by_store(wanted.transfer, self._weights, is_sender=len(wanted.ids) > 0):
             yield Computed(rows=bucket)
 
-    def write(self, parcel: ByFile) -> int:
-        return send_by_file(parcel, self._weights, is_sender=self._context.rank == 0)
+    def write(self, transfer: ByFile) -> int:
+        return send_by_file(transfer, self._weights, is_sender=self._context.rank == 0)
 
 
 class Generator:
@@ -73,13 +73,13 @@ class Generator:
         engine = make_engine(Path(folder))
         self._own = {each.name: each.parameter.detach() for each in engine.optimizer.trained}
 
-    def install(self, parcel: Parcel) -> int:
+    def install(self, transfer: WeightTransfer) -> int:
         """Bytes that came; the version is proven twice, as it passes and in place."""
-        arrival = received(parcel, device=torch.device("cpu"), link=self._context.transfer)
+        arrival = received(transfer, device=torch.device("cpu"), link=self._context.transfer)
         assert arrival is not None
-        for name, tensor in Verified(arrival, parcel.version).tensors():
+        for name, tensor in Verified(arrival, transfer.version).tensors():
             self._own[name][: len(tensor)].copy_(tensor)
-        verify_in_place(self._own, parcel.version)
+        verify_in_place(self._own, transfer.version)
         return arrival.moved_bytes
 
 
@@ -109,16 +109,16 @@ async def described(policy: RoleGroup[Policy], number: int) -> WeightVersion:
     return versions[0]
 
 
-async def stored(policy: RoleGroup[Policy], parcel: ByStore) -> ByStore:
-    """The parcel with a reference to each bucket: this process sees no byte of them."""
+async def stored(policy: RoleGroup[Policy], transfer: ByStore) -> ByStore:
+    """The transfer with a reference to each bucket: this process sees no byte of them."""
     empty = TrajectoryIds.of(())
     ranks = len(policy.workers)
-    shards = [Buckets(parcel=parcel, ids=parcel.ids if rank == 0 else empty) for rank in range(ranks)]
+    shards = [Buckets(transfer=transfer, ids=transfer.ids if rank == 0 else empty) for rank in range(ranks)]
     references: dict[int, Readable] = {}
     async for block in policy.stream_sharded(Policy.stream, shards):
         assert block.stored is not None
         references[block.ids[0].draw] = block.stored
-    return replace(parcel, stored=tuple(references[number] for number in range(len(parcel.buckets))))
+    return replace(transfer, stored=tuple(references[number] for number in range(len(transfer.buckets))))
 
 
 @pytest.mark.slow
@@ -126,17 +126,17 @@ def test_store_and_files_carry_weights_on_any_cluster(open_cluster: Opener, fold
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, generator = workers.role("policy", Policy), workers.role("generator", Generator)
         version = await described(policy, 1)
-        parcel = await stored(policy, ByStore(version=version, bucket_bytes=BUCKET))
-        assert len(parcel.stored) > 3
-        moved = (await generator.call_all(Generator.install, parcel))[0].value
-        assert moved == sum(bucket.nbytes for bucket in parcel.buckets)
+        transfer = await stored(policy, ByStore(version=version, bucket_bytes=BUCKET))
+        assert len(transfer.stored) > 3
+        moved = (await generator.call_all(Generator.install, transfer))[0].value
+        assert moved == sum(bucket.nbytes for bucket in transfer.buckets)
 
         by_file = ByFile(version=await described(policy, 2), folder=tmp_path)
         written = (await policy.call_all(Policy.write, by_file))[0].value
         assert written == (await generator.call_all(Generator.install, by_file))[0].value == version.nbytes
 
         # The buckets of the version before do not pass for the next one.
-        stale = replace(parcel, version=by_file.version)
+        stale = replace(transfer, version=by_file.version)
         with pytest.raises(RoleError, match=r"WeightMismatchError: \d+ of \d+ tensors are not those of .* version 2"):
             await generator.call_all(Generator.install, stale)
 
@@ -150,13 +150,13 @@ def test_a_sharded_policy_sends_over_a_link_and_through_the_store(open_on_ray: O
         await workers.connect("weights", ("policy", "generator"), deadline_s=30)
         for number in (1, 2):
             version = await described(policy, number)
-            parcel = ByBroadcast(version=version, link="weights", source=0, bucket_bytes=BUCKET)
-            assert len(pickle.dumps(parcel)) < 100 * len(version.manifest) + 1000 < version.nbytes / 10
+            transfer = ByBroadcast(version=version, link="weights", source=0, bucket_bytes=BUCKET)
+            assert len(pickle.dumps(transfer)) < 100 * len(version.manifest) + 1000 < version.nbytes / 10
             sent, came = await asyncio.gather(
-                policy.within(30).call_all(Policy.broadcast, parcel),
-                generator.within(30).call_all(Generator.install, parcel),
+                policy.within(30).call_all(Policy.broadcast, transfer),
+                generator.within(30).call_all(Generator.install, transfer),
             )
-            total = sum(bucket.nbytes for bucket in parcel.buckets)
+            total = sum(bucket.nbytes for bucket in transfer.buckets)
             assert [answer.value for answer in (*sent, *came)] == [total, 0, total]
         parcel_by_store = await stored(policy, ByStore(version=await described(policy, 3), bucket_bytes=BUCKET))
         assert (await generator.call_all(Generator.install, parcel_by_store))[0].value >= version.nbytes

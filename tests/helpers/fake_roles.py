@@ -30,7 +30,7 @@ from podium.roles.carriers import DistanceNote, EpisodeNote, Residency, Sampling
 from podium.roles.grading_handle import Rewarded
 from podium.roles.handles import joined_distance
 from podium.roles.interfaces import LearnerFacts
-from podium.roles.stages import CriticReport, Rollouts, UpdateReport, WeightedRollouts
+from podium.roles.stages import CriticReport, Rollouts, TrainBatch, UpdateReport
 from podium.rollout.requests import Completion
 
 WRONG, RIGHT = 10, 11
@@ -54,7 +54,7 @@ class Bandit:
     reports: Callable[[int], dict[str, Any]] = lambda step: {}  # what an update has to say beside the usual
     distance: float = 0.0  # log-prob of the policy less that of the reference, at every sampled token
     journal: list[tuple[Any, ...]] = field(default_factory=list)
-    updates: list[tuple[UpdatePlan, WeightedRollouts]] = field(default_factory=list)
+    updates: list[tuple[UpdatePlan, TrainBatch]] = field(default_factory=list)
     saves: dict[str, dict[int, Any]] = field(default_factory=dict)  # by role and step
 
     @property
@@ -98,9 +98,9 @@ class FakeGenerator(_Placed):
         self._chance, self._version = self._bandit.chance, number
         return "fingerprint"
 
-    async def install(self, parcel: Any) -> int:
-        self._works("install", parcel.version)
-        self._chance, self._version = self._bandit.chance, parcel.version
+    async def install(self, transfer: Any) -> int:
+        self._works("install", transfer.version)
+        self._chance, self._version = self._bandit.chance, transfer.version
         return 4
 
     async def generate(
@@ -146,13 +146,13 @@ class FakeLearner(_Placed):
         super().__init__(bandit, "policy")
         self.num_ranks = 1
 
-    async def update(self, weighted: WeightedRollouts, plan: UpdatePlan, *, seed: int) -> UpdateReport:
+    async def update(self, train_batch: TrainBatch, plan: UpdatePlan, *, seed: int) -> UpdateReport:
         self._works("update", plan.step)
-        self._bandit.updates.append((plan, weighted))
-        is_right_N = _is_right(weighted.rollouts.rows.read())
-        gradient = float(np.mean(_advantages(weighted) * (is_right_N - self._bandit.chance)))
+        self._bandit.updates.append((plan, train_batch))
+        is_right_N = _is_right(train_batch.rollouts.rows.read())
+        gradient = float(np.mean(_advantages(train_batch) * (is_right_N - self._bandit.chance)))
         self._bandit.log_odds += plan.lr * gradient
-        lengths_N = weighted.rollouts.rows.lengths_N
+        lengths_N = train_batch.rollouts.rows.lengths_N
         known = {"losses": (-gradient,), "grad_norms": (abs(gradient),), "num_tokens": int(lengths_N.sum())}
         return make_report(**(known | self._bandit.reports(plan.step)))
 
@@ -160,8 +160,8 @@ class FakeLearner(_Placed):
         self._works("describe", number)
         return number
 
-    async def send(self, parcel: Any) -> int:
-        self._works("send", parcel.version, parcel.link)
+    async def send(self, transfer: Any) -> int:
+        self._works("send", transfer.version, transfer.link)
         return 4
 
     async def save(self, step: int, values: Any) -> None:
@@ -287,19 +287,19 @@ def _is_right(block: TrajectoryBlock) -> np.ndarray:
     )
 
 
-def _advantages(weighted: WeightedRollouts) -> np.ndarray:
+def _advantages(train_batch: TrainBatch) -> np.ndarray:
     """One for each episode, from whatever weighs them."""
-    rows = weighted.rollouts.rows
-    if weighted.advantages_N is not None:
-        return weighted.advantages_N
-    if weighted.columns is not None:
-        columns = weighted.columns.select(rows.ids).read()
-        shift, scale = weighted.whitening or (0.0, 1.0)
+    rows = train_batch.rollouts.rows
+    if train_batch.advantages_N is not None:
+        return train_batch.advantages_N
+    if train_batch.columns is not None:
+        columns = train_batch.columns.select(rows.ids).read()
+        shift, scale = train_batch.whitening or (0.0, 1.0)
         return (columns.advantages_T[columns.offsets[1:] - 1] - shift) * scale
-    if weighted.teachers:
+    if train_batch.teachers:
         block, total_N = rows.read(), np.zeros(len(rows))
-        for column, weight in weighted.teachers:
+        for column, weight in train_batch.teachers:
             apart_T = column.select(rows.ids).read().values_T - block.behavior_logprobs_T
             total_N += weight * np.add.reduceat(apart_T, block.offsets[:-1])
         return total_N
-    return weighted.scored.graded.rewards_N
+    return train_batch.scored.graded.rewards_N

@@ -24,11 +24,11 @@ from podium.models.causal_lm import load_config
 from podium.models.packing import to_device
 from podium.recipe import ModelSection, PlacementSection
 from podium.spmd.launch import RankPlace, launch
-from podium.weights.parcels import ByBroadcast, ByFile, ByStore
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified, verify_in_place
 from podium.weights.transports import GroupLink, received, send_by_broadcast, send_by_file, send_by_store
 from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore
 from podium.weights.whole_copy import WholeCopy
 
 MODELS = ("qwen3", "glm4_moe")
@@ -78,9 +78,9 @@ def seen(folder: Path, mesh: Mesh, out: Path) -> Seen:
     after = weights.describe(2)
     copy.refill()  # a forward and a backward pass of the sharded model lie between
     verify_in_place(copy.tensors, after)
-    parcel = ByBroadcast(version=after, link="all", source=0, bucket_bytes=9_000)
+    transfer = ByBroadcast(version=after, link="all", source=0, bucket_bytes=9_000)
     if mesh.world == 2:
-        listen_or_send(parcel, weights, mesh)
+        listen_or_send(transfer, weights, mesh)
     send_by_file(ByFile(version=after, folder=out, bucket_bytes=9_000), weights, is_sender=mesh.is_main)
     stored = list(send_by_store(ByStore(version=after, bucket_bytes=9_000), weights, is_sender=mesh.is_main))
     return Seen(
@@ -90,18 +90,18 @@ def seen(folder: Path, mesh: Mesh, out: Path) -> Seen:
     )  # fmt: skip
 
 
-def listen_or_send(parcel: ByBroadcast, weights: PublishedWeights, mesh: Mesh) -> None:
+def listen_or_send(transfer: ByBroadcast, weights: PublishedWeights, mesh: Mesh) -> None:
     """Rank 0 sends and rank 1, though it helps to gather, only listens; then rank 1's place is a receiver's."""
-    moved = send_by_broadcast(parcel, weights, GroupLink(), mesh.device)
-    total = sum(bucket.nbytes for bucket in parcel.buckets)
+    moved = send_by_broadcast(transfer, weights, GroupLink(), mesh.device)
+    total = sum(bucket.nbytes for bucket in transfer.buckets)
     assert moved == (total if mesh.is_main else 0)
     gathered = {name: tensor.clone() for name, tensor in weights.tensors()}
     if mesh.is_main:
-        assert send_by_broadcast(parcel, _Held(gathered), GroupLink(), mesh.device) == total
+        assert send_by_broadcast(transfer, _Held(gathered), GroupLink(), mesh.device) == total
     else:
-        arrival = received(parcel, device=mesh.device, link=lambda _: GroupLink())
+        arrival = received(transfer, device=mesh.device, link=lambda _: GroupLink())
         assert arrival is not None
-        for name, tensor in Verified(arrival, parcel.version).tensors():
+        for name, tensor in Verified(arrival, transfer.version).tensors():
             assert torch.equal(tensor, gathered[name])
         assert arrival.moved_bytes == total
 
@@ -164,10 +164,10 @@ def _seen(results: list[Seen], name: str) -> Seen:
     return results[MODELS.index(name)]
 
 
-def verify_files(parcel: ByFile) -> None:
-    arrival = received(parcel, device=CPU, link=lambda _: GroupLink())
+def verify_files(transfer: ByFile) -> None:
+    arrival = received(transfer, device=CPU, link=lambda _: GroupLink())
     assert arrival is not None
-    assert sum(1 for _ in Verified(arrival, parcel.version).tensors()) == len(parcel.version.manifest)
+    assert sum(1 for _ in Verified(arrival, transfer.version).tensors()) == len(transfer.version.manifest)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -43,7 +43,7 @@ TORCH_FREE = (
     "engine.schedule",
     "cluster",
     "weights.canary",
-    "weights.parcels",
+    "weights.weight_transfers",
     "weights.versions",
     "rollout.requests",
     "rollout.engine",

@@ -44,9 +44,14 @@ IDENTIFIERS = {
     "draw_rows": "sample_rows",
     "narrowed": "processed",
     "Turns": "FairLock",
+    "Parcel": "WeightTransfer",
+    "parcel": "transfer",
+    "WeightedRollouts": "TrainBatch",
+    "weigher": "advantage_estimator",
+    "weigh": "compute_advantages",
 }
 # In docs, where they mean nothing else.
-PROSE = ("roommate", "crew", "seat", "put back", "page book", "page_tokens")
+PROSE = ("roommate", "crew", "seat", "put back", "page book", "page_tokens", "parcel")
 
 
 def names(text: str) -> Iterator[tuple[int, str]]:

@@ -167,7 +167,7 @@ def reduced(loss_S: Tensor, tokens: PolicyTokens, reduction: Reduction) -> Tenso
 @pytest.mark.parametrize("size", [0.2, 1.5, 15.0])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_policy_losses(
-    step: Step, name: str, clip_low: float, clip_high: float, their_reduction: str, size: float, weighted: bool
+    step: Step, name: str, clip_low: float, clip_high: float, their_reduction: str, size: float, train_batch: bool
 ) -> None:
     old_T = -step.noise_T().abs() - 1
     logprobs_T = (old_T + step.noise_T(size)).requires_grad_()
@@ -188,7 +188,7 @@ def test_policy_losses(
         response_mask=step.mask_NL,
         loss_agg_mode=their_reduction,
         config=settings,
-        rollout_is_weights=step.padded(weights_T) if weighted else None,
+        rollout_is_weights=step.padded(weights_T) if train_batch else None,
     )
     (their_gradient_T,) = torch.autograd.grad(theirs, logprobs_T)
 
@@ -200,7 +200,7 @@ def test_policy_losses(
         num_sequences=step.num_sequences,
     )
     loss_S = policy_loss(name, tokens, clip_low, clip_high)
-    if weighted:
+    if train_batch:
         loss_S = loss_S * weights_T[step.mask_T]
     ours = reduced(loss_S, tokens, REDUCTIONS[their_reduction])
     (our_gradient_T,) = torch.autograd.grad(ours, logprobs_T)

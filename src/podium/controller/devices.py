@@ -15,7 +15,7 @@ from podium.controller.phases import GENERATOR, Phase, residency
 from podium.roles.carriers import Residency
 from podium.roles.handles import send_weights
 from podium.roles.interfaces import POLICY
-from podium.weights.parcels import ByBroadcast
+from podium.weights.weight_transfers import ByBroadcast
 
 
 class Devices:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rewards to what weighs each episode, by the estimator that the recipe names; pure."""
+"""From rewards to the advantage of each episode, by the estimator that the recipe names; pure."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from podium.algorithms import advantages
 from podium.errors import RecipeError
 from podium.recipe import Recipe, plugins
 from podium.recipe.on_policy_rules import advantage_of
-from podium.roles.stages import ScoredRollouts, WeightedRollouts
+from podium.roles.stages import ScoredRollouts, TrainBatch
 
-Weigh = Callable[[ScoredRollouts], WeightedRollouts]
+ComputeAdvantages = Callable[[ScoredRollouts], TrainBatch]
 
 
-def weigher(recipe: Recipe) -> Weigh:
+def advantage_estimator(recipe: Recipe) -> ComputeAdvantages:
     """The recipe's estimator for episodes. Those that need a critic or a teacher are their programs' own."""
     name = advantage_of(recipe)
     match name:
@@ -43,30 +43,30 @@ def _tensors(scored: ScoredRollouts) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(scored.rewards_N.astype(np.float64)), torch.from_numpy(scored.group_N.copy())
 
 
-def _per_episode(estimate: Callable[[Tensor, Tensor], Tensor]) -> Weigh:
-    def weigh(scored: ScoredRollouts) -> WeightedRollouts:
-        return scored.weigh(estimate(*_tensors(scored)).double().numpy())
+def _per_episode(estimate: Callable[[Tensor, Tensor], Tensor]) -> ComputeAdvantages:
+    def compute_advantages(scored: ScoredRollouts) -> TrainBatch:
+        return scored.with_advantages(estimate(*_tensors(scored)).double().numpy())
 
-    return weigh
+    return compute_advantages
 
 
-def _length_weighted(scored: ScoredRollouts) -> WeightedRollouts:
+def _length_weighted(scored: ScoredRollouts) -> TrainBatch:
     lengths_N = torch.from_numpy(scored.graded.rollouts.note.sampled_N.astype(np.float32))
-    return scored.weigh(advantages.length_weighted(*_tensors(scored), lengths_N).double().numpy())
+    return scored.with_advantages(advantages.length_weighted(*_tensors(scored), lengths_N).double().numpy())
 
 
-def _returns_to_go(scored: ScoredRollouts) -> WeightedRollouts:
+def _returns_to_go(scored: ScoredRollouts) -> TrainBatch:
     """The learner makes the returns: they are of tokens."""
-    return WeightedRollouts(scored=scored, whiten=True)
+    return TrainBatch(scored=scored, whiten=True)
 
 
-def _centered_and_whitened(scored: ScoredRollouts) -> WeightedRollouts:
+def _centered_and_whitened(scored: ScoredRollouts) -> TrainBatch:
     centered_N = advantages.group_centered(*_tensors(scored)).double().numpy()
-    return WeightedRollouts(scored=scored, advantages_N=centered_N, whiten=True)
+    return TrainBatch(scored=scored, advantages_N=centered_N, whiten=True)
 
 
-def _own(function: Callable[..., Any], path: str) -> Weigh:
-    def weigh(scored: ScoredRollouts) -> WeightedRollouts:
+def _own(function: Callable[..., Any], path: str) -> ComputeAdvantages:
+    def compute_advantages(scored: ScoredRollouts) -> TrainBatch:
         rewards_N, group_N = _tensors(scored)
         try:
             found = torch.as_tensor(function(rewards_N, group_N)).double()
@@ -77,6 +77,6 @@ def _own(function: Callable[..., Any], path: str) -> Weigh:
                 f"algorithm.advantage: {path} gave {tuple(found.shape)} values for {len(rewards_N)} episodes, or one "
                 "that is not finite. It takes (rewards_N, group_N) and gives one advantage for each episode."
             )
-        return scored.weigh(found.detach().numpy())
+        return scored.with_advantages(found.detach().numpy())
 
-    return weigh
+    return compute_advantages

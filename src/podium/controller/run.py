@@ -28,8 +28,8 @@ from podium.roles.stages import (
     GradedRollouts,
     Rollouts,
     ScoredRollouts,
+    TrainBatch,
     UpdateReport,
-    WeightedRollouts,
 )
 
 
@@ -118,10 +118,10 @@ class OnPolicyRun:
         self._scored = ScoredRollouts(graded=graded, reference=column, distance=distance, penalty_N=penalty_N)
         return self._scored
 
-    async def teach(self, graded: GradedRollouts) -> WeightedRollouts:
+    async def teach(self, graded: GradedRollouts) -> TrainBatch:
         """On-policy distillation: the teachers' log-probs less the policy's own, token by token, as advantages."""
         if not len(graded):
-            return ScoredRollouts(graded=graded).weigh(graded.rewards_N)
+            return ScoredRollouts(graded=graded).with_advantages(graded.rewards_N)
         async with self._devices.phase("score"):
             weights = np.array([teacher.weight for teacher in self.recipe.teachers])
             columns = [
@@ -130,46 +130,42 @@ class OnPolicyRun:
             ]
             held = [self._hold(column) for column in columns]
         scored = await self.score(graded)
-        return WeightedRollouts(
-            scored=scored, teachers=tuple(zip(held, (weights / weights.sum()).tolist(), strict=True))
-        )
+        return TrainBatch(scored=scored, teachers=tuple(zip(held, (weights / weights.sum()).tolist(), strict=True)))
 
-    async def estimate(self, scored: ScoredRollouts) -> WeightedRollouts:
+    async def estimate(self, scored: ScoredRollouts) -> TrainBatch:
         """PPO: the critic's advantages and returns of each token, whitened over the whole step."""
         assert self.critic is not None
         graded = scored.graded
         if not len(graded):
-            return scored.weigh(graded.rewards_N)
+            return scored.with_advantages(graded.rewards_N)
         async with self._devices.phase("score"):
             columns, moments = await self.critic.estimate(
                 graded.rollouts.rows, graded.last_token_rewards_N, graded.rollouts.note.turn_rewards, scored.reference,
                 self.recipe.algorithm, self._kl,
             )  # fmt: skip
         whitening = moments.whitening()
-        return WeightedRollouts(
-            scored=scored, columns=self._hold(columns), whitening=(whitening.shift, whitening.scale)
-        )
+        return TrainBatch(scored=scored, columns=self._hold(columns), whitening=(whitening.shift, whitening.scale))
 
-    async def update_critic(self, weighted: WeightedRollouts) -> None:
+    async def update_critic(self, train_batch: TrainBatch) -> None:
         """The critic learns the returns."""
         assert self.critic is not None
-        if not len(weighted.rollouts.rows):
+        if not len(train_batch.rollouts.rows):
             return
         recipe = self.recipe
         lr = self._lr * (recipe.critic.lr or recipe.optimizer.lr) / recipe.optimizer.lr
         async with self._devices.phase("update"):
             self._critic_report = await self.critic.update(
-                weighted.rollouts.rows, weighted.value_columns, recipe.algorithm, lr=lr, step=self._step + 1,
+                train_batch.rollouts.rows, train_batch.value_columns, recipe.algorithm, lr=lr, step=self._step + 1,
                 seed=recipe.run.seed,
             )  # fmt: skip
 
-    async def update(self, weighted: WeightedRollouts, *, imitate: bool = False) -> UpdateReport | None:
+    async def update(self, train_batch: TrainBatch, *, imitate: bool = False) -> UpdateReport | None:
         """All optimizer steps of this batch; None where there is nothing to learn from."""
         recipe = self.recipe
         if recipe.algorithm.mask_truncated:
-            weighted = weighted.take(np.flatnonzero(~weighted.rollouts.truncated_N))
-        self._learned = weighted.scored.graded
-        if not len(weighted.rollouts.rows):
+            train_batch = train_batch.take(np.flatnonzero(~train_batch.rollouts.truncated_N))
+        self._learned = train_batch.scored.graded
+        if not len(train_batch.rollouts.rows):
             return None
         plan = UpdatePlan(
             step=self._step + 1,
@@ -179,12 +175,12 @@ class OnPolicyRun:
             version=self._version,
             max_new_tokens=recipe.rollout.max_new_tokens,
             kl_coefficient=self._kl,
-            whitening=weighted.whitening,
-            whiten=weighted.whiten,
+            whitening=train_batch.whitening,
+            whiten=train_batch.whiten,
             loss="imitation" if imitate else "policy",
         )
         async with self._devices.phase("update"):
-            learning = asyncio.create_task(self.policy.update(weighted, plan, seed=recipe.run.seed))
+            learning = asyncio.create_task(self.policy.update(train_batch, plan, seed=recipe.run.seed))
             await asyncio.sleep(0)  # the learners are told first
             if self._step + 1 < recipe.steps:
                 self._parts.prompts.draw_ahead(recipe.rollout.prompts_per_step)

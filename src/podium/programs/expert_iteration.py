@@ -15,5 +15,5 @@ async def expert_iteration(run: OnPolicyRun) -> None:
             graded, solved_at=run.recipe.grading.solved_at, per_prompt=run.recipe.algorithm.keep_per_prompt
         )
         scored = await run.score(kept)
-        report = await run.update(scored.weigh(kept.rewards_N * 0 + 1), imitate=True)
+        report = await run.update(scored.with_advantages(kept.rewards_N * 0 + 1), imitate=True)
         await run.publish(kept, report)

@@ -7,17 +7,17 @@ recipe (docs/methods.md).
 
 from __future__ import annotations
 
-from podium.controller.estimators import weigher
+from podium.controller.estimators import advantage_estimator
 from podium.controller.run import OnPolicyRun
 
 
 async def grpo(run: OnPolicyRun) -> None:
     """Generate, grade, compare, learn, publish: one optimizer update per batch of episodes, or several."""
-    weigh = weigher(run.recipe)
+    compute_advantages = advantage_estimator(run.recipe)
     async for rollouts in run.rollouts():
         graded = await run.grade(rollouts)
         if run.recipe.algorithm.dynamic_sampling:
             graded = await run.refill(graded)
         scored = await run.score(graded)
-        report = await run.update(weigh(scored))
+        report = await run.update(compute_advantages(scored))
         await run.publish(graded, report)

@@ -11,7 +11,7 @@ async def ppo(run: OnPolicyRun) -> None:
     async for rollouts in run.rollouts():
         graded = await run.grade(rollouts)
         scored = await run.score(graded)
-        weighted = await run.estimate(scored)
-        await run.update_critic(weighted)
-        report = None if run.in_critic_warmup else await run.update(weighted)
+        train_batch = await run.estimate(scored)
+        await run.update_critic(train_batch)
+        report = None if run.in_critic_warmup else await run.update(train_batch)
         await run.publish(graded, report)

@@ -25,9 +25,9 @@ from podium.rollout.checkpoints import open_engine
 from podium.rollout.engine import Load, MemoryChange, RolloutEngine
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Completion, Request, Sampling
-from podium.weights.parcels import Parcel
 from podium.weights.transports import received
 from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import WeightTransfer
 from podium.weights.whole_copy import WholeCopy
 
 _IDLE_S = 0.05
@@ -103,10 +103,10 @@ class GeneratorRank(Generator):
     def forget(self, runner: str) -> None:
         self._engine.cancel(self._mailboxes.of(runner))
 
-    def install(self, parcel: Parcel) -> int:
+    def install(self, transfer: WeightTransfer) -> int:
         device = torch.device(self._context.device)
-        delivery = received(parcel, device=device, link=self._context.transfer)
-        self._engine.install(parcel.version, delivery)
+        delivery = received(transfer, device=device, link=self._context.transfer)
+        self._engine.install(transfer.version, delivery)
         return delivery.moved_bytes if delivery is not None else 0
 
     def check_base(self, version: WeightVersion) -> None:

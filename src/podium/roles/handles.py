@@ -32,11 +32,11 @@ from podium.roles.carriers import (
     ValueShard,
 )
 from podium.roles.interfaces import Critic, CriticShard, Generator, Learner, LearnerFacts, Scorer
-from podium.roles.stages import CriticReport, UpdateReport, WeightedRollouts
+from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.rollout.engine import Load, MemoryChange
 from podium.weights.canary import LogprobGap
-from podium.weights.parcels import ByBroadcast
 from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import ByBroadcast
 
 # A phase may take hours. What can hang inside it has deadlines of its own: collectives, engines, environments.
 PHASE_S = 24 * 3600.0
@@ -85,8 +85,8 @@ class GeneratorHandle:
         """Raises unless every generator has read the same base for its adapter as the learner."""
         await self._group.call_all(Generator.check_base, version)
 
-    async def install(self, parcel: ByBroadcast) -> int:
-        answers = await self._group.call_all(Generator.install, parcel)
+    async def install(self, transfer: ByBroadcast) -> int:
+        answers = await self._group.call_all(Generator.install, transfer)
         return sum(answer.value for answer in answers)
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
@@ -121,17 +121,17 @@ class LearnerHandle:
             mini_batch_N=mini_batch_N,
         )
 
-    async def update(self, weighted: WeightedRollouts, plan: UpdatePlan, *, seed: int) -> UpdateReport:
+    async def update(self, train_batch: TrainBatch, plan: UpdatePlan, *, seed: int) -> UpdateReport:
         """Every optimizer step of a batch, in one call: epochs times mini-batches."""
         algorithm = plan.algorithm
         order = np.random.default_rng([seed, plan.step])
-        mini_batch_N = deal_mini_batches(weighted.rollouts.group_N, algorithm.mini_batches, order)
-        kept, absent = without_idle(weighted, plan, mini_batch_N)
-        weighted, mini_batch_N = weighted.take(kept), mini_batch_N[kept]
-        rollouts = weighted.rollouts
+        mini_batch_N = deal_mini_batches(train_batch.rollouts.group_N, algorithm.mini_batches, order)
+        kept, absent = without_idle(train_batch, plan, mini_batch_N)
+        train_batch, mini_batch_N = train_batch.take(kept), mini_batch_N[kept]
+        rollouts = train_batch.rollouts
         split = self.split(rollouts.rows.lengths_N, mini_batch_N)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
-        shards = [self._shard(weighted, split, rank, sequence, absent) for rank in range(self.num_ranks)]
+        shards = [self._shard(train_batch, split, rank, sequence, absent) for rank in range(self.num_ranks)]
         merged = await self._group.call_sharded(Learner.update, shards, plan)
         notes = [result.note for result in merged.results]
         idle_tokens = sum(count for count, _ in absent)
@@ -175,8 +175,8 @@ class LearnerHandle:
     async def describe_base(self) -> WeightVersion:
         return (await self._group.call_all(Learner.describe_base))[0].value
 
-    async def send(self, parcel: ByBroadcast) -> int:
-        return sum(answer.value for answer in await self._group.call_all(Learner.send, parcel))
+    async def send(self, transfer: ByBroadcast) -> int:
+        return sum(answer.value for answer in await self._group.call_all(Learner.send, transfer))
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
         return tuple(answer.value for answer in await self._group.call_all(Learner.hold, residency))
@@ -192,22 +192,22 @@ class LearnerHandle:
 
     def _shard(
         self,
-        weighted: WeightedRollouts,
+        train_batch: TrainBatch,
         split: SplitPlan,
         rank: int,
         sequence: Sequence[int],
         absent: Sequence[tuple[int, int]],
     ) -> UpdateShard:
-        rollouts, scored = weighted.rollouts, weighted.scored
+        rollouts, scored = train_batch.rollouts, train_batch.scored
         mine, batches = rank_batches(split, rank, sequence)
         rows = rollouts.rows.take(mine)
-        needs_rewards = weighted.advantages_N is None and weighted.columns is None and not weighted.teachers
+        needs_rewards = train_batch.advantages_N is None and train_batch.columns is None and not train_batch.teachers
         return UpdateShard(
             rows=rows,
             batches=batches,
-            advantages_N=None if weighted.advantages_N is None else weighted.advantages_N[mine],
-            advantages=None if weighted.columns is None else weighted.columns.select(rows.ids),
-            teachers=tuple((column.select(rows.ids), weight) for column, weight in weighted.teachers),
+            advantages_N=None if train_batch.advantages_N is None else train_batch.advantages_N[mine],
+            advantages=None if train_batch.columns is None else train_batch.columns.select(rows.ids),
+            teachers=tuple((column.select(rows.ids), weight) for column, weight in train_batch.teachers),
             # The KL in the reward is taken off token by token there.
             rewards_N=scored.graded.last_token_rewards_N[mine] if needs_rewards else None,
             turn_rewards=rollouts.note.turn_rewards.take(mine) if needs_rewards else TurnRewards.none(),
@@ -308,9 +308,9 @@ class CriticHandle:
         await self._group.call_all(Critic.finish_saving)
 
 
-async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, parcel: ByBroadcast) -> int:
+async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transfer: ByBroadcast) -> int:
     """Both ends of a broadcast at the same time; returns the bytes that came."""
-    _, came = await asyncio.gather(policy.send(parcel), generator.install(parcel))
+    _, came = await asyncio.gather(policy.send(transfer), generator.install(transfer))
     return came
 
 
@@ -324,21 +324,19 @@ def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> 
     return dealt[group] if units == len(draws) and len(draws) >= count else dealt
 
 
-def without_idle(
-    weighted: WeightedRollouts, plan: UpdatePlan, mini_batch_N: Ints
-) -> tuple[Ints, list[tuple[int, int]]]:
+def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) -> tuple[Ints, list[tuple[int, int]]]:
     """(episodes to compute, of each mini-batch the tokens and episodes that only count). An episode with advantage 0
     (its group agreed) has no loss and no gradient unless a KL or entropy term gives it one; it stays in the numbers
     that the loss is divided by, and costs nothing. A mini-batch that would have none left is computed whole."""
     count, algorithm = int(mini_batch_N.max(initial=0)) + 1, plan.algorithm
     everything = np.arange(len(mini_batch_N)), [(0, 0)] * count
     other_terms = algorithm.entropy != 0 or algorithm.kl is not None or algorithm.correction is not None
-    if weighted.advantages_N is None or weighted.whiten or other_terms or ":" in algorithm.loss:
+    if train_batch.advantages_N is None or train_batch.whiten or other_terms or ":" in algorithm.loss:
         return everything
-    idle_N = weighted.advantages_N == 0
+    idle_N = train_batch.advantages_N == 0
     left = np.bincount(mini_batch_N[~idle_N], minlength=count)
     idle_N &= left[mini_batch_N] > 0
-    trained_N = weighted.rollouts.note.trained_N
+    trained_N = train_batch.rollouts.note.trained_N
     tokens = np.bincount(mini_batch_N, trained_N * idle_N, count).astype(int).tolist()
     episodes = np.bincount(mini_batch_N, idle_N & (trained_N > 0), count).astype(int).tolist()
     return np.flatnonzero(~idle_N), list(zip(tokens, episodes, strict=True))

@@ -29,8 +29,8 @@ from podium.roles.carriers import (
 )
 from podium.rollout.engine import Load, MemoryChange
 from podium.rollout.requests import Completion, Request
-from podium.weights.parcels import Parcel
 from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import WeightTransfer
 
 if TYPE_CHECKING:
     from podium.algorithms.corrections import EffectiveSampleSize
@@ -119,7 +119,7 @@ class Learner(ABC):
         """What an adapter's base consists of; it has no number, because it never changes."""
 
     @abstractmethod
-    def send(self, parcel: Parcel) -> int:
+    def send(self, transfer: WeightTransfer) -> int:
         """Puts published weights on their way to generators elsewhere; returns the bytes that this rank sent."""
 
     @abstractmethod
@@ -181,7 +181,7 @@ class Generator(ABC):
         """The runner is dead: what it asked for is not generated any further. For control threads."""
 
     @abstractmethod
-    def install(self, parcel: Parcel) -> int:
+    def install(self, transfer: WeightTransfer) -> int:
         """Takes published weights that travel; returns the bytes that came."""
 
     @abstractmethod

@@ -32,10 +32,10 @@ from podium.roles.distances import distance
 from podium.roles.interfaces import MICRO_BATCH, Learner, LearnerFacts, LearnerSpec, UpdateNote
 from podium.roles.policy_update import PolicyUpdate
 from podium.rollout.engine import MemoryChange
-from podium.weights.parcels import ByBroadcast, Parcel
 from podium.weights.published import PublishedWeights
 from podium.weights.transports import send_by_broadcast
 from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import ByBroadcast, WeightTransfer
 
 
 class LearnerRank(Learner):
@@ -115,9 +115,9 @@ class LearnerRank(Learner):
     def describe_base(self) -> WeightVersion:
         return self.weights.describe_frozen()
 
-    def send(self, parcel: Parcel) -> int:
-        assert isinstance(parcel, ByBroadcast)
-        return send_by_broadcast(parcel, self.weights, self._context.transfer(parcel.link), self.mesh.device)
+    def send(self, transfer: WeightTransfer) -> int:
+        assert isinstance(transfer, ByBroadcast)
+        return send_by_broadcast(transfer, self.weights, self._context.transfer(transfer.link), self.mesh.device)
 
     def hold(self, residency: Residency) -> MemoryChange:
         moved = 0

@@ -192,13 +192,13 @@ class ScoredRollouts:
     def group_N(self) -> Ints:
         return self.graded.group_N
 
-    def weigh(self, advantages_N: Floats) -> WeightedRollouts:
+    def with_advantages(self, advantages_N: Floats) -> TrainBatch:
         """One advantage for each episode."""
-        return WeightedRollouts(scored=self, advantages_N=np.asarray(advantages_N, np.float64))
+        return TrainBatch(scored=self, advantages_N=np.asarray(advantages_N, np.float64))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class WeightedRollouts:
+class TrainBatch:
     """What the learner is given: episodes with an advantage each, or for each token by reference, or with the rewards
     that returns are made of."""
 
@@ -218,7 +218,7 @@ class WeightedRollouts:
         assert self.columns is not None
         return self.columns
 
-    def take(self, positions: Ints) -> WeightedRollouts:
+    def take(self, positions: Ints) -> TrainBatch:
         """Some of the episodes; what is by reference is cut when it is handed out."""
         scored = self.scored
         taken = replace(

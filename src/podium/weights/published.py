@@ -21,8 +21,8 @@ from podium.models.causal_lm import PackedCausalLM, padded_parameters
 from podium.models.lora import has_adapter
 from podium.models.pieces import Box
 from podium.weights.fingerprints import piece_fingerprint, unsigned
-from podium.weights.parcels import BUCKET_BYTES, large, plan_buckets
 from podium.weights.versions import TensorSpec, WeightVersion
+from podium.weights.weight_transfers import BUCKET_BYTES, large, plan_buckets
 
 # Renamed in torch 2.13, which warns of the old name.
 _gather_whole = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -109,7 +109,7 @@ def _compare(version: WeightVersion, sums: list[Tensor]) -> None:
 def _wrong(version: WeightVersion, what: str) -> WeightMismatchError:
     return WeightMismatchError(
         f"weight version {version.number} does not fit: {what}. The sender's model and this one are not the same, or "
-        "the parcel is of another version. Build both from the same model folder, and publish again."
+        "the transfer is of another version. Build both from the same model folder, and publish again."
     )
 
 

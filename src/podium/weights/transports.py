@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How published weights travel: one interface, and a class for every way.
 
-A sender takes a parcel and something that delivers tensors (PublishedWeights), a receiver takes the same parcel and
+A sender takes a transfer and something that delivers tensors (PublishedWeights), a receiver takes the same transfer and
 delivers the same tensors. Weights of a sharded model are gathered while they are sent, so all its ranks send together
 and one of them has the bytes on their way.
 """
@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from podium.errors import RolloutError, WeightMismatchError
-from podium.weights.parcels import Bucket, ByBroadcast, ByFile, ByStore, Parcel, Shared, WeightBucket
 from podium.weights.versions import TensorSpec
+from podium.weights.weight_transfers import Bucket, ByBroadcast, ByFile, ByStore, Shared, WeightBucket, WeightTransfer
 
 _INDEX = "model.safetensors.index.json"
 
@@ -68,27 +68,27 @@ class GroupLink:
         return tensor
 
 
-def received(parcel: Parcel, *, device: torch.device, link: Callable[[str], Link]) -> Arrival | None:
-    """The receiving end of a parcel; None where nothing travels. `link` finds a link by its name."""
-    match parcel:
+def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[str], Link]) -> Arrival | None:
+    """The receiving end of a transfer; None where nothing travels. `link` finds a link by its name."""
+    match transfer:
         case Shared():
             return None
         case ByBroadcast():
-            return BroadcastArrival(parcel, link(parcel.link), device)
+            return BroadcastArrival(transfer, link(transfer.link), device)
         case ByStore():
-            return StoreArrival(parcel, device)
+            return StoreArrival(transfer, device)
         case ByFile():
-            return FileArrival(parcel, device)
+            return FileArrival(transfer, device)
         case other:
             assert_never(other)
 
 
-def send_by_broadcast(parcel: ByBroadcast, weights: Delivery, link: Link, device: torch.device) -> int:
+def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: Link, device: torch.device) -> int:
     """Bytes put on the link: by its source; the sender's other ranks help to gather and only listen. Collective over
     the link."""
-    is_source, moved = link.rank == parcel.source, 0
-    staging = _Staging(parcel, device)
-    for bucket, tensors in _by_bucket(parcel.buckets, weights):
+    is_source, moved = link.rank == transfer.source, 0
+    staging = _Staging(transfer, device)
+    for bucket, tensors in _by_bucket(transfer.buckets, weights):
         if is_source and len(bucket.specs) == 1:
             buffer = _bytes_of(next(tensors))  # as it is: large ones are not copied
         elif is_source:
@@ -97,7 +97,7 @@ def send_by_broadcast(parcel: ByBroadcast, weights: Delivery, link: Link, device
         else:
             buffer = staging.buffer(bucket)
             _exhaust(tensors)  # the source waits for this rank's shards before it sends
-        _broadcast(buffer, parcel, link)
+        _broadcast(buffer, transfer, link)
         moved += bucket.nbytes if is_source else 0
     return moved
 
@@ -105,26 +105,26 @@ def send_by_broadcast(parcel: ByBroadcast, weights: Delivery, link: Link, device
 class BroadcastArrival:
     """What comes over a link. Whoever stops early still takes part to the end: others wait for it."""
 
-    def __init__(self, parcel: ByBroadcast, link: Link, device: torch.device) -> None:
-        self._parcel, self._link, self._device = parcel, link, device
+    def __init__(self, transfer: ByBroadcast, link: Link, device: torch.device) -> None:
+        self._transfer, self._link, self._device = transfer, link, device
         self.moved_bytes = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        staging, buckets = _Staging(self._parcel, self._device), iter(self._parcel.buckets)
+        staging, buckets = _Staging(self._transfer, self._device), iter(self._transfer.buckets)
         try:
             for bucket in buckets:
-                buffer = _broadcast(staging.buffer(bucket), self._parcel, self._link)
+                buffer = _broadcast(staging.buffer(bucket), self._transfer, self._link)
                 self.moved_bytes += bucket.nbytes
                 yield from _views(bucket, buffer)
         except GeneratorExit:
             for bucket in buckets:
-                _broadcast(staging.buffer(bucket), self._parcel, self._link)
+                _broadcast(staging.buffer(bucket), self._transfer, self._link)
             raise
 
 
-def send_by_store(parcel: ByStore, weights: Delivery, *, is_sender: bool = True) -> Iterator[WeightBucket]:
+def send_by_store(transfer: ByStore, weights: Delivery, *, is_sender: bool = True) -> Iterator[WeightBucket]:
     """Buckets for a worker to stream as its answer. The sender's other ranks iterate too, and have none to yield."""
-    for number, (bucket, tensors) in enumerate(_by_bucket(parcel.buckets, weights)):
+    for number, (bucket, tensors) in enumerate(_by_bucket(transfer.buckets, weights)):
         if is_sender:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
             _pack(bucket, tensors, buffer)
@@ -134,35 +134,35 @@ def send_by_store(parcel: ByStore, weights: Delivery, *, is_sender: bool = True)
 class StoreArrival:
     """What lies in the object store, read where it lies."""
 
-    def __init__(self, parcel: ByStore, device: torch.device) -> None:
-        self._parcel, self._device = parcel, device
+    def __init__(self, transfer: ByStore, device: torch.device) -> None:
+        self._transfer, self._device = transfer, device
         self.moved_bytes = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        buckets, stored = self._parcel.buckets, self._parcel.stored
+        buckets, stored = self._transfer.buckets, self._transfer.stored
         if len(stored) != len(buckets):
             raise RolloutError(
-                f"weights of version {self._parcel.version.number} are {len(buckets)} stored buckets, and the parcel "
-                f"refers to {len(stored)}. Gather all answers of the sender before the parcel is handed on."
+                f"weights of version {self._transfer.version.number} are {len(buckets)} stored buckets, and the "
+                f"transfer refers to {len(stored)}. Gather all answers of the sender before the transfer is handed on."
             )
         for number, (bucket, reference) in enumerate(zip(buckets, stored, strict=True)):
             held: WeightBucket = reference.read()
             if held.number != number or held.nbytes != bucket.nbytes:
                 raise WeightMismatchError(
-                    f"bucket {number} of version {self._parcel.version.number} has {bucket.nbytes} bytes, and the "
+                    f"bucket {number} of version {self._transfer.version.number} has {bucket.nbytes} bytes, and the "
                     f"object stored for it is bucket {held.number} with {held.nbytes}. References of another version "
-                    "or in another order were put into the parcel: publish again."
+                    "or in another order were put into the transfer: publish again."
                 )
             self.moved_bytes += held.nbytes
             for name, tensor in _views(bucket, _read_only(held.bytes_B)):
                 yield name, tensor.to(self._device)
 
 
-def send_by_file(parcel: ByFile, weights: Delivery, *, is_sender: bool = True) -> int:
+def send_by_file(transfer: ByFile, weights: Delivery, *, is_sender: bool = True) -> int:
     """Writes one file for each bucket and an index; returns the bytes of weights written. The sender's other ranks take
     part and write nothing."""
-    folder = _PartialFolder(parcel) if is_sender else None
-    for bucket, tensors in _by_bucket(parcel.buckets, weights):
+    folder = _PartialFolder(transfer) if is_sender else None
+    for bucket, tensors in _by_bucket(transfer.buckets, weights):
         if folder is not None:
             folder.write(bucket, tensors)
     return 0 if folder is None else folder.complete()
@@ -172,8 +172,8 @@ class _PartialFolder:
     """Files of one version that are being written. A failure is told at the end: others are gathering with this rank,
     and would wait for it."""
 
-    def __init__(self, parcel: ByFile) -> None:
-        self._parcel, self._path = parcel, parcel.path.with_name(parcel.path.name + ".partial")
+    def __init__(self, transfer: ByFile) -> None:
+        self._transfer, self._path = transfer, transfer.path.with_name(transfer.path.name + ".partial")
         self._where: dict[str, str] = {}
         self._count, self._moved = 0, 0
         self._failure: Exception | None = None
@@ -184,7 +184,7 @@ class _PartialFolder:
         pairs = zip(bucket.specs, tensors, strict=True)
         named = {spec.name: tensor.to("cpu", copy=True).contiguous() for spec, tensor in pairs}
         self._count += 1
-        file = f"model-{self._count:05d}-of-{len(self._parcel.buckets):05d}.safetensors"
+        file = f"model-{self._count:05d}-of-{len(self._transfer.buckets):05d}.safetensors"
         self._try(lambda: save_file(named, self._path / file, metadata={"format": "pt"}))
         self._where.update(dict.fromkeys(named, file))
         self._moved += sum(tensor.nbytes for tensor in named.values())
@@ -194,8 +194,8 @@ class _PartialFolder:
         if self._failure is not None:
             shutil.rmtree(self._path, ignore_errors=True)
             raise RolloutError(
-                f"version {self._parcel.version.number} cannot be written to {self._parcel.path} ({self._failure}), so "
-                "no engine gets it. Make room there, or give another folder."
+                f"version {self._transfer.version.number} cannot be written to {self._transfer.path} "
+                f"({self._failure}), so no engine gets it. Make room there, or give another folder."
             ) from self._failure
         return self._moved
 
@@ -205,8 +205,8 @@ class _PartialFolder:
 
     def _end(self) -> None:
         (self._path / _INDEX).write_text(json.dumps({"weight_map": self._where}), encoding="utf-8")
-        shutil.rmtree(self._parcel.path, ignore_errors=True)  # of an attempt before
-        self._path.replace(self._parcel.path)
+        shutil.rmtree(self._transfer.path, ignore_errors=True)  # of an attempt before
+        self._path.replace(self._transfer.path)
 
     def _try(self, part: Callable[[], None]) -> None:
         if self._failure is None:
@@ -219,15 +219,15 @@ class _PartialFolder:
 class FileArrival:
     """What lies in files: each tensor is read when it is asked for."""
 
-    def __init__(self, parcel: ByFile, device: torch.device) -> None:
-        self._parcel, self._device = parcel, device
+    def __init__(self, transfer: ByFile, device: torch.device) -> None:
+        self._transfer, self._device = transfer, device
         self.moved_bytes = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        path = self._parcel.path
+        path = self._transfer.path
         try:
             where: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-            for bucket in self._parcel.buckets:
+            for bucket in self._transfer.buckets:
                 with _opened(path / where[bucket.specs[0].name], self._device) as file:
                     for spec in bucket.specs:
                         tensor = file.get_tensor(spec.name)
@@ -235,14 +235,14 @@ class FileArrival:
                         yield spec.name, tensor
         except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
             raise RolloutError(
-                f"version {self._parcel.version.number} cannot be read from {path} ({error}). The folder must be one "
+                f"version {self._transfer.version.number} cannot be read from {path} ({error}). The folder must be one "
                 "that sender and engine both reach, and must not be removed before all have read it."
             ) from error
 
 
-def remove_files(parcel: ByFile) -> None:
+def remove_files(transfer: ByFile) -> None:
     """When all have read it."""
-    shutil.rmtree(parcel.path, ignore_errors=True)
+    shutil.rmtree(transfer.path, ignore_errors=True)
 
 
 def _opened(path: Path, device: torch.device) -> Any:
@@ -298,10 +298,10 @@ def _pack(bucket: Bucket, tensors: Iterator[Tensor], buffer: Tensor) -> None:
 
 
 class _Staging:
-    """One buffer for all buckets of a parcel; a tensor that is larger than a bucket has one of its own for a while."""
+    """One buffer for all buckets of a transfer; a tensor larger than a bucket has one of its own for a while."""
 
-    def __init__(self, parcel: ByBroadcast, device: torch.device) -> None:
-        sizes = [bucket.nbytes for bucket in parcel.buckets if bucket.nbytes <= parcel.bucket_bytes]
+    def __init__(self, transfer: ByBroadcast, device: torch.device) -> None:
+        sizes = [bucket.nbytes for bucket in transfer.buckets if bucket.nbytes <= transfer.bucket_bytes]
         self._device = device
         self._shared = torch.empty(max(sizes, default=0), dtype=torch.uint8, device=device)
 
@@ -311,9 +311,9 @@ class _Staging:
         return self._shared[: bucket.nbytes]
 
 
-def _broadcast(buffer: Tensor, parcel: ByBroadcast, link: Link) -> Tensor:
-    for part in buffer.split(parcel.bucket_bytes):
-        link.broadcast(part, parcel.source)
+def _broadcast(buffer: Tensor, transfer: ByBroadcast, link: Link) -> Tensor:
+    for part in buffer.split(transfer.bucket_bytes):
+        link.broadcast(part, transfer.source)
     return buffer
 
 

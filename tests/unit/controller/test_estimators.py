@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.made_batches import make_graded, on_policy_recipe
-from podium.controller.estimators import Weigh, weigher
+from podium.controller.estimators import ComputeAdvantages, advantage_estimator
 from podium.controller.expert import solved_episodes
 from podium.errors import RecipeError
 from podium.roles.stages import GradedRollouts, ScoredRollouts
@@ -23,8 +23,8 @@ def _scored(penalty_N: np.ndarray | None = None) -> ScoredRollouts:
     return ScoredRollouts(graded=make_graded(REWARDS, GROUPS, lengths=LENGTHS), penalty_N=penalty_N)
 
 
-def _weigh(name: str) -> Weigh:
-    return weigher(on_policy_recipe(f"algorithm.advantage='{name}'"))
+def _weigh(name: str) -> ComputeAdvantages:
+    return advantage_estimator(on_policy_recipe(f"algorithm.advantage='{name}'"))
 
 
 @pytest.mark.parametrize(
@@ -39,54 +39,54 @@ def _weigh(name: str) -> Weigh:
     ],
 )
 def test_an_estimator_of_whole_episodes_gives_one_advantage_each(name: str, advantages: list[float]) -> None:
-    weighted = _weigh(name)(_scored())
+    train_batch = _weigh(name)(_scored())
 
-    assert weighted.advantages_N == pytest.approx(advantages, abs=2e-6)
-    assert weighted.advantages_N is not None
-    assert weighted.advantages_N.dtype == np.float64
-    assert not weighted.whiten
+    assert train_batch.advantages_N == pytest.approx(advantages, abs=2e-6)
+    assert train_batch.advantages_N is not None
+    assert train_batch.advantages_N.dtype == np.float64
+    assert not train_batch.whiten
 
 
 def test_grpo_without_a_name_is_group_relative() -> None:
-    by_default = weigher(on_policy_recipe())(_scored()).advantages_N
+    by_default = advantage_estimator(on_policy_recipe())(_scored()).advantages_N
 
     assert by_default is not None
     assert by_default.tolist() == _weigh("group_relative")(_scored()).advantages_N.tolist()  # type: ignore[union-attr]
 
 
 def test_reinforce_pp_leaves_returns_to_the_learner_and_whitens() -> None:
-    weighted = _weigh("reinforce_pp")(_scored())
+    train_batch = _weigh("reinforce_pp")(_scored())
 
-    assert (weighted.advantages_N, weighted.whiten) == (None, True)
+    assert (train_batch.advantages_N, train_batch.whiten) == (None, True)
 
 
 def test_reinforce_pp_with_baseline_centers_here_and_whitens_there() -> None:
-    weighted = _weigh("reinforce_pp_baseline")(_scored())
+    train_batch = _weigh("reinforce_pp_baseline")(_scored())
 
-    assert weighted.advantages_N == pytest.approx([2, -1, -1, 0, 0])
-    assert weighted.whiten
+    assert train_batch.advantages_N == pytest.approx([2, -1, -1, 0, 0])
+    assert train_batch.whiten
 
 
 def test_estimators_see_rewards_less_the_kl_that_is_in_them() -> None:
-    weighted = _weigh("group_centered")(_scored(np.array([3.0, 0.0, 0.0, 1.0, 0.0])))
+    train_batch = _weigh("group_centered")(_scored(np.array([3.0, 0.0, 0.0, 1.0, 0.0])))
 
-    assert weighted.advantages_N == pytest.approx([0, 0, 0, -0.5, 0.5])
+    assert train_batch.advantages_N == pytest.approx([0, 0, 0, -0.5, 0.5])
 
 
 @pytest.mark.parametrize("name", ["group_relative", "group_centered", "leave_one_out", "length_weighted"])
 def test_of_no_episode_there_is_no_advantage(name: str) -> None:
     nothing = ScoredRollouts(graded=make_graded(REWARDS, GROUPS).take(NONE))
 
-    weighted = _weigh(name)(nothing)
+    train_batch = _weigh(name)(nothing)
 
-    assert weighted.advantages_N is not None
-    assert weighted.advantages_N.shape == (0,)
+    assert train_batch.advantages_N is not None
+    assert train_batch.advantages_N.shape == (0,)
 
 
 # --- estimators of one's own ---
 
 
-def _own(folder: Path, body: str) -> Weigh:
+def _own(folder: Path, body: str) -> ComputeAdvantages:
     (folder / "mine.py").write_text(f"import torch\n\ndef own(rewards_N, group_N):\n    {body}\n")
     return _weigh(f"{folder}/mine.py:own")
 
@@ -101,10 +101,10 @@ def _own(folder: Path, body: str) -> Weigh:
     ],
 )
 def test_a_function_of_ones_own_gives_anything_that_is_an_array(tmp_path: Path, body: str) -> None:
-    weighted = _own(tmp_path, body)(_scored())
+    train_batch = _own(tmp_path, body)(_scored())
 
-    assert weighted.advantages_N is not None
-    assert weighted.advantages_N.tolist() == [1.0, -2.0, -2.0, -4.0, -4.0]
+    assert train_batch.advantages_N is not None
+    assert train_batch.advantages_N.tolist() == [1.0, -2.0, -2.0, -4.0, -4.0]
 
 
 @pytest.mark.parametrize(

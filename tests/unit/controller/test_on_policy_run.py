@@ -103,9 +103,9 @@ def test_the_object_store_is_empty_after_each_step(tmp_path: Path) -> None:
     trial.run()
 
     assert trial.cluster.opened == [1, 2, 3]
-    for _, weighted in trial.bandit.updates:
+    for _, train_batch in trial.bandit.updates:
         with pytest.raises(StoreError, match="freed when step"):
-            weighted.rollouts.rows.read()
+            train_batch.rollouts.rows.read()
 
 
 def test_checkpoints_are_saved_when_due_and_at_the_end(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_coefficient_without_a_target_stays(tmp_path: Path) -> None:
     assert trial.metric("kl/coefficient") == {1: 0.1, 2: 0.1, 3: 0.1}
     assert trial.metric("kl/rollout_reference") == dict.fromkeys((1, 2, 3), pytest.approx(K3))
     assert [plan.kl_coefficient for plan, _ in trial.bandit.updates] == [0.1] * 3
-    assert all(weighted.scored.reference is not None for _, weighted in trial.bandit.updates)
+    assert all(train_batch.scored.reference is not None for _, train_batch in trial.bandit.updates)
 
 
 def test_a_resumed_run_goes_on_with_the_coefficient_that_it_had(tmp_path: Path) -> None:
@@ -68,11 +68,11 @@ def test_kl_in_the_reward_is_taken_off_before_episodes_are_compared(tmp_path: Pa
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
+    ((_, train_batch),) = trial.bandit.updates
     # k1 is 0.5 a token; answers have 1, 2, 3 and 1 tokens.
-    assert weighted.scored.rewards_N[:4] == pytest.approx([0.95, 0.9, 0.85, 0.95])
-    assert weighted.advantages_N is not None
-    assert weighted.advantages_N[:4] == pytest.approx([0.0375, -0.0125, -0.0625, 0.0375], abs=1e-6)
+    assert train_batch.scored.rewards_N[:4] == pytest.approx([0.95, 0.9, 0.85, 0.95])
+    assert train_batch.advantages_N is not None
+    assert train_batch.advantages_N[:4] == pytest.approx([0.0375, -0.0125, -0.0625, 0.0375], abs=1e-6)
     assert trial.metric("reward/mean") == {1: 1.0}  # what was earned; the penalty is the method's
 
 
@@ -150,10 +150,10 @@ def test_advantages_of_tokens_are_whitened_over_the_whole_step(tmp_path: Path) -
 
     trial.run()
 
-    ((plan, weighted),) = trial.bandit.updates
+    ((plan, train_batch),) = trial.bandit.updates
     # 4 of 16 are right: mean 1/4, unbiased variance (4 - 16 / 16) / 15 = 1/5.
-    assert plan.whitening == weighted.whitening == pytest.approx((0.25, 5**0.5))
-    assert weighted.advantages_N is None
+    assert plan.whitening == train_batch.whitening == pytest.approx((0.25, 5**0.5))
+    assert train_batch.advantages_N is None
 
 
 def test_a_critic_is_saved_before_the_policy(tmp_path: Path) -> None:
@@ -184,12 +184,12 @@ def test_expert_iteration_imitates_the_shortest_solved_episode_of_each_prompt(tm
 
     trial.run()
 
-    ((plan, weighted),) = trial.bandit.updates
+    ((plan, train_batch),) = trial.bandit.updates
     assert plan.loss == "imitation"
     # Samples 1, 2 and 3 are right and have 2, 3 and 1 tokens.
-    assert [tuple(id)[:2] for id in weighted.rollouts.rows.ids] == [(0, 3), (1, 3), (3, 3)]
-    assert weighted.advantages_N is not None
-    assert weighted.advantages_N.tolist() == [1.0] * 3
+    assert [tuple(id)[:2] for id in train_batch.rollouts.rows.ids] == [(0, 3), (1, 3), (3, 3)]
+    assert train_batch.advantages_N is not None
+    assert train_batch.advantages_N.tolist() == [1.0] * 3
     assert trial.metric("episodes/learned_from") == {1: 3.0}
     assert trial.metric("groups/solve_rate") == {1: 9 / 16}
     assert len(trial.episodes()) == 16
@@ -216,9 +216,9 @@ def test_teachers_weigh_relative_to_each_other(tmp_path: Path) -> None:
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
-    assert [weight for _, weight in weighted.teachers] == [0.75, 0.25]
-    assert weighted.advantages_N is None
+    ((_, train_batch),) = trial.bandit.updates
+    assert [weight for _, weight in train_batch.teachers] == [0.75, 0.25]
+    assert train_batch.advantages_N is None
     assert trial.console.warnings == []
     assert trial.metric("reward/mean") == {1: 0.0}
 
@@ -231,8 +231,8 @@ def test_a_student_with_rewards_only_logs_them(tmp_path: Path) -> None:
     trial.run()
 
     assert trial.metric("reward/mean") == {1: 1.0}
-    ((_, weighted),) = trial.bandit.updates
-    assert weighted.advantages_N is None
+    ((_, train_batch),) = trial.bandit.updates
+    assert train_batch.advantages_N is None
 
 
 def test_distillation_goes_on_when_every_group_is_dropped(tmp_path: Path) -> None:
@@ -330,6 +330,6 @@ def test_an_estimator_of_ones_own_weighs_the_episodes(tmp_path: Path) -> None:
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
-    assert weighted.advantages_N is not None
-    assert weighted.advantages_N.tolist() == np.repeat([1.0, -9.0, -19.0, -29.0], 4).tolist()
+    ((_, train_batch),) = trial.bandit.updates
+    assert train_batch.advantages_N is not None
+    assert train_batch.advantages_N.tolist() == np.repeat([1.0, -9.0, -19.0, -29.0], 4).tolist()

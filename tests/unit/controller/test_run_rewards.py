@@ -41,8 +41,8 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(tmp_path: Path) -
 
     # Two of four prompts say something, so four more are drawn for the two that are missing.
     assert [entry[2] for entry in trial.bandit.calls("generate")] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    ((_, weighted),) = trial.bandit.updates
-    assert np.unique(weighted.rollouts.group_N).tolist() == [1, 3, 5, 7]
+    ((_, train_batch),) = trial.bandit.updates
+    assert np.unique(train_batch.rollouts.group_N).tolist() == [1, 3, 5, 7]
     assert Counter(trial.episodes("draw, state")) == {
         (draw, "consumed" if draw % 2 else "uninformative"): 4 for draw in range(8)
     }
@@ -60,8 +60,8 @@ def test_what_is_left_over_of_a_refill_is_not_learned_from(tmp_path: Path) -> No
     trial.run()
 
     assert [entry[2] for entry in trial.bandit.calls("generate")] == [(0, 1, 2, 3), (4, 5)]
-    ((_, weighted),) = trial.bandit.updates
-    assert np.unique(weighted.rollouts.group_N).tolist() == [1, 2, 3, 4]
+    ((_, train_batch),) = trial.bandit.updates
+    assert np.unique(train_batch.rollouts.group_N).tolist() == [1, 2, 3, 4]
     assert set(trial.episodes("draw")) == {(draw,) for draw in range(6)}
 
 
@@ -75,8 +75,8 @@ def test_refills_stop_after_max_refills_and_the_step_goes_on_with_what_it_has(tm
 
     # One of 4 says something: 3 missing / 0.25 are 12 more; then 3 / 0.25 again, within a factor of four.
     assert [len(entry[2]) for entry in trial.bandit.calls("generate")] == [4, 12, 12]
-    ((_, weighted),) = trial.bandit.updates
-    assert weighted.rollouts.group_N.tolist() == [2] * 4
+    ((_, train_batch),) = trial.bandit.updates
+    assert train_batch.rollouts.group_N.tolist() == [2] * 4
 
 
 def test_a_full_step_is_not_refilled(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_a_group_of_equal_rewards_has_no_advantage_and_is_counted(tmp_path: Path
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
-    assert weighted.advantages_N is not None
-    by_group = weighted.advantages_N.reshape(4, 4)
+    ((_, train_batch),) = trial.bandit.updates
+    assert train_batch.advantages_N is not None
+    by_group = train_batch.advantages_N.reshape(4, 4)
     assert (by_group[[0, 1, 3]] == 0).all()
     # Rewards 1 0 1 0: mean 1/2, unbiased standard deviation sqrt(1/3).
     assert by_group[2] == pytest.approx(np.array([1, -1, 1, -1]) * 0.5 / (3**-0.5 + 1e-6))
@@ -138,8 +138,8 @@ def test_drop_group_leaves_the_whole_group_out_and_says_so(tmp_path: Path) -> No
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
-    assert np.unique(weighted.rollouts.group_N).tolist() == [0, 2, 3]
+    ((_, train_batch),) = trial.bandit.updates
+    assert np.unique(train_batch.rollouts.group_N).tolist() == [0, 2, 3]
     (line,) = trial.lines
     wanted = {
         "episodes": 16, "episodes/failed": 1, "episodes/dropped": 4, "episodes/learned_from": 12, "groups": 3
@@ -163,8 +163,8 @@ def test_zero_counts_a_failed_reward_as_nothing(tmp_path: Path) -> None:
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
-    rewards_N = weighted.scored.graded.rewards_N
+    ((_, train_batch),) = trial.bandit.updates
+    rewards_N = train_batch.scored.graded.rewards_N
     assert rewards_N.tolist() == [1.0] * 6 + [0.0] + [1.0] * 9
     assert trial.metric("episodes/failed") == {1: 1.0}
     assert trial.metric("episodes/dropped") == {1: 0.0}
@@ -238,8 +238,8 @@ def test_the_total_is_the_weighted_sum_of_functions_and_models(tmp_path: Path) -
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
-    graded = weighted.scored.graded
+    ((_, train_batch),) = trial.bandit.updates
+    graded = train_batch.scored.graded
     assert graded.names == ("exact_match", "long")
     assert graded.values_NR[:4].tolist() == [[1, 1], [1, 2], [1, 3], [1, 1]]  # right, and its length
     assert graded.rewards_N[:4].tolist() == [1.5, 1.0, 0.5, 1.5]
@@ -275,8 +275,8 @@ def test_what_an_environment_gives_counts_once_on_its_turn(tmp_path: Path) -> No
 
     critic: Any = trial.roles.critic
     (estimate,) = critic.estimates
-    ((_, weighted),) = trial.bandit.updates
-    assert weighted.scored.graded.rewards_N.tolist() == [1.75] * 16
+    ((_, train_batch),) = trial.bandit.updates
+    assert train_batch.scored.graded.rewards_N.tolist() == [1.75] * 16
     assert estimate["rewards_N"].tolist() == [1.5] * 16  # the rest of the total is on the turn
     assert estimate["turns"].reward_K.sum() == 16 * 0.25
     assert trial.metric("environment/calls") == {1: 2.0}
@@ -290,9 +290,9 @@ def test_overlong_answers_lose_what_the_recipe_says(tmp_path: Path) -> None:
 
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
+    ((_, train_batch),) = trial.bandit.updates
     # Answers of 1, 2, 3 and 1 tokens: 0, 1 and 2 of the buffer's 2 are used.
-    assert weighted.scored.graded.rewards_N[:4].tolist() == [1.0, 0.75, 0.5, 1.0]
+    assert train_batch.scored.graded.rewards_N[:4].tolist() == [1.0, 0.75, 0.5, 1.0]
     assert trial.metric("reward/shaping/mean") == {1: -0.1875}
     assert trial.metric("reward/exact_match/mean") == {1: 1.0}
 
@@ -306,11 +306,11 @@ def test_truncated_episodes_are_graded_and_compared_but_not_trained_on(tmp_path:
     )
     trial.run()
 
-    ((_, weighted),) = trial.bandit.updates
-    assert weighted.rollouts.rows.ids.array_N4[:, 1].tolist() == [0, 1, 2] * 4
-    assert weighted.advantages_N is not None
+    ((_, train_batch),) = trial.bandit.updates
+    assert train_batch.rollouts.rows.ids.array_N4[:, 1].tolist() == [0, 1, 2] * 4
+    assert train_batch.advantages_N is not None
     # The group's mean is over all four: 1 0 1 0.
-    assert weighted.advantages_N[:3] == pytest.approx(np.array([1, -1, 1]) * 0.5 / (3**-0.5 + 1e-6))
+    assert train_batch.advantages_N[:3] == pytest.approx(np.array([1, -1, 1]) * 0.5 / (3**-0.5 + 1e-6))
     assert trial.metric("episodes/truncated") == {1: 0.25}
     assert Counter(trial.episodes("finish")) == {("stop",): 12, ("length",): 4}
 

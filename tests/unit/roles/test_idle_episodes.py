@@ -18,10 +18,10 @@ from podium.recipe import AlgorithmSection, CorrectionSection, KlSection
 from podium.roles.carriers import UpdatePlan, UpdateShard
 from podium.roles.handles import without_idle
 from podium.roles.policy_update import PolicyUpdate
-from podium.roles.stages import ScoredRollouts, WeightedRollouts
+from podium.roles.stages import ScoredRollouts, TrainBatch
 
 GRADED = make_graded([1, 1, 0, 1], [0, 0, 1, 1], lengths=[2, 3, 4, 5])
-WEIGHTED = ScoredRollouts(graded=GRADED).weigh(np.array([0.0, 0.0, -0.5, 0.5]))
+WEIGHTED = ScoredRollouts(graded=GRADED).with_advantages(np.array([0.0, 0.0, -0.5, 0.5]))
 
 
 def plan(algorithm: AlgorithmSection) -> UpdatePlan:
@@ -59,7 +59,7 @@ def test_where_another_term_has_a_gradient_all_are_computed(algorithm: Algorithm
 
 
 def test_whitened_advantages_are_not_looked_at_before() -> None:
-    whitened: WeightedRollouts = replace(WEIGHTED, whiten=True)
+    whitened: TrainBatch = replace(WEIGHTED, whiten=True)
 
     assert without_idle(whitened, plan(AlgorithmSection()), np.zeros(4, np.int64))[0].tolist() == [0, 1, 2, 3]
 

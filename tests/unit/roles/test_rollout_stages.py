@@ -133,7 +133,7 @@ def test_weights_stay_with_their_episodes_when_some_are_taken() -> None:
     graded = make_graded([1.0, 2.0, 3.0], [0, 0, 1])
     scored = ScoredRollouts(graded=graded, penalty_N=np.array([0.5, 0.25, 0.125]))
 
-    taken = scored.weigh(np.array([7.0, 8.0, 9.0])).take(np.array([0, 2]))
+    taken = scored.with_advantages(np.array([7.0, 8.0, 9.0])).take(np.array([0, 2]))
 
     assert taken.advantages_N is not None
     assert taken.advantages_N.tolist() == [7.0, 9.0]

@@ -21,9 +21,9 @@ from podium.models.packing import to_device
 from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.native.engine import NativeEngine
 from podium.weights.held import all_tensors, held_tensors
-from podium.weights.parcels import ByFile
 from podium.weights.published import PublishedWeights
 from podium.weights.transports import received, send_by_file
+from podium.weights.weight_transfers import ByFile
 from podium.weights.whole_copy import WholeCopy
 
 CPU = torch.device("cpu")
@@ -81,15 +81,15 @@ def test_an_engine_with_the_same_base_takes_the_adapter_and_only_its_bytes_trave
     folder = save_tiny_model(kind, tmp_path / kind)
     learner, (model, engine) = learned(folder), generator(folder)
     weights = published(learner)
-    parcel = ByFile(version=weights.describe(2), folder=tmp_path / "files")
-    assert send_by_file(parcel, weights) == parcel.version.nbytes
-    arrival = received(parcel, device=CPU, link=lambda _: pytest.fail("no link"))
+    transfer = ByFile(version=weights.describe(2), folder=tmp_path / "files")
+    assert send_by_file(transfer, weights) == transfer.version.nbytes
+    arrival = received(transfer, device=CPU, link=lambda _: pytest.fail("no link"))
     assert arrival is not None
     before = {name: tensor.clone() for name, tensor in all_tensors(model).items()}
-    engine.install(parcel.version, arrival)
-    assert arrival.moved_bytes == parcel.version.nbytes
+    engine.install(transfer.version, arrival)
+    assert arrival.moved_bytes == transfer.version.nbytes
     changed = {name for name, tensor in all_tensors(model).items() if not torch.equal(tensor, before[name])}
-    assert changed == set(held_tensors(model)) == {spec.name for spec in parcel.version.manifest}
+    assert changed == set(held_tensors(model)) == {spec.name for spec in transfer.version.manifest}
     assert torch.equal(scores(model.eval()), scores(learner.model.eval()))
 
 

@@ -20,7 +20,6 @@ from torch import Tensor
 from podium.cluster.objects import InlineStored
 from podium.errors import RolloutError, WeightMismatchError
 from podium.weights.fingerprints import fingerprint
-from podium.weights.parcels import ByBroadcast, ByFile, ByStore, Shared, WeightBucket, plan_buckets
 from podium.weights.receiving import Verified
 from podium.weights.transports import (
     Delivery,
@@ -31,6 +30,7 @@ from podium.weights.transports import (
     send_by_store,
 )
 from podium.weights.versions import TensorSpec, WeightVersion
+from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore, Shared, WeightBucket, plan_buckets
 
 CPU = torch.device("cpu")
 
@@ -135,36 +135,36 @@ def test_a_bucket_of_no_bytes_is_refused() -> None:
 @pytest.mark.parametrize("bucket_bytes", [64, 200, 10**6])
 def test_a_broadcast_reaches_receivers_while_other_senders_only_listen(bucket_bytes: int) -> None:
     weights = some_weights()
-    parcel = ByBroadcast(version=weights.version(), link="weights", source=1, bucket_bytes=bucket_bytes)
+    transfer = ByBroadcast(version=weights.version(), link="weights", source=1, bucket_bytes=bucket_bytes)
     ends = links(3, source=1)
     moved: dict[int, int] = {}
 
     def send(rank: int) -> None:
-        moved[rank] = send_by_broadcast(parcel, weights, ends[rank], CPU)
+        moved[rank] = send_by_broadcast(transfer, weights, ends[rank], CPU)
 
     threads = [threading.Thread(target=send, args=(rank,)) for rank in (0, 1)]
     for thread in threads:
         thread.start()
-    arrival = received(parcel, device=CPU, link={"weights": ends[2]}.__getitem__)
+    arrival = received(transfer, device=CPU, link={"weights": ends[2]}.__getitem__)
     assert arrival is not None
-    assert same(kept(Verified(arrival, parcel.version)), weights)
+    assert same(kept(Verified(arrival, transfer.version)), weights)
     for thread in threads:
         thread.join(20)
-    total = sum(bucket.nbytes for bucket in parcel.buckets)
+    total = sum(bucket.nbytes for bucket in transfer.buckets)
     assert moved == {0: 0, 1: total}
     assert arrival.moved_bytes == total
-    assert total >= parcel.version.nbytes
+    assert total >= transfer.version.nbytes
     assert max(ends[2].sizes) <= bucket_bytes  # the large tensor came in several
 
 
 def test_who_stops_early_takes_part_to_the_end() -> None:
     weights = some_weights()
-    parcel = ByBroadcast(version=weights.version(), link="weights", bucket_bytes=64)
+    transfer = ByBroadcast(version=weights.version(), link="weights", bucket_bytes=64)
     sender, receiver = links(2, source=0)
-    send_by_broadcast(parcel, weights, sender, CPU)
-    arrival = received(parcel, device=CPU, link=lambda _: receiver)
+    send_by_broadcast(transfer, weights, sender, CPU)
+    arrival = received(transfer, device=CPU, link=lambda _: receiver)
     assert arrival is not None
-    for name, _ in Verified(arrival, parcel.version).tensors():
+    for name, _ in Verified(arrival, transfer.version).tensors():
         if name == "matrix":
             break
     assert sum(receiver.sizes) == sum(sender.sizes)
@@ -173,16 +173,16 @@ def test_who_stops_early_takes_part_to_the_end() -> None:
 @pytest.mark.parametrize("bucket_bytes", [64, 10**6])
 def test_the_object_store_is_read_where_it_lies(bucket_bytes: int) -> None:
     weights = some_weights()
-    parcel = ByStore(version=weights.version(), bucket_bytes=bucket_bytes)
-    assert list(send_by_store(parcel, weights, is_sender=False)) == []
-    buckets = list(send_by_store(parcel, weights))
-    assert [id for bucket in buckets for id in bucket.ids] == list(parcel.ids)
+    transfer = ByStore(version=weights.version(), bucket_bytes=bucket_bytes)
+    assert list(send_by_store(transfer, weights, is_sender=False)) == []
+    buckets = list(send_by_store(transfer, weights))
+    assert [id for bucket in buckets for id in bucket.ids] == list(transfer.ids)
     for bucket in buckets:
         bucket.bytes_B.flags.writeable = False  # as it comes out of the store
-    filled = replace(parcel, stored=tuple(InlineStored(bucket) for bucket in buckets))
+    filled = replace(transfer, stored=tuple(InlineStored(bucket) for bucket in buckets))
     arrival = received(filled, device=CPU, link=_no_link)
     assert arrival is not None
-    assert same(kept(Verified(arrival, parcel.version)), weights)
+    assert same(kept(Verified(arrival, transfer.version)), weights)
     assert arrival.moved_bytes == sum(bucket.nbytes for bucket in buckets)
     again = received(filled, device=CPU, link=_no_link)
     assert again is not None
@@ -193,37 +193,37 @@ def test_the_object_store_is_read_where_it_lies(bucket_bytes: int) -> None:
 
 def test_references_that_are_missing_or_of_other_buckets_are_refused() -> None:
     weights = some_weights()
-    parcel = ByStore(version=weights.version(), bucket_bytes=64)
-    buckets = [InlineStored(bucket) for bucket in send_by_store(parcel, weights)]
-    with pytest.raises(RolloutError, match=r"stored buckets, and the parcel refers to 1"):
-        kept(_arrival(replace(parcel, stored=tuple(buckets[:1]))))
+    transfer = ByStore(version=weights.version(), bucket_bytes=64)
+    buckets = [InlineStored(bucket) for bucket in send_by_store(transfer, weights)]
+    with pytest.raises(RolloutError, match=r"stored buckets, and the transfer refers to 1"):
+        kept(_arrival(replace(transfer, stored=tuple(buckets[:1]))))
     with pytest.raises(WeightMismatchError, match=r"bucket 0 of version 1 .* is bucket \d"):
-        kept(_arrival(replace(parcel, stored=tuple(reversed(buckets)))))
+        kept(_arrival(replace(transfer, stored=tuple(reversed(buckets)))))
 
 
 @pytest.mark.parametrize("bucket_bytes", [64, 10**6])
 def test_files_appear_when_they_are_complete(tmp_path: Path, bucket_bytes: int) -> None:
     weights = some_weights()
-    parcel = ByFile(version=weights.version(12), folder=tmp_path / "weights", bucket_bytes=bucket_bytes)
+    transfer = ByFile(version=weights.version(12), folder=tmp_path / "weights", bucket_bytes=bucket_bytes)
     with pytest.raises(RolloutError, match=r"version 12 cannot be read from .*version-00000012"):
-        kept(_arrival(parcel))
-    assert send_by_file(parcel, weights, is_sender=False) == 0
-    assert not parcel.folder.exists()
-    assert send_by_file(parcel, weights) > 0
-    assert send_by_file(parcel, weights) == (arrival := _moved(parcel))  # once more, over the first
-    assert arrival >= parcel.version.nbytes
-    assert [path.name for path in parcel.folder.iterdir()] == ["version-00000012"]
-    assert len(list(parcel.path.glob("*.safetensors"))) == len(parcel.buckets)
-    assert same(kept(Verified(_arrival(parcel), parcel.version)), weights)
-    remove_files(parcel)
-    assert list(parcel.folder.iterdir()) == []
+        kept(_arrival(transfer))
+    assert send_by_file(transfer, weights, is_sender=False) == 0
+    assert not transfer.folder.exists()
+    assert send_by_file(transfer, weights) > 0
+    assert send_by_file(transfer, weights) == (arrival := _moved(transfer))  # once more, over the first
+    assert arrival >= transfer.version.nbytes
+    assert [path.name for path in transfer.folder.iterdir()] == ["version-00000012"]
+    assert len(list(transfer.path.glob("*.safetensors"))) == len(transfer.buckets)
+    assert same(kept(Verified(_arrival(transfer), transfer.version)), weights)
+    remove_files(transfer)
+    assert list(transfer.folder.iterdir()) == []
 
 
 def test_a_write_that_fails_leaves_nothing_and_says_where(tmp_path: Path) -> None:
     (tmp_path / "weights").write_text("a file where the folder should be")
-    parcel = ByFile(version=some_weights().version(3), folder=tmp_path / "weights")
+    transfer = ByFile(version=some_weights().version(3), folder=tmp_path / "weights")
     with pytest.raises(RolloutError, match=r"version 3 cannot be written to .*version-00000003"):
-        send_by_file(parcel, some_weights())
+        send_by_file(transfer, some_weights())
 
 
 def test_shared_weights_do_not_move() -> None:
@@ -232,12 +232,12 @@ def test_shared_weights_do_not_move() -> None:
 
 def test_parcels_can_be_sent_through_a_controller(tmp_path: Path) -> None:
     version = some_weights().version()
-    for parcel in (
+    for transfer in (
         Shared(version=version),
         ByBroadcast(version=version, link="w"),
         ByFile(version=version, folder=tmp_path),
     ):
-        assert pickle.loads(pickle.dumps(parcel)) == parcel
+        assert pickle.loads(pickle.dumps(transfer)) == transfer
     bucket = pickle.loads(pickle.dumps(WeightBucket(number=3, bytes_B=np.arange(4, dtype=np.uint8))))
     assert (bucket.number, bucket.nbytes, bucket.bytes_B.tolist()) == (3, 4, [0, 1, 2, 3])
 
@@ -249,10 +249,10 @@ def test_a_model_that_is_not_the_versions_is_not_sent(tmp_path: Path) -> None:
     with pytest.raises(WeightMismatchError, match=r"manifest says matrix \[5, 7\] float32 and the model has nothing"):
         list(send_by_store(ByStore(version=version), short))
     other = Held({**weights.tensors_by_name, "matrix": torch.zeros(7, 5)})
-    parcel = ByFile(version=version, folder=tmp_path)
+    transfer = ByFile(version=version, folder=tmp_path)
     with pytest.raises(WeightMismatchError, match=r"the model has matrix \[7, 5\] torch.float32"):
-        send_by_file(parcel, other)
-    assert not parcel.path.exists()
+        send_by_file(transfer, other)
+    assert not transfer.path.exists()
 
 
 def test_tensors_that_differ_are_named_after_all_have_come() -> None:
@@ -287,14 +287,14 @@ def _no_link(name: str) -> MemoryLink:
     raise AssertionError(name)
 
 
-def _arrival(parcel: ByStore | ByFile) -> Delivery:
-    arrival = received(parcel, device=CPU, link=_no_link)
+def _arrival(transfer: ByStore | ByFile) -> Delivery:
+    arrival = received(transfer, device=CPU, link=_no_link)
     assert arrival is not None
     return arrival
 
 
-def _moved(parcel: ByFile) -> int:
-    arrival = received(parcel, device=CPU, link=_no_link)
+def _moved(transfer: ByFile) -> int:
+    arrival = received(transfer, device=CPU, link=_no_link)
     assert arrival is not None
     kept(arrival)
     return arrival.moved_bytes

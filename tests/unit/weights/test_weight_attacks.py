@@ -20,11 +20,11 @@ from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Request, Sampling
 from podium.weights.fingerprints import fingerprint
 from podium.weights.held import fill_held
-from podium.weights.parcels import ByFile
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified
 from podium.weights.transports import received, send_by_file
 from podium.weights.versions import TensorSpec, WeightVersion
+from podium.weights.weight_transfers import ByFile
 
 CPU = torch.device("cpu")
 Weights = dict[str, Tensor]
@@ -122,10 +122,10 @@ def test_a_buffer_without_dimensions_is_installed() -> None:
 @pytest.mark.parametrize("damage", ["[]", '{"weight_map": []}', "null"])
 def test_a_damaged_index_of_files_is_told(tmp_path: Path, damage: str) -> None:
     sent = Sent({"a": torch.ones(3)})
-    parcel = ByFile(version=replace(sent.version, number=1), folder=tmp_path)
-    send_by_file(parcel, sent)
-    (parcel.path / "model.safetensors.index.json").write_text(damage)
-    arrival = received(parcel, device=CPU, link=lambda name: pytest.fail(name))
+    transfer = ByFile(version=replace(sent.version, number=1), folder=tmp_path)
+    send_by_file(transfer, sent)
+    (transfer.path / "model.safetensors.index.json").write_text(damage)
+    arrival = received(transfer, device=CPU, link=lambda name: pytest.fail(name))
     assert arrival is not None
     with pytest.raises(RolloutError, match="cannot be read"):
         list(arrival.tensors())

@@ -179,4 +179,4 @@ class ByStore:
         return bucket_ids(range(len(self.buckets)))
 
 
-Parcel = Shared | ByBroadcast | ByStore | ByFile
+WeightTransfer = Shared | ByBroadcast | ByStore | ByFile
