@@ -36,10 +36,10 @@ from podium.recipe.pipeline_loading import (
 )
 from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
-from podium.spmd.folder import RunFolder, is_pipeline_folder
-from podium.spmd.lineage import NOTE, Prepared, require_what_export_reads, write_note
-from podium.spmd.pipeline_folder import PipelineFolder
-from podium.spmd.showing import show_lines
+from podium.runs.folder import RunFolder, is_pipeline_folder
+from podium.runs.lineage import NOTE, Prepared, require_what_export_reads, write_note
+from podium.runs.pipeline_folder import PipelineFolder
+from podium.runs.showing import show_lines
 
 # Other files of a model's folder: weights come from the checkpoint.
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
@@ -51,10 +51,10 @@ if TYPE_CHECKING:
     from podium.models.verify import Comparison
     from podium.rollout.jobs import GenerationSummary
     from podium.rollout.requests import Sampling
+    from podium.runs.result import RunResult
     from podium.spmd.export import ExportDtype, Which
     from podium.spmd.launch import RankPlace
     from podium.spmd.rank import Program
-    from podium.spmd.result import RunResult
 
 
 def check(

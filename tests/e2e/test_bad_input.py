@@ -15,7 +15,7 @@ from helpers.tiny import TEMPLATE, tiny_tokenizer
 from helpers.workspace import Workspace
 from podium.errors import RecipeError, RunFolderError
 from podium.recipe import load_recipe
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 VERBS = ("check", "train")
 

@@ -16,13 +16,13 @@ from podium.engine.optimizer import AdamW
 from podium.engine.sharding import PackedModel, place, place_scalar
 from podium.engine.train_step import StepReport, TrainEngine
 from podium.models.causal_lm import PackedCausalLM
+from podium.programs.distill import DistillMethod
+from podium.programs.dpo import PreferenceMethod
+from podium.programs.references import BaseReferences, LiveReferences
+from podium.programs.reward_model import RewardModelMethod
+from podium.programs.teachers import LiveTeachers
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
 from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
-from podium.spmd.distilling import DistillMethod
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.references import BaseReferences, LiveReferences
-from podium.spmd.reward_modelling import RewardModelMethod
-from podium.spmd.teachers import LiveTeachers
 
 pytestmark = [
     pytest.mark.gpu,

@@ -35,7 +35,7 @@ from podium.data.tasks import Task, read_tasks
 from podium.observe import EvaluationView, MetricsFile, StepMetrics, Stopwatch, read_metrics
 from podium.observe.console import SilentConsole, StepView
 from podium.programs import controlled
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 
 class HeardConsole(SilentConsole):

@@ -35,9 +35,9 @@ from helpers.tiny import save_tiny_model, tiny_config
 from podium.data.document_store import DocumentStore
 from podium.data.documents import Document, Example
 from podium.engine.scoring import summed_logprobs
+from podium.programs.dpo import mismatched
 from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
 from podium.spmd.launch import launch
-from podium.spmd.preferences import mismatched
 
 SAME = 1e-5
 WORLDS = [pytest.param(world, marks=pytest.mark.slow) for world in (2, 4)]
@@ -426,7 +426,7 @@ def test_ktos_baseline_keeps_to_the_budget_of_a_micro_batch(task: DenseTask, mon
         sizes.append(batch.packed.num_tokens)
         return summed_logprobs(model, mesh, batch)
 
-    monkeypatch.setattr("podium.spmd.preferences.summed_logprobs", watched)
+    monkeypatch.setattr("podium.programs.dpo.summed_logprobs", watched)
     case = Case(section=PreferenceSection(loss="kto"), source="live", max_tokens=45)
     step_of(one_rank(), replace(task, labels=rows), case)
     assert sizes

@@ -22,12 +22,12 @@ from podium.algorithms.values import ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
 from podium.controller.records import StepRecord, step_metrics
+from podium.programs.distill import DistillMethod
+from podium.programs.dpo import PreferenceMethod
+from podium.programs.reward_model import RewardModelMethod
 from podium.recipe.dense import DistillSection, PreferenceLoss, PreferenceSection, RewardModelSection
 from podium.roles.carriers import DistanceNote
 from podium.roles.stages import CriticReport, ScoredRollouts
-from podium.spmd.distilling import DistillMethod
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.reward_modelling import RewardModelMethod
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "podium"

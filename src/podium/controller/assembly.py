@@ -27,8 +27,8 @@ from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.interfaces import POLICY, Critic, Generator, Learner, LearnerFacts, RewardModel, Scorer
 from podium.roles.runner_handle import RunnerHandle
-from podium.spmd.folder import RunFolder
-from podium.spmd.result import RunResult
+from podium.runs.folder import RunFolder
+from podium.runs.result import RunResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

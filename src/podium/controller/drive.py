@@ -21,9 +21,9 @@ from podium.models.cpu_settings import CpuSettings
 from podium.observe import Stopwatch, open_console
 from podium.recipe import Recipe
 from podium.roles.interfaces import POLICY
-from podium.spmd.folder import RunFolder
-from podium.spmd.launch import InterruptHandler
-from podium.spmd.result import RunResult
+from podium.runs.folder import RunFolder
+from podium.runs.interrupts import InterruptHandler
+from podium.runs.result import RunResult
 
 if TYPE_CHECKING:
     from podium.controller.assembly import Inputs

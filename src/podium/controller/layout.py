@@ -30,7 +30,7 @@ from podium.roles.interfaces import (
     Scorer,
     ScorerSpec,
 )
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
 RUNNER, GRADER = "runner", "grader"

@@ -16,7 +16,7 @@ from podium.recipe import Recipe
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.runner_handle import RunnerHandle
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -21,7 +21,7 @@ from podium.models.lora import merge, save_adapter
 from podium.models.precision import set_dtypes, state_dtypes
 from podium.models.scalar import build_scalar
 from podium.recipe import Recipe
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 Which = Literal["last", "best"] | int
 ExportDtype = Literal["float32", "bfloat16"]

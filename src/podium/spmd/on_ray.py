@@ -30,12 +30,13 @@ from podium.cluster.worker_pool import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
 from podium.observe import StartUpLog, open_console
 from podium.recipe import PlacementSection
-from podium.spmd.folder import RunFolder
-from podium.spmd.launch import InterruptHandler, RankPlace
+from podium.runs.folder import RunFolder
+from podium.runs.interrupts import InterruptHandler
+from podium.spmd.launch import RankPlace
 
 if TYPE_CHECKING:
+    from podium.runs.result import RunResult
     from podium.spmd.rank import Program, RankTask
-    from podium.spmd.result import RunResult
 
 _POOL = "ranks"
 _LOOK_S = 0.2

@@ -38,10 +38,10 @@ from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
 from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
 from podium.recipe import Recipe
+from podium.runs.folder import RunFolder
+from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
-from podium.spmd.folder import RunFolder
 from podium.spmd.launch import RankPlace, StopRequest
-from podium.spmd.result import RunResult
 from podium.spmd.run import Parts, Progress, SpmdRun
 
 Program = Callable[[SpmdRun], None]

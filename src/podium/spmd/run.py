@@ -25,9 +25,9 @@ from podium.errors import TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch
 from podium.recipe import Recipe
+from podium.runs.folder import RunFolder
+from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
-from podium.spmd.folder import RunFolder
-from podium.spmd.result import RunResult
 
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
 """Sums of a step's tally over all ranks, and its number of examples -> metrics."""

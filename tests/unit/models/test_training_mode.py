@@ -30,11 +30,11 @@ from podium.engine.scoring import score, scoring_batches, values
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
 from podium.errors import RecipeError
+from podium.programs.dpo import PreferenceMethod
+from podium.programs.references import LiveReferences
 from podium.recipe import ModelSection, OptimizerSection
 from podium.recipe.changes import changes
 from podium.recipe.dense import PreferenceSection
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.references import LiveReferences
 
 # gpt2: nn.Dropout and attention dropout; seed_oss: F.dropout; starcoder2: of embeddings too; mixtral: jitter of the
 # router's input; phimoe: samples its experts.

@@ -22,9 +22,9 @@ from podium.engine.scoring import summed_logprobs
 from podium.engine.sharding import compute_dtype, place
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.folder import local_folder
+from podium.programs.passes import Compute, cache_folder, stored_pass
 from podium.recipe import ModelSection, Recipe
 from podium.recipe.dense_rules import reference_of
-from podium.spmd.passes import Compute, cache_folder, stored_pass
 from podium.spmd.run import SpmdRun
 
 REFERENCE_KEY = "preference.reference_model"

@@ -27,9 +27,9 @@ from podium.models.causal_lm import PackedCausalLM, load_config
 from podium.models.folder import local_folder
 from podium.models.head import HeadSpec, next_token_scores
 from podium.models.packing import TokenBatch, round_tokens, to_device
+from podium.programs.passes import Compute, cache_folder, stored_pass
 from podium.recipe import ModelSection, Recipe
 from podium.recipe.dense import DistillSection
-from podium.spmd.passes import Compute, cache_folder, stored_pass
 from podium.spmd.run import SpmdRun
 
 _CHUNK_TOKENS = 1024
