@@ -157,7 +157,7 @@ def test_the_summary_has_a_line_for_each_stage_and_warns_of_a_small_gain(
     after: float, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [
-        _run(tmp_path / "imitated", "heldout_score", {0: 0.0, 340: 0.235}),
+        _run(tmp_path / "imitated", "heldout/score", {0: 0.0, 340: 0.235}),
         _run(tmp_path / "reinforced", "heldout/score", {0: 0.235, 40: after}),
     ]
     _module("summary").summarise(runs)

@@ -17,7 +17,6 @@ from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp
 from podium.errors import PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
-from podium.models.cpu_settings import CpuSettings
 from podium.observe import Stopwatch, open_console
 from podium.recipe import Recipe
 from podium.roles.interfaces import POLICY
@@ -98,7 +97,7 @@ async def _drive(
                 # What was being saved is saved, as far as the learners still answer.
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(_SETTLE_S):
-                        await run.policy.finish_saving()
+                        await run.finish_saving()
                 raise
             return result_of(run, folder, watch)
 
@@ -135,10 +134,7 @@ async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_s
         device = "cuda" if gpus > 0 else "cpu"
     if device == "cuda" and gpus == 0:
         raise PlacementError("placement.device: cuda is asked for and the cluster has no GPU. Use cpu or auto.")
-    known = folder.state().get("cpu", {})
-    # Threads change the order of sums, so a run that goes on keeps what it was measured to be fastest with.
-    kept = known.get("ranks") == num_learners(recipe)
-    cpu = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before") if kept else None
+    cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu)
     timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
     try:

@@ -21,7 +21,7 @@ from podium.roles.grader import Purpose
 from podium.roles.stages import GradedRollouts, Rollouts
 
 
-async def graded(rollouts: Rollouts, recipe: Recipe, roles: Roles) -> tuple[GradedRollouts, NDArray[np.bool_]]:
+async def grade_rollouts(rollouts: Rollouts, recipe: Recipe, roles: Roles) -> tuple[GradedRollouts, NDArray[np.bool_]]:
     """(all episodes with their rewards, which of them have none in truth)."""
     values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
     found = await roles.grader.grade(rollouts)

@@ -14,7 +14,7 @@ from podium.runs.folder import RunFolder, is_held, is_pipeline_folder
 from podium.runs.lineage import inputs_of, read_note, short
 from podium.runs.pipeline_folder import PipelineFolder
 
-_HELDOUT = ("heldout_", "heldout/")
+_HELDOUT = "heldout/"
 _SHOWN_METRICS = 8
 
 

@@ -36,13 +36,15 @@ from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
-from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
+from podium.observe import Stopwatch, open_console
 from podium.recipe import Recipe
 from podium.runs.folder import RunFolder
+from podium.runs.header import header_lines, model_line
+from podium.runs.log import open_log
 from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
 from podium.spmd.launch import RankPlace, StopRequest
-from podium.spmd.run import Parts, Progress, SpmdRun
+from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
 
 Program = Callable[[SpmdRun], None]
 
@@ -110,7 +112,7 @@ def _build(
         model, trained = _place(recipe, model_folder, mesh, checkpoint)
         optimizer = AdamW(trained, recipe.optimizer)
         engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
-        progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
+        progress = _restore(engine, checkpoint) if checkpoint is not None else SpmdProgress()
         settings = _cpu_settings(recipe, folder, engine)
         if recipe.model.self_check:
             dtype = compute_dtype(recipe.model, mesh.device)
@@ -123,13 +125,7 @@ def _build(
         evaluator = (
             Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
         )
-    loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=progress.step or None) if mesh.is_main else []
-    for logger in loggers:
-        stack.callback(logger.close)
-    metrics = MetricsFile.resume(folder.metrics_file, step=progress.step) if mesh.is_main else None
-    if metrics is not None:
-        stack.callback(metrics.close)
-        folder.forget_samples_after(progress.step)
+    log = open_log(stack, recipe, folder, console, step=progress.step, is_main=mesh.is_main)
     writer = CheckpointWriter(
         folder.checkpoints,
         mesh,
@@ -141,9 +137,9 @@ def _build(
     stack.callback(writer.settle)
     cost = model_cost(model.hf)
     console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
-    parts = Parts(
-        recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, console=console,
-        metrics=metrics, loggers=loggers, cost=cost, peak_flops=peak, max_tokens=max_tokens,
+    parts = SpmdParts(
+        recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, log=log,
+        cost=cost, peak_flops=peak, max_tokens=max_tokens,
         hard_cap=recipe.micro_batch_tokens is not None, stop_requested=stop_requested, watch=watch,
         check_endings=_endings_check(recipe, tokenizer, model_folder),
     )  # fmt: skip
@@ -168,11 +164,11 @@ def _place(
     return place(section, folder, mesh, seed=seed, checkpoint=checkpoint)
 
 
-def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
+def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> SpmdProgress:
     restore_optimizer(engine, checkpoint)
     extras = checkpoint.extras()
     loader = decode(extras.values["loader"], extras.arrays)
-    return Progress(
+    return SpmdProgress(
         step=checkpoint.step,
         skipped=extras.values["skipped"],
         skipped_in_a_row=extras.values["skipped_in_a_row"],
@@ -206,11 +202,12 @@ def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> Cpu
     mesh, placement = engine.mesh, recipe.placement
     if mesh.device.type != "cpu":
         return None
-    known: dict[str, Any] = folder.state().get("cpu", {})
-    fits = placement.threads in (None, known.get("threads")) and placement.onednn in (None, known.get("onednn"))
-    if known.get("ranks") == mesh.world and fits:
-        settings = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before")
-    else:
+    settings = folder.cpu_settings(mesh.world)
+    if (
+        settings is None
+        or placement.threads not in (None, settings.threads)
+        or placement.onednn not in (None, settings.onednn)
+    ):
         batch = random_batch(engine.model.vocab_size, lengths=(16,) * 8 + (128,))
         settings = choose_cpu_settings(
             lambda: engine.trial(batch),
@@ -220,7 +217,7 @@ def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> Cpu
         )
         settings = mesh.gather(settings)[0]
         if mesh.is_main:
-            folder.update(cpu={"ranks": mesh.world, "threads": settings.threads, "onednn": settings.onednn})
+            folder.note_cpu_settings(mesh.world, settings)
     settings.apply()
     return settings
 
@@ -228,19 +225,20 @@ def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> Cpu
 def _header(
     recipe: Recipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
 ) -> list[str]:
-    count = sum(parameter.numel() for parameter in model.hf.parameters())
-    dtype = str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch.")
-    trained = sum(parameter.numel() for parameter in model.hf.parameters() if parameter.requires_grad)
     rows = recipe.rows_per_step
-    size = f"{recipe.tokens_per_step} tokens" if rows is None else f"{rows} rows"
-    adapter = "" if recipe.model.lora is None else f" ({trained / 1e6:.3g}M of them trained, the others frozen)"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
-    lines = [
-        f"run: {folder.path}" + (f" (resumed after step {step})" if step else ""),
-        f"program: {recipe.program}, {recipe.steps} steps of {size}",
-        f"model: {type(model.hf).__name__}, {count / 1e6:.2f}M parameters{adapter}, {dtype} compute, float32 masters",
-        f"devices: {mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
-    ]
-    if settings is not None:
-        lines.append(f"cpu: {settings} per rank ({settings.measured})")
-    return lines
+    parameters = list(model.hf.parameters())
+    return header_lines(
+        recipe,
+        folder,
+        resume_step=step,
+        step_size=f"{recipe.tokens_per_step} tokens" if rows is None else f"{rows} rows",
+        model=model_line(
+            type(model.hf).__name__,
+            sum(parameter.numel() for parameter in parameters),
+            sum(parameter.numel() for parameter in parameters if parameter.requires_grad or recipe.model.lora is None),
+            str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch."),
+        ),
+        devices=f"{mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
+        cpu=settings,
+    )
