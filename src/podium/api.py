@@ -54,7 +54,6 @@ if TYPE_CHECKING:
     from podium.runs.result import RunResult
     from podium.spmd.export import ExportDtype, Which
     from podium.spmd.launch import RankPlace
-    from podium.spmd.rank import Program
 
 
 def check(
@@ -287,9 +286,10 @@ def _train(prepared: Prepared) -> RunResult:
     made = prepared.recipe
     if SIGNALS[made.program].execution == "controlled":
         return _train_controlled(prepared)
-    from podium.programs import spmd  # heavy: before the folder is made, so that little is left to fail
+    from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
+    load_program(made.program)  # a custom one that cannot be loaded is reported before the folder is made
     under = place_under_torchrun()
     assert made.run.name is not None
     path = Path(made.run.folder) / made.run.name
@@ -298,7 +298,7 @@ def _train(prepared: Prepared) -> RunResult:
         folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(spmd.PROGRAMS[made.program], prepared, folder, resume_step=None)
+    return _launch(prepared, folder, resume_step=None)
 
 
 def _train_controlled(prepared: Prepared) -> RunResult:
@@ -322,9 +322,7 @@ def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
 
         with early_start(prepared.recipe) as start_up:
             return _control(prepared, folder, resume_step=step, start_up=start_up)
-    from podium.programs import spmd
-
-    return _launch(spmd.PROGRAMS[program], prepared, folder, resume_step=step)
+    return _launch(prepared, folder, resume_step=step)
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
@@ -370,24 +368,25 @@ def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
     return RunFolder.open(run.path)
 
 
-def _launch(program: Program, prepared: Prepared, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+def _launch(prepared: Prepared, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+    from podium.programs.spmd import load_program
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
     recipe = prepared.recipe
-    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
+    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program)
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
-        return run_rank(under, task, program)
+        return run_rank(under, task)
     with _living(prepared, folder, resume_step):
         if under is not None:
-            return run_rank(under, task, program)
+            return run_rank(under, task)
         if placement.launcher == "ray":
-            from podium.spmd.on_ray import RayTask, launch_on_ray
+            from podium.spmd.on_ray import launch_on_ray
 
-            return launch_on_ray(RayTask(task=task, program=program, placement=placement), folder)
+            return launch_on_ray(task, folder)
         stop = folder.stop_file
-        return launch(run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
+        return launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
 
 
 def _control(prepared: Prepared, folder: RunFolder, *, resume_step: int | None, start_up: StartUp) -> RunResult:
@@ -398,7 +397,7 @@ def _control(prepared: Prepared, folder: RunFolder, *, resume_step: int | None, 
     def load_program() -> ControlledProgram:
         from podium.programs import controlled  # imports torch
 
-        return controlled.PROGRAMS[recipe.program]
+        return controlled.load_program(recipe.program)
 
     with _living(prepared, folder, resume_step):
         return run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up)

@@ -141,7 +141,7 @@ class Trial:
     async def _program(self, run: OnPolicyRun) -> None:
         """As a controlled run is driven: its files are closed while its loop still runs."""
         try:
-            await controlled.PROGRAMS[self.recipe.program](run)
+            await controlled.load_program(self.recipe.program)(run)
         finally:
             self.close()
 

@@ -46,7 +46,7 @@ from podium.spmd.evaluation import Evaluator
 from podium.spmd.launch import RankPlace, StopRequest
 from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
 
-Program = Callable[[SpmdRun], None]
+SpmdProgram = Callable[[SpmdRun], None]
 
 # Most tokens of one forward where the recipe does not say.
 _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
@@ -54,14 +54,16 @@ _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What every rank is started with: the run, and the checkpoint to begin from (None: the beginning)."""
+    """What every rank is started with: the run, how its program is loaded by name, and the checkpoint to begin from
+    (None: the beginning)."""
 
     recipe: Recipe
     folder: Path
     resume_step: int | None
+    load_program: Callable[[str], SpmdProgram]  # in the rank: a custom program's function does not travel
 
 
-def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
+def run_rank(where: RankPlace, task: RankTask) -> RunResult:
     """From joining the others to leaving them. Collective."""
     recipe = task.recipe
     check_devices(recipe.placement, where.local_world)
@@ -69,12 +71,12 @@ def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
         recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting
     )
     try:
-        return run_joined(where, mesh, task, program)
+        return run_joined(where, mesh, task)
     finally:
         leave(mesh)
 
 
-def run_joined(where: RankPlace, mesh: Mesh, task: RankTask, program: Program) -> RunResult:
+def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
     """The life of a rank that has met the others. Collective."""
     recipe, folder = task.recipe, RunFolder(path=task.folder)
     transformers.logging.set_verbosity_error()
@@ -84,7 +86,7 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask, program: Program) -
         run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
         if mesh.is_main and task.resume_step is not None and where.attempt == 0:
             set_aside_later(folder.checkpoints, task.resume_step)
-        program(run)
+        task.load_program(recipe.program)(run)
         return run.result()
 
 

@@ -38,7 +38,7 @@ def test_what_is_not_kept_stays_among_the_sampled() -> None:
 
 
 def test_further_episodes_are_sampled_ones_and_in_the_order_of_their_ids() -> None:
-    more = make_graded([0.0, 5.0, 3.0, 3.0], [9, 9, 2, 2])
+    more = make_graded([3.0, 3.0, 0.0, 5.0], [2, 2, 9, 9])
 
     step = STEP.keep(~STEP.episodes.uniform_N).add(more, ~more.uniform_N)
 
