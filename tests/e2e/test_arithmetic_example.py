@@ -96,8 +96,8 @@ def test_what_stands_at_the_end_is_rewarded(answer: str, reward: float) -> None:
 
 def test_every_named_method_has_a_recipe() -> None:
     assert METHODS == [
-        "cispo", "dapo", "distill", "dpo", "dr_grpo", "expert_iteration", "grpo", "gspo", "kto", "on_policy_distill",
-        "opo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "reward_model", "rloo",
+        "best_half", "cispo", "dapo", "distill", "dpo", "dr_grpo", "expert_iteration", "focal", "grpo", "gspo", "kto",
+        "on_policy_distill", "opo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "reward_model", "rloo",
     ]  # fmt: skip
 
 

@@ -367,7 +367,7 @@ def imitation(tokens: PolicyTokens) -> Tensor:
 
 
 def _ties_tokens(algorithm: AlgorithmSection) -> bool:
-    """A loss of one's own may look at whole sequences, so it is given them."""
+    """A custom loss may look at whole sequences, so it is given them."""
     return algorithm.loss in _TIES_TOKENS or ":" in algorithm.loss
 
 
