@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from podium.checks import check_recipe, deep_report
 from podium.data.fingerprints import files_fingerprint
@@ -18,11 +18,13 @@ from podium.models.folder import is_hub_id
 from podium.pipeline_checks import check_pipeline
 from podium.recipe import (
     ModelSection,
+    OnPolicyRecipe,
     PipelineRecipe,
     PlacementSection,
     Recipe,
     RolloutSection,
     SourceSection,
+    SpmdRecipe,
     apply_overrides,
     parse_recipe,
 )
@@ -34,8 +36,8 @@ from podium.recipe.pipeline_loading import (
     resolved_pipeline,
     unmade_stage_recipe,
 )
-from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
+from podium.recipe.rules import recipe_warnings
 from podium.spmd.folder import RunFolder, is_pipeline_folder
 from podium.spmd.lineage import NOTE, Prepared, require_what_export_reads, write_note
 from podium.spmd.pipeline_folder import PipelineFolder
@@ -45,6 +47,8 @@ from podium.spmd.showing import show_lines
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
 # What a full or read-only disk raises.
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+
+ProgramT = TypeVar("ProgramT")
 
 if TYPE_CHECKING:
     from podium.controller.start_up import StartUp
@@ -65,9 +69,10 @@ def check(
     if isinstance(made, PipelineRecipe):
         return check_pipeline(made, deep=deep)
     check_recipe(made)
-    lines = [f"program {made.program}: {SIGNALS[made.program].execution} execution, {made.steps} steps"]
+    lines = [f"program {made.program}: {made.execution} execution, {made.steps} steps"]
     if is_hub_id(made.model.path):
         lines.append(f"model.path: there is no folder {made.model.path}; taken as a hub id, not looked up")
+    lines += [f"warning: {text}" for text in recipe_warnings(made)]
     return lines + (deep_report(made) if deep else [])
 
 
@@ -243,14 +248,14 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
 
 def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
     """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
-    placement = recipe.placement
-    if SIGNALS[recipe.program].execution == "controlled":
+    if not isinstance(recipe, SpmdRecipe):
         if under is not None:
             raise RecipeError(
                 f"program: {recipe.program} has one controller that starts its own workers, and torchrun starts "
                 "several. Run the recipe without torchrun."
             )
         return
+    placement = recipe.placement
     if under is None and placement.launcher in ("auto", "local"):
         from podium.engine.mesh import check_devices
 
@@ -285,8 +290,9 @@ def _prepared(recipe: Recipe) -> Prepared:
 
 def _train(prepared: Prepared) -> RunResult:
     made = prepared.recipe
-    if SIGNALS[made.program].execution == "controlled":
-        return _train_controlled(prepared)
+    if isinstance(made, OnPolicyRecipe):
+        return _train_controlled(prepared, made)
+    assert isinstance(made, SpmdRecipe)
     from podium.programs import spmd  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
@@ -295,36 +301,39 @@ def _train(prepared: Prepared) -> RunResult:
     path = Path(made.run.folder) / made.run.name
     _check_launcher(made, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
+        _tell_warnings(made)
         folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(spmd.PROGRAMS[made.program], prepared, folder, resume_step=None)
+    return _launch(_built_in(spmd.PROGRAMS, made), prepared, made, folder, resume_step=None)
 
 
-def _train_controlled(prepared: Prepared) -> RunResult:
+def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
     from podium.controller.start_up import early_start
     from podium.spmd.launch import place_under_torchrun
 
-    _check_launcher(prepared.recipe, place_under_torchrun())
-    RunFolder.check_free(prepared.recipe)
-    with early_start(prepared.recipe) as start_up:
-        folder = RunFolder.create(prepared.recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
-        return _control(prepared, folder, resume_step=None, start_up=start_up)
+    _check_launcher(recipe, place_under_torchrun())
+    RunFolder.check_free(recipe)
+    _tell_warnings(recipe)
+    with early_start(recipe) as start_up:
+        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+        return _control(prepared, recipe, folder, resume_step=None, start_up=start_up)
 
 
 def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     from podium.spmd.launch import place_under_torchrun
 
-    program = prepared.recipe.program
-    _check_launcher(prepared.recipe, place_under_torchrun())
-    if SIGNALS[program].execution == "controlled":
+    recipe = prepared.recipe
+    _check_launcher(recipe, place_under_torchrun())
+    if isinstance(recipe, OnPolicyRecipe):
         from podium.controller.start_up import early_start
 
-        with early_start(prepared.recipe) as start_up:
-            return _control(prepared, folder, resume_step=step, start_up=start_up)
+        with early_start(recipe) as start_up:
+            return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
+    assert isinstance(recipe, SpmdRecipe)
     from podium.programs import spmd
 
-    return _launch(spmd.PROGRAMS[program], prepared, folder, resume_step=step)
+    return _launch(_built_in(spmd.PROGRAMS, recipe), prepared, recipe, folder, resume_step=step)
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
@@ -370,11 +379,32 @@ def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
     return RunFolder.open(run.path)
 
 
-def _launch(program: Program, prepared: Prepared, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+def _built_in(programs: Mapping[str, ProgramT], recipe: Recipe) -> ProgramT:
+    """The function that is the recipe's program."""
+    if recipe.program not in programs:
+        raise RecipeError(
+            f"program: {recipe.program} is checked only; there are {', '.join(programs)} to run with "
+            f"{recipe.execution} execution."
+        )
+    return programs[recipe.program]
+
+
+def _tell_warnings(recipe: Recipe) -> None:
+    """Once, before a run begins."""
+    from podium.observe import open_console
+
+    console = open_console(rank=0)
+    for text in recipe_warnings(recipe):
+        console.warning(text)
+    console.close()
+
+
+def _launch(
+    program: Program, prepared: Prepared, recipe: SpmdRecipe, folder: RunFolder, *, resume_step: int | None
+) -> RunResult:
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
-    recipe = prepared.recipe
     task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
@@ -390,15 +420,15 @@ def _launch(program: Program, prepared: Prepared, folder: RunFolder, *, resume_s
         return launch(run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
 
 
-def _control(prepared: Prepared, folder: RunFolder, *, resume_step: int | None, start_up: StartUp) -> RunResult:
+def _control(
+    prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp
+) -> RunResult:
     from podium.controller.drive import ControlledProgram, run_controlled
-
-    recipe = prepared.recipe
 
     def load_program() -> ControlledProgram:
         from podium.programs import controlled  # imports torch
 
-        return controlled.PROGRAMS[recipe.program]
+        return _built_in(controlled.PROGRAMS, recipe)
 
     with _living(prepared, folder, resume_step):
         return run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up)

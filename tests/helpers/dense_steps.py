@@ -24,7 +24,7 @@ from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import PackedCausalLM
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
-from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
+from podium.recipe.dense import DistillSection, KtoPreference, PreferenceSection, RewardModelSection
 from podium.spmd.distilling import DistillMethod
 from podium.spmd.launch import RankPlace
 from podium.spmd.preferences import PreferenceMethod
@@ -175,7 +175,7 @@ def _engine(mesh: Mesh, task: DenseTask, case: Case) -> RecordingEngine:
 
 def _rows(task: DenseTask, case: Case) -> tuple[Example, ...]:
     match case.section:
-        case PreferenceSection(loss="kto"):
+        case KtoPreference():
             return task.labels
         case PreferenceSection():
             return task.pairs

@@ -12,17 +12,15 @@ from torch import Tensor
 
 from podium.algorithms import advantages
 from podium.errors import RecipeError
-from podium.recipe import Recipe, plugins
-from podium.recipe.on_policy_rules import advantage_of
+from podium.recipe import CustomOnPolicyRecipe, GrpoRecipe, plugins
 from podium.roles.stages import ScoredRollouts, TrainBatch
 
 ComputeAdvantages = Callable[[ScoredRollouts], TrainBatch]
 
 
-def advantage_estimator(recipe: Recipe) -> ComputeAdvantages:
+def advantage_estimator(recipe: GrpoRecipe | CustomOnPolicyRecipe) -> ComputeAdvantages:
     """The recipe's estimator for episodes. Those that need a critic or a teacher are their programs' own."""
-    name = advantage_of(recipe)
-    match name:
+    match recipe.algorithm.advantage:
         case "group_relative":
             return _per_episode(advantages.group_relative)
         case "group_centered":
@@ -35,7 +33,7 @@ def advantage_estimator(recipe: Recipe) -> ComputeAdvantages:
             return _returns_to_go
         case "reinforce_pp_baseline":
             return _centered_and_whitened
-        case path:
+        case plugins.Plugin() as path:
             return _own(plugins.load(path, "algorithm.advantage"), path)
 
 

@@ -12,7 +12,8 @@ import numpy as np
 from podium.controller.records import pass_at_k, powers_up_to
 from podium.data.tasks import DrawnTask, Task
 from podium.observe import EvaluationView, SampleView
-from podium.recipe import GenerationSection
+from podium.recipe import GenerationSection, OnPolicyRecipe
+from podium.recipe.schema import SampledGenerationSection
 from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import Rollouts
 
@@ -39,10 +40,10 @@ def heldout_limit(generation: GenerationSection | None, most: int | None) -> int
     return asked if most is None else min(asked, most)
 
 
-async def summarise(run: OnPolicyRun, tasks: Sequence[Task], step: int) -> Evaluation:
+async def summarise(run: OnPolicyRun[OnPolicyRecipe], tasks: Sequence[Task], step: int) -> Evaluation:
     """Answers all tasks, greedily and (where the recipe wants pass@k) by samples, and grades the answers."""
     recipe = run.recipe
-    generation = recipe.evaluation.generation or GenerationSection()
+    generation = recipe.evaluation.generation or SampledGenerationSection()
     rollout = recipe.rollout
     longest = generation.max_new_tokens or rollout.max_new_tokens
     greedy = SamplingPlan(max_new_tokens=longest, temperature=0.0, stop=rollout.stop, seed=recipe.run.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from podium.cluster import Cluster, Workers
 from podium.controller.layout import RoleNames
@@ -12,11 +13,13 @@ from podium.controller.ledger import Ledger
 from podium.controller.prompts import PromptSource
 from podium.data.tasks import Task
 from podium.observe import Console, Logger, MetricsFile, Stopwatch
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.runner_handle import RunnerHandle
 from podium.spmd.folder import RunFolder
+
+RecipeT_co = TypeVar("RecipeT_co", bound=OnPolicyRecipe, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,10 +37,10 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
+class Parts(Generic[RecipeT_co]):
     """Everything a run is made of."""
 
-    recipe: Recipe
+    recipe: RecipeT_co
     folder: RunFolder
     cluster: Cluster
     workers: Workers

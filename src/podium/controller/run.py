@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from typing import Generic
 
 import numpy as np
 
@@ -16,7 +17,7 @@ from podium.cluster import RowRefs, Step
 from podium.controller.devices import Devices
 from podium.controller.evaluation import Evaluation, drawn, summarise
 from podium.controller.grading import HeldoutScores, graded, heldout_scores, without_failed
-from podium.controller.parts import Parts, Progress
+from podium.controller.parts import Parts, Progress, RecipeT_co
 from podium.controller.step_log import StepLog
 from podium.data.tasks import DrawnTask, Task
 from podium.data.trajectories import RowsT
@@ -33,16 +34,17 @@ from podium.roles.stages import (
 )
 
 
-class OnPolicyRun:
+class OnPolicyRun(Generic[RecipeT_co]):
     """A program awaits its methods in the order of its method; each is a phase."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
+    def __init__(self, parts: Parts[RecipeT_co], progress: Progress) -> None:
         self._parts, self.recipe = parts, parts.recipe
         self.policy, self.critic, self.teachers = parts.roles.policy, parts.roles.critic, parts.roles.teachers
         self._devices, self._log = Devices(parts), StepLog(parts, progress)
         self._step = self._saved_step = progress.step
         self._version = progress.step if progress.version is None else progress.version
-        kl = parts.recipe.algorithm.kl
+        self._algorithm = parts.recipe.full_algorithm
+        kl = self._algorithm.kl
         self._kl = progress.kl_coefficient if progress.kl_coefficient is not None else (kl.coefficient if kl else 0.0)
         self._objects: Step | None = None
         self._graded: GradedRollouts | None = None
@@ -82,9 +84,9 @@ class OnPolicyRun:
     async def refill(self, graded: GradedRollouts) -> GradedRollouts:
         """Dynamic sampling: groups of equal rewards are left out, and other prompts are drawn in their place, for as
         many rounds as the recipe allows."""
-        recipe, wanted = self.recipe, self.recipe.rollout.prompts_per_step
+        wanted = self.recipe.rollout.prompts_per_step
         kept = graded.take(np.flatnonzero(~graded.uniform_N))
-        for _ in range(recipe.algorithm.max_refills):
+        for _ in range(self._algorithm.num_refills):
             missing = wanted - len(np.unique(kept.group_N))
             if missing <= 0:
                 break
@@ -100,7 +102,7 @@ class OnPolicyRun:
 
     async def score(self, graded: GradedRollouts) -> ScoredRollouts:
         """What the reference says of the episodes' tokens; without a KL term there is nothing to ask."""
-        kl, reference = self.recipe.algorithm.kl, self._parts.roles.reference
+        kl, reference = self._algorithm.kl, self._parts.roles.reference
         if kl is None or not len(graded):
             self._scored = ScoredRollouts(graded=graded)
             return self._scored
@@ -123,7 +125,7 @@ class OnPolicyRun:
         if not len(graded):
             return ScoredRollouts(graded=graded).with_advantages(graded.rewards_N)
         async with self._devices.phase("score"):
-            weights = np.array([teacher.weight for teacher in self.recipe.teachers])
+            weights = np.array([teacher.weight for teacher in self.recipe.teacher_sections])
             columns = [
                 (await teacher.score(graded.rollouts.rows, self.recipe.rollout.temperature))[0]
                 for teacher in self.teachers
@@ -141,28 +143,29 @@ class OnPolicyRun:
         async with self._devices.phase("score"):
             columns, moments = await self.critic.estimate(
                 graded.rollouts.rows, graded.last_token_rewards_N, graded.rollouts.note.turn_rewards, scored.reference,
-                self.recipe.algorithm, self._kl,
+                self._algorithm, self._kl,
             )  # fmt: skip
         whitening = moments.whitening()
         return TrainBatch(scored=scored, columns=self._hold(columns), whitening=(whitening.shift, whitening.scale))
 
     async def update_critic(self, train_batch: TrainBatch) -> None:
         """The critic learns the returns."""
+        recipe, section = self.recipe, self.recipe.critic_section
         assert self.critic is not None
+        assert section is not None
         if not len(train_batch.rollouts.rows):
             return
-        recipe = self.recipe
-        lr = self._lr * (recipe.critic.lr or recipe.optimizer.lr) / recipe.optimizer.lr
+        lr = self._lr * (section.lr or recipe.optimizer.lr) / recipe.optimizer.lr
         async with self._devices.phase("update"):
             self._critic_report = await self.critic.update(
-                train_batch.rollouts.rows, train_batch.value_columns, recipe.algorithm, lr=lr, step=self._step + 1,
+                train_batch.rollouts.rows, train_batch.value_columns, self._algorithm, lr=lr, step=self._step + 1,
                 seed=recipe.run.seed,
             )  # fmt: skip
 
     async def update(self, train_batch: TrainBatch, *, imitate: bool = False) -> UpdateReport | None:
         """All optimizer steps of this batch; None where there is nothing to learn from."""
         recipe = self.recipe
-        if recipe.algorithm.mask_truncated:
+        if self._algorithm.mask_truncated:
             train_batch = train_batch.take(np.flatnonzero(~train_batch.rollouts.truncated_N))
         self._learned = train_batch.scored.graded
         if not len(train_batch.rollouts.rows):
@@ -170,7 +173,7 @@ class OnPolicyRun:
         plan = UpdatePlan(
             step=self._step + 1,
             lr=self._lr,
-            algorithm=recipe.algorithm,
+            algorithm=self._algorithm,
             temperature=recipe.rollout.temperature,
             version=self._version,
             max_new_tokens=recipe.rollout.max_new_tokens,
@@ -191,7 +194,7 @@ class OnPolicyRun:
         self._step += 1
         if report is not None:
             self._version = self._step
-        kl, reference = self.recipe.algorithm.kl, self._parts.roles.reference
+        kl, reference = self._algorithm.kl, self._parts.roles.reference
         if kl is not None and kl.refresh_every and self._step % kl.refresh_every == 0 and reference is not None:
             async with self._devices.phase("refresh"):
                 await reference.copy_from(POLICY)
@@ -213,16 +216,17 @@ class OnPolicyRun:
 
     def _adapt_kl(self) -> None:
         """After the step, so that all of it had one coefficient."""
-        kl, distance = self.recipe.algorithm.kl, self._scored.distance if self._scored is not None else None
+        kl, distance = self._algorithm.kl, self._scored.distance if self._scored is not None else None
         if kl is not None and kl.target is not None and distance is not None and distance.tokens_N.sum():
             observed = float(distance.k3_N.sum()) / float(distance.tokens_N.sum())
             self._kl = adaptive_coefficient(
-                self._kl, observed, target=kl.target, horizon=kl.horizon, count=len(distance.tokens_N)
+                self._kl, observed, target=kl.target, horizon=kl.horizon_episodes, count=len(distance.tokens_N)
             )
 
     @property
     def in_critic_warmup(self) -> bool:
-        return self._step < self.recipe.critic.warmup_steps
+        critic = self.recipe.critic_section
+        return critic is not None and self._step < critic.warmup_steps
 
     # --- held-out prompts ---
 
@@ -266,10 +270,10 @@ class OnPolicyRun:
         return self._objects.hold(rows)
 
     async def _generate(self, prompts: Sequence[DrawnTask], number: int) -> Rollouts:
-        rollout = self.recipe.rollout
+        rollout, truncation = self.recipe.rollout, self.recipe.rollout.truncation
         plan = SamplingPlan(
-            max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
-            top_k=rollout.top_k, min_p=rollout.min_p, stop=rollout.stop, seed=self.recipe.run.seed,
+            max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=truncation.top_p,
+            top_k=truncation.top_k, min_p=truncation.min_p, stop=rollout.stop, seed=self.recipe.run.seed,
         )  # fmt: skip
         return await self._episodes(prompts, rollout.samples_per_prompt, plan, number)
 
@@ -310,7 +314,7 @@ class OnPolicyRun:
             return
         parts, recipe = self._parts, self.recipe
         await self._log.written()
-        kl = recipe.algorithm.kl
+        kl = self._algorithm.kl
         values = {
             "cursor": parts.prompts.state(),
             "kl_coefficient": self._kl if kl is not None else None,

@@ -12,6 +12,7 @@ from podium.controller.records import StepRecord, idle_seconds, ledger_records, 
 from podium.engine.schedule import learning_rate
 from podium.errors import TrainingDivergedError
 from podium.observe import StepMetrics, StepView
+from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, GradedRollouts, ScoredRollouts, UpdateReport
 from podium.weights.canary import GapLimits
 
@@ -19,7 +20,7 @@ from podium.weights.canary import GapLimits
 class StepLog:
     """Belongs to the controller's one task. The ledger is written while the next step has begun."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
+    def __init__(self, parts: Parts[OnPolicyRecipe], progress: Progress) -> None:
         self._parts = parts
         self._began = (time.perf_counter(), progress.step)
         self._writing: asyncio.Task[None] | None = None
@@ -126,5 +127,5 @@ class StepLog:
             )
         limits = GapLimits.of("bfloat16" if self._parts.roles.policy.facts.dtype == "bfloat16" else "float32")
         alarm = report.gap.alarm(limits)
-        if alarm is not None and recipe.algorithm.correction is None:
+        if alarm is not None and recipe.full_algorithm.correction is None:
             console.warning(f"step {step}: {alarm}")

@@ -8,9 +8,8 @@ from podium.programs.expert_iteration import expert_iteration
 from podium.programs.grpo import grpo
 from podium.programs.on_policy_distill import on_policy_distill
 from podium.programs.ppo import ppo
-from podium.recipe.schema import ProgramName
 
-PROGRAMS: dict[ProgramName, ControlledProgram] = {
+PROGRAMS: dict[str, ControlledProgram] = {
     "grpo": grpo,
     "ppo": ppo,
     "on_policy_distill": on_policy_distill,

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from podium.recipe import DistillRecipe
 from podium.spmd.distilling import DistillMethod
 from podium.spmd.run import SpmdRun
 from podium.spmd.teachers import open_teachers
 
 
-def distill(run: SpmdRun) -> None:
+def distill(run: SpmdRun[DistillRecipe]) -> None:
     """One optimizer step per packed step of documents."""
     method = DistillMethod(run.recipe.distill, run.engine, open_teachers(run))
     for step in run.steps(method.measure, method.averages):

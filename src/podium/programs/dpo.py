@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from podium.recipe import DpoRecipe
 from podium.spmd.preferences import PreferenceMethod
 from podium.spmd.references import open_references
 from podium.spmd.run import SpmdRun
 
 
-def dpo(run: SpmdRun) -> None:
+def dpo(run: SpmdRun[DpoRecipe]) -> None:
     """One optimizer step per step of rows; chosen and rejected of a pair go through one packed forward."""
     max_length = run.recipe.data.max_length
     assert max_length is not None, "filled in when a recipe is resolved"

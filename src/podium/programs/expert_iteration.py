@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from podium.controller.expert import solved_episodes
 from podium.controller.run import OnPolicyRun
+from podium.recipe import ExpertIterationRecipe
 
 
-async def expert_iteration(run: OnPolicyRun) -> None:
+async def expert_iteration(run: OnPolicyRun[ExpertIterationRecipe]) -> None:
     """Generate, keep some of the solved episodes of each prompt, train on them like on data, and go on."""
     async for rollouts in run.rollouts():
         graded = await run.grade(rollouts)

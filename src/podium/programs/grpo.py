@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from podium.controller.estimators import advantage_estimator
 from podium.controller.run import OnPolicyRun
+from podium.recipe import GrpoRecipe
 
 
-async def grpo(run: OnPolicyRun) -> None:
+async def grpo(run: OnPolicyRun[GrpoRecipe]) -> None:
     """Generate, grade, compare, learn, publish: one optimizer update per batch of episodes, or several."""
     compute_advantages = advantage_estimator(run.recipe)
     async for rollouts in run.rollouts():

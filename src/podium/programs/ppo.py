@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from podium.controller.run import OnPolicyRun
+from podium.recipe import PpoRecipe
 
 
-async def ppo(run: OnPolicyRun) -> None:
+async def ppo(run: OnPolicyRun[PpoRecipe]) -> None:
     """The critic learns first and alone for its warm-up; then policy and critic learn from the same batch."""
     async for rollouts in run.rollouts():
         graded = await run.grade(rollouts)

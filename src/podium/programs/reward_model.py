@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from podium.recipe import RewardModelRecipe
 from podium.spmd.reward_modelling import RewardModelMethod
 from podium.spmd.run import SpmdRun
 
 
-def reward_model(run: SpmdRun) -> None:
+def reward_model(run: SpmdRun[RewardModelRecipe]) -> None:
     """One optimizer step per step of rows; both sides of a pair go through one packed forward."""
     method = RewardModelMethod(run.recipe.reward_model, run.engine)
     for step in run.steps(method.measure, method.averages):

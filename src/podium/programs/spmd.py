@@ -7,7 +7,6 @@ from podium.programs.distill import distill
 from podium.programs.dpo import dpo
 from podium.programs.reward_model import reward_model
 from podium.programs.sft import sft
-from podium.recipe.schema import ProgramName
 from podium.spmd.rank import Program
 
-PROGRAMS: dict[ProgramName, Program] = {"sft": sft, "dpo": dpo, "reward_model": reward_model, "distill": distill}
+PROGRAMS: dict[str, Program] = {"sft": sft, "dpo": dpo, "reward_model": reward_model, "distill": distill}

@@ -330,8 +330,7 @@ def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) 
     that the loss is divided by, and costs nothing. A mini-batch that would have none left is computed whole."""
     count, algorithm = int(mini_batch_N.max(initial=0)) + 1, plan.algorithm
     everything = np.arange(len(mini_batch_N)), [(0, 0)] * count
-    other_terms = algorithm.entropy != 0 or algorithm.kl is not None or algorithm.correction is not None
-    if train_batch.advantages_N is None or train_batch.whiten or other_terms or ":" in algorithm.loss:
+    if train_batch.advantages_N is None or train_batch.whiten or algorithm.needs_idle_episodes:
         return everything
     idle_N = train_batch.advantages_N == 0
     left = np.bincount(mini_batch_N[~idle_N], minlength=count)

@@ -37,14 +37,14 @@ from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
 from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
-from podium.recipe import Recipe
+from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.spmd.evaluation import Evaluator
 from podium.spmd.folder import RunFolder
 from podium.spmd.launch import RankPlace, StopRequest
 from podium.spmd.result import RunResult
 from podium.spmd.run import Parts, Progress, SpmdRun
 
-Program = Callable[[SpmdRun], None]
+Program = Callable[[SpmdRun[Any]], None]
 
 # Most tokens of one forward where the recipe does not say.
 _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
@@ -54,7 +54,7 @@ _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 class RankTask:
     """What every rank is started with: the run, and the checkpoint to begin from (None: the beginning)."""
 
-    recipe: Recipe
+    recipe: SpmdRecipe
     folder: Path
     resume_step: int | None
 
@@ -95,12 +95,12 @@ def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointRea
 
 def _build(
     stack: ExitStack,
-    recipe: Recipe,
+    recipe: SpmdRecipe,
     folder: RunFolder,
     mesh: Mesh,
     checkpoint: CheckpointReader | None,
     stop_requested: Callable[[], bool],
-) -> SpmdRun:
+) -> SpmdRun[SpmdRecipe]:
     watch = Stopwatch()
     console = open_console(rank=mesh.rank, log_every=recipe.run.log_every)
     stack.callback(console.close)
@@ -150,20 +150,20 @@ def _build(
     return SpmdRun(parts, progress)
 
 
-def _endings_check(recipe: Recipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
+def _endings_check(recipe: SpmdRecipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
     """A reward model scores texts and learns no token, so it has no endings to check."""
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         return lambda documents: None
     stops = stop_tokens(tokenizer, folder)
     return lambda documents: missing_stop_token(documents, tokenizer, stops)
 
 
 def _place(
-    recipe: Recipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
+    recipe: SpmdRecipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
 ) -> tuple[PackedModel, list[TrainedParameter]]:
     """What the program trains: a language model, or one that scores."""
     section, seed = recipe.model, recipe.run.seed
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         return place_scalar(section, folder, mesh, labels=1, seed=seed, checkpoint=checkpoint)
     return place(section, folder, mesh, seed=seed, checkpoint=checkpoint)
 
@@ -180,7 +180,7 @@ def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
     )
 
 
-def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
+def _loader(recipe: SpmdRecipe, state: LoaderState | None) -> StepLoader:
     data = recipe.data
     sources = [open_source(section, f"data.train.{index}") for index, section in enumerate(data.train)]
     return StepLoader(
@@ -190,7 +190,7 @@ def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
     )  # fmt: skip
 
 
-def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
+def _micro_batch(recipe: SpmdRecipe, mesh: Mesh) -> int:
     """Tokens of one forward: the recipe's, or the rank's share of a step in equal parts under the default limit."""
     if recipe.micro_batch_tokens is not None:
         return recipe.micro_batch_tokens
@@ -201,7 +201,7 @@ def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
     return -(-recipe.tokens_per_step // (mesh.world * parts))
 
 
-def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
+def _cpu_settings(recipe: SpmdRecipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
     """Rank 0's choice for all; a resumed run keeps its own, because threads change the order of sums."""
     mesh, placement = engine.mesh, recipe.placement
     if mesh.device.type != "cpu":
@@ -226,7 +226,7 @@ def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> Cpu
 
 
 def _header(
-    recipe: Recipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
+    recipe: SpmdRecipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
 ) -> list[str]:
     count = sum(parameter.numel() for parameter in model.hf.parameters())
     dtype = str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch.")

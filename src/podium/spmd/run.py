@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -24,11 +25,12 @@ from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.errors import TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch
-from podium.recipe import Recipe
+from podium.recipe import SpmdRecipe
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
 from podium.spmd.folder import RunFolder
 from podium.spmd.result import RunResult
 
+RecipeT_co = TypeVar("RecipeT_co", bound=SpmdRecipe, covariant=True)
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
 """Sums of a step's tally over all ranks, and its number of examples -> metrics."""
 
@@ -75,10 +77,10 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
+class Parts(Generic[RecipeT_co]):
     """Everything a run is made of."""
 
-    recipe: Recipe
+    recipe: RecipeT_co
     folder: RunFolder
     engine: TrainEngine
     loader: StepLoader
@@ -96,10 +98,10 @@ class Parts:
     check_endings: Callable[[Sequence[Document]], str | None]  # documents -> a warning if none ends with a stop token
 
 
-class SpmdRun:
+class SpmdRun(Generic[RecipeT_co]):
     """Every rank has one, and all do the same at the same step."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
+    def __init__(self, parts: Parts[RecipeT_co], progress: Progress) -> None:
         self._parts, self.recipe, self.engine = parts, parts.recipe, parts.engine
         self._mesh: Mesh = parts.engine.mesh
         self._step = self._saved_step = progress.step

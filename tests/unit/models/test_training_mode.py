@@ -32,7 +32,7 @@ from podium.engine.train_step import ObjectiveBatch, TrainEngine
 from podium.errors import RecipeError
 from podium.recipe import ModelSection, OptimizerSection
 from podium.recipe.changes import changes
-from podium.recipe.dense import PreferenceSection
+from podium.recipe.dense import SigmoidPreference
 from podium.spmd.preferences import PreferenceMethod
 from podium.spmd.references import LiveReferences
 
@@ -68,7 +68,7 @@ def test_dpo_against_itself_is_ln_2(folders: dict[str, Path], name: str) -> None
     engine, rows = make_engine(folders[name]), random_rows("pairs")
     reference, _ = place(ModelSection(path=str(folders[name])), folders[name], one_rank(), seed=0, masters=False)
     method = PreferenceMethod(
-        PreferenceSection(beta=10.0), engine, LiveReferences(reference, one_rank()), max_tokens=40, max_length=256
+        SigmoidPreference(beta=10.0), engine, LiveReferences(reference, one_rank()), max_tokens=40, max_length=256
     )
     tally = method.tally()
     batches = method.batches(dealt(rows, one_rank(), 40), tally)
