@@ -18,11 +18,13 @@ from podium.models.folder import is_hub_id
 from podium.pipeline_checks import check_pipeline
 from podium.recipe import (
     ModelSection,
+    OnPolicyRecipe,
     PipelineRecipe,
     PlacementSection,
     Recipe,
     RolloutSection,
     SourceSection,
+    SpmdRecipe,
     apply_overrides,
     parse_recipe,
 )
@@ -34,8 +36,8 @@ from podium.recipe.pipeline_loading import (
     resolved_pipeline,
     unmade_stage_recipe,
 )
-from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
+from podium.recipe.rules import recipe_warnings
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import NOTE, Prepared, require_what_export_reads, write_note
 from podium.runs.pipeline_folder import PipelineFolder
@@ -64,9 +66,10 @@ def check(
     if isinstance(made, PipelineRecipe):
         return check_pipeline(made, deep=deep)
     check_recipe(made)
-    lines = [f"program {made.program}: {SIGNALS[made.program].execution} execution, {made.steps} steps"]
+    lines = [f"program {made.program}: {made.execution} execution, {made.steps} steps"]
     if is_hub_id(made.model.path):
         lines.append(f"model.path: there is no folder {made.model.path}; taken as a hub id, not looked up")
+    lines += [f"warning: {text}" for text in recipe_warnings(made)]
     return lines + (deep_report(made) if deep else [])
 
 
@@ -242,14 +245,14 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
 
 def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
     """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
-    placement = recipe.placement
-    if SIGNALS[recipe.program].execution == "controlled":
+    if not isinstance(recipe, SpmdRecipe):
         if under is not None:
             raise RecipeError(
                 f"program: {recipe.program} has one controller that starts its own workers, and torchrun starts "
                 "several. Run the recipe without torchrun."
             )
         return
+    placement = recipe.placement
     if under is None and placement.launcher in ("auto", "local"):
         from podium.engine.mesh import check_devices
 
@@ -284,8 +287,9 @@ def _prepared(recipe: Recipe) -> Prepared:
 
 def _train(prepared: Prepared) -> RunResult:
     made = prepared.recipe
-    if SIGNALS[made.program].execution == "controlled":
-        return _train_controlled(prepared)
+    if isinstance(made, OnPolicyRecipe):
+        return _train_controlled(prepared, made)
+    assert isinstance(made, SpmdRecipe)
     from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
@@ -295,34 +299,37 @@ def _train(prepared: Prepared) -> RunResult:
     path = Path(made.run.folder) / made.run.name
     _check_launcher(made, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
+        _show_warnings(made)
         folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(prepared, folder, resume_step=None)
+    return _launch(prepared, made, folder, resume_step=None)
 
 
-def _train_controlled(prepared: Prepared) -> RunResult:
+def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
     from podium.controller.start_up import early_start
     from podium.spmd.launch import place_under_torchrun
 
-    _check_launcher(prepared.recipe, place_under_torchrun())
-    RunFolder.check_free(prepared.recipe)
-    with early_start(prepared.recipe) as start_up:
-        folder = RunFolder.create(prepared.recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
-        return _control(prepared, folder, resume_step=None, start_up=start_up)
+    _check_launcher(recipe, place_under_torchrun())
+    RunFolder.check_free(recipe)
+    _show_warnings(recipe)
+    with early_start(recipe) as start_up:
+        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+        return _control(prepared, recipe, folder, resume_step=None, start_up=start_up)
 
 
 def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     from podium.spmd.launch import place_under_torchrun
 
-    program = prepared.recipe.program
-    _check_launcher(prepared.recipe, place_under_torchrun())
-    if SIGNALS[program].execution == "controlled":
+    recipe = prepared.recipe
+    _check_launcher(recipe, place_under_torchrun())
+    if isinstance(recipe, OnPolicyRecipe):
         from podium.controller.start_up import early_start
 
-        with early_start(prepared.recipe) as start_up:
-            return _control(prepared, folder, resume_step=step, start_up=start_up)
-    return _launch(prepared, folder, resume_step=step)
+        with early_start(recipe) as start_up:
+            return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
+    assert isinstance(recipe, SpmdRecipe)
+    return _launch(prepared, recipe, folder, resume_step=step)
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
@@ -368,12 +375,21 @@ def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
     return RunFolder.open(run.path)
 
 
-def _launch(prepared: Prepared, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+def _show_warnings(recipe: Recipe) -> None:
+    """Once, before a run begins."""
+    from podium.observe import open_console
+
+    console = open_console(rank=0)
+    for text in recipe_warnings(recipe):
+        console.warning(text)
+    console.close()
+
+
+def _launch(prepared: Prepared, recipe: SpmdRecipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
     from podium.programs.spmd import load_program
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
-    recipe = prepared.recipe
     task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program)
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
@@ -389,10 +405,10 @@ def _launch(prepared: Prepared, folder: RunFolder, *, resume_step: int | None) -
         return launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
 
 
-def _control(prepared: Prepared, folder: RunFolder, *, resume_step: int | None, start_up: StartUp) -> RunResult:
+def _control(
+    prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp
+) -> RunResult:
     from podium.controller.drive import ControlledProgram, run_controlled
-
-    recipe = prepared.recipe
 
     def load_program() -> ControlledProgram:
         from podium.programs import controlled  # imports torch

@@ -307,7 +307,7 @@ def test_a_command_line_that_makes_no_sense(workspace: Workspace, arguments: tup
 
 
 def test_the_same_mistakes_in_python_raise_the_same_errors(workspace: Workspace) -> None:
-    recipe = podium.Recipe.model_validate(
+    recipe = podium.parse_recipe(
         {
             "program": "sft",
             "model": {"path": str(workspace.model)},

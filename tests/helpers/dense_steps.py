@@ -29,7 +29,7 @@ from podium.programs.references import BaseReferences, LiveReferences, Reference
 from podium.programs.reward_model import RewardModelMethod
 from podium.programs.teachers import LiveTeachers, StoredTeachers, Teachers
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
-from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
+from podium.recipe.dense import DistillSection, KtoPreference, PreferenceSection, RewardModelSection
 from podium.spmd.launch import RankPlace
 
 VOCABULARY = 250
@@ -175,7 +175,7 @@ def _engine(mesh: Mesh, task: DenseTask, case: Case) -> RecordingEngine:
 
 def _rows(task: DenseTask, case: Case) -> tuple[Example, ...]:
     match case.section:
-        case PreferenceSection(loss="kto"):
+        case KtoPreference():
             return task.labels
         case PreferenceSection():
             return task.pairs

@@ -169,7 +169,7 @@ class Trial:
 
 def _roles(recipe: Any, bandit: Bandit) -> Roles:
     names, policy = role_names(recipe), FakeLearner(bandit)
-    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
+    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     fakes: dict[str, Any] = {
         "policy": policy,
         "generator": FakeGenerator(bandit),

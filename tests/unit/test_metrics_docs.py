@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ from podium.controller.records import StepRecord, step_metrics
 from podium.programs.distill import DistillMethod
 from podium.programs.dpo import PreferenceMethod
 from podium.programs.reward_model import RewardModelMethod
-from podium.recipe.dense import DistillSection, PreferenceLoss, PreferenceSection, RewardModelSection
+from podium.recipe.dense import DistillSection, KtoPreference, RewardModelSection, SigmoidPreference
 from podium.roles.carriers import DistanceNote
 from podium.roles.stages import CriticReport
 
@@ -167,8 +167,8 @@ def test_every_number_of_all_programs_with_fixed_data_is_defined() -> None:
 def test_every_number_of_preferences_is_defined() -> None:
     names = averaged(
         *(
-            PreferenceMethod(PreferenceSection(loss=loss), ENGINE, None, max_tokens=64, max_length=64)
-            for loss in get_args(PreferenceLoss)
+            PreferenceMethod(section, ENGINE, None, max_tokens=64, max_length=64)
+            for section in (SigmoidPreference(), KtoPreference())
         )
     )
     assert_same(names | heldout(names), defined("Preferences"))

@@ -21,7 +21,7 @@ from podium.data.tasks import PromptEncoder, Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, set_aside_later
 from podium.observe import Console, Stopwatch
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.grader import Grader
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
@@ -38,7 +38,7 @@ from podium.runs.result import RunResult, end_status
 class Inputs:
     """What a run reads before its first step: prompts, and where it goes on."""
 
-    recipe: Recipe
+    recipe: OnPolicyRecipe
     folder: RunFolder
     resume_step: int | None
     saved: Mapping[str, Any]  # by the controller, in the checkpoint
@@ -46,7 +46,7 @@ class Inputs:
     heldout: Sequence[Task]
 
 
-def read_inputs(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> Inputs:
+def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None) -> Inputs:
     """Raises what is wrong with tokenizer, prompts or checkpoint."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
@@ -62,7 +62,7 @@ def read_inputs(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> I
 
 async def assemble(
     inputs: Inputs, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch, stack: ExitStack
-) -> OnPolicyRun:
+) -> OnPolicyRun[OnPolicyRecipe]:
     """The run, ready for its program. What it opens is closed by `stack`."""
     recipe, folder, saved, step = inputs.recipe, inputs.folder, inputs.saved, inputs.resume_step or 0
     roles = await _roles(recipe, workers, console.warning)
@@ -87,7 +87,7 @@ async def assemble(
     return OnPolicyRun(parts, RunState.begin(recipe, step, saved))
 
 
-def result_of(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResult:
+def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwatch) -> RunResult:
     return RunResult(
         folder=folder.path,
         status=end_status(run.recipe, run.num_committed),
@@ -99,10 +99,10 @@ def result_of(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResul
     )
 
 
-async def _roles(recipe: Recipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
+async def _roles(recipe: OnPolicyRecipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
     names = role_names(recipe)
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
-    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
+    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     grader = GraderHandle(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn
     )
@@ -124,7 +124,7 @@ async def _roles(recipe: Recipe, workers: Workers, warn: Callable[[str], None]) 
     )
 
 
-def _header(recipe: Recipe, folder: RunFolder, roles: Roles, step: int) -> list[str]:
+def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) -> list[str]:
     facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
     trained = facts.num_parameters if facts.trained_parameters is None else facts.trained_parameters
     return header_lines(

@@ -12,6 +12,7 @@ from typing import Any
 from podium.controller.layout import LINK
 from podium.controller.parts import OnPolicyParts
 from podium.controller.phases import GENERATOR, Phase, residency
+from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import Residency
 from podium.roles.handles import send_weights
 from podium.roles.interfaces import POLICY
@@ -21,7 +22,7 @@ from podium.weights.weight_transfers import ByBroadcast
 class Devices:
     """Carries out what controller/phases.py decides. Time inside a phase is accounted to it."""
 
-    def __init__(self, parts: OnPolicyParts) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe]) -> None:
         self._parts = parts
         self._colocated = parts.recipe.placement.layout == "colocated"
         self._held: dict[str, Residency] = dict.fromkeys(parts.names.on_devices, "resident")

@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster import Cluster, RayCluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread
@@ -18,7 +18,7 @@ from podium.controller.start_up import StartUp
 from podium.errors import PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
 from podium.observe import Stopwatch, open_console
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 _SETTLE_S = 60.0
 First = TypeVar("First")
 Second = TypeVar("Second")
-ControlledProgram = Callable[["OnPolicyRun"], Awaitable[None]]
+ControlledProgram = Callable[["OnPolicyRun[Any]"], Awaitable[None]]
 
 
 def run_controlled(
     load_program: Callable[[], ControlledProgram],
-    recipe: Recipe,
+    recipe: OnPolicyRecipe,
     folder: RunFolder,
     *,
     resume_step: int | None,
@@ -56,7 +56,7 @@ def run_controlled(
 
 async def _drive(
     load_program: Callable[[], ControlledProgram],
-    recipe: Recipe,
+    recipe: OnPolicyRecipe,
     folder: RunFolder,
     resume_step: int | None,
     interrupts: InterruptHandler,
@@ -113,7 +113,7 @@ async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) ->
 
 
 @asynccontextmanager
-async def _opened(recipe: Recipe, watch: Stopwatch, start_up: StartUp) -> AsyncIterator[Cluster]:
+async def _opened(recipe: OnPolicyRecipe, watch: Stopwatch, start_up: StartUp) -> AsyncIterator[Cluster]:
     settings = RayCluster(heartbeat_timeout_s=recipe.placement.heartbeat_timeout_s)
     inline = recipe.placement.launcher == "inline"
     opening = open_inline() if inline else open_ray(settings, starting=start_up.ray, tell=start_up.tell)
@@ -127,7 +127,7 @@ async def _opened(recipe: Recipe, watch: Stopwatch, start_up: StartUp) -> AsyncI
                 spans.enter_context(watch.span("shut-down"))
 
 
-async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
+async def _started(recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
     placement = recipe.placement
     device, gpus = placement.device, await in_thread(cluster.total, "GPU")
     if device == "auto":

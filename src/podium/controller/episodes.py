@@ -11,6 +11,7 @@ from podium.controller.grading import HeldoutScores, grade_rollouts, heldout_sco
 from podium.controller.parts import OnPolicyParts
 from podium.controller.state import RunState
 from podium.data.tasks import DrawnTask
+from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import GradedRollouts, Rollouts
 
@@ -19,12 +20,12 @@ class Episodes:
     """Generates and grades, for steps and for evaluations. Waits for generators and graders, which have deadlines of
     their own."""
 
-    def __init__(self, parts: OnPolicyParts, devices: Devices, state: RunState) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
         self._parts, self._devices, self._state = parts, devices, state
-        rollout = parts.recipe.rollout
+        rollout, truncation = parts.recipe.rollout, parts.recipe.rollout.truncation
         self._sampling = SamplingPlan(
-            max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
-            top_k=rollout.top_k, min_p=rollout.min_p, stop=rollout.stop, seed=parts.recipe.run.seed,
+            max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=truncation.top_p,
+            top_k=truncation.top_k, min_p=truncation.min_p, stop=rollout.stop, seed=parts.recipe.run.seed,
         )  # fmt: skip
 
     async def sample(self, num_prompts: int, step: int, objects: ObjectScope) -> GradedRollouts:

@@ -17,7 +17,8 @@ from podium.controller.parts import OnPolicyParts
 from podium.controller.records import pass_at_k, powers_up_to
 from podium.data.tasks import DrawnTask, Task
 from podium.observe import EvaluationView, SampleView
-from podium.recipe import GenerationSection
+from podium.recipe import GenerationSection, OnPolicyRecipe
+from podium.recipe.schema import SampledGenerationSection
 from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import Rollouts
 
@@ -44,7 +45,7 @@ class Evaluator:
     """Answers the held-out prompts with the newest weights, greedily and (for pass@k) by samples, and grades the
     answers. Held-out episodes count in no step."""
 
-    def __init__(self, parts: OnPolicyParts, devices: Devices, episodes: Episodes) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, episodes: Episodes) -> None:
         self._parts, self._devices, self._episodes = parts, devices, episodes
         self._prompts = numbered(parts.heldout)
 
@@ -63,7 +64,7 @@ class Evaluator:
 
     async def _evaluate(self, step: int, objects: ObjectScope) -> Evaluation:
         recipe, rollout = self._parts.recipe, self._parts.recipe.rollout
-        generation = recipe.evaluation.generation or GenerationSection()
+        generation = recipe.evaluation.generation or SampledGenerationSection()
         longest = generation.max_new_tokens or rollout.max_new_tokens
         greedy = SamplingPlan(max_new_tokens=longest, temperature=0.0, stop=rollout.stop, seed=recipe.run.seed)
         rollouts = await self._episodes.generate(self._prompts, 1, greedy, step, objects)

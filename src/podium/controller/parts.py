@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from podium.cluster import Cluster, Workers
 from podium.controller.layout import RoleNames
@@ -12,12 +13,14 @@ from podium.controller.ledger import Ledger
 from podium.controller.prompts import PromptSource
 from podium.data.tasks import Task
 from podium.observe import Stopwatch
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.runner_handle import RunnerHandle
 from podium.runs.folder import RunFolder
 from podium.runs.log import RunLog
+
+RecipeT_co = TypeVar("RecipeT_co", bound=OnPolicyRecipe, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,10 +38,10 @@ class Roles:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OnPolicyParts:
+class OnPolicyParts(Generic[RecipeT_co]):
     """Everything an on-policy run is made of."""
 
-    recipe: Recipe
+    recipe: RecipeT_co
     folder: RunFolder
     cluster: Cluster
     workers: Workers

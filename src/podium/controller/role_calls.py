@@ -16,7 +16,7 @@ from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.data.trajectories import TokenColumn
 from podium.errors import ProgramError
-from podium.recipe import KlSection
+from podium.recipe import KlSection, OnPolicyRecipe
 from podium.roles.carriers import DistanceNote, Floats, UpdatePlan
 from podium.roles.handles import CriticHandle, ScorerHandle
 from podium.roles.stages import (
@@ -32,7 +32,7 @@ from podium.roles.stages import (
 class Policy:
     """The model that is trained."""
 
-    def __init__(self, parts: OnPolicyParts, devices: Devices, state: RunState) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
         self._parts, self._devices, self._state = parts, devices, state
 
     async def update(
@@ -47,7 +47,7 @@ class Policy:
         plan = UpdatePlan(
             step=batch.step,
             lr=batch.lr,
-            algorithm=recipe.algorithm,
+            algorithm=recipe.full_algorithm,
             temperature=recipe.rollout.temperature,
             version=self._state.version,
             max_new_tokens=recipe.rollout.max_new_tokens,
@@ -67,7 +67,7 @@ class Policy:
 class Reference:
     """The model that the KL term compares the policy with: a role of its own, or the policy without its adapter."""
 
-    def __init__(self, parts: OnPolicyParts, devices: Devices, kl: KlSection) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, kl: KlSection) -> None:
         self._parts, self._devices, self._kl = parts, devices, kl
 
     async def logprobs(self, step: Step) -> ReferenceLogprobs | None:
@@ -95,7 +95,9 @@ class Reference:
 class Teacher:
     """A model that the policy is distilled from."""
 
-    def __init__(self, parts: OnPolicyParts, devices: Devices, scorer: ScorerHandle, weight: float) -> None:
+    def __init__(
+        self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, scorer: ScorerHandle, weight: float
+    ) -> None:
         self._parts, self._devices, self._scorer = parts, devices, scorer
         self.weight = weight  # its share of all teachers' weights
 
@@ -111,7 +113,7 @@ class Teacher:
 class Critic:
     """PPO's value model."""
 
-    def __init__(self, parts: OnPolicyParts, devices: Devices, handle: CriticHandle) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, handle: CriticHandle) -> None:
         self._parts, self._devices, self._handle = parts, devices, handle
 
     async def advantages(self, step: Step, reference: ReferenceLogprobs | None) -> TokenAdvantages:
@@ -122,7 +124,8 @@ class Critic:
         async with self._devices.phase("score"):
             columns, moments = await self._handle.estimate(
                 rollouts.rows, episodes.last_token_rewards_N, rollouts.note.turn_rewards,
-                None if reference is None else reference.logprobs, self._parts.recipe.algorithm, step.kl_coefficient,
+                None if reference is None else reference.logprobs, self._parts.recipe.full_algorithm,
+                step.kl_coefficient,
             )  # fmt: skip
         whitening = moments.whitening()
         return TokenAdvantages(columns=step.hold(columns), whitening=(whitening.shift, whitening.scale))
@@ -133,10 +136,11 @@ class Critic:
             raise ProgramError(
                 "the critic learns its own returns. Give step.batch the result of run.critic.advantages."
             )
-        recipe = self._parts.recipe
-        lr = batch.lr * (recipe.critic.lr or recipe.optimizer.lr) / recipe.optimizer.lr
+        recipe, section = self._parts.recipe, self._parts.recipe.critic_section
+        assert section is not None, "a recipe with this role has its section"
+        lr = batch.lr * (section.lr or recipe.optimizer.lr) / recipe.optimizer.lr
         async with self._devices.phase("update"):
             return await self._handle.update(
-                batch.rollouts.rows, batch.advantages.columns, recipe.algorithm, lr=lr, step=batch.step,
+                batch.rollouts.rows, batch.advantages.columns, recipe.full_algorithm, lr=lr, step=batch.step,
                 seed=recipe.run.seed,
             )  # fmt: skip

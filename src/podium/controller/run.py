@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import Generic
 
 from podium.algorithms.kl import adaptive_coefficient
 from podium.cluster import ObjectScope
 from podium.controller.devices import Devices
 from podium.controller.episodes import Episodes
 from podium.controller.evaluation import Evaluation, Evaluator
-from podium.controller.parts import OnPolicyParts
+from podium.controller.parts import OnPolicyParts, RecipeT_co
 from podium.controller.role_calls import Critic, Policy, Reference, Teacher
 from podium.controller.state import RunState
 from podium.controller.step import Step
@@ -22,12 +23,12 @@ from podium.roles.stages import CriticReport, GradedRollouts, TrainBatch, Update
 from podium.runs.milestones import Milestones
 
 
-class OnPolicyRun:
+class OnPolicyRun(Generic[RecipeT_co]):
     """The roles of a run and its steps. A program iterates over `steps`, calls roles, and commits each step."""
 
-    def __init__(self, parts: OnPolicyParts, state: RunState) -> None:
+    def __init__(self, parts: OnPolicyParts[RecipeT_co], state: RunState) -> None:
         self._parts, self.recipe, self._state = parts, parts.recipe, state
-        kl, roles = parts.recipe.algorithm.kl, parts.roles
+        self._kl, roles = parts.recipe.full_algorithm.kl, parts.roles
         self._devices = devices = Devices(parts)
         self._episodes = Episodes(parts, devices, state)
         self._evaluator = Evaluator(parts, devices, self._episodes)
@@ -35,12 +36,13 @@ class OnPolicyRun:
         self._log = StepLog(parts, state)
         self._evaluation: Evaluation | None = None
         self.policy = Policy(parts, devices, state)
-        self.reference = Reference(parts, devices, kl) if kl is not None else None
+        self.reference = Reference(parts, devices, self._kl) if self._kl is not None else None
         self.critic = Critic(parts, devices, roles.critic) if roles.critic is not None else None
-        total = sum(teacher.weight for teacher in self.recipe.teachers)
+        teachers = self.recipe.teacher_sections
+        total = sum(teacher.weight for teacher in teachers)
         self.teachers = tuple(
             Teacher(parts, devices, scorer, section.weight / total)
-            for scorer, section in zip(roles.teachers, self.recipe.teachers, strict=True)
+            for scorer, section in zip(roles.teachers, teachers, strict=True)
         )
 
     async def steps(self) -> AsyncIterator[Step]:
@@ -74,7 +76,7 @@ class OnPolicyRun:
     ) -> None:
         """Closes a step: what was trained on, and what the updates reported. The weights of this moment are the step's
         version. Writes metrics and ledger, and saves and evaluates when due."""
-        state, kl = self._state, self.recipe.algorithm.kl
+        state, kl = self._state, self._kl
         if step.number != state.step + 1:
             raise ProgramError(f"step {step.number} is committed after step {state.step}. Commit every step once.")
         state.step = step.number
@@ -128,7 +130,7 @@ class OnPolicyRun:
 
     async def _refresh_reference(self) -> None:
         """The reference becomes a copy of the policy every `algorithm.kl.refresh_every` steps."""
-        kl, reference = self.recipe.algorithm.kl, self._parts.roles.reference
+        kl, reference = self._kl, self._parts.roles.reference
         if kl is None or reference is None or kl.refresh_every is None or self._state.step % kl.refresh_every:
             return
         async with self._devices.phase("refresh"):
@@ -136,13 +138,17 @@ class OnPolicyRun:
 
     def _adapt_kl(self, batch: TrainBatch | None) -> None:
         """After the step, so that all of it had one coefficient."""
-        kl, reference = self.recipe.algorithm.kl, batch.reference if batch is not None else None
+        kl, reference = self._kl, batch.reference if batch is not None else None
         if kl is None or kl.target is None or reference is None or not reference.distance.tokens_N.sum():
             return
         distance = reference.distance
         observed = float(distance.k3_N.sum()) / float(distance.tokens_N.sum())
         self._state.kl_coefficient = adaptive_coefficient(
-            self._state.kl_coefficient, observed, target=kl.target, horizon=kl.horizon, count=len(distance.tokens_N)
+            self._state.kl_coefficient,
+            observed,
+            target=kl.target,
+            horizon=kl.horizon_episodes,
+            count=len(distance.tokens_N),
         )
 
     async def _evaluate(self) -> None:
@@ -158,7 +164,7 @@ class OnPolicyRun:
         step = self._state.step
         if self._milestones.saved_step == step:
             return
-        parts, kl = self._parts, self.recipe.algorithm.kl
+        parts, kl = self._parts, self._kl
         await self._log.written()
         values = {
             "cursor": parts.prompts.state(),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,9 +20,9 @@ class RunState:
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
 
     @classmethod
-    def begin(cls, recipe: Recipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:
+    def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:
         """Of a new run, or after the step of a checkpoint that `saved` these values."""
-        saved, kl = saved or {}, recipe.algorithm.kl
+        saved, kl = saved or {}, recipe.full_algorithm.kl
         coefficient = saved.get("kl_coefficient")
         if coefficient is None:
             coefficient = kl.coefficient if kl is not None else 0.0

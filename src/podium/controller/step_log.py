@@ -13,6 +13,7 @@ from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.errors import TrainingDivergedError
 from podium.observe import StepView
+from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
 from podium.weights.canary import GapLimits
@@ -21,7 +22,7 @@ from podium.weights.canary import GapLimits
 class StepLog:
     """Belongs to the controller's one task. The ledger is written while the next step has begun."""
 
-    def __init__(self, parts: OnPolicyParts, state: RunState) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], state: RunState) -> None:
         self._parts = parts
         self._writing: asyncio.Task[None] | None = None
         self._guard = DivergenceGuard(
@@ -91,7 +92,7 @@ class StepLog:
         self._guard.check(step, is_skipped=report.skipped > 0, suspect="rewards")
         limits = GapLimits.of("bfloat16" if self._parts.roles.policy.facts.dtype == "bfloat16" else "float32")
         alarm = report.gap.alarm(limits)
-        if alarm is not None and recipe.algorithm.correction is None:
+        if alarm is not None and recipe.full_algorithm.correction is None:
             console.warning(f"step {step}: {alarm}")
 
 

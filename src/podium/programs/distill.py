@@ -14,11 +14,12 @@ from torch import Tensor
 from podium.data.documents import PackedExamples, SplitExamples
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.programs.teachers import Target, Teachers, open_teachers
+from podium.recipe import DistillRecipe
 from podium.recipe.dense import DistillSection
 from podium.spmd.run import SpmdRun
 
 
-def distill(run: SpmdRun) -> None:
+def distill(run: SpmdRun[DistillRecipe]) -> None:
     """One optimizer step per packed step of documents."""
     method = DistillMethod(run.recipe.distill, run.engine, open_teachers(run))
     for step in run.steps(method.measure, method.averages):

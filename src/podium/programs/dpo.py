@@ -19,11 +19,20 @@ from podium.engine.scoring import summed_logprobs
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import RowTensors, rows_to_device
 from podium.programs.references import References, open_references
-from podium.recipe.dense import PreferenceSection
+from podium.recipe import DpoRecipe
+from podium.recipe.dense import (
+    ImitatingPreference,
+    IpoPreference,
+    KtoPreference,
+    OrpoPreference,
+    PreferenceSection,
+    SigmoidPreference,
+    SimpoPreference,
+)
 from podium.spmd.run import SpmdRun
 
 
-def dpo(run: SpmdRun) -> None:
+def dpo(run: SpmdRun[DpoRecipe]) -> None:
     """One optimizer step per step of rows; chosen and rejected of a pair go through one packed forward."""
     max_length = run.recipe.data.max_length
     assert max_length is not None, "filled in when a recipe is resolved"
@@ -103,11 +112,11 @@ class PreferenceMethod:
 
     def tally(self) -> Tally:
         """What is added up beside the loss; `averages` makes metrics of it."""
-        return Tally(_LABEL_SUMS if self._section.loss == "kto" else _PAIR_SUMS, self._device)
+        return Tally(_PAIR_SUMS if self._section.is_paired else _LABEL_SUMS, self._device)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
         """This rank's micro-batches with their objectives; the reference is asked for each in its turn. Collective."""
-        baseline = self._baseline(split) if self._section.loss == "kto" else None
+        baseline = None if self._section.is_paired else self._baseline(split)
 
         def make(batch: PackedExamples) -> ObjectiveBatch:
             objective = PreferenceObjective(
@@ -130,7 +139,7 @@ class PreferenceMethod:
 
     def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
         """Accuracy and rewards of a step's or of held-out rows."""
-        if self._section.loss == "kto":
+        if not self._section.is_paired:
             desirable, undesirable = sums["desirable"], count - sums["desirable"]
             good = sums["reward_desirable"] / max(1.0, desirable)
             bad = sums["reward_undesirable"] / max(1.0, undesirable)
@@ -141,29 +150,32 @@ class PreferenceMethod:
         return {"accuracy": sums["correct"] / count, "reward_margin": margin, **means}
 
     def _loss(self, rows: Rows, baseline: Tensor | None, tally: Tally) -> Tensor:
-        if baseline is not None:
-            return self._labelled(rows, baseline, tally)
         section = self._section
+        if isinstance(section, KtoPreference):
+            assert baseline is not None
+            return self._labelled(rows, section, baseline, tally)
         (chosen_R, rejected_R), tokens = rows.logprobs_R, rows.tokens_R
-        match section.loss:
-            case "sigmoid":
+        match section:
+            case SigmoidPreference():
                 loss_R = preferences.sigmoid_dpo(
                     chosen_R,
                     rejected_R,
                     *rows.references_R,
-                    beta=section.strength,
+                    beta=section.beta,
                     label_smoothing=section.label_smoothing,
                 )
-            case "ipo":
-                loss_R = preferences.ipo(chosen_R, rejected_R, *rows.references_R, *tokens, beta=section.strength)
-            case "simpo":
+            case IpoPreference():
+                loss_R = preferences.ipo(chosen_R, rejected_R, *rows.references_R, *tokens, beta=section.beta)
+            case SimpoPreference():
                 loss_R = preferences.simpo(
-                    chosen_R, rejected_R, *tokens, beta=section.strength, gamma=section.gamma,
+                    chosen_R, rejected_R, *tokens, beta=section.beta, gamma=section.gamma,
                     label_smoothing=section.label_smoothing,
                 )  # fmt: skip
+            case OrpoPreference():
+                loss_R = preferences.orpo(chosen_R, rejected_R, *tokens, beta=section.beta)
             case _:
-                loss_R = preferences.orpo(chosen_R, rejected_R, *tokens, beta=section.strength)
-        if section.cross_entropy:
+                raise TypeError(f"{type(section).__name__} is no loss on pairs")
+        if isinstance(section, ImitatingPreference) and section.cross_entropy:
             loss_R = loss_R - section.cross_entropy * chosen_R / tokens[0]
         rewards = self._rewards(rows)
         tally.add(
@@ -171,8 +183,8 @@ class PreferenceMethod:
         )
         return loss_R
 
-    def _labelled(self, rows: Rows, baseline: Tensor, tally: Tally) -> Tensor:
-        section, desirable_R = self._section, rows.values_R > 0.5
+    def _labelled(self, rows: Rows, section: KtoPreference, baseline: Tensor, tally: Tally) -> Tensor:
+        desirable_R = rows.values_R > 0.5
         ratio_R = rows.logprobs_R[0] - rows.references_R[0]
         (reward_R,) = self._rewards(rows)
         tally.add(
@@ -180,17 +192,17 @@ class PreferenceMethod:
             (reward_R * ~desirable_R).sum(), baseline * len(reward_R),
         )  # fmt: skip
         return preferences.kto(
-            ratio_R, desirable_R, baseline, beta=section.strength,
+            ratio_R, desirable_R, baseline, beta=section.beta,
             desirable_weight=section.desirable_weight, undesirable_weight=section.undesirable_weight,
         )  # fmt: skip
 
     def _rewards(self, rows: Rows) -> tuple[Tensor, ...]:
         """What the policy says that each document is worth; to ipo, which averages, that is per token."""
-        beta = self._section.strength
+        beta = self._section.beta
         if rows.references_R:
             pairs = zip(rows.logprobs_R, rows.references_R, strict=True)
             rewards = tuple(preferences.implicit_rewards(logprobs, ref, beta=beta) for logprobs, ref in pairs)
-            if self._section.loss != "ipo":
+            if not isinstance(self._section, IpoPreference):
                 return rewards
             return tuple(reward / tokens for reward, tokens in zip(rewards, rows.tokens_R, strict=True))
         pairs = zip(rows.logprobs_R, rows.tokens_R, strict=True)

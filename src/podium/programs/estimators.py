@@ -12,8 +12,7 @@ from torch import Tensor
 
 from podium.algorithms import advantages
 from podium.errors import RecipeError
-from podium.recipe import Recipe, plugins
-from podium.recipe.on_policy_rules import advantage_of
+from podium.recipe import CustomOnPolicyRecipe, GrpoRecipe, plugins
 from podium.roles.carriers import Floats
 from podium.roles.stages import Advantages, GradedRollouts
 
@@ -21,10 +20,9 @@ AdvantageEstimator = Callable[[Floats, GradedRollouts], Advantages]
 """(rewards_N, episodes) -> their advantages. Rewards are less the KL where the recipe has it in the reward."""
 
 
-def advantage_estimator(recipe: Recipe) -> AdvantageEstimator:
+def advantage_estimator(recipe: GrpoRecipe | CustomOnPolicyRecipe) -> AdvantageEstimator:
     """The one that the recipe names. Estimates of a critic or of teachers are in ppo.py and on_policy_distill.py."""
-    name = advantage_of(recipe)
-    match name:
+    match recipe.algorithm.advantage:
         case "group_relative":
             return _per_episode(advantages.group_relative)
         case "group_centered":
@@ -37,7 +35,7 @@ def advantage_estimator(recipe: Recipe) -> AdvantageEstimator:
             return _returns_to_go
         case "reinforce_pp_baseline":
             return _centered_and_whitened
-        case path:
+        case plugins.Plugin() as path:
             return _custom(plugins.load(path, "algorithm.advantage"), path)
 
 

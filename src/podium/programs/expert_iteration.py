@@ -9,10 +9,11 @@ import numpy as np
 
 from podium.controller.run import OnPolicyRun
 from podium.data.trajectories import Ints
+from podium.recipe import ExpertIterationRecipe
 from podium.roles.stages import GradedRollouts
 
 
-async def expert_iteration(run: OnPolicyRun) -> None:
+async def expert_iteration(run: OnPolicyRun[ExpertIterationRecipe]) -> None:
     """Generate and grade, keep some of the solved episodes of each prompt, train on them as on data, commit."""
     algorithm, solved_at = run.recipe.algorithm, run.recipe.grading.solved_at
     async for step in run.steps():

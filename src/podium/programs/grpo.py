@@ -12,9 +12,10 @@ import math
 from podium.controller.run import OnPolicyRun
 from podium.controller.step import Step
 from podium.programs.estimators import advantage_estimator
+from podium.recipe import GrpoRecipe
 
 
-async def grpo(run: OnPolicyRun) -> None:
+async def grpo(run: OnPolicyRun[GrpoRecipe]) -> None:
     """Generate and grade, compare within groups, update the policy, commit."""
     algorithm, estimate = run.recipe.algorithm, advantage_estimator(run.recipe)
     async for step in run.steps():
@@ -27,12 +28,12 @@ async def grpo(run: OnPolicyRun) -> None:
         await run.commit(step, batch, policy=report)
 
 
-async def resample_uniform_groups(run: OnPolicyRun, step: Step) -> Step:
+async def resample_uniform_groups(run: OnPolicyRun[GrpoRecipe], step: Step) -> Step:
     """DAPO's dynamic sampling: groups whose rewards are all equal have no advantage. Other prompts are sampled in their
     place, for at most `algorithm.max_refills` rounds."""
     num_wanted = run.recipe.rollout.prompts_per_step
     step = step.keep(~step.episodes.uniform_N)
-    for _ in range(run.recipe.algorithm.max_refills):
+    for _ in range(run.recipe.full_algorithm.num_refills):
         num_missing = num_wanted - step.num_groups
         if num_missing <= 0:
             break

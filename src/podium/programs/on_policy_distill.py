@@ -4,10 +4,11 @@
 from __future__ import annotations
 
 from podium.controller.run import OnPolicyRun
+from podium.recipe import OnPolicyDistillRecipe
 from podium.roles.stages import TeacherAdvantages
 
 
-async def on_policy_distill(run: OnPolicyRun) -> None:
+async def on_policy_distill(run: OnPolicyRun[OnPolicyDistillRecipe]) -> None:
     """The advantage of a token is its log-prob under the teachers less that under the policy: the negative of the
     reverse KL at the sampled token. Rewards, where the recipe has some, are only logged."""
     weights = tuple(teacher.weight for teacher in run.teachers)

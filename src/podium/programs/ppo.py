@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from podium.controller.run import OnPolicyRun
+from podium.recipe import PpoRecipe
 
 
-async def ppo(run: OnPolicyRun) -> None:
+async def ppo(run: OnPolicyRun[PpoRecipe]) -> None:
     """The critic learns alone for `critic.warmup_steps`; then policy and critic learn from the same batch."""
     algorithm, critic = run.recipe.algorithm, run.critic
     assert critic is not None, "the layout of ppo has a critic"

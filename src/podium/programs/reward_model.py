@@ -25,11 +25,12 @@ from podium.algorithms.reward_models import (
 from podium.data.documents import PackedExamples, SplitExamples, pack_examples
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import RowTensors, round_tokens, rows_to_device, to_device
+from podium.recipe import RewardModelRecipe
 from podium.recipe.dense import RewardModelSection
 from podium.spmd.run import SpmdRun
 
 
-def reward_model(run: SpmdRun) -> None:
+def reward_model(run: SpmdRun[RewardModelRecipe]) -> None:
     """One optimizer step per step of rows; both sides of a pair go through one packed forward."""
     method = RewardModelMethod(run.recipe.reward_model, run.engine)
     for step in run.steps(method.measure, method.averages):

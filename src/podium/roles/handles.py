@@ -347,11 +347,10 @@ def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) 
     that the loss is divided by, and costs nothing. A mini-batch that would have none left is computed whole."""
     count, algorithm = int(mini_batch_N.max(initial=0)) + 1, plan.algorithm
     everything = np.arange(len(mini_batch_N)), [(0, 0)] * count
-    other_terms = algorithm.entropy != 0 or algorithm.kl is not None or algorithm.correction is not None
     advantages = train_batch.advantages
     if not isinstance(advantages, Advantages) or advantages.values_N is None or advantages.whiten:
         return everything
-    if other_terms or ":" in algorithm.loss:
+    if algorithm.needs_idle_episodes:
         return everything
     idle_N = advantages.values_N == 0
     left = np.bincount(mini_batch_N[~idle_N], minlength=count)

@@ -28,7 +28,7 @@ from podium.cluster.blocking import in_thread
 from podium.cluster.worker_pool import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
 from podium.observe import StartUpLog, open_console
-from podium.recipe import PlacementSection
+from podium.recipe import SpmdPlacementSection
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
 from podium.spmd.launch import RankPlace
@@ -108,7 +108,7 @@ async def _drive(task: RankTask, folder: RunFolder, interrupts: InterruptHandler
             console.show()
 
 
-async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
+async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
     try:
         timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
         gpus = await in_thread(cluster.total, "GPU")
@@ -138,7 +138,7 @@ async def _run(workers: Workers, task: RankTask) -> RunResult:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _layout(placement: PlacementSection, gpus: float, folder: RunFolder) -> Layout:
+def _layout(placement: SpmdPlacementSection, gpus: float, folder: RunFolder) -> Layout:
     device = placement.device
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"

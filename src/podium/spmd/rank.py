@@ -37,7 +37,7 @@ from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
 from podium.observe import Stopwatch, open_console
-from podium.recipe import Recipe
+from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
 from podium.runs.log import open_log
@@ -46,7 +46,7 @@ from podium.spmd.evaluation import Evaluator
 from podium.spmd.launch import RankPlace, StopRequest
 from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
 
-SpmdProgram = Callable[[SpmdRun], None]
+SpmdProgram = Callable[[SpmdRun[Any]], None]
 
 # Most tokens of one forward where the recipe does not say.
 _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
@@ -57,7 +57,7 @@ class RankTask:
     """What every rank is started with: the run, how its program is loaded by name, and the checkpoint to begin from
     (None: the beginning)."""
 
-    recipe: Recipe
+    recipe: SpmdRecipe
     folder: Path
     resume_step: int | None
     load_program: Callable[[str], SpmdProgram]  # in the rank: a custom program's function does not travel
@@ -99,12 +99,12 @@ def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointRea
 
 def _build(
     stack: ExitStack,
-    recipe: Recipe,
+    recipe: SpmdRecipe,
     folder: RunFolder,
     mesh: Mesh,
     checkpoint: CheckpointReader | None,
     stop_requested: Callable[[], bool],
-) -> SpmdRun:
+) -> SpmdRun[SpmdRecipe]:
     watch = Stopwatch()
     console = open_console(rank=mesh.rank, log_every=recipe.run.log_every)
     stack.callback(console.close)
@@ -148,20 +148,20 @@ def _build(
     return SpmdRun(parts, progress)
 
 
-def _endings_check(recipe: Recipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
+def _endings_check(recipe: SpmdRecipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
     """A reward model scores texts and learns no token, so it has no endings to check."""
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         return lambda documents: None
     stops = stop_tokens(tokenizer, folder)
     return lambda documents: missing_stop_token(documents, tokenizer, stops)
 
 
 def _place(
-    recipe: Recipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
+    recipe: SpmdRecipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
 ) -> tuple[PackedModel, list[TrainedParameter]]:
     """What the program trains: a language model, or one that scores."""
     section, seed = recipe.model, recipe.run.seed
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         return place_scalar(section, folder, mesh, labels=1, seed=seed, checkpoint=checkpoint)
     return place(section, folder, mesh, seed=seed, checkpoint=checkpoint)
 
@@ -178,7 +178,7 @@ def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> SpmdProgress:
     )
 
 
-def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
+def _loader(recipe: SpmdRecipe, state: LoaderState | None) -> StepLoader:
     data = recipe.data
     sources = [open_source(section, f"data.train.{index}") for index, section in enumerate(data.train)]
     return StepLoader(
@@ -188,7 +188,7 @@ def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
     )  # fmt: skip
 
 
-def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
+def _micro_batch(recipe: SpmdRecipe, mesh: Mesh) -> int:
     """Tokens of one forward: the recipe's, or the rank's share of a step in equal parts under the default limit."""
     if recipe.micro_batch_tokens is not None:
         return recipe.micro_batch_tokens
@@ -199,7 +199,7 @@ def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
     return -(-recipe.tokens_per_step // (mesh.world * parts))
 
 
-def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
+def _cpu_settings(recipe: SpmdRecipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
     """Rank 0's choice for all; a resumed run keeps its own, because threads change the order of sums."""
     mesh, placement = engine.mesh, recipe.placement
     if mesh.device.type != "cpu":
@@ -225,7 +225,7 @@ def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> Cpu
 
 
 def _header(
-    recipe: Recipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
+    recipe: SpmdRecipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
 ) -> list[str]:
     rows = recipe.rows_per_step
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"

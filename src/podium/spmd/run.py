@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -23,7 +24,7 @@ from podium.engine.schedule import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.models.cost import ModelCost
 from podium.observe import StepView, Stopwatch
-from podium.recipe import Recipe
+from podium.recipe import SpmdRecipe
 from podium.runs.folder import RunFolder
 from podium.runs.guards import DivergenceGuard
 from podium.runs.log import RunLog
@@ -33,6 +34,7 @@ from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
 
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
 """Sums of a step's tally over all ranks, and its number of examples -> metrics."""
+RecipeT_co = TypeVar("RecipeT_co", bound=SpmdRecipe, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -77,10 +79,10 @@ class SpmdProgress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SpmdParts:
+class SpmdParts(Generic[RecipeT_co]):
     """Everything an SPMD run is made of."""
 
-    recipe: Recipe
+    recipe: RecipeT_co
     folder: RunFolder
     engine: TrainEngine
     loader: StepLoader
@@ -96,10 +98,10 @@ class SpmdParts:
     check_endings: Callable[[Sequence[Document]], str | None]  # documents -> a warning if none ends with a stop token
 
 
-class SpmdRun:
+class SpmdRun(Generic[RecipeT_co]):
     """Every rank has one, and all do the same at the same step."""
 
-    def __init__(self, parts: SpmdParts, progress: SpmdProgress) -> None:
+    def __init__(self, parts: SpmdParts[RecipeT_co], progress: SpmdProgress) -> None:
         self._parts, self.recipe, self.engine = parts, parts.recipe, parts.engine
         self._mesh: Mesh = parts.engine.mesh
         self._step = progress.step
