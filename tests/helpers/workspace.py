@@ -66,7 +66,8 @@ class Workspace:
             "steps": 4,
             "placement": {"device": "cpu", "threads": 1, "onednn": False},
         }
-        if not issubclass(BUILT_IN.get(changes.get("program", "sft"), SpmdRecipe), OnPolicyRecipe):
+        program = BUILT_IN.get(changes.get("program", "sft"), SpmdRecipe)
+        if not issubclass(program, OnPolicyRecipe) and changes.get("signal") != "on_policy":
             values |= {"tokens_per_step": 256, "data": {**values["data"], "packing_window": 16}}
         for key, change in changes.items():
             values[key] = {**values.get(key, {}), **change} if isinstance(change, dict) else change
