@@ -21,7 +21,7 @@ from helpers.workspace import Workspace
 from podium.engine.checkpoint import CheckpointReader
 from podium.models.packing import to_device
 from podium.models.verify import random_batch
-from podium.recipe import load_recipe
+from podium.recipe import SftRecipe, load_recipe
 
 HELDOUT = {"heldout": [{"path": "heldout.jsonl"}]}
 STOP_AT_2 = """
@@ -71,13 +71,22 @@ def test_schema_is_the_json_schema_of_recipes_and_pipelines(workspace: Workspace
 
     assert outcome.code == 0
     found = json.loads(outcome.out)
-    plain = json.loads(json.dumps(podium.Recipe.model_json_schema()))
-    assert found["anyOf"] == [{"$ref": "#/$defs/Recipe"}, {"$ref": "#/$defs/PipelineRecipe"}]
-    assert found["$defs"]["Recipe"]["properties"] == plain["properties"]
-    assert found["$defs"]["Stage"]["properties"] == plain["properties"]
-    assert "required" not in found["$defs"]["Stage"]
+    programs, pipeline = found["anyOf"]
+    assert {"$ref": "#/$defs/GrpoRecipe"} in programs["oneOf"]
+    assert pipeline == {"$ref": "#/$defs/PipelineRecipe"}
+    assert found["$defs"]["SftRecipe"]["properties"].keys() == SftRecipe.model_fields.keys()
     stages = found["$defs"]["PipelineRecipe"]["properties"]["stages"]
-    assert stages["additionalProperties"] == {"$ref": "#/$defs/Stage"}
+    (stage,) = stages["patternProperties"].values()
+    assert {"$ref": "#/$defs/SftRecipeInStage"} in stage["anyOf"]
+    assert stages["additionalProperties"] is False
+
+
+@pytest.mark.parametrize("verb", ["check", "train"])
+def test_what_is_seldom_meant_is_warned_of(workspace: Workspace, verb: str) -> None:
+    outcome = workspace.podium(verb, workspace.recipe(model={"lora": {"rank": 2}, "init": "random"}, steps=1))
+
+    assert outcome.code == 0, outcome
+    assert outcome.out.count("warning: model.lora: ") == 1
 
 
 def test_train_learns_and_says_where_the_run_is(workspace: Workspace) -> None:

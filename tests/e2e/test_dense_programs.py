@@ -460,14 +460,14 @@ VERBS = ("check", "train")
 @pytest.mark.parametrize(
     ("program", "changes", "told"),
     [
-        ("distill", {}, "teachers: distill learns from teachers, and there is none"),
+        ("distill", {}, "teachers: required, and missing"),
         ("distill", {"teachers": [{"path": "./none"}]}, "teachers.0.path: there is no folder ./none"),
         ("dpo", {"preference": {"reference_model": "./none"}}, "preference.reference_model: there is no folder ./none"),
-        ("dpo", {"distill": {"temperature": 2.0}}, "distill: dpo has no use for it"),
-        ("sft", {"preference": {"beta": 0.2}}, "preference: sft has no use for it"),
+        ("dpo", {"distill": {"temperature": 2.0}}, "distill: dpo has no such key; distill has"),
+        ("sft", {"preference": {"beta": 0.2}}, "preference: sft has no such key; dpo has"),
         (
             "reward_model", {"data": HELDOUT, "evaluation": {"generation": {}}},
-            "evaluation.generation: a reward model writes no text",
+            "evaluation.generation: reward_model has no such key",
         ),
         ("dpo", {"preference": {"loss": "kto"}}, "train.jsonl, line 1: expected `prompt`, `completion` and `label`"),
         ("reward_model", {"reward_model": {"learns": "scores"}}, "train.jsonl, line 1: there is no `score`"),

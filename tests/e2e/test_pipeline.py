@@ -49,18 +49,24 @@ def write_pipeline(workspace: Workspace, stages: dict[str, Any], name: str = "ch
         "program": "pipeline",
         "defaults": {
             "program": "sft",
-            "data": {"train": [{"path": "train.jsonl"}], "heldout": [{"path": "heldout.jsonl"}], "packing_window": 16},
-            "tokens_per_step": 256,
+            "data": {"train": [{"path": "train.jsonl"}], "heldout": [{"path": "heldout.jsonl"}]},
             "optimizer": {"lr": 3e-3},
             "steps": 4,
             "checkpoint": {"every": 2, "background": False},
             "evaluation": {"at_start": True},
             "placement": {"device": "cpu", "threads": 1, "onednn": False},
         },
-        "stages": stages,
+        "stages": {name: _small(stage) for name, stage in stages.items()},
     }
     (workspace.path / f"{name}.yaml").write_text(yaml.safe_dump(values, sort_keys=False), encoding="utf-8")
     return f"{name}.yaml"
+
+
+def _small(stage: dict[str, Any]) -> dict[str, Any]:
+    """With steps of few tokens; on-policy programs count prompts."""
+    if stage.get("program") == "grpo":
+        return stage
+    return {"tokens_per_step": 256, **stage, "data": {"packing_window": 16, **stage.get("data", {})}}
 
 
 def chain(workspace: Workspace, **second: Any) -> str:

@@ -25,7 +25,7 @@ from podium.environments.protocol import Turn
 from podium.errors import RecipeError
 from podium.recipe import parse_recipe
 from podium.recipe.on_policy import EnvironmentSection
-from podium.recipe.schema import GenerationSection
+from podium.recipe.schema import SampledGenerationSection
 from podium.roles.generator import GeneratorRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.requests import Completion, Request, Sampling
@@ -44,7 +44,7 @@ RECIPE: dict[str, Any] = {
 def test_a_correction_does_not_make_a_narrowed_draw_right(narrowed: dict[str, Any]) -> None:
     """Behaviour log-probs are of the whole softmax, so that the policy over the sampler would come out as 1."""
     rollout = {**RECIPE.get("rollout", {}), **narrowed}
-    with pytest.raises(RecipeError, match="not drawn from the policy"):
+    with pytest.raises(RecipeError, match=rf"rollout\.{next(iter(narrowed))}: grpo has no such key"):
         parse_recipe({**RECIPE, "rollout": rollout, "algorithm": {"correction": {}}})
 
 
@@ -105,7 +105,7 @@ def test_settings_that_mean_nothing_are_refused(algorithm: dict[str, Any]) -> No
 
 
 def test_asking_for_pass_at_k_does_not_shrink_the_evaluation_to_four_prompts() -> None:
-    assert heldout_limit(GenerationSection(samples=8), None) == DEFAULT_PROMPTS
+    assert heldout_limit(SampledGenerationSection(samples=8), None) == DEFAULT_PROMPTS
 
 
 def test_a_length_penalty_of_one_answer_is_refused_for_episodes_of_several() -> None:

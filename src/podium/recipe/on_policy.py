@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag
 
-from podium.recipe.fields import Count, NonNegative, Place, Real, Section, Text
+from podium.recipe.fields import CheckpointSource, Count, NonNegative, Place, Real, Section, Text
 from podium.recipe.plugins import Plugin
 from podium.recipe.schema import EngineSection
 
@@ -138,17 +138,11 @@ class CriticSection(Section):
     warmup_steps: NonNegative = Field(0, description="First steps that train the critic only.")
 
 
-class TeacherSection(Section):
+class TeacherSection(CheckpointSource):
     """A model whose distribution the student or policy is drawn towards."""
 
     path: Place
     weight: Real = Field(1.0, gt=0, description="Relative to the other teachers.")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _path_alone(cls, value: Any) -> Any:
-        """A folder alone is short for {path: FOLDER}."""
-        return {"path": value} if isinstance(value, str) else value
 
 
 class EnvironmentSection(Section):

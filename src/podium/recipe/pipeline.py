@@ -14,8 +14,8 @@ from pydantic import Field, StringConstraints
 from podium.recipe.fields import Place, Section
 
 # No dot: `--set stages.NAME.key` and ${stage.NAME} are split at dots.
-_NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
-_REFERENCE = re.compile(rf"^\$\{{stage\.({_NAME})\}}$")
+NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
+_REFERENCE = re.compile(rf"^\$\{{stage\.({NAME})\}}$")
 _LIKE_A_REFERENCE = re.compile(r"^\s*\$\{|\$\{\s*stage")
 
 # Where a checkpoint may be named. A reward model is one that scores texts and cannot write any.
@@ -24,7 +24,7 @@ _TAKES_LANGUAGE = re.compile(
     r"^(model\.(path|tokenizer)|critic\.path|teachers\.\d+\.path|algorithm\.kl\.reference|preference\.reference_model)$"
 )
 
-StageName = Annotated[str, StringConstraints(pattern=f"^{_NAME}$")]
+StageName = Annotated[str, StringConstraints(pattern=f"^{NAME}$")]
 
 
 class PipelineRunSection(Section):

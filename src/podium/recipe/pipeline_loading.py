@@ -20,7 +20,7 @@ from podium.recipe.loading import (
     read_values,
     recipe_or_problems,
 )
-from podium.recipe.pipeline import PipelineRecipe, Reference, reference_problems, references, written_out
+from podium.recipe.pipeline import NAME, PipelineRecipe, Reference, reference_problems, references, written_out
 from podium.recipe.programs import BUILT_IN, CUSTOM, AnyRecipe
 from podium.recipe.recipes import Recipe
 from podium.recipe.resolving import located
@@ -28,6 +28,8 @@ from podium.recipe.resolving import located
 _DEVICES = "placement.devices="
 # A shape that passes for a hub id: nothing looks for it on this machine.
 _NOT_YET_MADE = "podium.stage/"
+# Parts of the JSON schema that stages have are called so.
+_PARTIAL = "InStage"
 
 
 def load_any_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe | PipelineRecipe:
@@ -113,17 +115,32 @@ def resolved_pipeline(pipeline: PipelineRecipe) -> PipelineRecipe:
 def recipe_schema() -> dict[str, Any]:
     """JSON schema of recipes of either kind. The keys of a stage are those of a recipe, none of them required: they
     may stand in `defaults`."""
-    kinds = [*BUILT_IN.values(), *CUSTOM.values()]
     schema = TypeAdapter(AnyRecipe | PipelineRecipe).json_schema()
     parts = schema["$defs"]
-    for name in (kind.__name__ for kind in kinds):
-        whole = parts[name]
-        stage = {key: value for key, value in whole.items() if key != "required"}
-        parts[f"{name}Stage"] = stage | {"title": f"{name}Stage"}
-    stage = {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}Stage"} for kind in kinds]}
     keys = parts["PipelineRecipe"]["properties"]
-    keys["stages"]["additionalProperties"] = keys["defaults"] = stage
+    kinds = [kind.__name__ for kind in (*BUILT_IN.values(), *CUSTOM.values())]
+    parts |= {f"{name}{_PARTIAL}": _partial(part) for name, part in parts.items() if name != "PipelineRecipe"}
+    stage = {"anyOf": [{"$ref": f"#/$defs/{name}{_PARTIAL}"} for name in kinds]}
+    keys["stages"] |= {"patternProperties": {f"^{NAME}$": stage}, "additionalProperties": False}
+    keys["defaults"] = stage
     return {"title": "Recipe", **schema}
+
+
+def _partial(part: Any) -> Any:
+    """A part of a schema without required keys, in which several branches of a union may match."""
+    if isinstance(part, list):
+        return [_partial(each) for each in part]
+    if not isinstance(part, dict):
+        return part
+    result: dict[str, Any] = {}
+    for key, value in part.items():
+        if key == "$ref":
+            result[key] = f"{value}{_PARTIAL}"
+        elif key == "properties":  # names of keys, which may be any word
+            result[key] = {name: _partial(each) for name, each in value.items()}
+        elif key != "required":
+            result["anyOf" if key == "oneOf" else key] = _partial(value)
+    return result
 
 
 def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any]) -> list[str]:

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, StringConstraints, model_validator
+from pydantic import Field, StringConstraints
 
-from podium.recipe.fields import Count, NonNegative, Place, Real, Section, Switch, Text
+from podium.recipe.fields import CheckpointSource, Count, NonNegative, Place, Real, Section, Switch, Text
 from podium.recipe.plugins import Plugin
 
 
@@ -39,7 +39,7 @@ class NewTokensSection(Section):
     )
 
 
-class ModelSection(Section):
+class ModelSection(CheckpointSource):
     """Which model is trained, and how it computes."""
 
     path: Place = Field(description="Folder of a Hugging Face checkpoint, or a hub id.")
@@ -67,12 +67,6 @@ class ModelSection(Section):
     self_check: Switch = Field(
         True, description="Before step 1, compare Podium's packed forward with plain transformers on random tokens."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _path_alone(cls, value: Any) -> Any:
-        """`model: FOLDER` is short for `model: {path: FOLDER}`."""
-        return {"path": value} if isinstance(value, str) else value
 
     def for_checkpoint(self, path: str) -> ModelSection:
         """How another checkpoint (a reference, teacher, critic or reward model) computes beside this model: without its

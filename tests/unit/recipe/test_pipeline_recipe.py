@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.errors import RecipeError
-from podium.recipe import PipelineRecipe, Recipe, dump_recipe
+from podium.recipe import CriticSection, CustomOnPolicyRecipe, GrpoRecipe, PipelineRecipe, Recipe, dump_recipe
 from podium.recipe.changes import changes
 from podium.recipe.pipeline import find_cycle, ordered, references
 from podium.recipe.pipeline_loading import (
@@ -280,4 +280,32 @@ def test_a_resolved_pipeline_says_the_same_from_any_folder(tmp_path: Path, monke
 def test_the_schema_knows_both_kinds() -> None:
     schema = recipe_schema()
     assert set(schema["$defs"]["PipelineRecipe"]["properties"]) == {"program", "stages", "defaults", "run"}
-    assert schema["$defs"]["Stage"]["properties"].keys() == Recipe.model_fields.keys()
+    assert schema["$defs"]["GrpoRecipeInStage"]["properties"].keys() == GrpoRecipe.model_fields.keys()
+
+
+def test_a_default_that_a_stages_program_does_not_have_is_refused_once_with_the_stage() -> None:
+    stages = {
+        "a": {"program": "sft", "model": "base"},
+        "b": {"program": "grpo", "model": "${stage.a}", "reward": [{"verifier": "exact_match"}]},
+    }
+    with pytest.raises(RecipeError) as caught:
+        pipeline(stages, defaults={**DEFAULTS, "tokens_per_step": 256})
+    told = str(caught.value)
+
+    assert "(1 problem)" in told
+    assert "\n  defaults.tokens_per_step: grpo has no such key; " in told
+    assert told.endswith("(This is so in stage b.)")
+
+
+def test_a_custom_program_is_a_stage(tmp_path: Path) -> None:
+    stages = {
+        "a": {"program": "sft", "model": "base"},
+        "b": {"program": "mine.py:train", "signal": "on_policy", "model": "${stage.a}", "options": {"a": 1}},
+    }
+    made = load_any_recipe(_file(tmp_path, stages), overrides=["stages.b.options.a=2", "stages.b.critic={}"])
+    assert isinstance(made, PipelineRecipe)
+
+    recipe = stage_recipe(made, "b", {"a": "x"}, Path("runs"))
+
+    assert isinstance(recipe, CustomOnPolicyRecipe)
+    assert (recipe.options, recipe.critic_section, recipe.model.path) == ({"a": 2}, CriticSection(), "x")
