@@ -7,15 +7,17 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from podium.environments.numerals import final_number
-from podium.environments.schemas import Schema, fits, schema_problems
 from podium.errors import DataError, RecipeError
 from podium.recipe.fields import Count, NonNegative, Real, Section, Switch
 from podium.recipe.on_policy import VerifierName
+
+if TYPE_CHECKING:
+    from podium.environments.schemas import Schema
 
 Verifier = Callable[[str, str | None], float]
 
@@ -57,13 +59,15 @@ def regex(
 
 def json_schema(answer: str, reference: str | None = None, *, schema: Schema, fenced: bool = False) -> float:
     """1 when the answer is JSON that fits; `fenced` takes what stands in its last ``` block, if it has one."""
+    from podium.environments.schemas import fits  # jsonschema is a quarter of the import time of this module
+
     if fenced:
         blocks = _FENCED.findall(answer)
         answer = blocks[-1] if blocks else answer
     try:
         value = json.loads(answer, parse_constant=_not_json, parse_float=_finite)
         return float(fits(value, schema))
-    except (ValueError, RecursionError):  # not JSON, or nested deeper than Python reads
+    except (ValueError, RecursionError, OverflowError):  # not JSON, nested too deeply, or a number of 400 digits
         return 0.0
 
 
@@ -120,10 +124,15 @@ class _Regex(Section):
 
 
 def _is_schema(value: Any) -> Any:
-    problems = "; ".join(schema_problems(value))
-    if problems:
-        raise ValueError(problems)
-    return value
+    from podium.environments.schemas import schema_problems
+
+    try:
+        schema = json.loads(json.dumps(value))  # tuples become lists
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if problems := schema_problems(schema):
+        raise ValueError("; ".join(problems))
+    return schema
 
 
 class _JsonSchema(Section):
