@@ -16,7 +16,7 @@ import numpy as np
 
 from podium.environments.protocol import is_async
 from podium.environments.signatures import Per, Sample, Signature, fit_signature
-from podium.environments.verifiers import bind_verifier
+from podium.environments.verifiers import bind_verifier, load_verifier
 from podium.errors import PodiumError, RecipeError
 from podium.recipe import plugins
 from podium.recipe.on_policy import RewardSection
@@ -147,7 +147,7 @@ def _default_name(section: RewardSection, key: str) -> str:
 
 def _built(section: RewardSection, index: int, name: str, key: str) -> Reward:
     if section.verifier is not None:
-        verifier = bind_verifier(section.verifier, section.options, key)
+        verifier = load_verifier(section.verifier, section.options, key)
         return Reward(index=index, name=name, weight=section.weight, function=verifier, signature=_OF_VERIFIERS)
     assert section.function is not None
     function, options = _loaded(section.function, key), dict(section.options)

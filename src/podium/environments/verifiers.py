@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from podium.environments.numerals import final_number
-from podium.errors import DataError, RecipeError
+from podium.errors import DataError, MissingExtraError, RecipeError
+from podium.importing import import_all
 from podium.recipe.fields import Count, NonNegative, Real, Section, Switch
 from podium.recipe.on_policy import VerifierName
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 Verifier = Callable[[str, str | None], float]
 
+_MATH_DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
@@ -71,6 +75,33 @@ def json_schema(answer: str, reference: str | None = None, *, schema: Schema, fe
         return 0.0
 
 
+def math_verify(
+    answer: str, reference: str | None, *, float_rounding: int = 6, strict: bool = True
+) -> float:  # fmt: skip
+    """1 when answer and reference are the same expression, number, set or interval, as math-verify reads them.
+
+    It computes for as long as the expression takes: the caller has a timeout."""
+    from math_verify import parse, verify
+
+    expected = _as_latex(_required(reference))
+    # Its own timeouts are signals, which work in main threads only.
+    gold = parse(expected, parsing_timeout=None)
+    if not gold:
+        raise DataError(
+            f"the reference {_shortened(reference)} has no expression that math-verify can read. Use another verifier "
+            "for such rows."
+        )
+    target = parse(answer, parsing_timeout=None)
+    options = {"float_rounding": float_rounding, "strict": strict, "timeout_seconds": None}
+    return float(verify(gold, target, **options))
+
+
+def _as_latex(reference: str) -> str:
+    """A reference is often LaTeX without delimiters, which math-verify does not look for in plain text."""
+    final = reference.rpartition("####")[2].strip()
+    return final if any(mark in final for mark in _MATH_DELIMITERS) else f"\\boxed{{{final}}}"
+
+
 def length(
     answer: str, reference: str | None = None, *, unit: Literal["characters", "words"] = "characters",
     target: int | None = None, min: int | None = None, max: int | None = None, ramp: int | None = None,
@@ -93,7 +124,21 @@ def bind_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> V
         checked = model.model_validate(dict(options))
     except ValidationError as error:
         raise RecipeError("\n".join(_explained(error, model, name, f"{key}.options"))) from None
+    if name == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise MissingExtraError(
+            f"{key}.verifier: math_verify needs the package math-verify, which is not installed. Install it with pip "
+            "install 'podium[math]', or use verifier: numeric."
+        )
     return partial(function, **checked.model_dump(by_alias=True))
+
+
+def load_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> Verifier:
+    """`bind_verifier`, and imports what the verifier calls: the time limit of its first call is not for imports."""
+    verifier = bind_verifier(name, options, key)
+    if name == "math_verify":
+        import_all(["math_verify"])
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+    return verifier
 
 
 class _ExactMatch(Section):
@@ -140,6 +185,11 @@ class _JsonSchema(Section):
     fenced: Switch = False
 
 
+class _MathVerify(Section):
+    float_rounding: NonNegative = 6
+    strict: Switch = True
+
+
 class _Length(Section):
     unit: Literal["characters", "words"] = "characters"
     target: Count | None = None
@@ -163,6 +213,7 @@ _VERIFIERS: dict[VerifierName, tuple[Callable[..., float], type[Section]]] = {
     "numeric": (numeric, _Numeric),
     "regex": (regex, _Regex),
     "json_schema": (json_schema, _JsonSchema),
+    "math_verify": (math_verify, _MathVerify),
     "length": (length, _Length),
 }
 

@@ -22,7 +22,7 @@ AdvantageName = Literal[
 ]
 LossName = Literal["clipped", "sequence_clipped", "clipped_weights", "policy_gradient"]
 ReductionName = Literal["token_mean", "sequence_sum_mean", "sequence_mean_mean", "constant"]
-VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "length"]
+VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length"]
 
 
 class RewardSection(Section):
