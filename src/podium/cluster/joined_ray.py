@@ -14,7 +14,7 @@ import threading
 import ray
 
 from podium.cluster.layout import RayCluster
-from podium.cluster.local_ray import loopback_only, quiet_driver
+from podium.cluster.ray_compat import loopback_only, outer_address, quiet_driver
 from podium.errors import ClusterError
 
 # How every gRPC server, Ray's too, is greeted, and the kind of frame with which it answers.
@@ -72,8 +72,7 @@ def _is_on_loopback_only(address: str) -> bool:
     if host not in ("127.0.0.1", "localhost") or not port.isdigit():
         return False
     try:
-        outer = ray._private.services.node_ip_address_from_perspective()
-        socket.create_connection((outer, int(port)), timeout=_OUTER_S).close()
+        socket.create_connection((outer_address(), int(port)), timeout=_OUTER_S).close()
     except OSError:
         return True
     return False

@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import pickle
-import re
 import socket
 import sys
 import threading
@@ -28,6 +27,7 @@ from podium.cluster.objects import Stored
 from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
+from podium.cluster.ray_compat import available_resources_per_node, death_reason
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.cluster.worker import Worker
 from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
@@ -121,7 +121,7 @@ class RayTransport:
 
     def nodes(self) -> tuple[NodeState, ...]:
         self._check_open()
-        free = ray._private.state.available_resources_per_node()
+        free = available_resources_per_node()
         alive = sorted((node for node in ray.nodes() if self._lives(node)), key=lambda node: str(node["NodeID"]))
         names = [str(node["NodeManagerAddress"]) for node in alive]
         return tuple(
@@ -313,7 +313,7 @@ class RayProcess:
         try:
             return await ref
         except ray.exceptions.RayError as error:
-            raise self._told(error) from None
+            raise self._translated(error) from None
 
     async def _next(self, items: Any) -> Any:
         try:
@@ -321,9 +321,9 @@ class RayProcess:
         except StopAsyncIteration:
             raise GoneError("its stream ended before its last word") from None
         except ray.exceptions.RayError as error:
-            raise self._told(error) from None
+            raise self._translated(error) from None
 
-    def _told(self, error: ray.exceptions.RayError) -> PodiumError:
+    def _translated(self, error: ray.exceptions.RayError) -> PodiumError:
         """The role host catches what roles raise, so what comes as an error of Ray is not the role's: arguments or
         answers that cannot be pickled, or the end of the worker, of whatever kind."""
         if isinstance(error, ray.exceptions.ObjectLostError):
@@ -333,7 +333,7 @@ class RayProcess:
         if isinstance(error, ray.exceptions.ActorUnavailableError):
             self._suspect_node()
         if isinstance(error, _DEATHS):
-            return GoneError(_cause(error))
+            return GoneError(death_reason(error))
         return ClusterError(f"an answer came and cannot be read here: {error}")
 
     def handle(self) -> RayWorkerHandle:
@@ -408,21 +408,6 @@ def _references(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 def _reference(stored: Stored[Any]) -> Any:
     assert isinstance(stored, RayStored)
     return stored.reference()
-
-
-def _cause(error: BaseException) -> str:
-    """The one sentence of Ray's account that says what happened."""
-    text = str(error)
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return "its node or the connection to it is gone"
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        used = re.search(r"was ([^)]*)\)?", text)
-        return f"Ray ended it because its node ran out of memory ({used.group(1) if used else 'see `ray logs`'})"
-    ways = ("Worker exit detail:", "The actor is dead because")
-    detail = next((found for way in ways if (found := re.search(rf"{way} (.*?)\.(?:\s|$)", text))), None)
-    pid = re.search(r"pid: (\d+)", text)
-    what = detail.group(1).rstrip(".") if detail else text.split("\n", 1)[0].rstrip(".")
-    return f"process {pid.group(1)} is gone ({what})" if pid else what
 
 
 class RayStored(Stored[Any]):
