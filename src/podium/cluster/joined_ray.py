@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining a Ray cluster that somebody else has started."""
+"""Joins a Ray cluster that was started elsewhere."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _OUTER_S = 0.5
 
 
 async def check_reachable(address: str, deadline_s: float) -> None:
-    """Something must listen there: Ray itself takes 20 s to say that nothing does."""
+    """Raises a ClusterError unless a Ray listens at the address. Ray itself takes 20 s to notice that nothing does."""
     if "://" in address:
         raise ClusterError(
             f"{address} is not the address of a Ray cluster but of a client or job server. Run this program as a job "
@@ -53,7 +53,7 @@ async def check_reachable(address: str, deadline_s: float) -> None:
 
 
 def join_ray(address: str, settings: RayCluster) -> None:
-    """Ray puts handlers of its own on signals; those that the program has set stay."""
+    """Connects to the cluster. Ray installs signal handlers; those that the program has set are restored."""
     usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
     mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

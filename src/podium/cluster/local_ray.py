@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of this machine that belongs to one run: started beside other work, watched, and ended with all of its
+"""A Ray cluster of this machine that belongs to one run: started in the background, watched, and ended with all of its
 processes."""
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ _SHUTDOWN_S = 10.0
 
 
 class LocalRay:
-    """Begins to start when it is made. `ready` is done when the driver is connected, or fails with a ClusterError.
+    """Starts in the background when it is created. `ready` is done when the driver is connected, or fails with a
+    ClusterError.
 
-    The thread `ray start` runs ray.init and stays until the end: the kernel ends the children of a thread that leaves.
-    The thread `ray watch` looks at Ray's processes from the first one on, and calls `on_failure` once when one that the
-    cluster cannot do without dies, or is stopped for as long as the heartbeat timeout. `stop` ends both."""
+    The thread `ray start` runs ray.init and stays until the end: the kernel ends the children of a thread that exits.
+    The thread `ray watch` looks at Ray's processes from the first one on. It calls `on_failure` once, when a vital
+    process dies or is stopped for as long as the heartbeat timeout. `stop` ends both.
+    """
 
     def __init__(self, settings: RayCluster) -> None:
         self._settings = settings
@@ -132,10 +134,14 @@ class LocalRay:
     def _look(self) -> None:
         if len(self._vital) < len(VITAL_PROCESSES):
             for pid in children(os.getpid()):
-                found = look(pid) if pid not in self._others else None
-                if found is not None and found.name in VITAL_PROCESSES and found.name not in self._vital:
-                    self._vital[found.name] = found
-                    self._guard.tell(f"vital {found.pid} {found.started} {found.name}")
+                process_info = look(pid) if pid not in self._others else None
+                if (
+                    process_info is not None
+                    and process_info.name in VITAL_PROCESSES
+                    and process_info.name not in self._vital
+                ):
+                    self._vital[process_info.name] = process_info
+                    self._guard.tell(f"vital {process_info.pid} {process_info.started} {process_info.name}")
         for name, process in self._vital.items():
             now = look(process.pid)
             if now is None or not now.is_alive or now.started != process.started:
@@ -158,20 +164,20 @@ class LocalRay:
         raylet = self._vital.get(RAYLET)
         if raylet is None:
             return
-        found = [look(pid) for pid in children_of_thread(raylet.pid, raylet.pid)]
-        living = [each for each in found if each is not None and each.is_alive]
+        processes_now = [look(pid) for pid in children_of_thread(raylet.pid, raylet.pid)]
+        living = [each for each in processes_now if each is not None and each.is_alive]
         for each in living:
             self._remember(each)
         self.starting.look([each for each in living if may_be_worker(command_of(each.pid))])
 
     def _gather_family(self) -> None:
-        """Remembers who belongs to the cluster: once their parent is dead, nobody can tell."""
+        """Remembers who belongs to the cluster: once their parent is dead, the kernel no longer says so."""
         self._gathered_s = time.monotonic()
         mine = [pid for pid in children(os.getpid()) if pid not in self._others and self._is_rays(pid)]
         for pid in [*mine, *descendants(mine)]:
-            found = look(pid)
-            if found is not None:
-                self._remember(found)
+            process = look(pid)
+            if process is not None:
+                self._remember(process)
 
     def _remember(self, process: ProcessInfo) -> None:
         known = self._family.get(process.pid)

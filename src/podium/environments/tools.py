@@ -52,14 +52,14 @@ class ToolResult:
 
 
 def load_tools(paths: Sequence[str], key: str = "environment.tools") -> list[Tool]:
-    """The functions that a recipe names; two of one name are refused, the model could not tell them apart."""
+    """The functions that a recipe names. Two of one name raise a RecipeError."""
     tools = [Tool.of(plugins.load(path, f"{key}.{index}")) for index, path in enumerate(paths)]
     _require_distinct(tools, key)
     return tools
 
 
 async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float, max_chars: int) -> ToolResult:
-    """One call. Whatever goes wrong in it becomes a text that begins with `error:`."""
+    """One call. A failure becomes a text that begins with `error:`."""
     try:
         result = await call_within(timeout_s, tool.function, **tool.arguments.validate(arguments))
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
@@ -98,9 +98,11 @@ class ToolEnvironment:
         self.step_timeout_s = timeout_s * max_calls + 1.0
 
     async def reset(self, task: Task, /) -> Observation:
+        """Offers the tools; the prompt is the task's own."""
         return Observation(tools=[tool.schema for tool in self._tools.values()])
 
     async def step(self, turn: Turn, /) -> Outcome:
+        """Runs the calls of the turn; a turn without a call ends the episode."""
         if not turn.calls:
             return Outcome(done=True, metrics={"turns": 1.0})
         results = [await self._answered(call, index) for index, call in enumerate(turn.calls)]

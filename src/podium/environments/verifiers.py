@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that Podium ships: pure functions of an answer and its reference, and the check of their options."""
+"""Verifiers that Podium ships: pure functions of an answer and its reference, and the checks of their options."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def numeric(answer: str, reference: str | None, *, tolerance: float = 1e-6) -> f
     expected = final_number(_required(reference))
     if expected is None:
         raise DataError(f"the reference {_shortened(reference)} has no number. Use another verifier for such rows.")
-    found = final_number(answer)
-    return float(found is not None and found.is_near(expected, tolerance))
+    number = final_number(answer)
+    return float(number is not None and number.is_near(expected, tolerance))
 
 
 def regex(
@@ -53,17 +53,17 @@ def regex(
 ) -> float:  # fmt: skip
     """1 when the pattern is found; with `group`, when what that group found is the reference."""
     compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
-    found = compiled.search(answer) if mode == "search" else compiled.fullmatch(answer.strip())
+    match = compiled.search(answer) if mode == "search" else compiled.fullmatch(answer.strip())
     if group is None:
-        return float(found is not None)
+        return float(match is not None)
     expected = _required(reference)
-    text = found[group] if found is not None else None
+    text = match[group] if match is not None else None
     return 0.0 if text is None else exact_match(text, expected, ignore_case=ignore_case)
 
 
 def json_schema(answer: str, reference: str | None = None, *, schema: Schema, fenced: bool = False) -> float:
     """1 when the answer is JSON that fits; `fenced` takes what stands in its last ``` block, if it has one."""
-    from podium.environments.schemas import fits  # jsonschema is a quarter of the import time of this module
+    from podium.environments.schemas import fits  # takes 60 ms, and few recipes use it
 
     if fenced:
         blocks = _FENCED.findall(answer)
@@ -118,7 +118,7 @@ def length(
 
 
 def bind_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> Verifier:
-    """The verifier with its options checked; a mistake is a RecipeError that names `key`.options.X."""
+    """The verifier with its options checked. A mistake raises a RecipeError that names `key`.options.X."""
     function, model = _VERIFIERS[name]
     try:
         checked = model.model_validate(dict(options))
@@ -252,8 +252,8 @@ def _share(distance: int, full: int) -> float:
 
 
 def _shortened(text: str | None) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    quoted = repr(text)
+    return quoted if len(quoted) <= 60 else quoted[:57] + "..."
 
 
 def _not_json(text: str) -> float:

@@ -78,6 +78,7 @@ def token_prompt(tokens: Sequence[int], *, cache_salt: str) -> Any:
 
 
 def vocab_size(engine: Any) -> int:
+    """Rows of the model's logits."""
     return int(engine.model_config.get_vocab_size())
 
 
@@ -95,6 +96,7 @@ class KvCacheSize:
 
 
 def kv_cache_size(engine: Any) -> KvCacheSize:
+    """Size of the engine's KV cache."""
     cache = engine.vllm_config.cache_config
     tensors = _scheduler(engine).kv_cache_config.kv_cache_tensors
     return KvCacheSize(
@@ -115,6 +117,7 @@ class SchedulerState:
 
 
 def scheduler_state(engine: Any) -> SchedulerState:
+    """The scheduler's requests and cache, now."""
     scheduler, block_size = _scheduler(engine), _block_size(engine)
     running, waiting = scheduler.get_request_counts()
     pool = scheduler.kv_cache_manager.block_pool
@@ -159,11 +162,13 @@ def is_cpu() -> bool:
 
 
 def model_of(worker: Any) -> torch.nn.Module:
+    """The worker's model."""
     model: torch.nn.Module = worker.model_runner.get_model()
     return model
 
 
 def has_fused_experts(model: torch.nn.Module) -> bool:
+    """Whether the model is a mixture of experts whose weights vLLM repacks."""
     return any(hasattr(module, "w13_weight") for module in model.modules())
 
 
@@ -214,6 +219,7 @@ def _repack_tied_head(model: torch.nn.Module) -> None:
 
 
 def zero_kv_cache(worker: Any) -> None:
+    """Zeroes every block of every layer."""
     for layer in worker.model_runner.kv_caches:
         for cache in layer if isinstance(layer, list | tuple) else [layer]:
             cache.zero_()
@@ -230,6 +236,7 @@ def sampler_class() -> Any:
 
 
 def set_sampler(worker: Any, sampler: Any) -> None:
+    """Replaces the sampler of the worker's model runner."""
     worker.model_runner.sampler = sampler
 
 

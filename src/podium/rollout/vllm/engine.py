@@ -60,8 +60,8 @@ class _Answer:
 class VllmEngine:
     """The protocol of `podium.rollout.engine.RolloutEngine` on vLLM's engine core, stepped by `results`.
 
-    Every method takes a turn (`Turns`), and a step is a turn: so each takes effect between two steps, whichever thread
-    it comes from. One engine at a time in a process: vLLM's process groups are global.
+    Every method and every step holds a `FairLock`, so each method takes effect between two steps, from any thread. One
+    engine at a time in a process: vLLM's process groups are global.
     """
 
     def __init__(self, settings: VllmSettings) -> None:
@@ -82,6 +82,7 @@ class VllmEngine:
         self._capacity = self._measure()
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Takes requests; one that cannot be served completes with an error."""
         ids = [request.id for request in requests]
         with self._lock:
             self._require_open()
@@ -118,6 +119,7 @@ class VllmEngine:
                 self._wait(reason, seen, until=progress + deadline_s, deadline_s=deadline_s)
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
+        """Ends requests; they complete with the tokens that they have."""
         with self._lock:
             self._require_open()
             for each in ids:
@@ -126,14 +128,18 @@ class VllmEngine:
                     self._end(answer, answer.completion("cancelled"))
 
     def pause(self) -> None:
+        """Steps no more until `resume`."""
         with self._lock:
             self._paused = True
 
     def resume(self) -> None:
+        """Steps again."""
         with self._lock:
             self._paused = False
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
+        """Loads a weight version between two steps. When this raises, nothing is generated until an install
+        succeeds."""
         if delivery is None:
             raise RolloutError(
                 f"version {version.number} was to be installed without a delivery, and vLLM has its own copy of the "
@@ -153,6 +159,7 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
+        """Number of the weights in place."""
         return self._version
 
     def sleep(self) -> MemoryChange:
@@ -167,6 +174,7 @@ class VllmEngine:
             return MemoryChange(measured_bytes=_free_bytes() - before, accounted_bytes=self._sleeping_bytes())
 
     def wake(self) -> MemoryChange:
+        """Takes back the memory that `sleep` gave away."""
         with self._lock:
             self._require_open()
             if not self._asleep:
@@ -180,9 +188,11 @@ class VllmEngine:
 
     @property
     def capacity(self) -> Capacity:
+        """Sizes that requests must fit."""
         return self._capacity
 
     def load(self) -> Load:
+        """Requests, cache and counters, now."""
         with self._lock:
             self._require_open()
             state = compat.scheduler_state(self._engine)
@@ -199,6 +209,7 @@ class VllmEngine:
             )
 
     def close(self) -> None:
+        """Ends the engine and frees its model. May be called twice."""
         with self._lock:
             if self._closed:
                 return

@@ -49,6 +49,7 @@ def require_vllm() -> None:
 
 
 def has_tokenizer(folder: str) -> bool:
+    """Whether the folder has the files of a tokenizer."""
     try:
         require_tokenizer_files(folder, "folder")
     except ModelError:

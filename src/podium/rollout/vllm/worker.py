@@ -73,11 +73,13 @@ class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when t
         self._empty_N: Tensor | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        """One step: seeds the generator of each row, then samples as vLLM does."""
         self._temperature_N = sampling_metadata.temperature
         seeded = compat.with_generators(sampling_metadata, self._seeded(logits.device))
         return super().forward(logits, seeded, *args, **kwargs)
 
     def compute_logprobs(self, logits_NV: Tensor) -> Tensor:
+        """log softmax(logits / temperature); of a greedy row at temperature 1."""
         logits_NV = logits_NV.float()
         if self._temperature_N is not None:
             greedy_N = self._temperature_N < _GREEDY_BELOW
@@ -85,6 +87,7 @@ class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when t
         return torch.log_softmax(logits_NV, dim=-1)
 
     def apply_logits_processors(self, logits_NV: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """vLLM's, and notes the rows that they leave without any token."""
         processed_NV: Tensor = super().apply_logits_processors(logits_NV, *args, **kwargs)
         self._empty_N = processed_NV.amax(dim=-1).isneginf()
         return processed_NV
