@@ -237,7 +237,9 @@ class Workers:
         restoring included, can be retried."""
         worker_pool, deadline = self.worker_pool(pool), Deadline(deadline_s)
         if pool in RESTORING.get():
-            raise ClusterError(f"pool {pool} is being recovered by the one whose restoring asks for it again.")
+            raise ClusterError(
+                f"pool {pool} is being recovered already: what restores its workers cannot call recover."
+            )
         async with self._alone(worker_pool, deadline):  # who asks at the same time finds nothing wrong any more
             slots = tuple(range(worker_pool.pool.slots)) if everyone else self._to_replace(worker_pool)
             if slots:

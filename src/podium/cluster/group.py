@@ -319,8 +319,8 @@ class RoleGroup(Generic[RoleT]):
         if reply.worker != expected or not self._roster.registry.is_current(expected):
             now = self._roster.registry.worker(expected.pool, expected.index)
             raise WorkerDiedError(
-                f"an answer to {self._role}.{name} from {reply.worker} is refused: {expected} was asked, and {now} "
-                "sits there now. What an old incarnation says is of weights and state that are gone."
+                f"an answer to {self._role}.{name} from {reply.worker} is refused: the call went to {expected}, and "
+                f"its slot has {now} now. An old incarnation has outdated weights and state."
             )
 
     def _shared(self, value: Any) -> Any:

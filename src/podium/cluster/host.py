@@ -237,7 +237,7 @@ class RoleHost:
 def _implementation(place: str, interface: type[Any]) -> type[Any]:
     implementation = load_object(place)
     if not isinstance(implementation, type) or not issubclass(implementation, interface):
-        raise ClusterError(f"{place} is to implement {interface.__name__}, and is no subclass of it.")
+        raise ClusterError(f"{place} is not a subclass of {interface.__name__}, which it must implement.")
     return implementation
 
 

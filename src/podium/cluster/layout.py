@@ -120,8 +120,8 @@ class Layout:
             idle = set(range(pool.slots)) - {slot for mesh in self.meshes_of(pool.name) for slot in mesh.slots}
             if idle:
                 raise PlacementError(
-                    f"pool {pool.name} has {pool.slots} slots and no role sits on {sorted(idle)}: they would stand "
-                    f"idle. Give them a role, or lower the pool's slots."
+                    f"pool {pool.name} has {pool.slots} slots and no role uses the slots {sorted(idle)}. Give "
+                    "them a role, or lower the pool's slots."
                 )
             together = self.together(pool)
             if pool.slots % together:

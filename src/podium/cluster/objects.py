@@ -202,7 +202,9 @@ class InlineStored(Stored[Value_co]):
     def read(self) -> Value_co:
         """The value; a StoreError after it was freed."""
         if not self._value:
-            raise StoreError(f"a stored object is read and {self._gone}. Read it before, or let a later step hold it.")
+            raise StoreError(
+                f"a stored object cannot be read: {self._gone}. Read it before, or let a later step hold it."
+            )
         return self._value[0]
 
     def free(self, reason: str) -> None:

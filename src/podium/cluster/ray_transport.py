@@ -245,7 +245,7 @@ class RayTransport:
         try:
             return RayStored(ray.put(value))
         except (TypeError, pickle.PicklingError):
-            raise ClusterError(f"a {type(value).__name__} cannot be pickled, and so not be stored.") from None
+            raise ClusterError(f"a {type(value).__name__} cannot be pickled, so it cannot be stored.") from None
 
     async def close(self) -> None:
         """Ends the Ray that this transport started, or leaves the one that it joined."""
@@ -410,7 +410,7 @@ def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str
         kinds = {type(value).__name__ for value in (*arguments, *named.values()) if not _travels(value)}
         # Ray's own words show the values, which may be secret.
         raise ClusterError(
-            f"{what}: its argument {', '.join(bad)} ({', '.join(sorted(kinds))}) cannot be pickled, and so not be sent."
+            f"{what}: its argument {', '.join(bad)} ({', '.join(sorted(kinds))}) cannot be pickled."
         ) from None
 
 
@@ -445,7 +445,9 @@ class RayStored(Stored[Any]):
     def reference(self) -> Any:
         """Ray's reference; a StoreError after the object was freed."""
         if self._ref is None:
-            raise StoreError(f"a stored object is used and {self._gone}. Use it before, or let a later step hold it.")
+            raise StoreError(
+                f"a stored object cannot be used: {self._gone}. Use it before, or let a later step hold it."
+            )
         if not ray.is_initialized():
             raise StoreError("a stored object is used after its cluster was closed. Read it before.")
         return self._ref

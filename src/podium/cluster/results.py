@@ -150,7 +150,7 @@ def _strangers(results: Sequence[ShardResult[RowsT]], registry: MeshRegistry, ro
         if worker.pool != mesh.pool or worker.index not in mesh.slots:
             wrong = f"does not host {role}"
         elif not registry.is_current(worker):
-            wrong = f"is of a dead incarnation; {registry.worker(worker.pool, worker.index)} sits there now"
+            wrong = f"is of a dead incarnation; {registry.worker(worker.pool, worker.index)} has its slot now"
         elif not mesh.is_source(worker.index):
             wrong = "is not the source of its data rank"
         elif mesh.data_rank(worker.index) != result.data_rank:

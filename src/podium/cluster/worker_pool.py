@@ -54,7 +54,7 @@ class Timeouts:
 
 @dataclass
 class Member:
-    """One slot of the pool. `worker` is who sits there now."""
+    """One slot of the pool. `worker` is the current one."""
 
     slot: int
     worker: WorkerId
@@ -118,7 +118,7 @@ class WorkerPool:
         """The member, if it is still this worker and lives."""
         member = self._members.get(worker.index)
         if member is None or member.worker != worker:
-            raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} sits there now." if member else "."))
+            raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} has its slot now." if member else "."))
         if member.died is not None:
             raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
@@ -297,7 +297,7 @@ class WorkerPool:
         if late:
             raise DeadlineError(
                 f"pool {self.pool.name}: the processes of slots {late} did not come up in {deadline.seconds:.0f} s. "
-                "Their places are reserved, so the node is overloaded, or those who sat there have not gone."
+                "Their places are reserved, so the node is overloaded, or the workers before them have not ended."
             )
         return {slot: task.result() for slot, task in tasks.items()}
 
