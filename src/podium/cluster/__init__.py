@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The thin explicit layer between a single controller and its SPMD roles; the only room that may import ray."""
+"""The layer between a single controller and its SPMD roles; the only package that may import ray."""
 
 from podium.cluster.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.group import RoleGroup

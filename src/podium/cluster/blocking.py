@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that may block for long, beside the event loop and without anybody having to wait for them."""
+"""Calls that may block for long, in threads beside the event loop that nothing has to join."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _running: set[threading.Thread] = set()
 
 
 async def in_thread(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """Awaits a call on a thread of its own. Who is cancelled leaves it behind: asyncio.to_thread's threads are joined
-    at the end of the loop, however long they hang, and this one is not."""
+    """Awaits a call in a new thread. When the awaiting task is cancelled, the thread is abandoned; asyncio.to_thread's
+    threads are joined at the end of the loop, however long they hang."""
     promise: Future[Result] = Future()
 
     def run() -> None:

@@ -47,8 +47,8 @@ class Channel:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Result:
-        """Calls the worker of one rank. Raises what its death or failure raises, and DeadlineError after the
-        deadline; the call itself is then left to end by itself."""
+        """Calls the worker of one rank. Raises RoleError for its failure, GoneError for its death, and DeadlineError
+        after the deadline; the call itself is not cancelled."""
         worker, handle = self.peers[rank]
         order = Invoke(worker, self.role, method.__name__, "value")
         try:
@@ -66,7 +66,7 @@ class Channel:
 
 
 class Channels:
-    """All channels of a layout: who knows whom. Made anew when either side has new workers."""
+    """All channels of a layout. Opened again when either side has new workers."""
 
     def __init__(self, worker_pools: Mapping[str, WorkerPool], registry: Callable[[], MeshRegistry]) -> None:
         self._worker_pools, self._registry = worker_pools, registry
@@ -92,8 +92,9 @@ class Channels:
         await gather_answers(pending, f"opening a channel from {to} to {role}", deadline, worker_pool, in_step=False)
 
     async def renew(self, pool: str, new: Collection[WorkerId], deadline: Deadline) -> None:
-        """After `new` workers of a pool have come. New callers are told of those they call; the callers that were there
-        before know them, and may be busy for long. Those who are called anew are made known to all."""
+        """Called after `new` workers of a pool have started. New callers get the handles of the workers they call.
+        Callers that were there before have them already, and may be busy for long. New workers that are called are sent
+        to all of their callers."""
         registry = self._registry()
         for role, to in list(self._known):
             if pool == registry.mesh(role).pool:

@@ -42,9 +42,9 @@ async def open_ray(
     starting: LocalRay | None = None,
     tell: Tell = lambda what: None,
 ) -> AsyncIterator[Cluster]:
-    """A cluster on Ray, or on the local one that is `starting` already. What this started is ended on the way out, what
-    it joined is left as it was. Where the cluster itself fails, the block is cancelled and ClusterError raised. `tell`
-    hears what is being started."""
+    """A cluster on Ray, or on the local one that is `starting` already. On exit, a Ray that was started here ends, and
+    one that was joined stays. When the cluster itself fails, the block is cancelled and ClusterError is raised. `tell`
+    gets progress messages."""
     tell("waiting for Ray" if starting is not None else "starting Ray")
     from podium.cluster.ray_transport import RayTransport
 
@@ -82,7 +82,7 @@ async def _opened(transport: Transport, *, unhurried: bool = False, tell: Tell) 
             raise failures[0] from None
         raise
     except Exception as error:
-        # The death of Ray's own processes makes workers die, too: what came first is what is told.
+        # The death of Ray's own processes makes workers die, too: the first failure is reported.
         root = transport.failure()
         if root is None or error is root:
             raise
@@ -107,7 +107,7 @@ class Cluster:
         self._ended = False
 
     def check(self, layout: Layout) -> None:
-        """Preflight: raises with an explanation if the layout could never fit, before anything is started."""
+        """Preflight: raises an explanation if the layout can never fit, before anything starts."""
         bundles = [bundle for pool in layout.pools for bundle in bundles_of(layout, pool)]
         outcome = preflight(bundles, self._transport.nodes())
         if isinstance(outcome, TooLarge):
@@ -122,8 +122,7 @@ class Cluster:
                     )
 
     async def start(self, layout: Layout, timeouts: Timeouts = Timeouts(), *, deadline_s: float = 300.0) -> Workers:  # noqa: B008
-        """Starts all pools of a layout. A worker that dies meanwhile is tried again; any other failure ends them all.
-
+        """Starts all pools of a layout. A worker that dies meanwhile is started again; any other failure ends them all.
         `deadline_s` is also the default deadline of the calls on its roles."""
         if self._ended:
             raise ClusterError("this cluster is closed: nothing can be started in it any more.")
@@ -148,6 +147,7 @@ class Cluster:
         return self._shelf.use
 
     def end(self) -> None:
+        """Ends all workers that were started."""
         self._ended = True
         for workers in self._started:
             workers.end()
@@ -185,6 +185,7 @@ class Workers:
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     async def start(self) -> None:
+        """Places and starts all pools, then builds their roles."""
         deadline, worker_pools = Deadline(self._deadline_s), list(self._worker_pools.values())
         starting: list[asyncio.Task[None]] = []
         try:
@@ -202,6 +203,7 @@ class Workers:
             raise
 
     def worker_pool(self, pool: str) -> WorkerPool:
+        """The pool of this name; an unknown one raises a ClusterError."""
         if pool not in self._worker_pools:
             raise ClusterError(f"there is no pool {pool!r}; the pools are {', '.join(self._worker_pools)}.")
         return self._worker_pools[pool]
@@ -215,8 +217,8 @@ class Workers:
         return RoleGroup(self, self._transport, self._shelf, name, spec.kind, deadline_s=self._deadline_s)
 
     async def connect(self, name: str, roles: Sequence[str], *, deadline_s: float = 60.0) -> None:
-        """Makes a link between the workers of these roles, ranks counted in this order: a process group and a store
-        of its own. It is made anew whenever one of their pools is recovered."""
+        """Forms a link between the workers of these roles, ranks counted in this order: a separate process group and
+        store. It is formed again whenever one of their pools is recovered."""
         await self._links.connect(name, tuple(roles), Deadline(deadline_s))
 
     async def open_channel(self, role: str, *, to: str, deadline_s: float = 60.0) -> None:
@@ -225,17 +227,19 @@ class Workers:
         await self._channels.open_channel(role, to, Deadline(deadline_s))
 
     def restore_with(self, role: str, restore: Restore) -> None:
-        """The owner of a role says how new workers of it get their state; called after every respawn."""
+        """Registers how new workers of a role get their state; called after every respawn."""
         self.registry.mesh(role)
         self._restores[role] = restore
 
     async def recover(self, pool: str, *, everyone: bool = False, deadline_s: float = 300.0) -> tuple[WorkerId, ...]:
-        """Brings a pool back after a death: its dead workers are replaced in place, or, where they meet in
-        collectives (or `everyone` is asked for), all of them. Returns the new workers (none, if nothing was wrong).
-        What fails, links and restoring included, can be tried again."""
+        """Recovers a pool after a death: replaces its dead workers in place, or all of them where they meet in
+        collectives (or `everyone` is set). Returns the new workers (none, if nothing was wrong). A failure, links and
+        restoring included, can be retried."""
         worker_pool, deadline = self.worker_pool(pool), Deadline(deadline_s)
         if pool in RESTORING.get():
-            raise ClusterError(f"pool {pool} is being recovered by the one whose restoring asks for it again.")
+            raise ClusterError(
+                f"pool {pool} is being recovered already: what restores its workers cannot call recover."
+            )
         async with self._alone(worker_pool, deadline):  # who asks at the same time finds nothing wrong any more
             slots = tuple(range(worker_pool.pool.slots)) if everyone else self._to_replace(worker_pool)
             if slots:
@@ -307,6 +311,7 @@ class Workers:
             RESTORING.reset(mark)
 
     def record(self, spans: Sequence[Span]) -> None:
+        """Keeps spans that came with an answer."""
         self._spans.extend(spans)
 
     def take_spans(self) -> tuple[Span, ...]:
@@ -335,6 +340,7 @@ class Workers:
         return await self.worker_pool(pool).where()
 
     def end(self) -> None:
+        """Ends the workers of all pools."""
         for worker_pool in self._worker_pools.values():
             worker_pool.end()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A point in time until which something may take."""
+"""A deadline: a point in time, and how much is left until it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
+        """Seconds until it is over, at least 0."""
         return max(0.0, self._ends_s - time.monotonic())
 
     @property
     def over(self) -> bool:
+        """Whether no time is left."""
         return self.left_s == 0.0
 
     def at_most(self, seconds: float) -> Deadline:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many answers awaited at once: the first failure ends the waiting, a deadline ends it with a report."""
+"""Awaits many answers at once: the first failure ends the wait, and a deadline ends it with a report."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Pending:
 
 @contextmanager
 def sending(reached: Sized, what: str, worker_pool: WorkerPool) -> Iterator[None]:
-    """Around the sending of one call to many. A call that has reached some and cannot be sent to the rest leaves those
-    who meet in collectives out of step."""
+    """Around the sending of one call to many workers. If it reaches only some of them, those that meet in collectives
+    are out of step."""
     try:
         yield
     except BaseException as error:
@@ -124,7 +124,7 @@ def _raise(
     *,
     in_step: bool,
 ) -> None:
-    """Turns the failures into one error; a death outranks what it made others say."""
+    """Turns the failures into one error. A death comes before the failures that it causes in others."""
     known = {member.worker: member.died.cause for member in worker_pool.members if member.died is not None}
     silent: list[WorkerId] = []
     dead: dict[WorkerId, str] = {}

@@ -29,10 +29,12 @@ P = ParamSpec("P")
 
 
 class Shard(Protocol):
-    """What one data rank is given: anything that says which trajectories it is about."""
+    """The input of one data rank: anything that names its trajectories."""
 
     @property
-    def ids(self) -> TrajectoryIds: ...
+    def ids(self) -> TrajectoryIds:
+        """Trajectories of the shard."""
+        ...
 
 
 ShardT = TypeVar("ShardT", bound=Shard)
@@ -43,9 +45,13 @@ class Roster(Protocol):
     """What a group asks of its owner."""
 
     @property
-    def registry(self) -> MeshRegistry: ...
+    def registry(self) -> MeshRegistry:
+        """The current workers of every role."""
+        ...
 
-    def worker_pool(self, pool: str) -> WorkerPool: ...
+    def worker_pool(self, pool: str) -> WorkerPool:
+        """The pool of this name."""
+        ...
 
     def record(self, spans: Sequence[Span]) -> None:
         """Every span that comes with an answer."""
@@ -81,6 +87,7 @@ class RoleGroup(Generic[RoleT]):
 
     @property
     def mesh(self) -> RoleMesh:
+        """The role's mesh."""
         return self._roster.registry.mesh(self._role)
 
     @property
@@ -89,10 +96,12 @@ class RoleGroup(Generic[RoleT]):
         return self._roster.registry.workers_of(self._role)
 
     def within(self, seconds: float) -> RoleGroup[RoleT]:
+        """The same group with another deadline for its calls."""
         return RoleGroup(self._roster, self._transport, self._shelf, self._role, self._kind, deadline_s=seconds)
 
     def requires(self, *methods: Callable[..., Any]) -> None:
-        """Fails now if one of these is not a method of the role: a handle says in its constructor what it will call."""
+        """Raises now if one of these is not a method of the role. A handle declares in its constructor what it
+        calls."""
         for method in methods:
             self._name(method)
 
@@ -111,8 +120,8 @@ class RoleGroup(Generic[RoleT]):
     async def control_all(
         self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[Answer[Result], ...]:
-        """The same call on every worker's control thread: answered while work is busy, so that it can be paused or
-        cancelled. The role makes the two safe from each other."""
+        """The same call on every worker's control thread: answered while work is busy, for instance to pause or cancel
+        it. The role makes the two thread-safe."""
         return await self._call(self.workers, method, args, kwargs, control=True)
 
     async def control_one(
@@ -228,8 +237,8 @@ class RoleGroup(Generic[RoleT]):
         return opened
 
     async def _blocks(self, opened: _Opened) -> AsyncIterator[ShardResult[Any]]:
-        """The blocks of one data rank from its source. The others of it run the same method and yield nothing: only
-        their end, failure or death is heard."""
+        """The blocks of one data rank from its source. The other workers of the rank run the same method and yield
+        nothing; only their end, failure or death counts."""
         (source, blocks), *others = opened.streams
         peers: set[asyncio.Future[Any]] = {
             asyncio.ensure_future(self._next_block(opened, worker, stream, hurried=False)) for worker, stream in others
@@ -305,13 +314,13 @@ class RoleGroup(Generic[RoleT]):
             self._check_sender(each.worker, reply, name)
         return replies
 
-    def _check_sender(self, asked: WorkerId, reply: Reply, name: str) -> None:
+    def _check_sender(self, expected: WorkerId, reply: Reply, name: str) -> None:
         self._roster.record(reply.spans)
-        if reply.worker != asked or not self._roster.registry.is_current(asked):
-            now = self._roster.registry.worker(asked.pool, asked.index)
+        if reply.worker != expected or not self._roster.registry.is_current(expected):
+            now = self._roster.registry.worker(expected.pool, expected.index)
             raise WorkerDiedError(
-                f"an answer to {self._role}.{name} from {reply.worker} is refused: {asked} was asked, and {now} "
-                "sits there now. What an old incarnation says is of weights and state that are gone."
+                f"an answer to {self._role}.{name} from {reply.worker} is refused: the call went to {expected}, and "
+                f"its slot has {now} now. An old incarnation has outdated weights and state."
             )
 
     def _shared(self, value: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who lives, who is silent, who is where, and what to do about a death; pure but for the clock it is given."""
+"""The health of workers: who is alive, silent or where, and the decision after a death. Pure, with a given clock."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Respawn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuild:
-    """End the whole pool and start it anew: its workers meet in collectives, and one that waits there for a dead peer
-    cannot be saved."""
+    """End the whole pool and start it again: its workers meet in collectives, and one that waits there for a dead peer
+    cannot be recovered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,16 +86,16 @@ def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Die
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhereReport:
-    """Where each worker was when a wait grew too long, those in the same place together."""
+    """Where each worker was when a wait took too long, grouped by place."""
 
     answers: Mapping[WorkerId, Whereabouts | None]  # None: did not answer
 
     def groups(self) -> list[tuple[str, list[WorkerId]]]:
         """Places of the work thread and who is there, the commonest first."""
-        found: dict[str, list[WorkerId]] = {}
+        by_place: dict[str, list[WorkerId]] = {}
         for worker, answer in self.answers.items():
-            found.setdefault(_place(answer), []).append(worker)
-        return sorted(found.items(), key=lambda item: (-len(item[1]), item[0]))
+            by_place.setdefault(_place(answer), []).append(worker)
+        return sorted(by_place.items(), key=lambda item: (-len(item[1]), item[0]))
 
     def odd_ones(self) -> list[WorkerId]:
         """Those who are not where most are."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What lives inside a worker, whatever carries its orders: it builds roles, runs their methods and knows where it is.
+"""The inside of a worker, independent of the transport: it builds roles, runs their methods and reports where it is.
 
-Orders are carried out on one thread, `work`; `where` and `beats` answer on others meanwhile.
+Calls run on one thread, `work`; `where` and `beats` answer on others meanwhile.
 """
 
 from __future__ import annotations
@@ -75,11 +75,12 @@ class RoleHost:
         self._recorder = SpanRecorder()
 
     def handshake(self) -> Handshake:
+        """What the worker reports of itself when it starts."""
         return self._handshake
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
-        """Carries out an order on the work thread. Returns the answer, and rows to store (None: none). An exception
-        of the role's code is part of the answer: it must not look like a fault of the worker."""
+        """Runs a call on the work thread. Returns the reply, and rows to store (None: none). An exception of the role's
+        code is part of the reply, so that it does not look like a fault of the worker."""
         self._recorder.name_thread(WORK)
         value: Any = None
         rows: Any = None
@@ -101,8 +102,8 @@ class RoleHost:
         failure: Failure | None = None
         try:
             with self._recorder.span(_title(order)):
-                for made in self._invoke(order, arguments, named):
-                    head, rows = self._head(order, made)
+                for computed in self._invoke(order, arguments, named):
+                    head, rows = self._head(order, computed)
                     if head is not None:
                         yield self._reply(head, None, last=False), rows
         except (SystemExit, GeneratorExit):
@@ -112,8 +113,8 @@ class RoleHost:
         yield self._reply(None, failure), None
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Reply:
-        """Calls a role's method on a control thread, while work may be busy: to cancel or pause it, say. The role sees
-        to it that the two do not get in each other's way. Has no spans: those are of the work."""
+        """Calls a role's method on a control thread, while work may be busy: to cancel or pause it, for instance. The
+        role makes the two thread-safe. Records no spans: those are of the work thread."""
         self._recorder.name_thread(CONTROL)
         try:
             return Reply(self._worker, self._invoke(order, arguments, named), None, ())
@@ -127,7 +128,7 @@ class RoleHost:
         return Whereabouts(worker=self._worker, threads=self._recorder.places(everyone=self._own_process))
 
     def beats(self, every_s: float) -> Iterator[Beat]:
-        """A sign of life every so often, from a thread of its own, for as long as the process lives."""
+        """A heartbeat every so often, from a separate thread, for as long as the process lives."""
         number = 0
         while True:
             doing, for_s = self._recorder.doing(WORK)
@@ -184,10 +185,10 @@ class RoleHost:
         here = {name: parameters_of(method) for name, method in public_methods(kind).items()}
         for name, parameters in order.methods.items():
             if here.get(name) != parameters:
-                found = f"has ({', '.join(here[name])})" if name in here else "does not exist"
+                actual = f"has ({', '.join(here[name])})" if name in here else "does not exist"
                 raise ClusterError(
                     f"{self._worker}: the controller would call {kind.__name__}.{name}({', '.join(parameters)}), and "
-                    f"in this worker's copy of the code it {found}. Controller and workers must run the same code."
+                    f"in this worker's copy of the code it {actual}. Controller and workers must run the same code."
                 )
         if self._handshake.kind == "cuda":
             import torch
@@ -211,33 +212,33 @@ class RoleHost:
             raise ClusterError(f"a call for {order.worker} came to {self._worker}, which is another worker.")
         return getattr(self._roles[order.role], order.method)(*arguments, **named)
 
-    def _head(self, order: Invoke, made: Any) -> tuple[RowsHead | None, Any]:
-        """What the controller learns of the rows. Only the source of a data rank answers with any."""
-        if not isinstance(made, Computed):
+    def _head(self, order: Invoke, computed: Any) -> tuple[RowsHead | None, Any]:
+        """The controller's view of the rows. Only the source of a data rank returns any."""
+        if not isinstance(computed, Computed):
             raise ClusterError(
-                f"{order.role}.{order.method} was called for rows and gave {type(made).__name__}; "
+                f"{order.role}.{order.method} was called for rows and gave {type(computed).__name__}; "
                 "such a method returns (or yields) Computed."
             )
         assert self._worker is not None
         if not self._meshes[order.role].is_source(self._worker.index):
             return None, None
-        rows = made.rows
+        rows = computed.rows
         head = RowsHead(
-            ids=made.ids,
-            lengths_N=np.zeros(len(made.ids), np.int64) if rows is None else rows.lengths_N,
+            ids=computed.ids,
+            lengths_N=np.zeros(len(computed.ids), np.int64) if rows is None else rows.lengths_N,
             nbytes=0 if rows is None else rows.nbytes,
             stored=rows is not None,
-            metrics=made.metrics,
-            note=made.note,
+            metrics=computed.metrics,
+            note=computed.note,
         )
         return head, rows
 
 
 def _implementation(place: str, interface: type[Any]) -> type[Any]:
-    found = load_object(place)
-    if not isinstance(found, type) or not issubclass(found, interface):
-        raise ClusterError(f"{place} is to implement {interface.__name__}, and is no subclass of it.")
-    return found
+    implementation = load_object(place)
+    if not isinstance(implementation, type) or not issubclass(implementation, interface):
+        raise ClusterError(f"{place} is not a subclass of {interface.__name__}, which it must implement.")
+    return implementation
 
 
 def parameters_of(method: Any) -> tuple[str, ...]:
@@ -269,25 +270,26 @@ def _failure(error: BaseException) -> Failure:
     try:
         text, trace = str(error), "".join(traceback.format_exception(error))
     except Exception:  # an exception that cannot say what it is
-        text, trace = "(its text cannot be had)", "".join(traceback.format_tb(error.__traceback__))
+        text, trace = "(its text is unavailable)", "".join(traceback.format_tb(error.__traceback__))
     if len(text) > _LONGEST or len(trace) > 2 * _LONGEST:
         text, trace = f"{text[:_LONGEST]} ...", f"... {trace[-_LONGEST:]}"
-    kept: Exception | None = None
+    picklable: Exception | None = None
     if isinstance(error, PodiumError):
         try:
             pickle.loads(pickle.dumps(error))
-            kept = error
+            picklable = error
         except Exception:
-            kept = None
-    return Failure(kind=type(error).__name__, text=text, trace=trace, error=kept)
+            picklable = None
+    return Failure(kind=type(error).__name__, text=text, trace=trace, error=picklable)
 
 
 def extend_import_path(path: tuple[str, ...]) -> None:
-    """Lets a worker import what the controller can, the user's own modules too."""
+    """Lets a worker import what the controller can import, user modules included."""
     for entry in path:
         if entry not in sys.path:
             sys.path.append(entry)
 
 
 def host_name() -> str:
+    """The name of this machine."""
     return socket.gethostname()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who a worker is: the name that stands in every log line, span and error."""
+"""The identity of a worker: the name in every log line, span and error."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _NODE = "inline"
 
 
 class InlineTransport:
-    """Threads where Ray has processes. One node, which has room for everything: threads share its devices."""
+    """Threads in place of Ray's processes. One node with room for everything: threads share its devices."""
 
     has_collectives = False
 
@@ -37,31 +37,38 @@ class InlineTransport:
         """Threads fail with their process."""
 
     def failure(self) -> ClusterError | None:
+        """None: there is no cluster that could fail."""
         return None
 
     def is_process_missing(self, since_s: float) -> bool:
+        """False: there are no processes."""
         return False
 
     def nodes(self) -> tuple[NodeState, ...]:
+        """One node with room for everything."""
         room = {"CPU": 1e6, "GPU": 1e6 if self._gpus else 0.0}
         return (NodeState(id=_NODE, name=_NODE, total=room, free=room),)
 
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:
+        """Every bundle fits."""
         return [BundlePlace(bundle=bundle, node=node, handle=None) for bundle, node in zip(bundles, nodes, strict=True)]
 
     def release(self, place: BundlePlace) -> None:
         """Nothing is held."""
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
+        """A worker in threads of this process."""
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
         return InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
+        """None: answers are awaited one by one."""
         return None
 
     def store(self, value: Value) -> Stored[Value]:
+        """The value itself, in this process."""
         return InlineStored(value)
 
     async def close(self) -> None:
@@ -73,8 +80,8 @@ def _visible_gpus() -> bool:
 
 
 class InlineProcess:
-    """A worker of this process. Killing it makes its pending calls fail and its late answers unheard; the thread
-    itself cannot be ended and finishes what it is in."""
+    """A worker of this process. Killing it fails its pending calls and drops its late answers; the thread itself cannot
+    be ended and finishes its call."""
 
     def __init__(self, name: str, device: str, kind: DeviceKind) -> None:
         self._host = RoleHost(node=_NODE, host="127.0.0.1", device=device, kind=kind, own_process=False)
@@ -86,26 +93,31 @@ class InlineProcess:
         self._lock = threading.Lock()
 
     def handshake(self) -> Awaitable[Handshake]:
+        """What the worker reports of itself."""
         return self._submit(self._ask, self._host.handshake)
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+        """Runs a call in the work thread."""
+
         def run() -> Reply:
             return self._host.perform(order, *_resolved(arguments), **_resolved_named(named))[0]
 
         return self._submit(self._work, run)
 
     def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
+        """Runs a call in the work thread; its rows are stored."""
         rows: list[Any] = []
         stored = _Later(rows)
 
         def run() -> Reply:
-            reply, made = self._host.perform(order, *_resolved(arguments), **_resolved_named(named))
-            rows.append(made)
+            reply, result = self._host.perform(order, *_resolved(arguments), **_resolved_named(named))
+            rows.append(result)
             return reply
 
         return self._submit(self._work, run), stored
 
     def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
+        """Replies and rows of a method that yields, as they come."""
         loop, arrivals = asyncio.get_running_loop(), asyncio.Queue[tuple[Reply, Any]]()
 
         def run() -> None:
@@ -136,14 +148,17 @@ class InlineProcess:
             running.cancel()
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+        """Runs a call beside the work thread."""
         return self._submit(
             self._control, lambda: self._host.control(order, *_resolved(arguments), **_resolved_named(named))
         )
 
     def where(self) -> Awaitable[Whereabouts]:
+        """Where the worker's threads are now."""
         return self._submit(self._ask, self._host.where)
 
     async def beats(self, every_s: float) -> AsyncIterator[Beat]:
+        """Heartbeats until the worker ends."""
         beats: Iterator[Beat] = self._host.beats(0.0)
         while not self._dead.is_set():
             yield next(beats)
@@ -151,12 +166,14 @@ class InlineProcess:
         raise GoneError("it was ended")
 
     def look(self) -> None:
-        return None
+        """None: there is no process to look at."""
 
     def handle(self) -> InlineProcess:
+        """The worker as others call it: itself."""
         return self
 
     def kill(self) -> None:
+        """Ends the worker; a call that runs is left behind."""
         self._end("it was ended")
 
     def _end(self, reason: str) -> None:
@@ -170,7 +187,7 @@ class InlineProcess:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, run: Callable[[], Value]) -> Awaitable[Value]:
-        """A future that the thread fulfils, or `kill` does, whoever is first."""
+        """A future that the thread or `kill` resolves, the first of the two."""
         promise: Future[Value] = Future()
         with self._lock:
             if self._dead.is_set():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Joining a Ray cluster that somebody else has started."""
+"""Joins a Ray cluster that was started elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import threading
 import ray
 
 from podium.cluster.layout import RayCluster
-from podium.cluster.local_ray import loopback_only, quiet_driver
+from podium.cluster.ray_compat import loopback_only, outer_address, quiet_driver
 from podium.errors import ClusterError
 
 # How every gRPC server, Ray's too, is greeted, and the kind of frame with which it answers.
@@ -25,7 +25,7 @@ _OUTER_S = 0.5
 
 
 async def check_reachable(address: str, deadline_s: float) -> None:
-    """Something must listen there: Ray itself takes 20 s to say that nothing does."""
+    """Raises a ClusterError unless a Ray listens at the address. Ray itself takes 20 s to notice that nothing does."""
     if "://" in address:
         raise ClusterError(
             f"{address} is not the address of a Ray cluster but of a client or job server. Run this program as a job "
@@ -53,7 +53,7 @@ async def check_reachable(address: str, deadline_s: float) -> None:
 
 
 def join_ray(address: str, settings: RayCluster) -> None:
-    """Ray puts handlers of its own on signals; those that the program has set stay."""
+    """Connects to the cluster. Ray installs signal handlers; those that the program has set are restored."""
     usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
     mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -72,8 +72,7 @@ def _is_on_loopback_only(address: str) -> bool:
     if host not in ("127.0.0.1", "localhost") or not port.isdigit():
         return False
     try:
-        outer = ray._private.services.node_ip_address_from_perspective()
-        socket.create_connection((outer, int(port)), timeout=_OUTER_S).close()
+        socket.create_connection((outer_address(), int(port)), timeout=_OUTER_S).close()
     except OSError:
         return True
     return False

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a controlled run asks of a cluster, in one declaration: pools of device slots, and roles laid over them.
+"""The layout of a controlled run, in one declaration: pools of device slots, and roles on them.
 
-Two roles in one pool on the same slots are colocated, in two pools they are split, and on overlapping slots of one
-pool they are mixed.
+Two roles in one pool on the same slots are colocated, in two pools they are split, and on overlapping slots of one pool
+they are mixed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LEAST = 0.0001
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resources:
-    """Of one slot. Fractions share a device between slots: two workers with gpus=0.5 sit on one."""
+    """Resources of one slot. Fractions share a device between slots: two workers with gpus=0.5 share one."""
 
     cpus: float = 1.0
     gpus: float = 0.0
@@ -48,8 +48,8 @@ class Resources:
                 raise PlacementError(
                     f"{name} is not a custom resource. Use cpus and gpus for those; leave memory to Ray."
                 )
-        asked = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
-        for name, amount in asked.items():
+        amounts = {"cpus": self.cpus, "gpus": self.gpus, **self.custom}
+        for name, amount in amounts.items():
             if not math.isfinite(amount) or amount < 0 or 0 < amount < _LEAST:
                 raise PlacementError(f"a slot asks for {amount} {name}; it must be 0, or {_LEAST} or more.")
         if self.gpus > 1 and self.gpus != int(self.gpus):
@@ -58,22 +58,22 @@ class Resources:
             raise PlacementError(
                 f"a slot asks for {self.gpus} gpus; a device is shared in equal parts: 0.5, 0.3333, 0.25, ..."
             )
-        if not any(asked.values()):
+        if not any(amounts.values()):
             raise PlacementError("a slot asks for nothing. Give it cpus, gpus or a custom resource.")
 
     def times(self, count: int) -> dict[str, float]:
         """What `count` slots ask of one node, in Ray's names and to its precision. Parts of a device are not split over
         two, so more than one device is asked for whole."""
         gpus = self.gpus * count
-        asked = {"CPU": self.cpus * count, "GPU": gpus if gpus <= 1 else math.ceil(gpus - 0.01)}
-        asked |= {name: amount * count for name, amount in self.custom.items()}
-        return {name: round(amount, 4) for name, amount in asked.items() if amount > 0}
+        needs = {"CPU": self.cpus * count, "GPU": gpus if gpus <= 1 else math.ceil(gpus - 0.01)}
+        needs |= {name: amount * count for name, amount in self.custom.items()}
+        return {name: round(amount, 4) for name, amount in needs.items() if amount > 0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """A set of workers that live and die together where they have `collectives`: their process group is the unit of
-    recovery. Without, a dead worker is replaced and the others go on."""
+    """A set of workers. With `collectives` they fail and recover together: their process group is the unit of recovery.
+    Without, a dead worker is replaced and the others go on."""
 
     name: str
     slots: int
@@ -120,8 +120,8 @@ class Layout:
             idle = set(range(pool.slots)) - {slot for mesh in self.meshes_of(pool.name) for slot in mesh.slots}
             if idle:
                 raise PlacementError(
-                    f"pool {pool.name} has {pool.slots} slots and no role sits on {sorted(idle)}: they would stand "
-                    f"idle. Give them a role, or lower the pool's slots."
+                    f"pool {pool.name} has {pool.slots} slots and no role uses the slots {sorted(idle)}. Give "
+                    "them a role, or lower the pool's slots."
                 )
             together = self.together(pool)
             if pool.slots % together:
@@ -131,19 +131,24 @@ class Layout:
                 )
 
     def pool(self, name: str) -> Pool:
+        """The pool of this name."""
         return next(pool for pool in self.pools if pool.name == name)
 
     def role(self, name: str) -> RoleSpec:
+        """The role of this name."""
         return next(role for role in self.roles if role.name == name)
 
     def roles_on(self, pool: str, slot: int) -> tuple[RoleSpec, ...]:
+        """The roles of one slot, in the order in which they are built."""
         return tuple(role for role in self.roles if role.pool == pool and slot in self.mesh(role).slots)
 
     def mesh(self, role: RoleSpec) -> RoleMesh:
+        """The role's mesh over the slots of its pool."""
         slots = tuple(range(role.mesh.world)) if role.slots is None else role.slots
         return RoleMesh(role=role.name, pool=role.pool, shape=role.mesh, slots=slots)
 
     def meshes_of(self, pool: str) -> tuple[RoleMesh, ...]:
+        """The meshes of all roles of a pool."""
         return tuple(self.mesh(role) for role in self.roles if role.pool == pool)
 
     def together(self, pool: Pool) -> int:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups that span pools (learner to generator), made anew when a pool on either side is."""
+"""Process groups that span pools (learner to generator), formed again when a pool on either side is rebuilt."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from podium.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Roles whose workers share a group. `generation` counts how often it was made."""
+    """Roles whose workers share a group. `generation` counts how often it was formed."""
 
     name: str
     roles: tuple[str, ...]
@@ -36,6 +36,7 @@ class Links:
         self._links: dict[str, Link] = {}
 
     async def connect(self, name: str, roles: tuple[str, ...], deadline: Deadline) -> None:
+        """Forms the link between the workers of these roles, or forms it again with the current ones."""
         before = self._links.get(name)
         link = Link(name=name, roles=roles, generation=before.generation + 1 if before else 0)
         workers = self._members(link)
@@ -48,7 +49,7 @@ class Links:
         await self._make(link, workers, deadline)
 
     async def renew(self, pool: str, deadline: Deadline) -> None:
-        """Makes the links that a recovered pool takes part in anew; those who lived on leave the old ones first."""
+        """Forms the links of a recovered pool again; workers that survived leave the old ones first."""
         async with self._renewing:
             await self._renew(pool, deadline)
 
@@ -84,8 +85,8 @@ class Links:
     async def _order(
         self, workers: tuple[WorkerId, ...], order: Callable[[int], Order], what: str, deadline: Deadline
     ) -> list[Reply]:
-        """To workers of several pools at once; each pool's failures are told in its own words. A worker that is busy,
-        or fails in this, is still in step with the rest of its pool."""
+        """Sends a call to workers of several pools at once; each pool reports its own failures. A worker that is busy,
+        or fails here, is still in step with the rest of its pool."""
         members = [self._worker_pools[worker.pool].living(worker) for worker in workers]  # all live, or nothing is sent
         by_pool: dict[str, list[Pending]] = {}
         for rank, member in enumerate(members):

@@ -1,21 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of this machine that belongs to one run: started beside other work, watched, and ended with all of its
+"""A Ray cluster of this machine that belongs to one run: started in the background, watched, and ended with all of its
 processes."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib.util
-import logging
 import os
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from typing import Any
 
 from podium.cluster import processes
 from podium.cluster.blocking import is_any_left
@@ -29,7 +26,8 @@ from podium.cluster.processes import (
     kill_trees,
     look,
 )
-from podium.cluster.starting import MOST_AT_ONCE, StartingProcesses
+from podium.cluster.ray_compat import GCS_SERVER, RAYLET, VITAL_PROCESSES, init_local, may_be_worker, package_folder
+from podium.cluster.starting import StartingProcesses
 from podium.errors import ClusterError
 
 _LOOK_S = 0.1
@@ -39,28 +37,16 @@ _GATHER_S = 2.0
 _START_S = 120.0
 # Ray's own end of the cluster; what is left then is killed.
 _SHUTDOWN_S = 10.0
-# Without these two Ray is no cluster: gcs_server knows who is where, the raylet starts workers and stores objects.
-_VITAL = ("gcs_server", "raylet")
-# What Ray is told besides. The driver must not wait for idle workers: the raylet waits without end for one that died
-# before it registered. And workers start together, however few cores there are.
-_SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": MOST_AT_ONCE}
-# What the raylet starts besides workers, by the titles that these processes give themselves.
-_SERVERS = (
-    b"ray::DashboardAgent",
-    b"ray::RuntimeEnvAgent",
-    b"ray::IDLE_",
-    b"ray::SPILL_",
-    b"ray::RESTORE_",
-    b"ray::DELETE_",
-)
 
 
 class LocalRay:
-    """Begins to start when it is made. `ready` is done when the driver is connected, or fails with a ClusterError.
+    """Starts in the background when it is created. `ready` is done when the driver is connected, or fails with a
+    ClusterError.
 
-    The thread `ray start` runs ray.init and stays until the end: the kernel ends the children of a thread that leaves.
-    The thread `ray watch` looks at Ray's processes from the first one on, and calls `on_failure` once when one that the
-    cluster cannot do without dies, or is stopped for as long as the heartbeat timeout. `stop` ends both."""
+    The thread `ray start` runs ray.init and stays until the end: the kernel ends the children of a thread that exits.
+    The thread `ray watch` looks at Ray's processes from the first one on. It calls `on_failure` once, when a vital
+    process dies or is stopped for as long as the heartbeat timeout. `stop` ends both.
+    """
 
     def __init__(self, settings: RayCluster) -> None:
         self._settings = settings
@@ -72,10 +58,7 @@ class LocalRay:
         self._stopping, self._stopped = threading.Event(), threading.Event()
         self._began_s = time.monotonic()
         self._others = set(children(os.getpid()))  # of the caller: not Ray's
-        package = importlib.util.find_spec("ray")
-        assert package is not None
-        assert package.origin is not None
-        self._folder = os.path.dirname(package.origin).encode() + b"/"
+        self._folder = package_folder()
         self._vital: dict[str, ProcessInfo] = {}
         self._frozen_s: dict[str, float] = {}
         self._family: dict[int, ProcessInfo] = {}
@@ -112,7 +95,7 @@ class LocalRay:
         self._gather_family()
         end_s = time.monotonic() + _SHUTDOWN_S
         if self.failure is not None:
-            self._kill_family(but="gcs_server")  # which Ray asks while it shuts down, for long where it is gone
+            self._kill_family(but=GCS_SERVER)  # which Ray asks while it shuts down, for long where it is gone
         while not self._initialized.wait(_LOOK_S) and time.monotonic() < end_s:
             self._kill_family()  # what ray.init goes on to start
         closing = threading.Thread(target=_shutdown, name="ray shutdown", daemon=True)
@@ -130,7 +113,7 @@ class LocalRay:
 
     def _start(self) -> None:
         try:
-            _init(self._settings, is_wanted=lambda: self.failure is None and not self._stopping.is_set())
+            init_local(self._settings, is_wanted=lambda: self.failure is None and not self._stopping.is_set())
         except BaseException as error:
             self._fail(f"a local Ray cannot be started: {error}")
         else:
@@ -149,12 +132,16 @@ class LocalRay:
                 self._fail(f"a local Ray did not start in {_START_S:.0f} s; of its processes there are: {up}")
 
     def _look(self) -> None:
-        if len(self._vital) < len(_VITAL):
+        if len(self._vital) < len(VITAL_PROCESSES):
             for pid in children(os.getpid()):
-                found = look(pid) if pid not in self._others else None
-                if found is not None and found.name in _VITAL and found.name not in self._vital:
-                    self._vital[found.name] = found
-                    self._guard.tell(f"vital {found.pid} {found.started} {found.name}")
+                process_info = look(pid) if pid not in self._others else None
+                if (
+                    process_info is not None
+                    and process_info.name in VITAL_PROCESSES
+                    and process_info.name not in self._vital
+                ):
+                    self._vital[process_info.name] = process_info
+                    self._guard.tell(f"vital {process_info.pid} {process_info.started} {process_info.name}")
         for name, process in self._vital.items():
             now = look(process.pid)
             if now is None or not now.is_alive or now.started != process.started:
@@ -174,23 +161,23 @@ class LocalRay:
 
     def _look_at_workers(self) -> None:
         """The raylet's first thread starts them."""
-        raylet = self._vital.get("raylet")
+        raylet = self._vital.get(RAYLET)
         if raylet is None:
             return
-        found = [look(pid) for pid in children_of_thread(raylet.pid, raylet.pid)]
-        living = [each for each in found if each is not None and each.is_alive]
+        processes_now = [look(pid) for pid in children_of_thread(raylet.pid, raylet.pid)]
+        living = [each for each in processes_now if each is not None and each.is_alive]
         for each in living:
             self._remember(each)
-        self.starting.look([each for each in living if _is_worker(command_of(each.pid))])
+        self.starting.look([each for each in living if may_be_worker(command_of(each.pid))])
 
     def _gather_family(self) -> None:
-        """Remembers who belongs to the cluster: once their parent is dead, nobody can tell."""
+        """Remembers who belongs to the cluster: once their parent is dead, the kernel no longer says so."""
         self._gathered_s = time.monotonic()
         mine = [pid for pid in children(os.getpid()) if pid not in self._others and self._is_rays(pid)]
         for pid in [*mine, *descendants(mine)]:
-            found = look(pid)
-            if found is not None:
-                self._remember(found)
+            process = look(pid)
+            if process is not None:
+                self._remember(process)
 
     def _remember(self, process: ProcessInfo) -> None:
         known = self._family.get(process.pid)
@@ -239,12 +226,6 @@ class _Guard:
         self._process.wait()
 
 
-def _is_worker(command: bytes) -> bool:
-    """Whether a process of the raylet is a worker, or may become one. One of an unknown kind may: then none is found
-    missing that is not."""
-    return not command.startswith(_SERVERS) and b"--worker-type=" not in command
-
-
 def is_connected() -> bool:
     """Whether this process has joined or started a Ray."""
     ray = sys.modules.get("ray")
@@ -255,96 +236,3 @@ def _shutdown() -> None:
     import ray
 
     ray.shutdown()
-
-
-def _init(settings: RayCluster, *, is_wanted: Callable[[], bool]) -> None:
-    import ray
-
-    with loopback_only(), _needed_processes(), _interruptible_start(is_wanted), quiet_driver():
-        ray.init(
-            address="local",  # not whatever cluster somebody else has started on this machine
-            num_cpus=settings.cpus or os.cpu_count(),
-            num_gpus=settings.gpus,
-            object_store_memory=settings.object_store_bytes,
-            include_dashboard=False,
-            log_to_driver=settings.show_output,
-            logging_level=logging.ERROR,
-            _system_config=dict(_SYSTEM_CONFIG),
-        )
-
-
-@contextlib.contextmanager
-def loopback_only() -> Iterator[None]:
-    """A cluster of one machine needs no open port: with this Ray takes the loopback address for its node, as it does by
-    default on macOS, and listens there only."""
-    import ray
-
-    with _replaced(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False):
-        yield
-
-
-@contextlib.contextmanager
-def _needed_processes() -> Iterator[None]:
-    """Without the autoscaler and the server behind the dashboard, which Ray starts even where there is none: nobody
-    asks them anything in a cluster of one run, and the raylet is started only after them."""
-    import ray
-
-    node = ray._private.node.Node
-    with (
-        _replaced(node, "start_monitor", lambda self: None),
-        _replaced(node, "start_api_server", lambda self, **_: None),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _interruptible_start(is_wanted: Callable[[], bool]) -> Iterator[None]:
-    """Ray waits for the port of gcs_server in a call that holds Python's lock, half a minute where that is dead: nobody
-    could notice it. So the file is waited for before, as long as it `is_wanted`."""
-    import ray
-
-    node = ray._private.node
-    wait = node.wait_for_persisted_port
-
-    def wait_for_port(folder: str, node_id: str, name: str, timeout_ms: int = 0) -> int:
-        file = os.path.join(folder, node.get_port_filename(node_id, name))
-        end_s = time.monotonic() + timeout_ms / 1000
-        while not os.path.exists(file) and time.monotonic() < end_s:
-            if not is_wanted():
-                raise ClusterError("Ray's start was broken off.")
-            time.sleep(0.01)
-        port: int = wait(folder, node_id, name, timeout_ms=max(0, int(1000 * (end_s - time.monotonic()))))
-        return port
-
-    with _replaced(node, "wait_for_persisted_port", wait_for_port):
-        yield
-
-
-@contextlib.contextmanager
-def quiet_driver() -> Iterator[None]:
-    """Ray's driver prints what Ray's processes complain of, with whole logs of those that died. Podium reports deaths
-    itself; only what workers print is shown."""
-    import ray
-
-    worker = ray._private.worker
-    show = worker.print_to_stdstream
-
-    def show_workers(data: dict[str, Any], ignore_prefix: bool) -> None:
-        if data.get("pid") not in _VITAL:
-            show(data, ignore_prefix)
-
-    with (
-        _replaced(worker, "listen_error_messages", lambda worker, threads_stopped: None),
-        _replaced(worker, "print_to_stdstream", show_workers),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = getattr(owner, name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)

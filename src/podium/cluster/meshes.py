@@ -31,22 +31,26 @@ class MeshShape:
                 raise PlacementError(f"a mesh has {axis} {self.size(axis)}; every axis has at least 1.")
 
     def __str__(self) -> str:
-        shown = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
-        return " × ".join(shown) or "1 worker"
+        sizes = [f"{axis} {self.size(axis)}" for axis in AXES if self.size(axis) > 1]
+        return " × ".join(sizes) or "1 worker"
 
     def size(self, axis: Axis) -> int:
+        """Size of one axis."""
         return {"replica": self.replica, "shard": self.shard, "context": self.context, "tensor": self.tensor}[axis]
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """Sizes of all axes, the slowest first."""
         return self.replica, self.shard, self.context, self.tensor
 
     @property
     def world(self) -> int:
+        """Number of ranks."""
         return math.prod(self.sizes)
 
     @property
     def num_data_ranks(self) -> int:
+        """Ranks that get different data."""
         return self.replica * self.shard
 
     @property
@@ -55,6 +59,7 @@ class MeshShape:
         return self.context * self.tensor
 
     def coordinates(self, rank: int) -> Coordinates:
+        """Where a rank is in the mesh; tensor is the fastest axis."""
         assert 0 <= rank < self.world
         rank, tensor = divmod(rank, self.tensor)
         rank, context = divmod(rank, self.context)
@@ -62,6 +67,7 @@ class MeshShape:
         return Coordinates(replica=replica, shard=shard, context=context, tensor=tensor)
 
     def rank(self, at: Coordinates) -> int:
+        """The rank at these coordinates."""
         return ((at.replica * self.shard + at.shard) * self.context + at.context) * self.tensor + at.tensor
 
 
@@ -82,12 +88,15 @@ class RoleMesh:
             )
 
     def rank_of(self, slot: int) -> int:
+        """The rank of a slot."""
         return self.slots.index(slot)
 
     def coordinates(self, slot: int) -> Coordinates:
+        """Where a slot is in the mesh."""
         return self.shape.coordinates(self.rank_of(slot))
 
     def data_rank(self, slot: int) -> int:
+        """The data rank of a slot."""
         return self.rank_of(slot) // self.shape.per_data_rank
 
     def members(self, data_rank: int) -> tuple[int, ...]:
@@ -121,6 +130,7 @@ class MeshRegistry:
     workers: Mapping[tuple[str, int], WorkerId]  # (pool, slot) -> who is there now
 
     def mesh(self, role: str) -> RoleMesh:
+        """The mesh of a role; an unknown role raises a PlacementError."""
         if role not in self.meshes:
             raise PlacementError(
                 f"there is no role {role!r} in this layout; it has {', '.join(self.meshes) or 'none'}."
@@ -128,6 +138,7 @@ class MeshRegistry:
         return self.meshes[role]
 
     def worker(self, pool: str, slot: int) -> WorkerId:
+        """The current worker of a slot."""
         return self.workers[pool, slot]
 
     def workers_of(self, role: str) -> tuple[WorkerId, ...]:
@@ -136,14 +147,17 @@ class MeshRegistry:
         return tuple(self.workers[mesh.pool, slot] for slot in mesh.slots)
 
     def sources_of(self, role: str) -> tuple[WorkerId, ...]:
+        """The workers that answer for the data ranks of a role, in their order."""
         mesh = self.mesh(role)
         return tuple(self.workers[mesh.pool, slot] for slot in mesh.sources)
 
     def members_of(self, role: str, data_rank: int) -> tuple[WorkerId, ...]:
+        """All workers of one data rank."""
         mesh = self.mesh(role)
         return tuple(self.workers[mesh.pool, slot] for slot in mesh.members(data_rank))
 
     def coordinates_of(self, role: str, worker: WorkerId) -> Coordinates:
+        """Where a worker is in the role's mesh."""
         return self.mesh(role).coordinates(worker.index)
 
     def roles_of(self, worker: WorkerId) -> tuple[str, ...]:
@@ -153,10 +167,11 @@ class MeshRegistry:
         )
 
     def is_current(self, worker: WorkerId) -> bool:
+        """Whether no other worker has taken its slot."""
         return self.workers.get((worker.pool, worker.index)) == worker
 
     def with_workers(self, workers: Sequence[WorkerId]) -> MeshRegistry:
-        """These have taken their slots; whoever was there before is of an old incarnation now."""
+        """These have taken their slots; the workers before them are of an old incarnation now."""
         return replace(self, workers={**self.workers, **{(worker.pool, worker.index): worker for worker in workers}})
 
     def describe(self) -> str:

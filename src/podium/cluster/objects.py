@@ -147,13 +147,16 @@ class Shelf:
         self._held: weakref.WeakKeyDictionary[Stored[Any], int] = weakref.WeakKeyDictionary()
 
     def count(self, stored: Stored[Any], num_bytes: int) -> None:
+        """Adds an object to those that are held."""
         self._held[stored] = num_bytes
 
     def forget(self, stored: Stored[Any]) -> None:
+        """Removes an object from those that are held."""
         self._held.pop(stored, None)
 
     @property
     def use(self) -> StoreUse:
+        """Number and bytes of the objects that are held."""
         held = list(self._held.values())
         return StoreUse(objects=len(held), bytes=sum(held))
 
@@ -195,10 +198,14 @@ class InlineStored(Stored[Value_co]):
         self._gone = ""
 
     def read(self) -> Value_co:
+        """The value; a StoreError after it was freed."""
         if not self._value:
-            raise StoreError(f"a stored object is read and {self._gone}. Read it before, or let a later step hold it.")
+            raise StoreError(
+                f"a stored object cannot be read: {self._gone}. Read it before, or let a later step hold it."
+            )
         return self._value[0]
 
     def free(self, reason: str) -> None:
+        """Drops the value; `reason` is for errors of later reads."""
         self._value.clear()
         self._gone = reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between controller and worker: what a worker is told to do, and what it says back."""
+"""The messages between controller and worker: calls, and their replies."""
 
 from __future__ import annotations
 

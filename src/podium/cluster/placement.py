@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the bundles of a layout go, and the explanation when they do not fit; pure.
+"""Places the bundles of a layout on nodes, and explains why they do not fit; pure.
 
-A bundle is the slots that must share a node. What is decided here is what Ray is then asked for, node by node, so
-nothing is left pending for a reason that could have been known.
+A bundle is the slots that must share a node. Ray is then asked for exactly this placement, node by node, so that no
+request stays pending for a reason that was known before.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Fits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """The nodes are large enough, but others hold what is needed: it may come free."""
+    """The nodes are large enough, but other runs hold what is needed: it may become free."""
 
     reason: str
 
@@ -68,6 +68,7 @@ Preflight = Fits | Busy | TooLarge
 
 
 def bundles_of(layout: Layout, pool: Pool) -> tuple[Bundle, ...]:
+    """The bundles of a pool: slots that must share a node."""
     width = layout.together(pool)
     return tuple(
         Bundle(
@@ -81,18 +82,19 @@ def bundles_of(layout: Layout, pool: Pool) -> tuple[Bundle, ...]:
 
 
 def preflight(bundles: Sequence[Bundle], nodes: Sequence[NodeState]) -> Preflight:
-    """Finds a node for every bundle, or says per node what is asked, what there is, and what would fit."""
-    found = _fit(bundles, {node.id: dict(node.free) for node in nodes})
-    if isinstance(found, tuple):
+    """Finds a node for every bundle, or explains per node what is needed, what there is, and what would fit."""
+    fit = _fit(bundles, {node.id: dict(node.free) for node in nodes})
+    if isinstance(fit, tuple):
         by_id = {node.id: node for node in nodes}
-        return Fits(nodes=tuple(by_id[each] for each in found))
+        return Fits(nodes=tuple(by_id[each] for each in fit))
     empty = _fit(bundles, {node.id: dict(node.total) for node in nodes})
     if isinstance(empty, tuple):
-        return Busy(reason=_explain(bundles, found, nodes, busy=True))
+        return Busy(reason=_explain(bundles, fit, nodes, busy=True))
     return TooLarge(reason=_explain(bundles, empty, nodes, busy=False))
 
 
 def message(outcome: Preflight) -> str:
+    """The outcome as text for the user."""
     match outcome:
         case Fits():
             return "everything fits"
@@ -194,20 +196,20 @@ def _explain(bundles: Sequence[Bundle], failed: Bundle, nodes: Sequence[NodeStat
     alike = [bundle for bundle in bundles if bundle.pool == failed.pool]
     width = len(failed.slots)
     together = f"{width} slots on one node" if width > 1 else "1 slot"
-    asked = f"pool {failed.pool} asks for {len(alike)} × {together}, each {_amounts(failed.needs)}"
+    request = f"pool {failed.pool} asks for {len(alike)} × {together}, each {_amounts(failed.needs)}"
     others = sorted({bundle.pool for bundle in bundles} - {failed.pool})
     beside = f" (beside {', '.join(others)})" if others else ""
-    lines = [f"{asked}{beside}, and the cluster {'has too little free now' if busy else 'is too small for it'}:"]
+    lines = [f"{request}{beside}, and the cluster {'has too little free now' if busy else 'is too small for it'}:"]
     for node in nodes:
         has, free = ({name: amounts.get(name, 0.0) for name in failed.needs} for amounts in (node.total, node.free))
         lines.append(f"  {node.name}: has {_amounts(has)}, free {_amounts(free)}")
     if not nodes:
         lines.append("  (no node is alive)")
-    lines.append(_nearest(failed, nodes, busy=busy, asked=len(alike) * width))
+    lines.append(_nearest(failed, nodes, busy=busy, num_slots=len(alike) * width))
     return "\n".join(lines)
 
 
-def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, asked: int) -> str:
+def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, num_slots: int) -> str:
     """What would fit instead, counting this pool alone."""
     each = {name: amount / len(failed.slots) for name, amount in failed.needs.items()}
     per_node = {node.name: _how_many(node.free if busy else node.total, each) for node in nodes}
@@ -224,7 +226,7 @@ def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, asked: i
         return (
             f"{fits} Make the tensor × context group (or the one-node pool) {widest} or smaller, or add a larger node."
         )
-    return f"{fits} Ask for at most {min(asked, sum(per_node.values()))} slots, or add nodes" + (
+    return f"{fits} Ask for at most {min(num_slots, sum(per_node.values()))} slots, or add nodes" + (
         ", or wait until the others are done." if busy else "."
     )
 

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine as the kernel shows them: alive, stopped, busy. Without a /proc nothing is known of any.
+"""Processes of this machine as the kernel reports them: alive, stopped, busy. Without /proc nothing is known of them.
 
-Run as a script (standard library only, so that it starts at once) this is the guard of a process: see `guard`."""
+Run as a script (standard library only, so that it starts fast) this is the guard of a process: see `guard`.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """One look at a process. A pid is used again by the kernel; pid and `started` together are not."""
+    """One look at a process. The kernel reuses pids; pid and `started` together are unique."""
 
     pid: int
     name: str
@@ -31,10 +32,12 @@ class ProcessInfo:
 
     @property
     def is_alive(self) -> bool:
+        """Whether it is neither dead nor a zombie."""
         return self.state not in "ZX"
 
     @property
     def is_stopped(self) -> bool:
+        """Whether it is stopped by a signal (SIGSTOP)."""
         return self.state == "T"
 
 
@@ -74,6 +77,7 @@ def children(pid: int) -> list[int]:
 
 
 def children_of_thread(pid: int, thread: int) -> list[int]:
+    """Process ids of the children that one thread of a process started."""
     try:
         return [int(child) for child in (_PROC / str(pid) / "task" / str(thread) / "children").read_text().split()]
     except OSError:
@@ -82,12 +86,12 @@ def children_of_thread(pid: int, thread: int) -> list[int]:
 
 def descendants(roots: Iterable[int]) -> list[int]:
     """Children, their children and so on; without the roots."""
-    found: list[int] = []
+    pids: list[int] = []
     edge = list(roots)
     while edge:
-        edge = [child for pid in edge for child in children(pid) if child not in found]
-        found += edge
-    return found
+        edge = [child for pid in edge for child in children(pid) if child not in pids]
+        pids += edge
+    return pids
 
 
 def kill(process: ProcessInfo, number: signal.Signals = signal.SIGKILL) -> None:
@@ -112,15 +116,15 @@ def _stop(process: ProcessInfo) -> None:
 def kill_trees(roots: Iterable[ProcessInfo]) -> None:
     """Kills processes and their descendants. All are stopped first: one that is killed while it starts another would
     leave that one behind."""
-    found = {each.pid: each for each in roots}
-    edge = list(found.values())
+    tree = {each.pid: each for each in roots}
+    edge = list(tree.values())
     while edge:
         for process in edge:
             _stop(process)
-        below = [look(pid) for process in edge for pid in children(process.pid) if pid not in found]
+        below = [look(pid) for process in edge for pid in children(process.pid) if pid not in tree]
         edge = [each for each in below if each is not None]
-        found |= {each.pid: each for each in edge}
-    for process in found.values():
+        tree |= {each.pid: each for each in edge}
+    for process in tree.values():
         kill(process)
 
 
@@ -129,11 +133,12 @@ _PATIENCE_S = 30.0
 
 
 def guard() -> None:
-    """Sees to it that the processes of a family do not outlive the one that started them, and that it does not wait for
-    one that is dead: in a call that holds Python's lock it cannot notice.
+    """Ends the processes of a family when the process that started them is gone. Also ends that process when it waits
+    for a vital process that is dead: in a call that holds Python's lock it cannot notice.
 
     Reads lines from that process: `family PID STARTED`, `vital PID STARTED NAME`, and at last `end`. Waits for the next
-    line; the end of the pipe, or a vital process that has been dead for long, unblocks it."""
+    line; the end of the pipe, or a vital process that has been dead for long, unblocks it.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     guarded, family, dead_since_s = look(os.getppid()), set[tuple[int, int]](), 0.0
@@ -158,12 +163,12 @@ def guard() -> None:
             print(f"error: Ray's {dead[0]} died while this process waited for it.", file=sys.stderr, flush=True)
             kill(guarded)
             break
-    kill_trees(found for key in family if _lives(key) and (found := look(key[0])) is not None)
+    kill_trees(process for key in family if _lives(key) and (process := look(key[0])) is not None)
 
 
 def _lives(key: tuple[int, int]) -> bool:
-    found = look(key[0])
-    return found is not None and found.is_alive and found.started == key[1]
+    process = look(key[0])
+    return process is not None and process.is_alive and process.started == key[1]
 
 
 if __name__ == "__main__":

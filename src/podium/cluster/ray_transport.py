@@ -7,7 +7,6 @@ import asyncio
 import contextlib
 import os
 import pickle
-import re
 import socket
 import sys
 import threading
@@ -28,6 +27,7 @@ from podium.cluster.objects import Stored
 from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
+from podium.cluster.ray_compat import available_resources_per_node, death_reason
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.cluster.worker import Worker
 from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
@@ -50,12 +50,12 @@ _NODE_S = 0.5
 
 
 class RayTransport:
-    """Actors where they are placed. Owns the Ray that it started, and only that."""
+    """Workers as Ray actors. Owns the Ray that it started, and only that."""
 
     has_collectives = True
 
     def __init__(self, *, joined: bool, local: LocalRay | None) -> None:
-        """`joined`: this process left no Ray to be in; `local`: the cluster is ours to end."""
+        """`joined`: this transport connected the process to Ray; `local`: the cluster that this transport ends."""
         self._joined, self._local = joined, local
         self._node = ray.get_runtime_context().get_node_id()
         self._suspects: set[str] = set()
@@ -101,11 +101,12 @@ class RayTransport:
             self._local.on_failure(lambda error: loop.call_soon_threadsafe(call, error))
 
     def failure(self) -> ClusterError | None:
+        """Why the local cluster failed, looked at now. None while it works, and for a cluster that was joined."""
         return self._local.check() if self._local is not None else None
 
     @property
     def _is_usable(self) -> bool:
-        """Ray blocks for a minute where its servers are gone, and starts itself anew after its end."""
+        """Ray blocks for a minute where its servers are gone, and starts again when it is used after its end."""
         return ray.is_initialized() and (self._local is None or self._local.failure is None)
 
     def is_process_missing(self, since_s: float) -> bool:
@@ -120,8 +121,9 @@ class RayTransport:
             raise ClusterError("the cluster was closed: nothing can be asked of it any more.")
 
     def nodes(self) -> tuple[NodeState, ...]:
+        """The living nodes with their free resources."""
         self._check_open()
-        free = ray._private.state.available_resources_per_node()
+        free = available_resources_per_node()
         alive = sorted((node for node in ray.nodes() if self._lives(node)), key=lambda node: str(node["NodeID"]))
         names = [str(node["NodeManagerAddress"]) for node in alive]
         return tuple(
@@ -136,7 +138,8 @@ class RayTransport:
         )
 
     def _lives(self, node: dict[str, Any]) -> bool:
-        """Ray believes in a node for some 15 s after its death. One whose workers could not be reached is asked."""
+        """Ray reports a node as alive for some 15 s after its death. A node whose workers could not be reached is
+        asked."""
         if not node["Alive"] or node["NodeID"] not in self._suspects:
             return bool(node["Alive"])
         try:
@@ -149,6 +152,7 @@ class RayTransport:
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:
+        """Reserves a placement group for each bundle on its node, all or none."""
         groups: list[PlacementGroup] = []
 
         def reserved() -> bool:
@@ -180,6 +184,7 @@ class RayTransport:
         ]
 
     def release(self, place: BundlePlace) -> None:
+        """Gives the placement group back."""
         self._remove(place.handle)
 
     def _remove(self, group: PlacementGroup) -> None:
@@ -193,6 +198,7 @@ class RayTransport:
             threading.Thread(target=remove, name="podium gives a place back", daemon=True).start()
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> RayProcess:
+        """Asks Ray for an actor in the place; its process starts meanwhile."""
         options = Worker.options(  # type: ignore[attr-defined]
             num_cpus=pool.each.cpus,
             num_gpus=pool.each.gpus,
@@ -222,6 +228,7 @@ class RayTransport:
             ray.kill(actor, no_restart=True)
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
+        """All answers, if they come within a moment; else None, and each is awaited for itself."""
         if self._waiting >= _MOST_WAITING:
             return None
         refs = [answer.ref for answer in answers if isinstance(answer, _Answer)]
@@ -233,13 +240,15 @@ class RayTransport:
             self._waiting -= 1
 
     def store(self, value: Value) -> Stored[Value]:
+        """Puts a value into Ray's object store."""
         self._check_open()
         try:
             return RayStored(ray.put(value))
         except (TypeError, pickle.PicklingError):
-            raise ClusterError(f"a {type(value).__name__} cannot be pickled, and so not be stored.") from None
+            raise ClusterError(f"a {type(value).__name__} cannot be pickled, so it cannot be stored.") from None
 
     async def close(self) -> None:
+        """Ends the Ray that this transport started, or leaves the one that it joined."""
         self._waiters.shutdown(wait=False)
         if self._local is not None:
             await in_thread(self._local.stop)
@@ -266,25 +275,31 @@ class RayProcess:
 
     @property
     def actor(self) -> Any:
+        """Ray's handle of the actor."""
         return self._actor
 
     async def handshake(self) -> Handshake:
+        """Waits until the worker runs; returns what it reports of itself."""
         handshake: Handshake = await self._answer(self._actor.handshake.remote())
         self._info = look(handshake.pid) if self._is_here else None
         self._came_up(self._actor, self._info)
         return handshake
 
     def look(self) -> ProcessInfo | None:
+        """The worker's process now, where it is on this machine."""
         return look(self._info.pid) if self._info is not None else None
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+        """Sends a call to the work thread."""
         return self._answer(_sent(self._actor.perform, order, arguments, named))
 
     def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
+        """Sends a call to the work thread; its rows stay in the object store."""
         reply, rows = _sent(self._actor.perform_storing, order, arguments, named)
         return self._answer(reply), RayStored(rows)
 
     def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
+        """Replies and rows of a method that yields, as they come."""
         return self._blocks(_sent(self._actor.stream.options(num_returns="streaming"), order, arguments, named))
 
     async def _blocks(self, items: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
@@ -296,12 +311,15 @@ class RayProcess:
                 return
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+        """Sends a call that runs beside the work thread."""
         return self._answer(_sent(self._actor.control, order, arguments, named))
 
     def where(self) -> Awaitable[Whereabouts]:
+        """Where the worker's threads are now."""
         return self._answer(self._actor.where.remote())
 
     async def beats(self, every_s: float) -> AsyncIterator[Beat]:
+        """Heartbeats until the worker is gone, which raises GoneError."""
         items = self._actor.beats.options(num_returns="streaming").remote(every_s)
         while True:
             yield await self._answer(await self._next(items))
@@ -310,10 +328,11 @@ class RayProcess:
         return _Answer(self, ref)
 
     async def answer(self, ref: Any) -> Any:
+        """Awaits an object of Ray; its errors become Podium's."""
         try:
             return await ref
         except ray.exceptions.RayError as error:
-            raise self._told(error) from None
+            raise self._translated(error) from None
 
     async def _next(self, items: Any) -> Any:
         try:
@@ -321,9 +340,9 @@ class RayProcess:
         except StopAsyncIteration:
             raise GoneError("its stream ended before its last word") from None
         except ray.exceptions.RayError as error:
-            raise self._told(error) from None
+            raise self._translated(error) from None
 
-    def _told(self, error: ray.exceptions.RayError) -> PodiumError:
+    def _translated(self, error: ray.exceptions.RayError) -> PodiumError:
         """The role host catches what roles raise, so what comes as an error of Ray is not the role's: arguments or
         answers that cannot be pickled, or the end of the worker, of whatever kind."""
         if isinstance(error, ray.exceptions.ObjectLostError):
@@ -333,13 +352,15 @@ class RayProcess:
         if isinstance(error, ray.exceptions.ActorUnavailableError):
             self._suspect_node()
         if isinstance(error, _DEATHS):
-            return GoneError(_cause(error))
+            return GoneError(death_reason(error))
         return ClusterError(f"an answer came and cannot be read here: {error}")
 
     def handle(self) -> RayWorkerHandle:
+        """The worker as other workers call it."""
         return RayWorkerHandle(self._actor)
 
     def kill(self) -> None:
+        """Kills the worker, a stopped one too."""
         self._kill(self._actor)
         now = self.look()
         if now is not None and now.is_stopped and self._info is not None:
@@ -356,6 +377,7 @@ class RayWorkerHandle:
         return RayWorkerHandle, (self._process.actor,)
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+        """Sends a call that runs beside the work thread."""
         return self._process.control(order, *arguments, **named)
 
 
@@ -388,7 +410,7 @@ def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str
         kinds = {type(value).__name__ for value in (*arguments, *named.values()) if not _travels(value)}
         # Ray's own words show the values, which may be secret.
         raise ClusterError(
-            f"{what}: its argument {', '.join(bad)} ({', '.join(sorted(kinds))}) cannot be pickled, and so not be sent."
+            f"{what}: its argument {', '.join(bad)} ({', '.join(sorted(kinds))}) cannot be pickled."
         ) from None
 
 
@@ -410,21 +432,6 @@ def _reference(stored: Stored[Any]) -> Any:
     return stored.reference()
 
 
-def _cause(error: BaseException) -> str:
-    """The one sentence of Ray's account that says what happened."""
-    text = str(error)
-    if isinstance(error, ray.exceptions.ActorUnavailableError):
-        return "its node or the connection to it is gone"
-    if isinstance(error, ray.exceptions.OutOfMemoryError):
-        used = re.search(r"was ([^)]*)\)?", text)
-        return f"Ray ended it because its node ran out of memory ({used.group(1) if used else 'see `ray logs`'})"
-    ways = ("Worker exit detail:", "The actor is dead because")
-    detail = next((found for way in ways if (found := re.search(rf"{way} (.*?)\.(?:\s|$)", text))), None)
-    pid = re.search(r"pid: (\d+)", text)
-    what = detail.group(1).rstrip(".") if detail else text.split("\n", 1)[0].rstrip(".")
-    return f"process {pid.group(1)} is gone ({what})" if pid else what
-
-
 class RayStored(Stored[Any]):
     """An object of Ray's store, owned by the process that called for it: it outlives the worker that made it."""
 
@@ -436,13 +443,17 @@ class RayStored(Stored[Any]):
         return RayStored, (self.reference(),)
 
     def reference(self) -> Any:
+        """Ray's reference; a StoreError after the object was freed."""
         if self._ref is None:
-            raise StoreError(f"a stored object is used and {self._gone}. Use it before, or let a later step hold it.")
+            raise StoreError(
+                f"a stored object cannot be used: {self._gone}. Use it before, or let a later step hold it."
+            )
         if not ray.is_initialized():
             raise StoreError("a stored object is used after its cluster was closed. Read it before.")
         return self._ref
 
     def read(self) -> Any:
+        """Fetches the object; a StoreError where it is lost or late."""
         try:
             return ray.get(self.reference(), timeout=_FETCH_S)
         except ray.exceptions.GetTimeoutError:
@@ -453,4 +464,5 @@ class RayStored(Stored[Any]):
             raise StoreError(f"an object is lost with the node that held it: {str(error).splitlines()[0]}") from error
 
     def free(self, reason: str) -> None:
+        """Drops the reference; `reason` is for errors of later reads."""
         self._ref, self._gone = None, reason

@@ -51,6 +51,7 @@ def join(order: Join, host: str, kind: DeviceKind, meshes: tuple[RoleMesh, ...])
 
 
 def leave() -> None:
+    """Destroys the default process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 

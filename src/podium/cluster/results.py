@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers answer, and how the answers of many become one: merged by trajectory id, with complete checks; pure."""
+"""Answers of workers, merged by trajectory id with complete checks; pure."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Reduction = Literal["sum", "mean", "max", "min"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """A number with the way in which those of several workers become one. `weight` is what a mean is over: the
-    tokens or rows behind this worker's value."""
+    """A number, and how the numbers of several workers are reduced. `weight` is the denominator of a mean: the tokens
+    or rows behind this worker's value."""
 
     name: str
     value: float
@@ -33,7 +33,7 @@ class Metric:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of a worker's time, in seconds since 1970 by that worker's clock."""
+    """An interval of a worker's time, in seconds since 1970 by that worker's clock."""
 
     name: str
     begin_s: float
@@ -42,6 +42,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
+        """Its duration."""
         return self.end_s - self.begin_s
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,6 +75,7 @@ class Computed(Generic[RowsT]):
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Trajectories that were computed, with rows or without."""
         ids = self.rows.ids if self.rows is not None else self.done
         assert ids is not None
         return ids
@@ -106,12 +108,12 @@ class Merged(Generic[RowsT]):
 
 
 def merge(
-    results: Sequence[ShardResult[RowsT]], asked: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
+    results: Sequence[ShardResult[RowsT]], expected: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
 ) -> Merged[RowsT]:
-    """Joins the results of a sharded call. `asked[k]` are the ids that data rank k was given: each must come back
+    """Joins the results of a sharded call. `expected[k]` are the ids that data rank k was given: each must come back
     exactly once, from the living source of that data rank. The order of `results` does not matter."""
     ordered = sorted(results, key=lambda result: (result.data_rank, result.ids.array_N4[:1].tolist()))
-    problems = [*_strangers(ordered, registry, role), *_miscounts(ordered, asked, registry, role)]
+    problems = [*_strangers(ordered, registry, role), *_miscounts(ordered, expected, registry, role)]
     if problems:
         raise ResultError(
             f"the answers of role {role} do not add up, so nothing of this call is used:\n  " + "\n  ".join(problems)
@@ -141,14 +143,14 @@ def stored_rows(results: Sequence[ShardResult[RowsT]]) -> RowRefs[RowsT]:
 
 
 def _strangers(results: Sequence[ShardResult[RowsT]], registry: MeshRegistry, role: str) -> list[str]:
-    """Answers of those who should not answer: other workers, or dead incarnations."""
+    """Answers from unexpected workers, or from dead incarnations."""
     mesh, problems = registry.mesh(role), []
     for result in results:
         worker, wrong = result.worker, ""
         if worker.pool != mesh.pool or worker.index not in mesh.slots:
             wrong = f"does not host {role}"
         elif not registry.is_current(worker):
-            wrong = f"is of a dead incarnation; {registry.worker(worker.pool, worker.index)} sits there now"
+            wrong = f"is of a dead incarnation; {registry.worker(worker.pool, worker.index)} has its slot now"
         elif not mesh.is_source(worker.index):
             wrong = "is not the source of its data rank"
         elif mesh.data_rank(worker.index) != result.data_rank:
@@ -159,16 +161,16 @@ def _strangers(results: Sequence[ShardResult[RowsT]], registry: MeshRegistry, ro
 
 
 def _miscounts(
-    results: Sequence[ShardResult[RowsT]], asked: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
+    results: Sequence[ShardResult[RowsT]], expected: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
 ) -> list[str]:
     sources, problems = registry.sources_of(role), []
-    by_rank: list[list[ShardResult[RowsT]]] = [[] for _ in asked]
+    by_rank: list[list[ShardResult[RowsT]]] = [[] for _ in expected]
     for result in results:
-        if 0 <= result.data_rank < len(asked):
+        if 0 <= result.data_rank < len(expected):
             by_rank[result.data_rank].append(result)
         else:
-            problems.append(f"{result.worker} answered for data rank {result.data_rank}; there are {len(asked)}")
-    for rank, (given, answers) in enumerate(zip(asked, by_rank, strict=True)):
+            problems.append(f"{result.worker} answered for data rank {result.data_rank}; there are {len(expected)}")
+    for rank, (given, answers) in enumerate(zip(expected, by_rank, strict=True)):
         if len(answers) == 1 and answers[0].ids.same_as(given):
             continue  # the usual case: exactly what was asked, in that order
         got = TrajectoryIds.concatenate([answer.ids for answer in answers])
@@ -180,11 +182,11 @@ def _miscounts(
             problems.append(f"foreign, from {who} (data rank {rank} was not given it): {foreign}")
         if len(twice):
             problems.append(f"more than once, from {who}: {twice}")
-    everywhere = TrajectoryIds.concatenate(list(asked)).repeated()
+    everywhere = TrajectoryIds.concatenate(list(expected)).repeated()
     if len(everywhere):
         holders = [
             source
-            for source, given in zip(sources, asked, strict=True)
+            for source, given in zip(sources, expected, strict=True)
             if len(everywhere.without(given)) < len(everywhere)
         ]
         problems.append(f"given to several data ranks, or twice to one ({', '.join(map(str, holders))}): {everywhere}")

@@ -45,4 +45,5 @@ class Silence:
 
     @property
     def is_over(self) -> bool:
+        """Whether the worker was silent for as long as the timeout."""
         return self.lifeless_s >= self._timeout_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each thread of a worker is doing now, since when, and what it did since the last answer."""
+"""What each thread of a worker is doing now, since when, and its spans since the last answer."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ class SpanRecorder:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
+        """Accounts the time inside to `name`, under the span that is open in this thread."""
         mine = self._open.setdefault(threading.get_ident(), [])
         path = f"{mine[-1][0]} > {name}" if mine else name
         begin_s = time.time()

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes that a local Ray starts to become workers: whether there are as many as are waited for.
+"""Counts the processes that a local Ray starts as workers, to notice one that died before it registered.
 
-The raylet gives up a process that dies before it has registered after a minute only, and tells nobody. Each process
-that registers is given to who has waited longest, not to who it was started for: one that dies is missing at the end of
-that queue, and a worker that is given up takes the process with it that it has been given."""
+Ray's raylet gives such a process up after a minute only, without a report. A process that registers goes to the worker
+that has waited longest, whichever it was started for. So a dead process is missing at the end of the queue, and a
+worker that is given up takes its process with it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _LOOKS = 20
 
 
 class StartingProcesses:
-    """The workers that have not come up yet, beside the processes that can become them. For any thread."""
+    """The workers that have not started yet, and the processes that can become them. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

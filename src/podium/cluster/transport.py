@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the layer needs of whatever runs its workers: Ray, or threads of this process."""
+"""The protocol of what runs workers: Ray, or threads of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Value = TypeVar("Value")
 
 
 class GoneError(WorkerDiedError):
-    """Raised by a process's calls when the process (or its node) is gone; the group turns it into words."""
+    """Raised by calls when the process (or its node) is gone; the group turns it into an error for the user."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -40,7 +40,9 @@ class ByReference:
 class Process(Protocol):
     """One incarnation of one worker. Every call raises `GoneError` when the process dies."""
 
-    def handshake(self) -> Awaitable[Handshake]: ...
+    def handshake(self) -> Awaitable[Handshake]:
+        """Waits until the worker runs; what it reports of itself."""
+        ...
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """An order whose answer comes to the controller whole."""
@@ -62,7 +64,9 @@ class Process(Protocol):
         """Answered while work is busy."""
         ...
 
-    def beats(self, every_s: float) -> AsyncIterator[Beat]: ...
+    def beats(self, every_s: float) -> AsyncIterator[Beat]:
+        """Heartbeats, one every `every_s`; GoneError when the worker is gone."""
+        ...
 
     def look(self) -> ProcessInfo | None:
         """The process as the kernel shows it; None where it is not on this machine, or not a process."""
@@ -95,7 +99,9 @@ class Transport(Protocol):
         whose it would have been: all who were waiting for theirs must start anew."""
         ...
 
-    def nodes(self) -> tuple[NodeState, ...]: ...
+    def nodes(self) -> tuple[NodeState, ...]:
+        """The living nodes with their free resources."""
+        ...
 
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
@@ -103,7 +109,9 @@ class Transport(Protocol):
         """Takes the bundles on exactly these nodes."""
         ...
 
-    def release(self, place: BundlePlace) -> None: ...
+    def release(self, place: BundlePlace) -> None:
+        """Gives a reserved place back."""
+        ...
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> Process:
         """`name` is how the process is called where it has no WorkerId yet."""
@@ -118,4 +126,6 @@ class Transport(Protocol):
         """Puts a value where all workers can read it."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Ends what the transport started."""
+        ...

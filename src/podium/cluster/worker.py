@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one actor class. It carries orders to the role host, and knows nothing of what they mean."""
+"""The one actor class. It passes calls to the role host, and does not interpret them."""
 
 from __future__ import annotations
 
@@ -37,10 +37,12 @@ class Worker:
 
     @ray.method(concurrency_group="work")
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Reply:
+        """Runs a call in the work thread."""
         return self._host.perform(order, *arguments, **named)[0]
 
     @ray.method(concurrency_group="work", num_returns=2)
     def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
+        """Runs a call in the work thread; reply and rows are two objects."""
         return self._host.perform(order, *arguments, **named)
 
     @ray.method(concurrency_group="work")
@@ -52,16 +54,20 @@ class Worker:
 
     @ray.method(concurrency_group="control")
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Reply:
+        """Runs a call beside the work thread."""
         return self._host.control(order, *arguments, **named)
 
     @ray.method(concurrency_group="ask")
     def handshake(self) -> Handshake:
+        """What the worker reports of itself."""
         return self._host.handshake()
 
     @ray.method(concurrency_group="ask")
     def where(self) -> Whereabouts:
+        """Where the worker's threads are now."""
         return self._host.where()
 
     @ray.method(concurrency_group="pulse")
     def beats(self, every_s: float) -> Iterator[Beat]:
+        """Heartbeats, one every `every_s`."""
         yield from self._host.beats(every_s)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a role is given when a worker builds it: who and where it is, and whom it can talk to."""
+"""The context of a role: its worker, mesh, device, links and channels."""
 
 from __future__ import annotations
 
@@ -39,22 +39,27 @@ class WorkerContext:
 
     @property
     def rank(self) -> int:
+        """This worker's rank in the role's mesh."""
         return self.mesh.rank_of(self.worker.index)
 
     @property
     def world(self) -> int:
+        """Ranks of the role's mesh."""
         return self.mesh.shape.world
 
     @property
     def coordinates(self) -> Coordinates:
+        """This worker's place in the role's mesh."""
         return self.mesh.coordinates(self.worker.index)
 
     @property
     def data_rank(self) -> int:
+        """This worker's data rank in the role's mesh."""
         return self.mesh.data_rank(self.worker.index)
 
     @property
     def is_source(self) -> bool:
+        """Whether this worker answers for its data rank."""
         return self.mesh.is_source(self.worker.index)
 
     def group(self, axis: Axis) -> ProcessGroup | None:
@@ -83,13 +88,13 @@ class WorkerContext:
 
     def colocated_role(self, role: str, kind: type[RoleT]) -> RoleT:
         """Another role of this worker, to share what it holds with. It must stand before this one in the layout."""
-        found = self.colocated_roles.get(role)
-        if not isinstance(found, kind):
+        other = self.colocated_roles.get(role)
+        if not isinstance(other, kind):
             here = ", ".join(f"{name} ({type(each).__name__})" for name, each in self.colocated_roles.items()) or "none"
             raise ClusterError(
                 f"{self.worker} has no role {role!r} that is a {kind.__name__}; built before {self.role} are: {here}."
             )
-        return found
+        return other
 
     def span(self, name: str) -> AbstractContextManager[None]:
         """Accounts the time inside to `name`; it comes back with the answer and shows in `where are you`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The living processes of one pool: raised together, watched, ended together or replaced one by one."""
+"""The processes of one pool: started together, watched, and ended together or replaced one by one."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Timeouts:
 
 @dataclass
 class Member:
-    """One slot of the pool. `worker` is who sits there now."""
+    """One slot of the pool. `worker` is the current one."""
 
     slot: int
     worker: WorkerId
@@ -90,6 +90,7 @@ class WorkerPool:
 
     @property
     def members(self) -> list[Member]:
+        """Members by slot."""
         return [self._members[slot] for slot in sorted(self._members)]
 
     @property
@@ -117,13 +118,13 @@ class WorkerPool:
         """The member, if it is still this worker and lives."""
         member = self._members.get(worker.index)
         if member is None or member.worker != worker:
-            raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} sits there now." if member else "."))
+            raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} has its slot now." if member else "."))
         if member.died is not None:
             raise WorkerDiedError(f"{member.died}. Replace it with `workers.recover({self.pool.name!r})`.")
         return member
 
     async def start(self, deadline: Deadline) -> None:
-        """Places, starts, joins and builds the whole pool. Whatever fails, nothing of it is left."""
+        """Places, starts, joins and builds the whole pool. After a failure nothing of it is left."""
         try:
             await self._place(deadline)
             await self._start(range(self.pool.slots), deadline)
@@ -160,11 +161,12 @@ class WorkerPool:
             self.broken = reason
 
     def health(self) -> tuple[WorkerHealth, ...]:
+        """The health of every member."""
         return tuple(self._health(each) for each in self.members)
 
     async def where(self, workers: Sequence[WorkerId] | None = None) -> WhereReport:
         """Asks the members (or some of them) where they are; those who do not answer within two seconds are None."""
-        asked = [each for each in self.members if workers is None or each.worker in workers]
+        members = [each for each in self.members if workers is None or each.worker in workers]
 
         async def one(member: Member) -> Whereabouts | None:
             try:
@@ -172,12 +174,12 @@ class WorkerPool:
             except (TimeoutError, GoneError):
                 return None
 
-        found = await asyncio.gather(*(one(member) for member in asked))
-        return WhereReport(answers={member.worker: answer for member, answer in zip(asked, found, strict=True)})
+        answers = await asyncio.gather(*(one(member) for member in members))
+        return WhereReport(answers={member.worker: answer for member, answer in zip(members, answers, strict=True)})
 
     async def await_deaths(self, workers: Sequence[WorkerId]) -> None:
-        """Gives a death time to be known: who does not say where it is may be dead, and a node's death shows later than
-        the errors that it causes in its peers. Returns at once for those who answer."""
+        """Gives a death time to be noticed: a worker that does not answer may be dead, and a node's death shows later
+        than the errors that it causes in its peers. Returns at once for workers that answer."""
         report = await self.where(workers)
         silent = [worker for worker, answer in report.answers.items() if answer is None]
         limit = Deadline(_DEATH_S)
@@ -200,6 +202,7 @@ class WorkerPool:
             asking.cancel()
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
+        """All answers, if they come within a moment; else None."""
         return await self._transport.at_once(answers)
 
     async def order_all(
@@ -225,6 +228,7 @@ class WorkerPool:
         return [bundle for bundle in bundles_of(self._layout, self.pool) if bundle.slots not in held]
 
     async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline: Deadline) -> None:
+        """Reserves places for the bundles on these nodes."""
         self._places += await self._transport.reserve(bundles, nodes, deadline.left_s)
 
     async def _place(self, deadline: Deadline) -> None:
@@ -293,7 +297,7 @@ class WorkerPool:
         if late:
             raise DeadlineError(
                 f"pool {self.pool.name}: the processes of slots {late} did not come up in {deadline.seconds:.0f} s. "
-                "Their places are reserved, so the node is overloaded, or those who sat there have not gone."
+                "Their places are reserved, so the node is overloaded, or the workers before them have not ended."
             )
         return {slot: task.result() for slot, task in tasks.items()}
 
@@ -377,13 +381,14 @@ class WorkerPool:
         return worker_health(each.worker, each.beat, each.heard_s, each.died, time.monotonic())
 
     def died(self, worker: WorkerId, cause: str) -> None:
-        """Notes the death of a worker by its name; one that has been replaced already is no news."""
+        """Notes the death of a worker by its name; one that has been replaced already is ignored."""
         for member in self.members:
             if member.worker == worker:
                 self.mark_dead(member, cause)
 
     def mark_dead(self, member: Member, cause: str) -> None:
-        """Notes a death once, however it was noticed, and makes sure of it: who is only cut off must not work on."""
+        """Notes a death once, however it was noticed, and kills the process: a worker that is only cut off must not go
+        on."""
         if member.died is None and self._members.get(member.slot) is member:
             member.died = Died(worker=member.worker, cause=cause, at_s=time.time())
             self.breaks(f"{member.worker} died ({cause})")

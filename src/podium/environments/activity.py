@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that runs user code is doing, in memory that its parent reads while it is stuck, or dead."""
+"""What a process that runs user code is doing, in shared memory: the parent can read it when the process hangs or
+dies."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ class Activity:
 
     @staticmethod
     def num_bytes(num_slots: int) -> int:
+        """Size of the shared file for so many slots."""
         return (_FIRST_SLOT + num_slots) * _WORD
 
     def beat(self) -> None:
+        """Counts one beat: the event loop of the process runs."""
         self._words[_BEATS] += 1
 
     def enter(self, slot: int, value: int | None) -> None:
@@ -41,6 +44,7 @@ class Activity:
             self._words[_FIRST_SLOT + slot] = self._words[_FIRST_SLOT + slot] + 1 if value is None else value
 
     def leave(self, slot: int, value: int | None) -> None:
+        """User code of a slot has returned; `value` is what `enter` got."""
         with self._lock:
             if value is None:
                 self._words[_FIRST_SLOT + slot] -= 1
@@ -49,13 +53,14 @@ class Activity:
 
     @property
     def progress(self) -> tuple[int, int]:
+        """(beats, entries) so far. A parent that sees neither grow knows that user code blocks the process."""
         return self._words[_BEATS], self._words[_ENTRIES]
 
     @property
     def running(self) -> Mapping[int, int]:
         """Slots whose user code runs now, or ran when the process died."""
-        found = self._words[_FIRST_SLOT : _FIRST_SLOT + self._num_slots].tolist()
-        return {slot: value for slot, value in enumerate(found) if value}
+        values = self._words[_FIRST_SLOT : _FIRST_SLOT + self._num_slots].tolist()
+        return {slot: value for slot, value in enumerate(values) if value}
 
 
 class Mark:
@@ -74,7 +79,7 @@ class Mark:
         self._activity.leave(self._slot, self._value)
 
     def driven(self, awaitable: Awaitable[Any]) -> Awaitable[Any]:
-        """The same awaitable, whose slot is set only while its own code runs, not while it waits."""
+        """The same awaitable; its slot is set while its own code runs, and not while it waits."""
         return _Driven(awaitable, self)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls in what a model writes: found in the common formats, kept in order, and never an exception."""
+"""Parses tool calls out of the text of an answer, in the common formats and in order. Never raises."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NAMED_LIST = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the model wrote it. The arguments are JSON; whether they fit the tool is the tool's to say."""
+    """One call as the model wrote it. The arguments are JSON; the tool checks whether they fit."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -29,7 +29,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadCall:
-    """What was meant as a call and cannot be read. `why` is a sentence that a model can learn from."""
+    """A call that cannot be parsed. `why` is a sentence for the model."""
 
     text: str
     why: str
@@ -53,10 +53,7 @@ def detect_format(tokenizer: Any, given: ToolFormat | None = None) -> ToolFormat
 
 
 def parse_calls(text: str, form: ToolFormat) -> tuple[Call, ...]:
-    """The calls of one answer in the order they stand; none in an answer that calls nothing.
-
-    What the model only thinks (up to `</think>`) is not a call.
-    """
+    """The calls of one answer, in order. Text up to `</think>` is reasoning, and calls in it do not count."""
     said = _behind_thoughts(text)
     match form:
         case "hermes":
@@ -150,7 +147,7 @@ def _calls_of(value: Any, text: str) -> Iterator[Call]:
 
 def _call_of(value: Any, text: str) -> Call:
     if not isinstance(value, Mapping):
-        return BadCall(text=text, why=f"a call is a JSON object with `name` and `arguments`, not {_shown(value)}.")
+        return BadCall(text=text, why=f"a call is a JSON object with `name` and `arguments`, not {_clipped(value)}.")
     name = value.get("name")
     if not isinstance(name, str) or not name:
         return BadCall(text=text, why="the call has no `name`, which must be a string.")
@@ -162,7 +159,7 @@ def _call_of(value: Any, text: str) -> Call:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, Mapping):
-        return BadCall(text=text, why=f"the arguments of {name} must be a JSON object, not {_shown(arguments)}.")
+        return BadCall(text=text, why=f"the arguments of {name} must be a JSON object, not {_clipped(arguments)}.")
     return ToolCall(name=name, arguments=dict(arguments), text=text)
 
 
@@ -186,6 +183,6 @@ def _no_constant(name: str) -> Any:
 _DECODER = json.JSONDecoder(parse_constant=_no_constant)
 
 
-def _shown(value: Any) -> str:
+def _clipped(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else text[:57] + "..."

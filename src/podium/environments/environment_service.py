@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an environment process does: it makes the recipe's environments and calls them, each under its deadline."""
+"""The environment process: it creates the recipe's environments and calls them, each call under a deadline."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class End:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What a call came to. Exactly one of `value` (which may be None) and `error` counts."""
+    """The result of a call. `value` (which may be None) counts unless there is an `error`."""
 
     value: Any = None
     error: str | None = None
@@ -62,6 +62,7 @@ class EnvironmentService:
         return [tool.schema for tool in load_tools(self._section.tools)] if self._section.tools else []
 
     async def answer(self, order: Begin | Take | End, tell: Callable[[Any], None]) -> Reply:
+        """Runs one call of an episode's environment; what it raises becomes the reply's error."""
         place = order.place
         MARK.set(Mark(self._activity, place))
         value, error = None, None

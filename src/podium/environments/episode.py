@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes: a policy and an environment in turns, thousands at the same time, each ending in tokens to learn from."""
+"""Episodes: a policy and an environment take turns, thousands at the same time; each episode ends as tokens to train
+on."""
 
 # L new tokens of one answer · T tokens of a whole episode
 
@@ -46,8 +47,8 @@ MakeEnvironment = Callable[[], Environment]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnRequest:
-    """One answer wanted of the policy. The prompt is the whole conversation so far, so that an engine that keys random
-    numbers by id and position draws every turn from its own stretch of the episode's stream."""
+    """Asks the policy for one answer. The prompt is the whole conversation so far: an engine that keys random numbers
+    by id and position gives every turn its own part of the episode's stream."""
 
     id: TrajectoryId
     turn: int
@@ -58,7 +59,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnAnswer:
-    """What the policy drew, as a rollout engine completes it."""
+    """The tokens that the policy generated, as a rollout engine returns them."""
 
     tokens_L: Tokens
     logprobs_L: NDArray[np.float32]
@@ -68,10 +69,12 @@ class TurnAnswer:
 
 
 class Policy(Protocol):
-    """Who answers. What is wrong with one request comes back as an answer with finish "error"; an exception means that
-    the policy itself is broken, and goes through to whoever runs the episodes."""
+    """Generates the answers. A problem with one request comes back as an answer with finish "error"; an exception means
+    that the policy itself is broken, and goes through to the caller."""
 
-    async def answer(self, request: TurnRequest, /) -> TurnAnswer: ...
+    async def answer(self, request: TurnRequest, /) -> TurnAnswer:
+        """Generates the answer to one turn."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +117,7 @@ class Episode:
     behavior_logprobs_T: NDArray[np.float32]  # 0 where the token was not sampled
     versions_T: Tokens  # -1 where the token was not sampled
     num_prompt_tokens: int
-    messages: tuple[Message, ...]  # the whole conversation; raw text is told as user and assistant too
+    messages: tuple[Message, ...]  # the whole conversation; raw text becomes user and assistant messages too
     num_prompt_messages: int
     turn_rewards: tuple[float, ...]  # the environment's, one for each turn that it stepped
     turn_ends: tuple[int, ...]  # where the last token of each answer is
@@ -197,8 +200,8 @@ async def run_episodes(
 
 
 def environment_maker(section: EnvironmentSection | None, key: str = "environment") -> MakeEnvironment:
-    """What makes an environment for every episode, from a recipe's section: one's own class, tools, or (no section)
-    a single turn."""
+    """The factory of environments, one for each episode, from a recipe's section: a custom class, tools, or (no
+    section) a single turn."""
     if section is None:
         return SingleTurn
     if section.environment is None:
@@ -211,14 +214,14 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
                 f"{key}.options: tools cannot be run with these ({error}). They take max_chars, max_calls and role."
             ) from error
         return lambda: ToolEnvironment(tools, **options)
-    made: Any = plugins.load(section.environment, f"{key}.environment")
+    factory: Any = plugins.load(section.environment, f"{key}.environment")
     for name in ("reset", "step"):
-        if isinstance(made, type) and not callable(getattr(made, name, None)):
+        if isinstance(factory, type) and not callable(getattr(factory, name, None)):
             raise RecipeError(
                 f"{key}.environment: {section.environment} has no method {name!r}. An environment has reset(task) and "
                 "step(turn), see docs/environments.md."
             )
-    return lambda: made(**section.options)
+    return lambda: factory(**section.options)
 
 
 def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:
@@ -241,7 +244,7 @@ class _EpisodeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Checked:
-    """An Outcome that is one: messages as a list, numbers as finite floats."""
+    """An Outcome that has been checked: messages are a list, numbers are finite floats."""
 
     messages: list[Message]
     reward: float
@@ -321,10 +324,10 @@ class _Running:
             metrics=dict(self._metrics),
         )
 
-    def _begun(self, found: Any) -> Transcript:
-        observation = Observation() if found is None else found
+    def _begun(self, observation: Any) -> Transcript:
+        observation = Observation() if observation is None else observation
         if not isinstance(observation, Observation):
-            raise _EpisodeError(f"reset returned {_named(found)}; it returns an Observation, or None.")
+            raise _EpisodeError(f"reset returned {_named(observation)}; it returns an Observation, or None.")
         messages, text = observation.messages, observation.text
         if messages is None and text is None:
             messages, text = self._task.messages, self._task.text
@@ -378,20 +381,20 @@ class _Running:
             self._metrics[name] = self._metrics.get(name, 0.0) + value
         return outcome
 
-    def _checked(self, found: Any, *, last: bool) -> _Checked:
-        if not isinstance(found, Outcome):
-            raise _EpisodeError(f"step returned {_named(found)}; it returns an Outcome.")
-        messages = self._as_messages(found.messages, "step") if found.messages else []
-        if not messages and not found.done and not last:
+    def _checked(self, outcome: Any, *, last: bool) -> _Checked:
+        if not isinstance(outcome, Outcome):
+            raise _EpisodeError(f"step returned {_named(outcome)}; it returns an Outcome.")
+        messages = self._as_messages(outcome.messages, "step") if outcome.messages else []
+        if not messages and not outcome.done and not last:
             raise _EpisodeError("step returned no messages and is not done, so the model has nothing to answer.")
         try:
-            reward = float(found.reward)
-            metrics = {str(name): float(value) for name, value in found.metrics.items()}
+            reward = float(outcome.reward)
+            metrics = {str(name): float(value) for name, value in outcome.metrics.items()}
         except (TypeError, ValueError, AttributeError) as error:
             raise _EpisodeError(f"step returned a reward or metrics that are not numbers ({error}).") from error
         if not math.isfinite(reward):
             raise _EpisodeError(f"step returned the reward {reward}; it must be a finite number.")
-        return _Checked(messages=messages, reward=reward, done=bool(found.done), metrics=metrics)
+        return _Checked(messages=messages, reward=reward, done=bool(outcome.done), metrics=metrics)
 
     def _as_messages(self, said: Sequence[Message] | str, method: str) -> list[Message]:
         if isinstance(said, str):

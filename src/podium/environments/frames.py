@@ -24,13 +24,16 @@ class FrameProtocol(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keeps the transport to send with."""
         self._transport = cast("asyncio.WriteTransport", transport)  # uvloop's is of no class of asyncio's
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Reports the end of the connection."""
         self._transport = None
         self._on_end()
 
     def data_received(self, data: bytes) -> None:
+        """Reports each frame that is complete, and keeps the rest."""
         self._buffer += data
         begin = 0
         while len(self._buffer) - begin >= _HEADER.size:
@@ -43,9 +46,12 @@ class FrameProtocol(asyncio.Protocol):
         del self._buffer[:begin]
 
     def send(self, number: int, kind: Kind, payload: bytes) -> None:
-        """Never waits: what the other end does not read yet is kept here. To an end that is gone, nothing is sent. What
-        is sent in one round of the event loop goes together, which costs a third of the time; partial answers go at
-        once, because the process may not live to the next round."""
+        """Never waits: what the other end has not read yet is buffered here. After the end of the connection nothing is
+        sent.
+
+        Messages of one round of the event loop are sent together, which takes a third of the time. Partial answers are
+        sent at once, because the process may not live to the next round.
+        """
         if not self._outgoing and kind != "partial":
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(_HEADER.pack(number, _KINDS.index(kind), len(payload)) + payload)

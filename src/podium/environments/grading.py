@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of many samples: user code called under a deadline, so that one bad sample spoils no other.
+"""Grades many samples: calls user code under a deadline, so that one bad sample does not affect the others.
 
-A deadline can be kept here where Python code runs. A call that never gives the interpreter back (a regular expression
-that backtracks for hours) stops the whole process; hosted_grading.py ends that from outside.
+The deadline works for Python code. A call that never releases the interpreter (a regular expression that backtracks for
+hours) stops the whole process; hosted_grading.py kills it from outside.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ MOST_HANGING = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Grade:
-    """What one episode is worth. Exactly one of `total` and `error` is there.
+    """The reward of one episode. It has either `total` or `error`.
 
     `values` and `failures` are by reward, in the order of the rewards; a reward with neither does not apply to this
-    episode. A failure of a reward of weight 0, which is only logged, leaves the total alone.
+    episode. A failure of a reward of weight 0, which is only logged, does not change the total.
     """
 
     id: TrajectoryId
@@ -44,10 +44,10 @@ class Grade:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observer:
-    """Who watches a grading from outside, and what is known of it from an attempt before.
+    """Watches a grading from outside, and carries over the results of an earlier attempt.
 
-    `known`: results that are not asked for again, or why there is none. `alone`: calls that are made first, one at a
-    time. `mark`: what is around each call while it runs. `on_settled` hears of each result, in any thread.
+    `known`: results that are not computed again, or why there is none. `alone`: calls that run first, one at a time.
+    `mark`: the context of each call while it runs. `on_settled` gets each result, in any thread.
     """
 
     mark: Callable[[CallId], Mark]
@@ -131,8 +131,8 @@ class Grader:
         await (self._run_async(at, work) if self._rewards[at].is_async else self._run_sync(work))
 
     async def _run_sync(self, work: Work) -> None:
-        """One thread calls for one sample after the other; when a call outlives its deadline the thread is left behind
-        with it, and another goes on behind it."""
+        """One thread calls for one sample after the other. When a call outlives its deadline, the thread is abandoned
+        with it, and a new one continues with the next sample."""
         begin, num_hanging = 0, 0
         while begin < len(work.batches):
             if num_hanging >= self._most_hanging:
@@ -154,8 +154,8 @@ class Grader:
         return None
 
     async def _run_async(self, at: int, work: Work) -> None:
-        """All calls in one event loop of their own; a call that blocks the loop leaves it behind, and the calls that
-        it kept from finishing are made anew in another."""
+        """All calls share one event loop. A call that blocks the loop is abandoned with it, and the calls that it held
+        up run again in a new loop."""
         num_hanging = 0
         while not work.is_done:
             if num_hanging >= self._most_hanging:
@@ -217,12 +217,12 @@ class Grader:
 
 def _spread(calls: Sequence[Sequence[int]], work: Work, count: int) -> list[Outcome]:
     """The outcome of each sample, from those of the calls."""
-    found: list[Outcome] = [Outcome(None)] * count
+    by_sample: list[Outcome] = [Outcome(None)] * count
     for call, outcomes in zip(calls, work.results, strict=True):
         assert outcomes is not None
         for position, outcome in zip(call, outcomes, strict=True):
-            found[position] = outcome
-    return found
+            by_sample[position] = outcome
+    return by_sample
 
 
 async def grade(rewards: Sequence[Reward], samples: Sequence[Sample], *, timeout_s: float) -> list[Grade]:
@@ -232,7 +232,7 @@ async def grade(rewards: Sequence[Reward], samples: Sequence[Sample], *, timeout
 
 
 def overlong_penalty(num_tokens: int, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
-    """DAPO's soft punishment of length: 0 until the last `buffer_tokens`, then linearly down to -`penalty`."""
+    """DAPO's soft length penalty: 0 until the last `buffer_tokens`, then linearly down to -`penalty`."""
     over = num_tokens - (max_new_tokens - buffer_tokens)
     return -penalty * min(1.0, over / buffer_tokens) if over > 0 else 0.0
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in processes of their own: one that blocks, crashes or hangs costs its own episode and no other.
+"""Environments in separate processes: one that blocks, crashes or hangs fails its own episode only.
 
-Most episodes of a runner share one process. When it is lost, the episode to blame fails; the others are run again from
-their beginning, with the same answers of the model, in processes of fewer episodes. The third time an episode is alone
-in its process, so that nobody else can be to blame.
+Most episodes of a runner share one process. When it is lost, the episode that caused it fails. The others run again
+from their beginning, with the same answers of the model, in processes of fewer episodes. At the third attempt an
+episode is alone in its process.
 """
 
 from __future__ import annotations
@@ -72,19 +72,22 @@ class EnvironmentHost:
         self.tool_schemas = await self._processes[0][0].process.ready()
 
     def make(self) -> HostedEnvironment:
+        """An environment that runs in one of the processes."""
         return HostedEnvironment(self, losses=0)
 
     def begin_shard(self) -> None:
+        """Counts the failures of processes anew."""
         self._num_failed = 0
 
     def end_shard(self) -> None:
-        """All episodes are over: what still hangs is ended with its process, and retries have no process any more."""
+        """All episodes are over: calls that still hang end with their process, and so do the processes of retries."""
         for losses, tier in enumerate(self._processes):
             for each in list(tier):
                 if losses or each.retired or each.num_unusable or each.num_overdue:
                     self._end(each, "its episodes are over")
 
     def close(self) -> None:
+        """Ends all processes."""
         for tier in self._processes:
             for each in list(tier):
                 self._end(each, "the runner is closed")
@@ -130,12 +133,13 @@ class EnvironmentHost:
         return blamed
 
     def note(self, place: _Place, reply: Reply) -> None:
+        """Retires a process in which too many calls hang."""
         place.host.num_overdue = reply.num_overdue
         if reply.num_overdue >= MOST_OVERDUE:
             place.host.retired = True
 
     def note_finished(self) -> None:
-        """An episode came to its end, so that the environment does not always block."""
+        """An episode finished: the environment does not always block."""
         self._num_failed = 0
 
     def _added(self, losses: int) -> _Process:
@@ -159,7 +163,7 @@ class EnvironmentHost:
 
 
 class HostedEnvironment(BoundedEnvironment):
-    """An environment as an episode sees it, whose code is in another process. Deadlines are kept there."""
+    """An environment whose code runs in another process. Deadlines are kept there."""
 
     def __init__(self, host: EnvironmentHost, *, losses: int) -> None:
         self._host, self._losses = host, losses
@@ -167,10 +171,12 @@ class HostedEnvironment(BoundedEnvironment):
         self._closes, self._is_free = False, True
 
     async def reset(self, task: Task, /) -> Any:
+        """Takes a place in a process and resets the environment there."""
         self._place = await self._host.acquire(self._losses)
         return await self._call(Begin(self._place.number, task))
 
     async def step(self, turn: Turn, /) -> Any:
+        """One step of the environment in its process."""
         assert self._place is not None
         return await self._call(Take(self._place.number, turn))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions in a process of their own: a call that ends or freezes the process fails, and the others go on."""
+"""Reward functions in a separate process: a call that ends or freezes the process fails, and the others go on."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ class HostedGrader:
             return graded.grades
 
     def close(self) -> None:
+        """Ends the process."""
         self._process.kill("the grader is closed")
 
     async def _living(self) -> UserProcess:
@@ -61,7 +62,7 @@ class HostedGrader:
 
 
 class _Progress:
-    """What is known of one batch over all attempts at it."""
+    """Results of one batch over all attempts at it."""
 
     def __init__(self) -> None:
         self.known: dict[CallId, list[Outcome] | str] = {}

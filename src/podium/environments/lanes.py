@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where reward functions run: a thread that calls one after the other, or an event loop of their own in a thread.
+"""Where reward functions run: a thread that makes one call after the other, or an event loop in a thread.
 
-Neither can be stopped from outside when user code hangs in it; it is left behind as a daemon, and what it would still
-say is heard by nobody. In a run, all of this is in a process that can be ended: see hosted_grading.py.
+Neither can be stopped from outside when user code hangs in it. It is abandoned as a daemon, and its late results are
+dropped. In a run, all of this is in a process that can be killed: see hosted_grading.py.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CLOSING_S = 2.0
 
 
 class Work:
-    """The calls of one reward for one batch, and what came of each. A result is written once: late ones are lost."""
+    """The calls of one reward for one batch, and their results. A result is written once; late ones are dropped."""
 
     def __init__(
         self,
@@ -46,6 +46,7 @@ class Work:
 
     @property
     def is_done(self) -> bool:
+        """Whether every call has a result."""
         return all(result is not None for result in self.results)
 
     def tell(self, position: int) -> None:
@@ -56,6 +57,7 @@ class Work:
             self._on_settled(position, outcomes)
 
     def fail(self, position: int, failure: str) -> None:
+        """Sets a failure as the result of one call."""
         self.results[position] = [Outcome(None, failure)] * len(self.batches[position])
 
     def only(self, position: int) -> Work:
@@ -74,12 +76,14 @@ class Work:
         )
 
     def fail_rest(self, failure: str) -> None:
+        """Sets a failure as the result of every call that has none."""
         for position, result in enumerate(self.results):
             if result is None:
                 self.fail(position, failure)
 
     def failed(self, position: int, error: BaseException) -> list[Outcome]:
-        return [Outcome(None, _told(error))] * len(self.batches[position])
+        """The outcomes of a call that raised."""
+        return [Outcome(None, _describe_error(error))] * len(self.batches[position])
 
     def called(self, position: int) -> list[Outcome]:
         """Makes the call here and now."""
@@ -94,6 +98,7 @@ class Work:
             return self.failed(position, error)
 
     async def awaited(self, position: int) -> list[Outcome]:
+        """Calls an asynchronous reward function and awaits its outcomes."""
         batch = self.batches[position]
         try:
             called = self.reward.call(batch)
@@ -106,7 +111,7 @@ class Work:
 
 
 class SyncLane:
-    """A thread that makes the calls of some work in order, beginning with one, until it is left."""
+    """A thread that makes calls in order, from a first one on, until it is abandoned."""
 
     def __init__(self, work: Work, begin: int, home: asyncio.AbstractEventLoop) -> None:
         self._work = work
@@ -118,6 +123,7 @@ class SyncLane:
 
     @property
     def num_stuck(self) -> int:
+        """1 while the thread runs a call that was given up."""
         return int(self._thread.is_alive())
 
     async def run(self, timeout_s: float) -> int | None:
@@ -159,7 +165,7 @@ class SyncLane:
 
 
 class AsyncLane:
-    """An event loop in a thread, kept for batch after batch: clients that a function opened in it stay open."""
+    """An event loop in a thread, kept from batch to batch: clients that a function opened in it stay open."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -170,6 +176,7 @@ class AsyncLane:
 
     @property
     def num_stuck(self) -> int:
+        """Calls that were given up and still run."""
         return sum(not task.done() for task in list(self._overdue)) + int(self._blocked and self._thread.is_alive())
 
     async def run(self, work: Work, timeout_s: float, too_slow: str) -> list[int] | None:
@@ -325,8 +332,8 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
     return event.is_set()
 
 
-def _told(error: BaseException) -> str:
-    """'raised KeyError: 'x' (rewards.py, line 12)'; errors of our own have said all in their words."""
+def _describe_error(error: BaseException) -> str:
+    """'raised KeyError: 'x' (rewards.py, line 12)'; Podium's own errors keep their text."""
     try:
         text = str(error)
     except Exception:  # its __str__ is user code too
@@ -338,7 +345,7 @@ def _told(error: BaseException) -> str:
 
 
 def _place(traceback: TracebackType | None) -> str:
-    """The deepest line in the file of the user's function: where he can do something about it."""
+    """The deepest line in the file of the user's function."""
     frames: list[tuple[str, int]] = []
     while traceback is not None:
         frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))

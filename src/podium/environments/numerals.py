@@ -88,7 +88,7 @@ def last_box(text: str) -> str | None:
 
 
 def _last_number(text: str) -> Number | None:
-    plain = _LATEX.sub(lambda found: _LATEX_PLAIN.get(found[0], ""), text)
+    plain = _LATEX.sub(lambda match: _LATEX_PLAIN.get(match[0], ""), text)
     last = next(iter(deque(_NUMBER.finditer(plain), maxlen=1)), None)
     if last is None or last.end() - last.start() > _MOST_DIGITS:
         return None
@@ -98,15 +98,15 @@ def _last_number(text: str) -> Number | None:
     return Number(-value if last["sign"] == "-" else value, last["percent"] is not None)
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    if found["upper"] is not None or found["pair"] is not None:
-        pair = found["pair"]
-        part = _ratio(pair[0], pair[1]) if pair is not None else _ratio(found["upper"], found["lower"])
-        return None if part is None else part + int(found["whole"] or 0)
-    if found["above"] is not None:
-        return _ratio(found["above"], found["below"])
-    mantissa = "1" if found["alone"] is not None else found["plain"]
-    exponent = int(found["alone"] or found["exponent"] or found["power"] or 0)
+def _value(match: re.Match[str]) -> Fraction | None:
+    if match["upper"] is not None or match["pair"] is not None:
+        pair = match["pair"]
+        part = _ratio(pair[0], pair[1]) if pair is not None else _ratio(match["upper"], match["lower"])
+        return None if part is None else part + int(match["whole"] or 0)
+    if match["above"] is not None:
+        return _ratio(match["above"], match["below"])
+    mantissa = "1" if match["alone"] is not None else match["plain"]
+    exponent = int(match["alone"] or match["exponent"] or match["power"] or 0)
     if abs(exponent) > _LARGEST_EXPONENT:
         return None
     return _fraction(mantissa) * Fraction(10) ** exponent

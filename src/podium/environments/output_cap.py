@@ -19,7 +19,7 @@ _F_SETPIPE_SZ = 1031  # Linux; fcntl names it from Python 3.10 on, and not every
 
 
 class OutputCap:
-    """What all user-code processes of one worker may print together, over the worker's whole life."""
+    """The limit on the output of all user-code processes of one worker together, over the worker's whole life."""
 
     def __init__(self, name: str, max_bytes: int = MAX_OUTPUT_BYTES) -> None:
         self._name, self._max_bytes = name, max_bytes
@@ -30,15 +30,15 @@ class OutputCap:
     def take(self, num_bytes: int) -> int:
         """How many of these bytes may be kept. The first that may not is reported in the log."""
         with self._lock:
-            kept = min(num_bytes, self._max_bytes - self._num_bytes)
-            self._num_bytes += kept
-            is_first = kept < num_bytes and self._warning is None
+            num_kept = min(num_bytes, self._max_bytes - self._num_bytes)
+            self._num_bytes += num_kept
+            is_first = num_kept < num_bytes and self._warning is None
             if is_first:
                 size = f"{self._max_bytes / 2**20:g} MiB"
                 self._warning = f"{self._name} prints more than {size}; the rest is dropped."
         if is_first:
             _write(2, f"\nwarning: {self._warning}\n".encode())
-        return kept
+        return num_kept
 
     @property
     def warning(self) -> str | None:
@@ -73,8 +73,8 @@ def _forward(
                 num_bytes = os.readv(key.fd, [buffer])
                 if not num_bytes:
                     selector.unregister(key.fileobj)
-                elif kept := take(num_bytes):
-                    _write(key.data, buffer[:kept])
+                elif num_kept := take(num_bytes):
+                    _write(key.data, buffer[:num_kept])
     process.wait()
 
 

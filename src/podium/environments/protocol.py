@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an environment is: reset gives the beginning of an episode, step answers each turn of the model."""
+"""The protocol of environments: reset begins an episode, step answers each turn of the model."""
 
 from __future__ import annotations
 
@@ -49,6 +49,7 @@ class Turn:
 
     @property
     def good_calls(self) -> tuple[ToolCall, ...]:
+        """The calls that could be parsed."""
         return tuple(call for call in self.calls if isinstance(call, ToolCall))
 
 
@@ -97,7 +98,7 @@ class CallFailedError(Exception):
 
 
 class EpisodeLostError(Exception):
-    """The episode's process is gone, and not by this episode's fault. `again` makes an environment for the same
+    """The episode's process is gone, and another episode caused it. `again` creates an environment that runs the same
     episode from its beginning."""
 
     def __init__(self, cause: str, again: Callable[[], Environment]) -> None:
@@ -109,9 +110,11 @@ class SingleTurn:
     """The task's own question and one answer; its reward comes from the recipe's reward functions."""
 
     async def reset(self, task: Task, /) -> Observation:
+        """Leaves the task's own prompt as it is."""
         return Observation()
 
     async def step(self, turn: Turn, /) -> Outcome:
+        """Ends the episode after the first answer."""
         return Outcome(done=True)
 
 
@@ -153,10 +156,12 @@ class Overdue:
         self._threads: list[threading.Thread] = []
 
     def append(self, each: asyncio.Future[Any] | threading.Thread) -> None:
+        """Adds a call that outlived its deadline."""
         self._threads.append(each) if isinstance(each, threading.Thread) else self._tasks.append(each)
 
     @property
     def count(self) -> int:
+        """How many of them still run."""
         self._tasks = [task for task in self._tasks if not task.done()]
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         return len(self._tasks) + len(self._threads)
@@ -168,10 +173,10 @@ OVERDUE = Overdue()
 async def _called(function: Callable[[], Any]) -> Any:
     mark = MARK.get()
     try:
-        found = function() if is_async(function) else await _in_thread(function, mark)
-        if not inspect.isawaitable(found):
-            return found
-        return await (found if mark is None else mark.driven(found))
+        result = function() if is_async(function) else await _in_thread(function, mark)
+        if not inspect.isawaitable(result):
+            return result
+        return await (result if mark is None else mark.driven(result))
     except SystemExit as error:  # would end the event loop, and every other episode with it
         raise RuntimeError(f"called exit({error.code!r})") from error
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a reward process does: it grades batches with the recipe's rewards, and reports every call as it ends."""
+"""The reward process: it grades batches with the recipe's rewards, and reports the result of every call."""
 
 from __future__ import annotations
 
@@ -75,6 +75,7 @@ class RewardService:
         """Nothing: the rewards are loaded."""
 
     async def answer(self, order: GradeBatch, tell: Callable[[Any], None]) -> Graded:
+        """Grades one batch, and reports results as they come."""
         grader, news = self._graders[order.purpose], _News(asyncio.get_running_loop(), tell, careful=order.careful)
         observer = Observer(
             mark=lambda call: Mark(self._activity, call[0], call[1] + 1),
@@ -90,7 +91,7 @@ class RewardService:
 
 
 class _News:
-    """Results on their way to the parent: now and then, or each one at once where care is asked for."""
+    """Sends results to the parent: in batches, or each one at once where `careful`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[Any], None], *, careful: bool) -> None:
         self._loop, self._tell, self._careful = loop, tell, careful

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's rewards as things that can be called: functions of one's own and verifiers, and what they returned."""
+"""A recipe's rewards, ready to be called: custom functions and verifiers, and the checks of what they return."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import numpy as np
 
 from podium.environments.protocol import is_async
 from podium.environments.signatures import Per, Sample, Signature, fit_signature
-from podium.environments.verifiers import bind_verifier
+from podium.environments.verifiers import bind_verifier, load_verifier
 from podium.errors import PodiumError, RecipeError
 from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
 
 __all__ = ["Outcome", "Reward", "Sample", "build_rewards", "check_rewards", "reward_names"]
 
-_LONGEST_SHOWN = 60
+_MAX_REPR = 60
 _OF_VERIFIERS = Signature(style="podium", per="sample", names=("answer", "reference"))
 
 
 class Outcome(NamedTuple):
-    """What a reward said of one sample. Neither value nor failure: the reward does not apply to it."""
+    """The result of a reward for one sample. With neither value nor failure, the reward does not apply to it."""
 
     value: float | None
     failure: str | None = None
@@ -48,6 +48,7 @@ class Reward:
 
     @property
     def per(self) -> Per:
+        """What one call is given: a sample, a batch or a group."""
         return self.signature.per
 
     def calls(self, samples: Sequence[Sample]) -> list[list[int]]:
@@ -73,7 +74,7 @@ class Reward:
             return [self._outcome(returned)]
         values = _as_list(returned)
         if values is None:
-            failure = f"returned {_shown(returned)} for {count} samples, and not a list with one number for each"
+            failure = f"returned {_clipped(returned)} for {count} samples, and not a list with one number for each"
         elif len(values) != count:
             failure = f"returned {len(values)} values for {count} samples"
         else:
@@ -95,7 +96,7 @@ class Reward:
             return Outcome(None, None if self.signature.style == "trl" else "returned None", extras)
         value = _number(returned)
         if value is None:
-            return Outcome(None, f"returned {_shown(returned)}, which is not a number", extras)
+            return Outcome(None, f"returned {_clipped(returned)}, which is not a number", extras)
         if not math.isfinite(value):
             return Outcome(None, f"returned {'NaN' if math.isnan(value) else value}", extras)
         return Outcome(value, None, extras)
@@ -103,7 +104,7 @@ class Reward:
 
 def build_rewards(sections: Sequence[RewardSection], key: str = "reward") -> tuple[Reward, ...]:
     """The rewards that are functions and verifiers, with plug-ins loaded and options checked. Reward models are scored
-    elsewhere: they are left out here, and the others keep their index."""
+    elsewhere: they are left out, and the others keep their index."""
     names = reward_names(sections, key)
     return tuple(
         _built(section, index, names[index], f"{key}.{index}")
@@ -113,7 +114,7 @@ def build_rewards(sections: Sequence[RewardSection], key: str = "reward") -> tup
 
 
 def check_rewards(sections: Sequence[RewardSection], key: str = "reward") -> None:
-    """Raises what is wrong with names and with verifiers' options. Runs nobody's file: functions are not looked at."""
+    """Raises problems with names and with verifiers' options. Runs no user code: functions are not loaded."""
     reward_names(sections, key)
     for index, section in enumerate(sections):
         if isinstance(section, VerifierReward):
@@ -121,7 +122,7 @@ def check_rewards(sections: Sequence[RewardSection], key: str = "reward") -> Non
 
 
 def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tuple[str, ...]:
-    """What each reward, reward models too, is called in the metrics."""
+    """The name of each reward in the metrics, reward models included."""
     names: list[str] = []
     for index, section in enumerate(sections):
         name = section.name or _default_name(section)
@@ -149,7 +150,7 @@ def _default_name(section: RewardSection) -> str:
 def _built(section: RewardSection, index: int, name: str, key: str) -> Reward:
     match section:
         case VerifierReward():
-            verifier = bind_verifier(section.verifier, section.options, key)
+            verifier = load_verifier(section.verifier, section.options, key)
             return Reward(index=index, name=name, weight=section.weight, function=verifier, signature=_OF_VERIFIERS)
         case FunctionReward():
             return _built_function(section, index, name, key)
@@ -175,26 +176,26 @@ def _loaded(path: str, key: str) -> Callable[..., Any]:
         raise
     except Exception as error:  # the file is the user's code
         raise RecipeError(
-            f"{key}.function: running {plugins.split_plugin(path)[0]} raised {type(error).__name__}: {error}. Mend the "
+            f"{key}.function: running {plugins.split_plugin(path)[0]} raised {type(error).__name__}: {error}. Fix the "
             "file, or install what it imports."
         ) from error
 
 
-def _instance(made_by: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
-    name = getattr(made_by, "__name__", "the class")
+def _instance(factory: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
+    name = getattr(factory, "__name__", "the class")
     try:
-        inspect.signature(made_by).bind(**options)
+        inspect.signature(factory).bind(**options)
     except (TypeError, ValueError) as error:
         raise RecipeError(f"{key}.options: {name} cannot be made with these options: {error}.") from error
     try:
-        made = made_by(**options)
+        instance = factory(**options)
     except Exception as error:  # the class is the user's code
         raise RecipeError(
             f"{key}.function: making a {name} with {key}.options raised {type(error).__name__}: {error}."
         ) from error
-    if not callable(made):
+    if not callable(instance):
         raise RecipeError(f"{key}.function: a {name} cannot be called. Give the class a method __call__.")
-    return made  # type: ignore[no-any-return]
+    return instance  # type: ignore[no-any-return]
 
 
 def _as_list(returned: Any) -> list[Any] | None:
@@ -218,6 +219,6 @@ def _number(value: Any) -> float | None:
         return None
 
 
-def _shown(value: Any) -> str:
+def _clipped(value: Any) -> str:
     text = repr(value)
-    return f"{text[:_LONGEST_SHOWN]}{'...' if len(text) > _LONGEST_SHOWN else ''} ({type(value).__name__})"
+    return f"{text[:_MAX_REPR]}{'...' if len(text) > _MAX_REPR else ''} ({type(value).__name__})"

@@ -1,148 +1,92 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small part of JSON Schema: enough to say what an answer must look like, and strict about what it does not know."""
+"""JSON Schema, draft 2020-12, validated by `jsonschema`. Unknown keywords and remote references are refused."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Mapping
+import difflib
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError, best_match
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
 
 Schema = Mapping[str, Any] | bool
 
-_TYPES: dict[str, Callable[[Any], bool]] = {
-    "object": lambda value: isinstance(value, dict),
-    "array": lambda value: isinstance(value, list),
-    "string": lambda value: isinstance(value, str),
-    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
-    "integer": lambda value: not isinstance(value, bool) and isinstance(value, int | float) and value == int(value),
-    "boolean": lambda value: isinstance(value, bool),
-    "null": lambda value: value is None,
-}
-# They explain and do not constrain.
-_NOTES = ("title", "description", "$schema", "$id", "$comment", "default", "examples")
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+_FORMATS = Draft202012Validator.FORMAT_CHECKER
+_UNSUPPORTED = ("$dynamicRef", "contentSchema")
+# Keywords that have no check of their own: they annotate, or another keyword reads them.
+_ANNOTATIONS = (
+    "$schema", "$id", "$anchor", "$defs", "$comment", "title", "description", "default", "examples", "deprecated",
+    "readOnly", "writeOnly", "then", "else", "minContains", "maxContains",
+)  # fmt: skip
+_KEYWORDS = sorted({*Draft202012Validator.VALIDATORS, *_ANNOTATIONS} - {*_UNSUPPORTED})
+# An explicit registry: jsonschema's default one downloads references that it does not have.
+_LOCAL: Registry[Any] = Registry()
+_LOCAL_REF = "^#"
+_MAX_PROBLEMS, _MAX_CHARS = 8, 200
+
+# The metaschema, and what it leaves open: at every level, only these keywords, formats that are checked, local $ref.
+_STRICT_METASCHEMA = Draft202012Validator(
+    {
+        "$schema": _DIALECT,
+        "$id": "urn:podium:strict-metaschema",
+        "$dynamicAnchor": "meta",
+        "$ref": _DIALECT,
+        "propertyNames": {"enum": _KEYWORDS},
+        "properties": {
+            "$schema": {"const": _DIALECT},
+            "$ref": {"pattern": _LOCAL_REF},
+            "format": {"enum": sorted(_FORMATS.checkers)},
+        },
+    },
+    registry=_LOCAL,
+    format_checker=_FORMATS,
+)
 
 
-def schema_problems(schema: Any, path: str = "") -> Iterator[str]:
+def schema_problems(schema: Any) -> list[str]:
     """Why this is not a schema that `fits` understands, one sentence each; nothing when it is."""
-    if isinstance(schema, bool):
-        return
-    at = f"{path}: " if path else ""
-    if not isinstance(schema, Mapping):
-        yield f"{at}a schema is an object (or true, or false), found {schema!r}"
-        return
-    for keyword, value in schema.items():
-        if keyword in _NOTES:
-            continue
-        check = _CHECKS.get(keyword)
-        if check is None:
-            yield f"{at}the keyword {keyword!r} is not known; known are {', '.join(_CHECKS)}"
-        elif not check(value):
-            yield f"{at}{keyword} cannot be {value!r}"
-    inside = schema.get("properties")
-    for name, part in inside.items() if isinstance(inside, Mapping) else ():
-        yield from schema_problems(part, _below(path, f"properties.{name}"))
-    for name in ("items", "additionalProperties"):
-        if name in schema:
-            yield from schema_problems(schema[name], _below(path, name))
+    errors = (best_match([error]) for error in _STRICT_METASCHEMA.iter_errors(schema))
+    problems = sorted({_describe(error) for error in errors if error is not None})
+    if not problems:
+        root = DRAFT202012.create_resource(schema)
+        problems = list(_unresolved(root, _LOCAL.resolver_with_root(root)))
+    more = len(problems) - _MAX_PROBLEMS
+    return [*problems[:_MAX_PROBLEMS], *([f"{more} more problems"] if more > 0 else [])]
 
 
 def fits(value: Any, schema: Schema) -> bool:
     """Whether parsed JSON is what the schema describes. The schema has no problems."""
-    if isinstance(schema, bool):
-        return schema
-    return (
-        _is_of_type(value, schema)
-        and _is_listed(value, schema)
-        and (not isinstance(value, str) or _text_fits(value, schema))
-        and (not _TYPES["number"](value) or _number_fits(value, schema))
-        and (not isinstance(value, list) or all(fits(item, schema.get("items", True)) for item in value))
-        and (not isinstance(value, dict) or _object_fits(value, schema))
-    )
+    return Draft202012Validator(schema, registry=_LOCAL, format_checker=_FORMATS).is_valid(value)
 
 
-def _is_of_type(value: Any, schema: Mapping[str, Any]) -> bool:
-    wanted = schema.get("type")
-    names = [wanted] if isinstance(wanted, str) else wanted
-    return names is None or any(_TYPES[name](value) for name in names)
+def _describe(error: ValidationError) -> str:
+    path = ".".join(str(part) for part in error.absolute_path)
+    if error.validator == "enum" and error.validator_value is _KEYWORDS:
+        similar = difflib.get_close_matches(error.instance, _KEYWORDS, n=1)
+        advice = f"did you mean {similar[0]!r}?" if similar else "remove it"
+        message = f"the keyword {_clip(repr(error.instance))} is not supported; {advice}"
+    elif error.validator_value == _LOCAL_REF:
+        message = f"{_clip(repr(error.instance))} is not in this schema; references are local (#/$defs/NAME)"
+    else:  # `type` is a name or a list of names: the first is nearly always meant
+        message = _clip(error.context[0].message if error.context else error.message)
+    return f"{path}: {message}" if path else message
 
 
-def _is_listed(value: Any, schema: Mapping[str, Any]) -> bool:
-    if "const" in schema and not _same(value, schema["const"]):
-        return False
-    return "enum" not in schema or any(_same(value, each) for each in schema["enum"])
+def _unresolved(resource: Resource[Any], resolver: Any) -> Iterator[str]:
+    resolver = resolver.in_subresource(resource)
+    if isinstance(resource.contents, Mapping) and "$ref" in resource.contents:
+        try:
+            resolver.lookup(resource.contents["$ref"])
+        except Unresolvable:
+            yield f"$ref: {_clip(repr(resource.contents['$ref']))} is not in this schema"
+    for part in resource.subresources():
+        yield from _unresolved(part, resolver)
 
 
-def _text_fits(value: str, schema: Mapping[str, Any]) -> bool:
-    return (
-        schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", len(value))
-        and re.search(schema.get("pattern", ""), value) is not None
-    )
-
-
-def _number_fits(value: float, schema: Mapping[str, Any]) -> bool:
-    lowest, highest = schema.get("minimum", value), schema.get("maximum", value)
-    return bool(lowest <= value <= highest)
-
-
-def _object_fits(value: dict[str, Any], schema: Mapping[str, Any]) -> bool:
-    known = schema.get("properties", {})
-    others = schema.get("additionalProperties", True)
-    return all(name in value for name in schema.get("required", ())) and all(
-        fits(item, known.get(name, others)) for name, item in value.items()
-    )
-
-
-def _same(value: Any, other: Any) -> bool:
-    """Equal as JSON: 1 is 1.0, and true is not 1."""
-    if isinstance(value, bool) or isinstance(other, bool):
-        return value is other
-    if isinstance(value, list) and isinstance(other, list | tuple):
-        return len(value) == len(other) and all(map(_same, value, other))
-    if isinstance(value, dict) and isinstance(other, Mapping):
-        return value.keys() == other.keys() and all(_same(item, other[name]) for name, item in value.items())
-    return bool(value == other)
-
-
-def _below(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-def _is_pattern(value: Any) -> bool:
-    try:
-        re.compile(value)
-    except (re.error, TypeError):
-        return False
-    return isinstance(value, str)
-
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_type(value: Any) -> bool:
-    names = [value] if isinstance(value, str) else value
-    return isinstance(names, list | tuple) and bool(names) and all(name in _TYPES for name in names)
-
-
-def _is_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
-
-
-def _is_anything(value: Any) -> bool:
-    return True
-
-
-_CHECKS: dict[str, Callable[[Any], bool]] = {
-    "type": _is_type,
-    "properties": lambda value: isinstance(value, Mapping),
-    "required": _is_names,
-    "additionalProperties": _is_anything,
-    "items": _is_anything,
-    "enum": lambda value: isinstance(value, list | tuple),
-    "const": _is_anything,
-    "minimum": _TYPES["number"],
-    "maximum": _TYPES["number"],
-    "minLength": _is_length,
-    "maxLength": _is_length,
-    "pattern": _is_pattern,
-}
+def _clip(text: str) -> str:
+    return text if len(text) <= _MAX_CHARS else text[: _MAX_CHARS - 3] + "..."

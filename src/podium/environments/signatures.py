@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whose signature a reward function has (Podium's own, verl's or TRL's), and the arguments that it is called with."""
+"""Recognises the signature of a reward function (Podium's, verl's or TRL's), and fills its arguments."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class Signature:
 def fit_signature(
     function: Callable[..., Any], options: Mapping[str, Any], *, style: Style | Literal["auto"], per: Per, key: str
 ) -> Signature:
-    """How to call `function`; a RecipeError that names `key` and the parameters where it cannot be called."""
+    """How to call `function`. Raises a RecipeError that names `key` and the parameters where it cannot be called."""
     given = _Parameters.of(function, options, key)
-    whose = _told(given.named) if style == "auto" else style
+    whose = _style_of(given.named) if style == "auto" else style
     if whose != "podium" and per != "sample":
         raise RecipeError(
-            f"{key}.per: {per} is about Podium's own style, and {given.shown} has {whose}'s, which says itself what "
+            f"{key}.per: {per} is about Podium's own style, and {given.text} has {whose}'s, which says itself what "
             "one call is given. Remove it."
         )
     match whose:
@@ -103,7 +103,7 @@ def fit_signature(
 class _Parameters:
     """What a function can be given by name."""
 
-    shown: str  # the function's name, with its parameters, for errors
+    text: str  # the function's name, with its parameters, for errors
     named: tuple[str, ...]
     required: tuple[str, ...]
     takes_rest: bool  # **kwargs
@@ -135,7 +135,7 @@ class _Parameters:
                 f"{key}.options.{unknown[0]}: {name}{signature} has no such parameter. Remove the option, or add it."
             )
         return cls(
-            shown=f"{name}{signature}",
+            text=f"{name}{signature}",
             named=tuple(each.name for each in named),
             required=tuple(each.name for each in named if each.default is each.empty and each.name not in options),
             takes_rest=takes_rest,
@@ -152,7 +152,7 @@ class _Parameters:
                 )
 
 
-def _told(named: Sequence[str]) -> Style:
+def _style_of(named: Sequence[str]) -> Style:
     # TRL before verl: `ground_truth` is an ordinary column there.
     if "completions" in named or "completion_ids" in named:
         return "trl"
@@ -167,7 +167,7 @@ def _fit_podium(given: _Parameters, per: Per, key: str) -> Signature:
     if missing or not names:
         wanted = f"needs {_listed(missing)}" if missing else "takes nothing"
         raise RecipeError(
-            f"{key}.function: {given.shown} {wanted}, and what Podium gives {_GIVES[per]} is {', '.join(known)}. "
+            f"{key}.function: {given.text} {wanted}, and what Podium gives {_GIVES[per]} is {', '.join(known)}. "
             f"{_way_out(missing or given.named, other, per, key)}"
         )
     return Signature(style="podium", per=per, names=names, options=given.options)
@@ -188,7 +188,7 @@ def _fit_verl(given: _Parameters, key: str) -> Signature:
     missing = [name for name in given.required if name not in names]
     if missing or not names:
         raise RecipeError(
-            f"{key}.function: {given.shown} {f'needs {_listed(missing)}' if missing else 'takes nothing'}, and what "
+            f"{key}.function: {given.text} {f'needs {_listed(missing)}' if missing else 'takes nothing'}, and what "
             f"verl gives is {', '.join(_VERL_SAMPLE)} (or {', '.join(_VERL_BATCH)}). Give further parameters in "
             f"{key}.options, or set {key}.style."
         )
@@ -201,7 +201,7 @@ def _fit_trl(given: _Parameters, key: str) -> Signature:
     names += [name for name in _TRL_TRAINER if name in given.named and name not in given.options]
     if not names:
         raise RecipeError(
-            f"{key}.function: {given.shown} takes none of {', '.join(_TRL_LISTS)}, which TRL gives. Set {key}.style."
+            f"{key}.function: {given.text} takes none of {', '.join(_TRL_LISTS)}, which TRL gives. Set {key}.style."
         )
     columns = tuple(name for name in given.named if name not in (*names, *given.options))
     return Signature(
@@ -222,14 +222,14 @@ def _listed(names: Sequence[str]) -> str:
 def _ground_truth(sample: Sample) -> Any:
     """As verl's rows have it, which need not be text; else the reference."""
     column = sample.row.get("reward_model")
-    found = column.get("ground_truth") if isinstance(column, Mapping) else None
-    return sample.reference if found is None else found
+    value = column.get("ground_truth") if isinstance(column, Mapping) else None
+    return sample.reference if value is None else value
 
 
 def _extra_info(sample: Sample) -> dict[str, Any]:
     # A copy: functions write into it, and all samples of a prompt share the row.
-    found = sample.row.get("extra_info")
-    return dict(found) if isinstance(found, Mapping) else {}
+    value = sample.row.get("extra_info")
+    return dict(value) if isinstance(value, Mapping) else {}
 
 
 def _trl_prompt(sample: Sample) -> Any:

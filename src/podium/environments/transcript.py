@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A conversation as tokens, turn by turn: what was sampled stays as sampled, the rest is what the template adds."""
+"""A conversation as tokens, turn by turn: sampled tokens stay as they are, and the chat template adds the others."""
 
 # T tokens of the whole conversation · L tokens of one piece of it
 
@@ -35,7 +35,7 @@ _PROBE_TOOL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Piece:
-    """Tokens that came into the conversation together: the prompt, an answer, or what the environment said."""
+    """Tokens that joined the conversation together: the prompt, an answer, or a reply of the environment."""
 
     tokens_L: Tokens
     logprobs_L: NDArray[np.float32]  # 0 where not sampled
@@ -83,10 +83,12 @@ class Transcript:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
+        """Prompt, answers and replies, in order."""
         return tuple(self._pieces)
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, before the first answer."""
         return len(self._pieces[0].tokens_L)
 
     def __len__(self) -> int:
@@ -94,6 +96,7 @@ class Transcript:
 
     @property
     def tokens_T(self) -> Tokens:
+        """All tokens of the episode so far."""
         return np.concatenate([piece.tokens_L for piece in self._pieces])
 
     def add_answer(
@@ -132,11 +135,13 @@ class Transcript:
         return Reply(tokens_L=np.array(tokens, np.int32), shadow=shadow, rendered=rendered)
 
     def add_reply(self, reply: Reply) -> None:
+        """Adds the environment's reply to the last answer."""
         if self._shadow is not None:
             self._shadow, self._rendered = reply.shadow, reply.rendered
         self._add(_unsampled(reply.tokens_L))
 
     def arrays(self) -> TranscriptArrays:
+        """The episode as arrays for training."""
         sampled = [np.full(len(piece.tokens_L), piece.sampled) for piece in self._pieces]
         ends = np.cumsum([len(piece.tokens_L) for piece in self._pieces])
         return TranscriptArrays(
@@ -160,6 +165,7 @@ class StandIn:
     calls: bool
 
     def message(self, following: Sequence[Message]) -> Message:
+        """The stand-in as a message before `following`; tool results need calls with their ids."""
         if not self.calls:
             return {"role": "assistant", "content": self.thought + _STAND_IN}
         ids = [message.get("tool_call_id") for message in following if message["role"] == "tool"]
@@ -168,8 +174,8 @@ class StandIn:
 
 
 class TurnTokenizer:
-    """How turns become tokens and answers become text with one tokenizer. Made once and shared by the episodes of a
-    thread; not by threads, tokenizers are not safe."""
+    """Tokens of turns and text of answers, with one tokenizer. Shared by the episodes of a thread; tokenizers are not
+    thread-safe."""
 
     def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None) -> None:
         self._tokenizer = tokenizer
@@ -184,6 +190,7 @@ class TurnTokenizer:
         return self._prompts.tokens(None, text, None, Row({}, "the episode's prompt"))
 
     def chat_prompt(self, rendered: str) -> Tokens:
+        """Tokens of a rendered chat."""
         return np.array(self._renderer.encode(rendered), np.int32)
 
     def text_of(self, tokens_L: Tokens) -> str:
@@ -204,6 +211,7 @@ class TurnTokenizer:
         return np.array(self.encode_behind(text), np.int32)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> str:
+        """The chat as the template renders it, up to the place where the model answers."""
         return self._renderer.text(messages, tools, generation_prompt=True)
 
     def form_before(self, role: str, tools: Tools) -> StandIn:
@@ -326,7 +334,7 @@ class TurnTokenizer:
 def check_template(tokenizer: Any, *, role: str = "tool", tools: Tools = None) -> None:
     """Before a run: raises a ModelError unless the chat template can go on with a conversation without rewriting it.
 
-    `role` is who answers the model: `tool` for tools, `user` for most environments of one's own. Some templates pass
+    `role` is who answers the model: `tool` for tools, `user` for most custom environments. Some templates pass
     for one and not for the other: they keep reasoning between tool calls and drop it when a user speaks.
     """
     try:
@@ -341,7 +349,7 @@ def check_template(tokenizer: Any, *, role: str = "tool", tools: Tools = None) -
 
 
 def shows_tools(tokenizer: Any, tools: Sequence[dict[str, Any]]) -> bool:
-    """Whether the chat template tells the model of these tools. Where it does not, the prompts have to."""
+    """Whether the chat template renders these tools. Where it does not, the prompts have to describe them."""
     text = TurnTokenizer(tokenizer).render([_QUESTION], list(tools))
     return all(str(tool.get("function", tool).get("name")) in text for tool in tools)
 

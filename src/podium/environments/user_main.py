@@ -24,7 +24,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 class Service(Protocol):
-    """What the process does: made once from the first call, then asked."""
+    """The work of the process: created by the first call, then called."""
 
     def describe(self) -> Any:
         """The answer to the first call."""
@@ -57,8 +57,8 @@ def _end_with(parent: int) -> None:
 
 
 async def _serve(connection: socket.socket, activity: Activity) -> None:
-    """Answers until the parent closes the connection. Beats meanwhile: a parent that sees none knows that user code
-    keeps the event loop or the interpreter."""
+    """Answers until the parent closes the connection. Beats meanwhile: a parent that sees no beat knows that user code
+    blocks the event loop or the interpreter."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def beat() -> None:

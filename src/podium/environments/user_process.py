@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that runs user code for a worker: it can be killed whatever the code does, and says who was running then.
+"""A process that runs user code for a worker. It can be killed whatever the code does, and reports which code was
+running.
 
-User code may block its event loop, keep Python's interpreter, or end its process. None of these can be survived in the
-process itself. The worker therefore calls it from outside, under a deadline, and replaces it.
+User code may block the event loop, hold Python's interpreter, or end its process. The process itself survives none of
+these. So the worker calls it from outside, under a deadline, and replaces it.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class UserProcess:
 
     @property
     def pid(self) -> int:
+        """Process id."""
         return self._popen.pid
 
     @property
@@ -89,7 +91,7 @@ class UserProcess:
         return self.lost is not None or bool(self._cause) or self._popen.poll() is not None
 
     async def ready(self) -> Any:
-        """What the service says of itself, once it is there. Raises the user's mistake, or a RolloutError."""
+        """The service's description of itself, once it has started. Raises the user's mistake, or a RolloutError."""
         if self._ready is None:
             self._ready = asyncio.ensure_future(self._started())
         return await asyncio.shield(self._ready)

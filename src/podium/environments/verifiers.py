@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that Podium ships: pure functions of an answer and its reference, and the check of their options."""
+"""Verifiers that Podium ships: pure functions of an answer and its reference, and the checks of their options."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import logging
 import re
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from podium.environments.numerals import final_number
-from podium.environments.schemas import Schema, fits, schema_problems
-from podium.errors import DataError, RecipeError
+from podium.errors import DataError, MissingExtraError, RecipeError
+from podium.importing import import_all
 from podium.recipe.fields import Count, NonNegative, Real, Section, Switch
 from podium.recipe.on_policy import VerifierName
 
+if TYPE_CHECKING:
+    from podium.environments.schemas import Schema
+
 Verifier = Callable[[str, str | None], float]
 
+_MATH_DELIMITERS = ("$", r"\boxed", r"\(", r"\[")
 _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
@@ -37,8 +43,8 @@ def numeric(answer: str, reference: str | None, *, tolerance: float = 1e-6) -> f
     expected = final_number(_required(reference))
     if expected is None:
         raise DataError(f"the reference {_shortened(reference)} has no number. Use another verifier for such rows.")
-    found = final_number(answer)
-    return float(found is not None and found.is_near(expected, tolerance))
+    number = final_number(answer)
+    return float(number is not None and number.is_near(expected, tolerance))
 
 
 def regex(
@@ -47,24 +53,53 @@ def regex(
 ) -> float:  # fmt: skip
     """1 when the pattern is found; with `group`, when what that group found is the reference."""
     compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
-    found = compiled.search(answer) if mode == "search" else compiled.fullmatch(answer.strip())
+    match = compiled.search(answer) if mode == "search" else compiled.fullmatch(answer.strip())
     if group is None:
-        return float(found is not None)
+        return float(match is not None)
     expected = _required(reference)
-    text = found[group] if found is not None else None
+    text = match[group] if match is not None else None
     return 0.0 if text is None else exact_match(text, expected, ignore_case=ignore_case)
 
 
 def json_schema(answer: str, reference: str | None = None, *, schema: Schema, fenced: bool = False) -> float:
     """1 when the answer is JSON that fits; `fenced` takes what stands in its last ``` block, if it has one."""
+    from podium.environments.schemas import fits  # takes 60 ms, and few recipes use it
+
     if fenced:
         blocks = _FENCED.findall(answer)
         answer = blocks[-1] if blocks else answer
     try:
         value = json.loads(answer, parse_constant=_not_json, parse_float=_finite)
         return float(fits(value, schema))
-    except (ValueError, RecursionError):  # not JSON, or nested deeper than Python reads
+    except (ValueError, RecursionError, OverflowError):  # not JSON, nested too deeply, or a number of 400 digits
         return 0.0
+
+
+def math_verify(
+    answer: str, reference: str | None, *, float_rounding: int = 6, strict: bool = True
+) -> float:  # fmt: skip
+    """1 when answer and reference are the same expression, number, set or interval, as math-verify reads them.
+
+    It computes for as long as the expression takes: the caller has a timeout."""
+    from math_verify import parse, verify
+
+    expected = _as_latex(_required(reference))
+    # Its own timeouts are signals, which work in main threads only.
+    gold = parse(expected, parsing_timeout=None)
+    if not gold:
+        raise DataError(
+            f"the reference {_shortened(reference)} has no expression that math-verify can read. Use another verifier "
+            "for such rows."
+        )
+    target = parse(answer, parsing_timeout=None)
+    options = {"float_rounding": float_rounding, "strict": strict, "timeout_seconds": None}
+    return float(verify(gold, target, **options))
+
+
+def _as_latex(reference: str) -> str:
+    """A reference is often LaTeX without delimiters, which math-verify does not look for in plain text."""
+    final = reference.rpartition("####")[2].strip()
+    return final if any(mark in final for mark in _MATH_DELIMITERS) else f"\\boxed{{{final}}}"
 
 
 def length(
@@ -83,13 +118,27 @@ def length(
 
 
 def bind_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> Verifier:
-    """The verifier with its options checked; a mistake is a RecipeError that names `key`.options.X."""
+    """The verifier with its options checked. A mistake raises a RecipeError that names `key`.options.X."""
     function, model = _VERIFIERS[name]
     try:
         checked = model.model_validate(dict(options))
     except ValidationError as error:
         raise RecipeError("\n".join(_explained(error, model, name, f"{key}.options"))) from None
+    if name == "math_verify" and importlib.util.find_spec("math_verify") is None:
+        raise MissingExtraError(
+            f"{key}.verifier: math_verify needs the package math-verify, which is not installed. Install it with pip "
+            "install 'podium[math]', or use verifier: numeric."
+        )
     return partial(function, **checked.model_dump(by_alias=True))
+
+
+def load_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> Verifier:
+    """`bind_verifier`, and imports what the verifier calls: the time limit of its first call is not for imports."""
+    verifier = bind_verifier(name, options, key)
+    if name == "math_verify":
+        import_all(["math_verify"])
+        logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeouts are off
+    return verifier
 
 
 class _ExactMatch(Section):
@@ -120,15 +169,25 @@ class _Regex(Section):
 
 
 def _is_schema(value: Any) -> Any:
-    problems = "; ".join(schema_problems(value))
-    if problems:
-        raise ValueError(problems)
-    return value
+    from podium.environments.schemas import schema_problems
+
+    try:
+        schema = json.loads(json.dumps(value))  # tuples become lists
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"not JSON ({error})") from error
+    if problems := schema_problems(schema):
+        raise ValueError("; ".join(problems))
+    return schema
 
 
 class _JsonSchema(Section):
     schema_: Annotated[dict[str, Any], AfterValidator(_is_schema)] = Field(alias="schema")
     fenced: Switch = False
+
+
+class _MathVerify(Section):
+    float_rounding: NonNegative = 6
+    strict: Switch = True
 
 
 class _Length(Section):
@@ -154,6 +213,7 @@ _VERIFIERS: dict[VerifierName, tuple[Callable[..., float], type[Section]]] = {
     "numeric": (numeric, _Numeric),
     "regex": (regex, _Regex),
     "json_schema": (json_schema, _JsonSchema),
+    "math_verify": (math_verify, _MathVerify),
     "length": (length, _Length),
 }
 
@@ -192,8 +252,8 @@ def _share(distance: int, full: int) -> float:
 
 
 def _shortened(text: str | None) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    quoted = repr(text)
+    return quoted if len(quoted) <= 60 else quoted[:57] + "..."
 
 
 def _not_json(text: str) -> float:

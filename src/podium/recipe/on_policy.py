@@ -11,7 +11,7 @@ from podium.recipe.fields import CheckpointSource, Count, NonNegative, Place, Re
 from podium.recipe.plugins import Plugin
 from podium.recipe.schema import EngineSection
 
-VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "length"]
+VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length"]
 
 
 class Truncation(NamedTuple):

@@ -278,7 +278,8 @@ def test_where_the_class_that_travels_is_an_interface_the_named_class_is_built()
 def test_what_does_not_implement_the_interface_is_not_built(place):
     order = Build(role="counter", methods=methods_of(Counter), implementation=place)
     failed = failure(settled().perform(order, Counter, ()))
-    assert failed.text == f"{place} is to implement Counter, and is no subclass of it."
+    assert failed.kind == "ClusterError"
+    assert place in failed.text
 
 
 def test_code_that_cannot_be_imported_is_an_answer():

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import time
 
-from podium.cluster.local_ray import _is_worker
 from podium.cluster.processes import ProcessInfo
+from podium.cluster.ray_compat import may_be_worker
 from podium.cluster.starting import MOST_AT_ONCE, StartingProcesses
 
 
@@ -95,9 +95,9 @@ def test_what_the_raylet_starts_later_is_not_missed() -> None:
 
 
 def test_servers_of_ray_are_no_workers() -> None:
-    assert _is_worker(b"/usr/bin/python\0/ray/default_worker.py\0--worker-id=1")
-    assert _is_worker(b"ray::IDLE\0")
-    assert _is_worker(b"ray::Worker.__init__\0")
-    assert not _is_worker(b"/usr/bin/python\0/ray/default_worker.py\0--worker-type=SPILL_WORKER")
-    assert not _is_worker(b"ray::IDLE_SpillWorker\0")
-    assert not _is_worker(b"ray::DashboardAgent\0")
+    assert may_be_worker(b"/usr/bin/python\0/ray/default_worker.py\0--worker-id=1")
+    assert may_be_worker(b"ray::IDLE\0")
+    assert may_be_worker(b"ray::Worker.__init__\0")
+    assert not may_be_worker(b"/usr/bin/python\0/ray/default_worker.py\0--worker-type=SPILL_WORKER")
+    assert not may_be_worker(b"ray::IDLE_SpillWorker\0")
+    assert not may_be_worker(b"ray::DashboardAgent\0")

@@ -83,7 +83,7 @@ def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
         ("def g(answer):\n    return 1\n", "f", {}, "reward.0.function: "),
         ("def f(answer:\n", "f", {}, "reward.0.function: "),
         ("import nowhere_to_be_found\ndef f(answer):\n    return 1\n", "f", {},
-         "raised ModuleNotFoundError: No module named 'nowhere_to_be_found'. Mend the file"),
+         "raised ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("f = 3\n", "f", {}, "is not callable"),
         ("class F:\n    def __init__(self, a):\n        pass\n    def __call__(self, answer):\n        return 1\n",
          "F", {}, "reward.0.options: F cannot be made with these options: missing a required argument: 'a'"),

@@ -5,19 +5,23 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import functools
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Annotated, Any, Literal, Optional
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import Field
 from scripted import task
+from typing_extensions import TypedDict
 
 from podium.environments.chat_format import BadCall, ToolCall
 from podium.environments.protocol import Outcome, Turn
-from podium.environments.tools import ArgumentError, Tool, ToolEnvironment, ToolResult, load_tools, run_tool
+from podium.environments.tool_schemas import ArgumentError
+from podium.environments.tools import Tool, ToolEnvironment, ToolResult, load_tools, run_tool
 from podium.errors import RecipeError
 
 
@@ -68,7 +72,7 @@ def test_the_schema_is_read_from_signature_and_docstring() -> None:
                     "unit": {"type": "string", "enum": ["m", "ft"], "description": "what the result is in"},
                     "mode": {"type": "string", "enum": ["fast", "exact"]},
                     "points": {"type": "array", "items": {"type": "integer"}, "nullable": True},
-                    "options": {"type": "object", "additionalProperties": {}, "nullable": True},
+                    "options": {"type": "object", "additionalProperties": True, "nullable": True},
                     "quiet": {"type": "boolean"},
                 },
                 "required": ["what"],
@@ -96,47 +100,104 @@ def test_arguments_come_as_the_types_say() -> None:
         "points": [1, 2],
         "options": {"k": None},
     }
-    assert Tool.of(measure).checked(given) == {
+    assert Tool.of(measure).arguments.validate(given) == {
         "what": "x", "times": 2, "scale": 3.0, "unit": Unit.FOOT, "mode": "exact", "points": [1, 2],
         "options": {"k": None},
     }  # fmt: skip
-    assert Tool.of(measure).checked({"what": "x", "points": None}) == {"what": "x", "points": None}
+    assert Tool.of(measure).arguments.validate({"what": "x", "points": None}) == {"what": "x", "points": None}
 
 
 @pytest.mark.parametrize(
-    ("arguments", "why"),
+    ("arguments", "paths"),
     [
-        ({}, "the argument `what` (a string) is missing"),
-        ({"what": 5}, "`what` must be a string, not 5"),
-        ({"what": "x", "times": "two"}, '`times` must be an integer, not "two"'),
-        ({"what": "x", "times": 2.5}, "`times` must be an integer, not 2.5"),
-        ({"what": "x", "times": True}, "`times` must be an integer, not true"),
-        ({"what": "x", "quiet": 1}, "`quiet` must be a boolean, not 1"),
-        ({"what": "x", "unit": "mile"}, '`unit` must be one of "m", "ft", not "mile"'),
-        ({"what": "x", "unit": ["m"]}, '`unit` must be one of "m", "ft", not ["m"]'),
-        ({"what": "x", "mode": None}, '`mode` must be one of "fast", "exact", not null'),
-        ({"what": "x", "points": [1, "b"]}, '`points`[1] must be an integer, not "b"'),
-        ({"what": "x", "points": "b"}, '`points` must be an array, not "b"'),
-        ({"what": "x", "options": []}, "`options` must be an object, not []"),
-        ({"wat": "x"}, "`what` (a string) is missing; there is no argument `wat` (arguments of measure: `what`,"),
+        ({}, ["what"]),
+        ({"what": 5}, ["what"]),
+        ({"what": "x", "times": "two"}, ["times"]),
+        ({"what": "x", "times": 2.5}, ["times"]),
+        ({"what": "x", "times": True}, ["times"]),
+        ({"what": "x", "scale": "1"}, ["scale"]),
+        ({"what": "x", "scale": float("nan")}, ["scale"]),
+        ({"what": "x", "quiet": 1}, ["quiet"]),
+        ({"what": "x", "unit": "mile"}, ["unit"]),
+        ({"what": "x", "unit": ["m"]}, ["unit"]),
+        ({"what": "x", "mode": None}, ["mode"]),
+        ({"what": "x", "points": [1, "b"]}, ["points`[1]"]),
+        ({"what": "x", "points": "b"}, ["points"]),
+        ({"what": "x", "options": []}, ["options"]),
+        ({"wat": "x"}, ["what", "wat"]),
     ],
 )
-def test_arguments_that_do_not_fit_are_refused_in_words(arguments: dict[str, Any], why: str) -> None:
+def test_each_argument_that_does_not_fit_is_named(arguments: dict[str, Any], paths: list[str]) -> None:
     with pytest.raises(ArgumentError) as caught:
-        Tool.of(measure).checked(arguments)
-    assert why in str(caught.value)
+        Tool.of(measure).arguments.validate(arguments)
+    problems = str(caught.value).split("; ")
+    assert len(problems) == len(paths)
+    assert all(f"`{path}" in problem for path, problem in zip(paths, problems, strict=True))
+
+
+def test_a_refusal_says_what_is_expected_and_what_was_given() -> None:
+    def refusal(**arguments: Any) -> str:
+        with pytest.raises(ArgumentError) as caught:
+            Tool.of(measure).arguments.validate({"what": "x", **arguments})
+        return str(caught.value)
+
+    assert refusal(points=[1, "b"]) == '`points`[1] must be a valid integer, not "b"'
+    assert refusal(unit="mile") == "`unit` must be 'm' or 'ft', not \"mile\""
+
+
+def test_a_refusal_is_short_whatever_the_model_wrote() -> None:
+    arguments = {"points": ["y" * 1000] * 1000, "z" * 100_000: 1, "what": "x" * 100_000, "times": "9" * 100_000}
+    with pytest.raises(ArgumentError) as caught:
+        Tool.of(measure).arguments.validate(arguments)
+    assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("value", [10**5000, functools.reduce(lambda inner, _: [inner], range(5000), 0)], ids=type)
+def test_what_cannot_be_written_as_json_is_refused(value: Any) -> None:
+    with pytest.raises(ArgumentError):
+        Tool.of(measure).arguments.validate({"what": "x", "options": {"k": value}})
 
 
 def test_unions_take_the_first_type_that_fits() -> None:
     def pick(value: int | str, maybe: Optional[int] = None) -> None: ...  # noqa: UP045
 
     tool = Tool.of(pick)
-    assert tool.parameters["properties"]["value"] == {"anyOf": [{"type": "integer"}, {"type": "string"}]}
-    assert tool.checked({"value": "3", "maybe": 4}) == {"value": "3", "maybe": 4}
-    with pytest.raises(ArgumentError, match=r"must be an integer or a string, not 1\.5"):
-        tool.checked({"value": 1.5})
-    with pytest.raises(ArgumentError, match=r"`maybe` must be an integer, not 1\.5"):
-        tool.checked({"value": 1, "maybe": 1.5})
+    assert tool.arguments.schema["properties"]["value"] == {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    assert tool.arguments.validate({"value": "3", "maybe": 4}) == {"value": "3", "maybe": 4}
+    with pytest.raises(ArgumentError, match=r"`value` must be a valid integer, not 1\.5; `value` must"):
+        tool.arguments.validate({"value": 1.5})
+    with pytest.raises(ArgumentError, match=r"`maybe` must be a valid integer, not 1\.5"):
+        tool.arguments.validate({"value": 1, "maybe": 1.5})
+
+
+class Point(TypedDict):
+    x: float
+    y: float
+
+
+def test_types_of_pydantic_are_described_without_references() -> None:
+    def draw(
+        points: list[Point], size: Annotated[int, Field(ge=1, description="in pixels")], first: Unit, second: Unit
+    ) -> None: ...
+
+    tool = Tool.of(draw)
+    unit = {"type": "string", "enum": ["m", "ft"]}
+    assert tool.arguments.schema["properties"] == {
+        "points": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {"x": {"type": "number"}, "y": {"type": "number"}},
+                "required": ["x", "y"],
+                "additionalProperties": False,
+            },
+        },
+        "size": {"type": "integer", "minimum": 1, "description": "in pixels"},
+        "first": unit,
+        "second": unit,
+    }
+    with pytest.raises(ArgumentError, match=r"`points`\[0\]\['y'\] must .*; `size` must .* 1, not 0"):
+        tool.arguments.validate({"points": [{"x": 1, "y": "2"}], "size": 0, "first": "m", "second": "ft"})
 
 
 _JSON = st.recursive(
@@ -145,10 +206,10 @@ _JSON = st.recursive(
 )
 
 
-@given(arguments=st.dictionaries(st.sampled_from([*Tool.of(measure).types, "else"]), _JSON))
+@given(arguments=st.dictionaries(st.sampled_from([*Tool.of(measure).arguments.schema["properties"], "else"]), _JSON))
 def test_any_json_is_accepted_or_refused_in_words(arguments: dict[str, Any]) -> None:
     try:
-        converted = Tool.of(measure).checked(arguments)
+        converted = Tool.of(measure).arguments.validate(arguments)
     except ArgumentError:
         return
     assert converted.keys() == arguments.keys()
@@ -162,7 +223,14 @@ def _untyped(value):  # type: ignore[no-untyped-def]
 def _starred(*values: int) -> None: ...
 
 
-def _strange(value: set[int]) -> None: ...
+def _strange(value: threading.Event) -> None: ...
+
+
+class _Tree(TypedDict):
+    children: list[_Tree]
+
+
+def _recursive(value: _Tree) -> None: ...
 
 
 def _unknown(value: Unheard) -> None: ...  # type: ignore[name-defined] # noqa: F821
@@ -173,7 +241,8 @@ def _unknown(value: Unheard) -> None: ...  # type: ignore[name-defined] # noqa: 
     [
         (_untyped, "has the parameter 'value' without a type"),
         (_starred, "a model gives arguments by name"),
-        (_strange, r"has the type set\[int\]"),
+        (_strange, r"the tool _strange.*threading\.Event"),
+        (_recursive, "the tool _recursive.*a recursive type"),
         (_unknown, "types of the tool _unknown cannot be read"),
     ],
 )
@@ -229,7 +298,7 @@ def test_exceptions_and_deadlines_become_error_texts() -> None:
     assert called(divide, a=1, b=0) == ToolResult(text="error: ZeroDivisionError: division by zero", failed=True)
     assert called(hang, timeout_s=0.02).text == "error: hang took longer than 0.02 s and was given up"
     assert called(block, timeout_s=0.02).text == "error: block took longer than 0.02 s and was given up"
-    assert called(add, a=1).text == "error: the argument `b` (an integer) is missing"
+    assert called(add, a=1).text == "error: the argument `b` is missing"
     released.set()
 
 

@@ -233,11 +233,44 @@ def test_fenced_json_is_read_when_asked() -> None:
         ("anything", {"minimum": 3, "items": False}, True),
         ([1], {"items": False}, False),
         (2, {"type": "number", "description": "a number", "title": "n"}, True),
+        (2, {"anyOf": [{"type": "string"}, {"exclusiveMinimum": 1}]}, True),
+        (1, {"anyOf": [{"type": "string"}, {"exclusiveMinimum": 1}]}, False),
+        ({"a": {"a": {}}}, {"$ref": "#/$defs/tree", "$defs": {"tree": {"additionalProperties": {"$ref": "#"}}}}, True),
+        ({"a": 1}, {"additionalProperties": {"$ref": "#/$defs/s"}, "$defs": {"s": {"type": "string"}}}, False),
+        ("2026-02-30", {"format": "date"}, False),
     ],
 )  # fmt: skip
-def test_the_part_of_json_schema_that_is_known(value: Any, schema: Any, does: bool) -> None:
-    assert list(schema_problems(schema)) == []
+def test_values_and_schemas(value: Any, schema: Any, does: bool) -> None:
+    assert schema_problems(schema) == []
     assert fits(value, schema) is does
+
+
+def test_no_reference_is_downloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a download"))
+    schema = {"$ref": "https://example.org/s.json"}
+
+    assert schema_problems(schema)
+    with pytest.raises(Exception, match=re.escape("https://example.org/s.json")):
+        fits(1, schema)
+
+
+def test_problems_of_a_schema_are_few_and_short() -> None:
+    problems = schema_problems({"properties": {f"p{i}": {"x" * 1000: 1} for i in range(1000)}})
+
+    assert len(problems) == 9
+    assert all(len(problem) < 300 for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("answer", "schema"),
+    [
+        ("9" * 4000, {"multipleOf": 0.5}),
+        ("[" * 900 + "]" * 900, {"items": {"$ref": "#"}, "type": "array"}),
+        ('"(' + "(" * 5000 + '"', {"format": "regex"}),
+    ],
+)  # fmt: skip
+def test_a_value_that_cannot_be_checked_does_not_fit(answer: str, schema: Any) -> None:
+    assert json_schema(answer, None, schema=schema) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -279,13 +312,18 @@ def test_a_bound_verifier_has_its_options() -> None:
         ("regex", {"pattern": "a", "mode": "match"}, "reward.1.options.mode: input should be 'search' or 'fullmatch'"),
         ("json_schema", {}, "reward.1.options.schema: json_schema needs it, and it is missing."),
         ("json_schema", {"schema": {"typ": "object"}},
-         "reward.1.options.schema: the keyword 'typ' is not known; known are type, properties"),
-        ("json_schema", {"schema": {"properties": {"a": {"anyOf": []}}}},
-         "reward.1.options.schema: properties.a: the keyword 'anyOf' is not known"),
-        ("json_schema", {"schema": {"items": {"type": "text"}}}, "schema: items: type cannot be 'text'"),
-        ("json_schema", {"schema": {"pattern": "("}}, "schema: pattern cannot be '('"),
-        ("json_schema", {"schema": {"required": "name"}}, "schema: required cannot be 'name'"),
-        ("json_schema", {"schema": {"items": [1]}}, "schema: items: a schema is an object (or true, or false), found"),
+         "reward.1.options.schema: the keyword 'typ' is not supported; did you mean 'type'?"),
+        ("json_schema", {"schema": {"properties": {"a": {"someOf": []}}}},
+         "reward.1.options.schema: properties.a: the keyword 'someOf' "),
+        ("json_schema", {"schema": {"items": {"type": "text"}}}, "schema: items.type: 'text' is not one of ['array'"),
+        ("json_schema", {"schema": {"pattern": "("}}, "schema: pattern: '('"),
+        ("json_schema", {"schema": {"required": "name"}}, "schema: required: 'name'"),
+        ("json_schema", {"schema": {"items": [1]}}, "schema: items: [1]"),
+        ("json_schema", {"schema": {"enum": [object]}}, "schema: not JSON"),
+        ("json_schema", {"schema": {"format": "phone"}}, "schema: format: 'phone'"),
+        ("json_schema", {"schema": {"$schema": "http://json-schema.org/draft-07/schema#"}}, "schema: $schema: "),
+        ("json_schema", {"schema": {"items": {"$ref": "https://example.org/s.json"}}}, "schema: items.$ref: 'https:"),
+        ("json_schema", {"schema": {"items": {"$ref": "#/$defs/a"}}}, "schema: $ref: '#/$defs/a'"),
         ("json_schema", {"schema": "{}"}, "reward.1.options.schema: input should be a valid dictionary, found '{}'"),
         ("length", {}, "reward.1.options.target: say which length is right"),
         ("length", {"target": 3, "max": 4}, "reward.1.options.target: is min and max at once"),

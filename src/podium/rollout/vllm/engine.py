@@ -22,6 +22,7 @@ from podium.errors import RolloutError, WeightMismatchError
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.fair_lock import FairLock
 from podium.rollout.requests import Completion, Finish, Request, failed
+from podium.rollout.vllm import compat
 from podium.rollout.vllm.installing import load_weights
 from podium.rollout.vllm.sampling import limits, sampling_params
 from podium.rollout.vllm.settings import VllmSettings, has_tokenizer, make_engine
@@ -59,8 +60,8 @@ class _Answer:
 class VllmEngine:
     """The protocol of `podium.rollout.engine.RolloutEngine` on vLLM's engine core, stepped by `results`.
 
-    Every method takes a turn (`Turns`), and a step is a turn: so each takes effect between two steps, whichever thread
-    it comes from. One engine at a time in a process: vLLM's process groups are global.
+    Every method and every step holds a `FairLock`, so each method takes effect between two steps, from any thread. One
+    engine at a time in a process: vLLM's process groups are global.
     """
 
     def __init__(self, settings: VllmSettings) -> None:
@@ -81,6 +82,7 @@ class VllmEngine:
         self._capacity = self._measure()
 
     def submit(self, requests: Sequence[Request]) -> None:
+        """Takes requests; one that cannot be served completes with an error."""
         ids = [request.id for request in requests]
         with self._lock:
             self._require_open()
@@ -117,6 +119,7 @@ class VllmEngine:
                 self._wait(reason, seen, until=progress + deadline_s, deadline_s=deadline_s)
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
+        """Ends requests; they complete with the tokens that they have."""
         with self._lock:
             self._require_open()
             for each in ids:
@@ -125,14 +128,18 @@ class VllmEngine:
                     self._end(answer, answer.completion("cancelled"))
 
     def pause(self) -> None:
+        """Steps no more until `resume`."""
         with self._lock:
             self._paused = True
 
     def resume(self) -> None:
+        """Steps again."""
         with self._lock:
             self._paused = False
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
+        """Loads a weight version between two steps. When this raises, nothing is generated until an install
+        succeeds."""
         if delivery is None:
             raise RolloutError(
                 f"version {version.number} was to be installed without a delivery, and vLLM has its own copy of the "
@@ -152,6 +159,7 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
+        """Number of the weights in place."""
         return self._version
 
     def sleep(self) -> MemoryChange:
@@ -166,6 +174,7 @@ class VllmEngine:
             return MemoryChange(measured_bytes=_free_bytes() - before, accounted_bytes=self._sleeping_bytes())
 
     def wake(self) -> MemoryChange:
+        """Takes back the memory that `sleep` gave away."""
         with self._lock:
             self._require_open()
             if not self._asleep:
@@ -179,29 +188,28 @@ class VllmEngine:
 
     @property
     def capacity(self) -> Capacity:
+        """Sizes that requests must fit."""
         return self._capacity
 
     def load(self) -> Load:
+        """Requests, cache and counters, now."""
         with self._lock:
             self._require_open()
-            running, waiting = self._scheduler.get_request_counts()
-            pool = self._scheduler.kv_cache_manager.block_pool
-            free = pool.get_num_free_blocks()
-            kept = sum(block.block_hash is not None and block.ref_cnt == 0 for block in pool.blocks)
-            under_way = sum(self._scheduler.requests[name].num_preemptions for name in self._scheduler.requests)
+            state = compat.scheduler_state(self._engine)
             return Load(
-                waiting=waiting,
-                running=running,
-                cache_tokens_used=(pool.num_gpu_blocks - 1 - free) * self._block_size,
-                cache_tokens_kept=kept * self._block_size,
+                waiting=state.waiting,
+                running=state.running,
+                cache_tokens_used=state.cache_tokens_used,
+                cache_tokens_kept=state.cache_tokens_kept,
                 finished=self._finished,
                 drawn_tokens=self._drawn,
                 prefilled_tokens=self._prefilled,
                 reused_tokens=self._reused,
-                preemptions=self._preemptions + under_way,
+                preemptions=self._preemptions + state.preemptions,
             )
 
     def close(self) -> None:
+        """Ends the engine and frees its model. May be called twice."""
         with self._lock:
             if self._closed:
                 return
@@ -209,19 +217,11 @@ class VllmEngine:
             self._answers.clear()
             self._by_handle.clear()
             self._ready.clear()
-            self._engine.engine_core.shutdown()
+            compat.shut_down(self._engine)
             del self._engine
             gc.collect()
 
     # What follows runs inside a turn.
-
-    @property
-    def _scheduler(self) -> Any:
-        return self._engine.engine_core.engine_core.scheduler
-
-    @property
-    def _block_size(self) -> int:
-        return int(self._engine.vllm_config.cache_config.block_size)
 
     def _admit(self, request: Request) -> None:
         problem = self._problem(request)
@@ -252,11 +252,9 @@ class VllmEngine:
         return limits(request, has_tokenizer=self._has_tokenizer)
 
     def _start(self, answer: _Answer) -> None:
-        from vllm.inputs.engine import tokens_input
-
         answer.handle = f"{next(self._handles)}"
         # With the version in it a cached prefix is never found by answers that begin under other weights.
-        prompt = tokens_input(answer.request.prompt.tolist(), cache_salt=f"version {self._version}")
+        prompt = compat.token_prompt(answer.request.prompt.tolist(), cache_salt=f"version {self._version}")
         params = sampling_params(answer.request, max_length=self._capacity.max_length)
         self._engine.add_request(answer.handle, prompt, params)
         self._by_handle[answer.handle] = answer
@@ -303,13 +301,8 @@ class VllmEngine:
         self._end(answer, answer.completion("error", error=f"at token {len(answer.tokens)} of the answer {why}"))
 
     def _abort(self, answer: _Answer) -> None:
-        inside = self._inside(answer)
-        self._preemptions += inside.num_preemptions if inside is not None else 0
+        self._preemptions += compat.num_preemptions(self._engine, answer.handle)
         self._engine.abort_request([answer.handle])
-
-    def _inside(self, answer: _Answer) -> Any:
-        state = self._engine.output_processor.external_req_ids.get(answer.handle)
-        return self._scheduler.requests.get(state[0]) if state else None
 
     def _end(self, answer: _Answer, completion: Completion) -> None:
         del self._answers[answer.request.id], self._by_handle[answer.handle]
@@ -329,7 +322,7 @@ class VllmEngine:
 
     def _mark(self) -> tuple[int, int]:
         """Changes with every step that computes something: draws, or prompt that is taken in."""
-        return self._drawn, sum(each.num_computed_tokens for each in self._scheduler.running)
+        return self._drawn, compat.computed_tokens(self._engine)
 
     def _why_still(self) -> str | None:
         if self._asleep:
@@ -363,14 +356,13 @@ class VllmEngine:
             self._lock.wait_for_another(seen, timeout_s=left)
 
     def _measure(self) -> Capacity:
-        cache = self._engine.vllm_config.cache_config
-        groups = self._scheduler.kv_cache_config
+        cache = compat.kv_cache_size(self._engine)
         return Capacity(
-            vocab_size=self._engine.model_config.get_vocab_size(),
+            vocab_size=compat.vocab_size(self._engine),
             max_length=self._settings.max_length,
             max_running=self._settings.max_running,
-            cache_tokens=(cache.num_gpu_blocks - 1) * self._block_size,  # vLLM keeps one block for itself
-            cache_bytes=sum(each.size for each in groups.kv_cache_tensors),
+            cache_tokens=cache.tokens,
+            cache_bytes=cache.bytes,
         )
 
     def _sleeping_bytes(self) -> int:

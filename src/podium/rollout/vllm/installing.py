@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from podium.errors import PodiumError, RolloutError
+from podium.rollout.vllm import compat
 from podium.weights.receiving import Verified
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def load_weights(engine: Any, version: WeightVersion, delivery: Delivery, folder
     if reason is not None:
         raise RolloutError(f"version {version.number} cannot be installed: {reason}")
     # Workers in other processes get copies over shared memory, which only host tensors can travel in.
-    to_host = engine.vllm_config.parallel_config.world_size > 1
+    to_host = compat.world_size(engine) > 1
     engine.collective_rpc("podium_begin_weights")
     try:
         with contextlib.closing(Verified(delivery, version).tensors()) as arriving:  # type: ignore[type-var]

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import os
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,14 +16,7 @@ import torch
 
 from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import MissingExtraError, ModelError, RolloutError
-
-# The only switches that vLLM has for these, so they are set while an engine is made and put back afterwards.
-_VARIABLES = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so that steps are ours to time
-    "VLLM_USE_V2_MODEL_RUNNER": "0",  # worker.py's sampler is written for the first one
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the thread count and cores of this process stay as they are
-    "VLLM_NO_USAGE_STATS": "1",  # nothing is reported to anybody
-}
+from podium.rollout.vllm import compat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +49,7 @@ def require_vllm() -> None:
 
 
 def has_tokenizer(folder: str) -> bool:
+    """Whether the folder has the files of a tokenizer."""
     try:
         require_tokenizer_files(folder, "folder")
     except ModelError:
@@ -69,11 +62,8 @@ def make_engine(settings: VllmSettings) -> Any:
     require_vllm()
     if not Path(settings.folder).is_dir():
         raise ModelError(f"there is no folder {settings.folder} to load a model from. Give a Hugging Face checkpoint.")
-    with _variables(), _unchanged_process():
+    with compat.engine_variables(), _unchanged_process():
         from vllm import EngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
-        from vllm.v1.executor import Executor
 
         arguments = EngineArgs(
             model=settings.folder,
@@ -89,19 +79,14 @@ def make_engine(settings: VllmSettings) -> Any:
             tensor_parallel_size=settings.tensor_parallel,
             enforce_eager=not settings.compiled,
             enable_prefix_caching=True,
-            enable_sleep_mode=current_platform.is_cuda(),
+            enable_sleep_mode=compat.is_cuda(),
             async_scheduling=False,  # a token's step is over when the next begins: its version is the engine's
             generation_config="vllm",  # a checkpoint's own defaults for sampling are not asked
             worker_extension_cls="podium.rollout.vllm.worker.PodiumWorker",
             disable_log_stats=True,
         )
         try:
-            config = arguments.create_engine_config()
-            # A cache smaller than max_length is allowed: requests that do not fit are refused one by one.
-            config.model_config.original_max_model_len = -1
-            engine = LLMEngine(
-                vllm_config=config, executor_class=Executor.get_class(config), log_stats=False, multiprocess_mode=False
-            )
+            engine = compat.make_llm_engine(arguments)
         except (ValueError, RuntimeError, NotImplementedError) as error:
             raise RolloutError(
                 f"vLLM could not start with {settings.folder} ({type(error).__name__}: {error}). See the sizes in its "
@@ -109,20 +94,6 @@ def make_engine(settings: VllmSettings) -> Any:
             ) from error
     engine.collective_rpc("podium_use_policy_sampler")
     return engine
-
-
-@contextlib.contextmanager
-def _variables() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _VARIABLES}
-    os.environ.update(_VARIABLES)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
 
 
 @contextlib.contextmanager

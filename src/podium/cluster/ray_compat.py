@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every use of Ray that is not its public API: private modules, names of its processes, and the wording of its errors.
+
+Ray promises none of this between versions. It was tested with TESTED_VERSIONS; with another one, run tests/cluster and
+read each function here beside Ray's source.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from podium.cluster.layout import RayCluster
+from podium.cluster.starting import MOST_AT_ONCE
+from podium.errors import ClusterError
+
+TESTED_VERSIONS = ("2.60.0",)
+
+GCS_SERVER, RAYLET = "gcs_server", "raylet"
+# Without these two Ray is no cluster: gcs_server knows who is where, the raylet starts workers and stores objects.
+VITAL_PROCESSES = (GCS_SERVER, RAYLET)
+# The driver must not wait for idle workers: the raylet waits without end for one that died before it registered. And
+# workers start together, however few cores there are.
+_SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": MOST_AT_ONCE}
+# What the raylet starts besides workers, by the titles that these processes give themselves.
+_SERVER_TITLES = (
+    b"ray::DashboardAgent",
+    b"ray::RuntimeEnvAgent",
+    b"ray::IDLE_",
+    b"ray::SPILL_",
+    b"ray::RESTORE_",
+    b"ray::DELETE_",
+)
+_HELPER_OPTION = b"--worker-type="
+_PORT_LOOK_S = 0.01
+
+
+def init_local(settings: RayCluster, *, is_wanted: Callable[[], bool]) -> None:
+    """Starts a cluster of this machine and connects to it. Gives up with a ClusterError once it is not `is_wanted`."""
+    import ray
+
+    with loopback_only(), _needed_processes(), _interruptible_start(is_wanted), quiet_driver():
+        ray.init(
+            address="local",  # not a cluster that another user has started on this machine
+            num_cpus=settings.cpus or os.cpu_count(),
+            num_gpus=settings.gpus,
+            object_store_memory=settings.object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=settings.show_output,
+            logging_level=logging.ERROR,
+            _system_config=dict(_SYSTEM_CONFIG),
+        )
+
+
+def package_folder() -> bytes:
+    """The folder of Ray's package: commands of Ray's processes name files in it."""
+    package = importlib.util.find_spec("ray")
+    assert package is not None
+    assert package.origin is not None
+    return os.path.dirname(package.origin).encode() + b"/"
+
+
+def may_be_worker(command: bytes) -> bool:
+    """Whether a child of the raylet is a worker or may become one, by its command line. One of an unknown kind may:
+    then no worker is reported as missing that is not."""
+    return not command.startswith(_SERVER_TITLES) and _HELPER_OPTION not in command
+
+
+def available_resources_per_node() -> Mapping[str, Mapping[str, float]]:
+    """Free resources by node id. Ray's public function sums them over the nodes."""
+    import ray
+
+    free: Mapping[str, Mapping[str, float]] = ray._private.state.available_resources_per_node()
+    return free
+
+
+def outer_address() -> str:
+    """The address of this machine that Ray uses in place of a loopback address."""
+    import ray
+
+    return str(ray._private.services.node_ip_address_from_perspective())
+
+
+def death_reason(error: BaseException) -> str:
+    """Why a worker is gone, in one sentence out of the text of Ray's error."""
+    import ray
+
+    text = str(error)
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        return "its node or the connection to it is gone"
+    if isinstance(error, ray.exceptions.OutOfMemoryError):
+        used = re.search(r"was ([^)]*)\)?", text)
+        return f"Ray ended it because its node ran out of memory ({used.group(1) if used else 'see `ray logs`'})"
+    phrases = ("Worker exit detail:", "The actor is dead because")
+    matches = (re.search(rf"{phrase} (.*?)\.(?:\s|$)", text) for phrase in phrases)
+    detail = next((match for match in matches if match), None)
+    pid = re.search(r"pid: (\d+)", text)
+    reason = detail.group(1).rstrip(".") if detail else text.split("\n", 1)[0].rstrip(".")
+    return f"process {pid.group(1)} is gone ({reason})" if pid else reason
+
+
+@contextlib.contextmanager
+def loopback_only() -> Iterator[None]:
+    """Ray takes the loopback address for its node, as it does by default on macOS, and listens there only: a cluster of
+    one machine needs no open port."""
+    import ray
+
+    with _replaced(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False):
+        yield
+
+
+@contextlib.contextmanager
+def quiet_driver() -> Iterator[None]:
+    """Ray's driver prints what Ray's processes complain of, with whole logs of those that died. Podium reports deaths
+    itself, so only the output of workers is printed."""
+    import ray
+
+    worker = ray._private.worker
+    print_output = worker.print_to_stdstream
+
+    def print_workers(data: dict[str, Any], ignore_prefix: bool) -> None:
+        if data.get("pid") not in VITAL_PROCESSES:
+            print_output(data, ignore_prefix)
+
+    with (
+        _replaced(worker, "listen_error_messages", lambda worker, threads_stopped: None),
+        _replaced(worker, "print_to_stdstream", print_workers),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _needed_processes() -> Iterator[None]:
+    """Without the autoscaler and the dashboard's server, which Ray starts even where there is no dashboard: a cluster
+    of one run does not use them, and the raylet starts only after them."""
+    import ray
+
+    node = ray._private.node.Node
+    with (
+        _replaced(node, "start_monitor", lambda self: None),
+        _replaced(node, "start_api_server", lambda self, **_: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _interruptible_start(is_wanted: Callable[[], bool]) -> Iterator[None]:
+    """Ray waits for the port of gcs_server in a call that holds Python's lock, half a minute where that is dead. Here
+    the port's file is waited for first, in Python, as long as it `is_wanted`."""
+    import ray
+
+    node = ray._private.node
+    wait = node.wait_for_persisted_port
+
+    def wait_for_port(folder: str, node_id: str, name: str, timeout_ms: int = 0) -> int:
+        file = os.path.join(folder, node.get_port_filename(node_id, name))
+        end_s = time.monotonic() + timeout_ms / 1000
+        while not os.path.exists(file) and time.monotonic() < end_s:
+            if not is_wanted():
+                raise ClusterError("Ray's start was broken off.")
+            time.sleep(_PORT_LOOK_S)
+        port: int = wait(folder, node_id, name, timeout_ms=max(0, int(1000 * (end_s - time.monotonic()))))
+        return port
+
+    with _replaced(node, "wait_for_persisted_port", wait_for_port):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
