@@ -35,8 +35,8 @@ class StreamPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drawn:
-    """One draw: a row, which source it came from, and in which pass over that source."""
+class StreamRow:
+    """A row, the source that it comes from, and the epoch of that source."""
 
     row: Row
     source: int
@@ -74,14 +74,16 @@ class MixedStream:
 
     @property
     def position(self) -> StreamPosition:
+        """Where the stream stands; a new stream continues from it."""
         return StreamPosition(draw=self._draw, sources=tuple(cursor.position for cursor in self._cursors))
 
-    def draw(self) -> Drawn:
+    def draw(self) -> StreamRow:
+        """The next row."""
         source = self._choice(self._draw)
         cursor = self._cursors[source]
         row = cursor.next()
         self._draw += 1
-        return Drawn(row=row, source=source, epoch=cursor.position.epoch)
+        return StreamRow(row=row, source=source, epoch=cursor.position.epoch)
 
     def _choice(self, draw: int) -> int:
         if len(self._bounds) == 1:
