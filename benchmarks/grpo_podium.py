@@ -52,7 +52,7 @@ def _recipe(task: Task, devices: int, scratch: str) -> podium.Recipe:
     # The thread and the kernels that suit so small a model are given, as they are to the peer: measuring them at the
     # start, as Podium does otherwise, is at the mercy of what else runs then.
     cpu = {"threads": 1, "onednn": False} if task.device == "cpu" else {}
-    return podium.Recipe.model_validate(
+    return podium.parse_recipe(
         {
             "program": "grpo",
             "model": {"path": str(task.model), "init": "random"},

@@ -80,7 +80,6 @@ def recipe(task: Task, layout: str) -> dict[str, Any]:
         "reward": [{"function": f"{HERE / 'kills_reward.py'}:digits"}],
         "optimizer": {"lr": 3e-3},
         "steps": STEPS,
-        "tokens_per_step": 256,
         "checkpoint": {"every": CHECKPOINT_EVERY},
         "placement": {
             "launcher": "ray",

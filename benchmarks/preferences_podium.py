@@ -11,16 +11,7 @@ from typing import Literal
 
 import podium
 from podium.observe import read_metrics
-from podium.recipe import (
-    DataSection,
-    ModelSection,
-    OptimizerSection,
-    PlacementSection,
-    Recipe,
-    RunSection,
-    SourceSection,
-)
-from podium.recipe.dense import PreferenceSection
+from podium.recipe import Recipe, parse_recipe
 from preferences_task import BETA, CLIP_NORM, LEARNING_RATE, MAX_TOKENS, SideResult, Task
 from sft_clock import StepClock
 
@@ -57,19 +48,20 @@ def train(task: Task, program: Program, side: str, scratch: str) -> SideResult:
 
 def _recipe(task: Task, program: Program, scratch: str) -> Recipe:
     """`sft` trains on the two completions of every pair, as many documents a step as `dpo` does."""
-    learned = PreferenceSection(loss="sigmoid", beta=BETA, reference="cached")
     file = {"dpo": task.pairs_file, "reward_model": task.ended_pairs_file, "sft": task.documents_file}[program]
-    return Recipe(
-        program=program,
-        model=ModelSection(path=str(task.scorer if program == "reward_model" else task.model)),
-        data=DataSection(train=(SourceSection(path=str(file)),), max_length=MAX_TOKENS, shuffle=False),
-        optimizer=OptimizerSection(lr=LEARNING_RATE, clip_norm=CLIP_NORM),
-        steps=task.steps,
-        rows_per_step=2 * task.pairs if program == "sft" else task.pairs,
-        preference=learned if program == "dpo" else PreferenceSection(),
-        placement=PlacementSection(device="cpu", threads=1, onednn=False),
-        run=RunSection(folder=scratch, name="run", loggers=("sft_clock:StepClock",)),
-    )
+    values = {
+        "program": program,
+        "model": {"path": str(task.scorer if program == "reward_model" else task.model)},
+        "data": {"train": [{"path": str(file)}], "max_length": MAX_TOKENS, "shuffle": False},
+        "optimizer": {"lr": LEARNING_RATE, "clip_norm": CLIP_NORM},
+        "steps": task.steps,
+        "rows_per_step": 2 * task.pairs if program == "sft" else task.pairs,
+        "placement": {"device": "cpu", "threads": 1, "onednn": False},
+        "run": {"folder": scratch, "name": "run", "loggers": ["sft_clock:StepClock"]},
+    }
+    if program == "dpo":
+        values["preference"] = {"loss": "sigmoid", "beta": BETA, "reference": "cached"}
+    return parse_recipe(values)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def _inline(**changes: Any) -> Case:
 def _fixed(data: str, *, devices: int = 1, **changes: Any) -> Case:
     """A program on fixed data: what only on-policy programs know is taken out."""
     dropped = dict.fromkeys(("rollout", "reward", "environment"))
-    placement = {"launcher": "local", "layout": "colocated", "devices": devices}
+    placement = {"launcher": "local", "layout": None, "devices": devices}
     sections = {"data": {"train": [{"path": f"{data}.jsonl"}], "heldout": [{"path": f"{data}.jsonl"}]}}
     return Case(changes={"placement": placement, **dropped, **sections, **changes}, in_process=devices == 1)
 
@@ -72,12 +72,12 @@ CASES: dict[str, Case] = {
     "ppo": _inline(program="ppo", critic={"warmup_steps": 1}, algorithm={"lam": 0.9, "epochs": 2}),
     "expert iteration": _inline(program="expert_iteration", grading={"solved_at": 0.3}),
     "on-policy distillation": _inline(program="on_policy_distill", teachers=[{"path": "teacher"}], reward=None),
-    "sft": _fixed("demonstrations", program="sft"),
-    "dpo": _fixed("pairs", program="dpo", rows_per_step=8, tokens_per_step=None),
-    "kto": _fixed("labels", program="dpo", preference={"loss": "kto"}, rows_per_step=8, tokens_per_step=None),
-    "reward model": _fixed("pairs", program="reward_model", rows_per_step=8, tokens_per_step=None),
-    "distill": _fixed("demonstrations", program="distill", teachers=[{"path": "teacher"}]),
-    "sft, two ranks": _fixed("demonstrations", devices=2, program="sft"),
+    "sft": _fixed("demonstrations", program="sft", tokens_per_step=256),
+    "dpo": _fixed("pairs", program="dpo", rows_per_step=8),
+    "kto": _fixed("labels", program="dpo", preference={"loss": "kto"}, rows_per_step=8),
+    "reward model": _fixed("pairs", program="reward_model", rows_per_step=8),
+    "distill": _fixed("demonstrations", program="distill", teachers=[{"path": "teacher"}], tokens_per_step=256),
+    "sft, two ranks": _fixed("demonstrations", devices=2, program="sft", tokens_per_step=256),
     "grpo, two Ray workers": Case(in_process=False),
     "dynamic sampling, two Ray workers": Case(
         in_process=False, changes={"algorithm": {"dynamic_sampling": True}, "rollout": {"samples_per_prompt": 2}}
@@ -168,11 +168,13 @@ def run_case(task: Task, name: str, steps: Sequence[int]) -> Row:
 
 
 def recipe_of(task: Task, case: Case) -> dict[str, Any]:
-    """What a change replaces is keys of its section; None takes the section out."""
+    """What a change replaces is keys of its section; None takes a key or the section out."""
     values = recipe(task, case.layout)
     for key, change in case.changes.items():
-        merged = {**values.get(key, {}), **change} if isinstance(change, dict) else change
-        values[key] = merged
+        if isinstance(change, dict):
+            merged = {**values.get(key, {}), **change}
+            change = {name: value for name, value in merged.items() if value is not None}
+        values[key] = change
     values["checkpoint"] = {"every": 1, "keep": STEPS, "background": False}
     values["run"] = {"folder": "runs"}
     return {key: value for key, value in values.items() if value is not None}

@@ -62,7 +62,7 @@ def measure(shape: str, steps: int, warmup: int, tokens: int, device: str) -> di
         make_data(
             folder / "train.jsonl", (steps + 4) * tokens + 512 * 1000, min(_WORDS, SHAPES[shape]["vocab_size"] - 1)
         )
-        recipe = podium.Recipe.model_validate(
+        recipe = podium.parse_recipe(
             {
                 "program": "sft",
                 "model": {"path": str(folder / "model"), "init": "random"},

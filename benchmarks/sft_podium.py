@@ -10,13 +10,13 @@ from pathlib import Path
 import podium
 from podium.observe import read_metrics
 from podium.recipe import (
-    DataSection,
+    DocumentDataSection,
     ModelSection,
     OptimizerSection,
-    PlacementSection,
-    Recipe,
     RunSection,
+    SftRecipe,
     SourceSection,
+    SpmdPlacementSection,
 )
 from sft_clock import StepClock
 from sft_task import CLIP_NORM, LEARNING_RATE, MAX_TOKENS, SideResult, Task
@@ -51,15 +51,15 @@ def train(task: Task, steps: int, warmup: int, scratch: str) -> SideResult:
     )
 
 
-def _recipe(task: Task, steps: int, scratch: str) -> Recipe:
-    return Recipe(
+def _recipe(task: Task, steps: int, scratch: str) -> SftRecipe:
+    return SftRecipe(
         program="sft",
         model=ModelSection(path=str(task.model)),
-        data=DataSection(train=(SourceSection(path=str(task.documents)),), max_length=MAX_TOKENS),
+        data=DocumentDataSection(train=(SourceSection(path=str(task.documents)),), max_length=MAX_TOKENS),
         optimizer=OptimizerSection(lr=LEARNING_RATE, clip_norm=CLIP_NORM),
         steps=steps,
         tokens_per_step=task.tokens_per_step,
-        placement=PlacementSection(device="cpu", threads=1, onednn=False),
+        placement=SpmdPlacementSection(device="cpu", threads=1, onednn=False),
         run=RunSection(folder=scratch, name="sft", loggers=("sft_clock:StepClock",)),
     )
 

@@ -18,7 +18,7 @@ from podium.observe import read_metrics
 EXPECTED_GAIN = 0.20  # of the last stage, in held-out accuracy
 SHOWN = 6
 # Programs with fixed data call it the one, on-policy programs the other.
-SCORES = ("heldout_score", "heldout/score")
+SCORES = ("heldout/score", "heldout/score")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,7 @@
 
 from podium.api import check, export, generate, resume, show, train, verify
 from podium.errors import PodiumError
-from podium.recipe import PipelineRecipe, Recipe
+from podium.recipe import PipelineRecipe, Recipe, load_recipe, parse_recipe
 
 __all__ = [
     "PipelineRecipe",
@@ -12,6 +12,8 @@ __all__ = [
     "check",
     "export",
     "generate",
+    "load_recipe",
+    "parse_recipe",
     "resume",
     "show",
     "train",

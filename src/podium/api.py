@@ -18,11 +18,13 @@ from podium.models.folder import is_hub_id
 from podium.pipeline_checks import check_pipeline
 from podium.recipe import (
     ModelSection,
+    OnPolicyRecipe,
     PipelineRecipe,
     PlacementSection,
     Recipe,
     RolloutSection,
     SourceSection,
+    SpmdRecipe,
     apply_overrides,
     parse_recipe,
 )
@@ -34,12 +36,12 @@ from podium.recipe.pipeline_loading import (
     resolved_pipeline,
     unmade_stage_recipe,
 )
-from podium.recipe.programs import SIGNALS
 from podium.recipe.resolving import resolved
-from podium.spmd.folder import RunFolder, is_pipeline_folder
-from podium.spmd.lineage import NOTE, Prepared, require_what_export_reads, write_note
-from podium.spmd.pipeline_folder import PipelineFolder
-from podium.spmd.showing import show_lines
+from podium.recipe.rules import recipe_warnings
+from podium.runs.folder import RunFolder, is_pipeline_folder
+from podium.runs.lineage import NOTE, Prepared, require_what_export_reads, write_note
+from podium.runs.pipeline_folder import PipelineFolder
+from podium.runs.showing import show_lines
 
 # Other files of a model's folder: weights come from the checkpoint.
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
@@ -51,10 +53,9 @@ if TYPE_CHECKING:
     from podium.models.verify import Comparison
     from podium.rollout.jobs import GenerationSummary
     from podium.rollout.requests import Sampling
+    from podium.runs.result import RunResult
     from podium.spmd.export import ExportDtype, Which
     from podium.spmd.launch import RankPlace
-    from podium.spmd.rank import Program
-    from podium.spmd.result import RunResult
 
 
 def check(
@@ -65,9 +66,10 @@ def check(
     if isinstance(made, PipelineRecipe):
         return check_pipeline(made, deep=deep)
     check_recipe(made)
-    lines = [f"program {made.program}: {SIGNALS[made.program].execution} execution, {made.steps} steps"]
+    lines = [f"program {made.program}: {made.execution} execution, {made.steps} steps"]
     if is_hub_id(made.model.path):
         lines.append(f"model.path: there is no folder {made.model.path}; taken as a hub id, not looked up")
+    lines += [f"warning: {text}" for text in recipe_warnings(made)]
     return lines + (deep_report(made) if deep else [])
 
 
@@ -243,14 +245,14 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
 
 def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
     """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
-    placement = recipe.placement
-    if SIGNALS[recipe.program].execution == "controlled":
+    if not isinstance(recipe, SpmdRecipe):
         if under is not None:
             raise RecipeError(
                 f"program: {recipe.program} has one controller that starts its own workers, and torchrun starts "
                 "several. Run the recipe without torchrun."
             )
         return
+    placement = recipe.placement
     if under is None and placement.launcher in ("auto", "local"):
         from podium.engine.mesh import check_devices
 
@@ -285,46 +287,49 @@ def _prepared(recipe: Recipe) -> Prepared:
 
 def _train(prepared: Prepared) -> RunResult:
     made = prepared.recipe
-    if SIGNALS[made.program].execution == "controlled":
-        return _train_controlled(prepared)
-    from podium.programs import spmd  # heavy: before the folder is made, so that little is left to fail
+    if isinstance(made, OnPolicyRecipe):
+        return _train_controlled(prepared, made)
+    assert isinstance(made, SpmdRecipe)
+    from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
+    load_program(made.program)  # a custom one that cannot be loaded is reported before the folder is made
     under = place_under_torchrun()
     assert made.run.name is not None
     path = Path(made.run.folder) / made.run.name
     _check_launcher(made, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
+        _show_warnings(made)
         folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(spmd.PROGRAMS[made.program], prepared, folder, resume_step=None)
+    return _launch(prepared, made, folder, resume_step=None)
 
 
-def _train_controlled(prepared: Prepared) -> RunResult:
+def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
     from podium.controller.start_up import early_start
     from podium.spmd.launch import place_under_torchrun
 
-    _check_launcher(prepared.recipe, place_under_torchrun())
-    RunFolder.check_free(prepared.recipe)
-    with early_start(prepared.recipe) as start_up:
-        folder = RunFolder.create(prepared.recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
-        return _control(prepared, folder, resume_step=None, start_up=start_up)
+    _check_launcher(recipe, place_under_torchrun())
+    RunFolder.check_free(recipe)
+    _show_warnings(recipe)
+    with early_start(recipe) as start_up:
+        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+        return _control(prepared, recipe, folder, resume_step=None, start_up=start_up)
 
 
 def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     from podium.spmd.launch import place_under_torchrun
 
-    program = prepared.recipe.program
-    _check_launcher(prepared.recipe, place_under_torchrun())
-    if SIGNALS[program].execution == "controlled":
+    recipe = prepared.recipe
+    _check_launcher(recipe, place_under_torchrun())
+    if isinstance(recipe, OnPolicyRecipe):
         from podium.controller.start_up import early_start
 
-        with early_start(prepared.recipe) as start_up:
-            return _control(prepared, folder, resume_step=step, start_up=start_up)
-    from podium.programs import spmd
-
-    return _launch(spmd.PROGRAMS[program], prepared, folder, resume_step=step)
+        with early_start(recipe) as start_up:
+            return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
+    assert isinstance(recipe, SpmdRecipe)
+    return _launch(prepared, recipe, folder, resume_step=step)
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
@@ -370,35 +375,45 @@ def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
     return RunFolder.open(run.path)
 
 
-def _launch(program: Program, prepared: Prepared, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+def _show_warnings(recipe: Recipe) -> None:
+    """Once, before a run begins."""
+    from podium.observe import open_console
+
+    console = open_console(rank=0)
+    for text in recipe_warnings(recipe):
+        console.warning(text)
+    console.close()
+
+
+def _launch(prepared: Prepared, recipe: SpmdRecipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+    from podium.programs.spmd import load_program
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
-    recipe = prepared.recipe
-    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step)
+    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program)
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
-        return run_rank(under, task, program)
+        return run_rank(under, task)
     with _living(prepared, folder, resume_step):
         if under is not None:
-            return run_rank(under, task, program)
+            return run_rank(under, task)
         if placement.launcher == "ray":
-            from podium.spmd.on_ray import RayTask, launch_on_ray
+            from podium.spmd.on_ray import launch_on_ray
 
-            return launch_on_ray(RayTask(task=task, program=program, placement=placement), folder)
+            return launch_on_ray(task, folder)
         stop = folder.stop_file
-        return launch(run_rank, (task, program), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
+        return launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
 
 
-def _control(prepared: Prepared, folder: RunFolder, *, resume_step: int | None, start_up: StartUp) -> RunResult:
+def _control(
+    prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp
+) -> RunResult:
     from podium.controller.drive import ControlledProgram, run_controlled
-
-    recipe = prepared.recipe
 
     def load_program() -> ControlledProgram:
         from podium.programs import controlled  # imports torch
 
-        return controlled.PROGRAMS[recipe.program]
+        return controlled.load_program(recipe.program)
 
     with _living(prepared, folder, resume_step):
         return run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
 from pathlib import Path
@@ -21,8 +21,20 @@ from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks
-from podium.recipe import ModelSection, Recipe, SourceSection, plugins
-from podium.recipe.programs import SIGNALS
+from podium.recipe import (
+    CustomSpmdRecipe,
+    DistillRecipe,
+    DpoRecipe,
+    FunctionReward,
+    ModelSection,
+    OnPolicyRecipe,
+    Recipe,
+    RewardModelRecipe,
+    SourceSection,
+    SpmdRecipe,
+    TeacherSection,
+    plugins,
+)
 from podium.recipe.schema import NewTokensSection
 
 _DEEP_ROWS = 2000
@@ -70,60 +82,77 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         new_tokens = model.new_tokens
         yield lambda: _check_new_tokens(new_tokens)
     for key, source in _sources(recipe):
-        look = check_task_source if _is_controlled(recipe) else partial(check_source, shape=shape_of(recipe))
+        look = partial(check_source, shape=shape_of(recipe)) if isinstance(recipe, SpmdRecipe) else check_task_source
         yield lambda key=key, source=source, look=look: look(source, key)  # type: ignore[misc]
         if source.map is not None:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
-    generation = recipe.evaluation.generation
-    if generation is not None and generation.score is not None and ":" in generation.score:
-        score = generation.score
-        yield lambda: plugins.locate(score, "evaluation.generation.score")
-    yield lambda: check_rewards(recipe.reward)
+    if isinstance(recipe, OnPolicyRecipe):
+        yield lambda: check_rewards(recipe.reward)
     for key, plugin in _plugins(recipe):
-        if ":" in plugin:
-            yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
-    for key, path in _other_models(recipe):
-        yield lambda key=key, path=path: check_model_folder(path, key, weights=True, tokenizer=False)  # type: ignore[misc]
-    for key, path in _other_speakers(recipe):
-        yield lambda key=key, path=path: check_speaks(path, key)  # type: ignore[misc]
-    if recipe.program != "reward_model":
+        yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
+    for model_beside in _other_models(recipe):
+        yield partial(check_model_folder, model_beside.path, model_beside.key, weights=True, tokenizer=False)
+        if model_beside.gives_logprobs:
+            yield partial(check_speaks, model_beside.path, model_beside.key)
+    if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
 
 
 def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Custom pieces by import path, with their keys."""
-    for index, logger in enumerate(recipe.run.loggers):
-        yield f"run.loggers.{index}", logger
+    named: list[tuple[str, object]] = [("program", recipe.program)]
+    named += [(f"run.loggers.{index}", logger) for index, logger in enumerate(recipe.run.loggers)]
+    if recipe.generation is not None:
+        named.append(("evaluation.generation.score", recipe.generation.score))
+    if isinstance(recipe, OnPolicyRecipe):
+        named += _on_policy_plugins(recipe)
+    return ((key, value) for key, value in named if isinstance(value, plugins.Plugin))
+
+
+def _on_policy_plugins(recipe: OnPolicyRecipe) -> Iterator[tuple[str, object]]:
     for index, reward in enumerate(recipe.reward):
-        if reward.function is not None:
+        if isinstance(reward, FunctionReward):
             yield f"reward.{index}.function", reward.function
-    algorithm, environment = recipe.algorithm, recipe.environment
-    yield "algorithm.advantage", algorithm.advantage or ""
-    yield "algorithm.loss", algorithm.loss
-    if environment is not None:
-        yield "environment.environment", environment.environment or ""
-        for index, tool in enumerate(environment.tools):
+    yield "algorithm.advantage", recipe.full_algorithm.advantage
+    yield "algorithm.loss", recipe.full_algorithm.loss
+    if recipe.environment is not None:
+        yield "environment.environment", recipe.environment.environment
+        for index, tool in enumerate(recipe.environment.tools):
             yield f"environment.tools.{index}", tool
 
 
-def _other_models(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Checkpoints beside the policy's, with their keys."""
-    if recipe.preference.reference_model is not None:
-        yield "preference.reference_model", recipe.preference.reference_model
-    for index, teacher in enumerate(recipe.teachers):
-        yield f"teachers.{index}.path", teacher.path
-    for index, reward in enumerate(recipe.reward):
-        if reward.model is not None:
-            yield f"reward.{index}.model", reward.model
-    if recipe.critic.path is not None:
-        yield "critic.path", recipe.critic.path
-    if recipe.algorithm.kl is not None and recipe.algorithm.kl.reference is not None:
-        yield "algorithm.kl.reference", recipe.algorithm.kl.reference
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OtherModel:
+    """A checkpoint beside the policy's."""
+
+    key: str
+    path: str
+    gives_logprobs: bool = False  # of the policy's tokens: a language model that shares the tokenizer
 
 
-def _other_speakers(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Language models among them whose log-probs are asked for: they share the policy's tokenizer."""
-    return (each for each in _other_models(recipe) if each[0].startswith(("teachers.", "preference.", "algorithm.kl")))
+def _other_models(recipe: Recipe) -> Iterator[_OtherModel]:
+    if isinstance(recipe, DpoRecipe) and recipe.reference_model is not None:
+        yield _OtherModel(key="preference.reference_model", path=recipe.reference_model, gives_logprobs=True)
+    teachers: Sequence[TeacherSection] = ()
+    match recipe:
+        case DistillRecipe() | CustomSpmdRecipe():
+            teachers = recipe.teachers
+        case OnPolicyRecipe():
+            teachers = recipe.teacher_sections
+    for index, teacher in enumerate(teachers):
+        yield _OtherModel(key=f"teachers.{index}.path", path=teacher.path, gives_logprobs=True)
+    if isinstance(recipe, OnPolicyRecipe):
+        yield from _on_policy_models(recipe)
+
+
+def _on_policy_models(recipe: OnPolicyRecipe) -> Iterator[_OtherModel]:
+    for index, path in recipe.reward_models.items():
+        yield _OtherModel(key=f"reward.{index}.model", path=path)
+    critic, kl = recipe.critic_section, recipe.full_algorithm.kl
+    if critic is not None and critic.path is not None:
+        yield _OtherModel(key="critic.path", path=critic.path)
+    if kl is not None and kl.reference is not None:
+        yield _OtherModel(key="algorithm.kl.reference", path=kl.reference, gives_logprobs=True)
 
 
 def deep_report(recipe: Recipe) -> list[str]:
@@ -145,19 +174,19 @@ def deep_report(recipe: Recipe) -> list[str]:
         f"of {len(tokenizer)} tokens, documents of up to {recipe.data.max_length} tokens"
     ]
     require_embeddings(tokenizer, rows)
-    for key, path in _other_speakers(recipe):
-        require_same_tokens(tokenizer, load_tokenizer(ModelSection(path=path)), key)
+    for other in _other_models(recipe):
+        if other.gives_logprobs:
+            require_same_tokens(tokenizer, load_tokenizer(ModelSection(path=other.path)), other.key)
     for key, section in _sources(recipe):
-        report = _task_report if _is_controlled(recipe) else _source_report
-        lines += report(recipe, key, section, tokenizer)
+        match recipe:
+            case SpmdRecipe():
+                lines += _source_report(recipe, key, section, tokenizer)
+            case OnPolicyRecipe():
+                lines += _task_report(recipe, key, section, tokenizer)
     return lines
 
 
-def _is_controlled(recipe: Recipe) -> bool:
-    return SIGNALS[recipe.program].execution == "controlled"
-
-
-def _task_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
+def _task_report(recipe: OnPolicyRecipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
     """The first prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
     assert recipe.data.max_length is not None
     encoder = PromptEncoder(tokenizer)
@@ -181,7 +210,7 @@ def _task_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: An
     ]
 
 
-def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
+def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
     """What became of a source's first rows, and one of its documents with the trained part in brackets."""
     from podium.data.chat import Dropped
     from podium.data.endings import missing_stop_token
@@ -208,7 +237,7 @@ def _source_report(recipe: Recipe, key: str, section: SourceSection, tokenizer: 
     truncated = sum(each.truncated for each in made)
     whole = [document for each in made if not each.truncated for document in each.example.documents]
     warning = None
-    if recipe.program != "reward_model":  # which scores texts and learns no token
+    if not isinstance(recipe, RewardModelRecipe):  # which scores texts and learns no token
         warning = missing_stop_token(whole, tokenizer, stop_tokens(tokenizer, local_folder(recipe.model.path, key)))
     return [
         f"{key}: {len(results)} rows read, {len(documents)} documents, {tokens / len(documents):.0f} tokens on "

@@ -277,7 +277,7 @@ def _unescaped(text: str) -> str:
 
 def _report(result: object) -> None:
     from podium.programs.pipeline import PipelineResult
-    from podium.spmd.result import RunResult
+    from podium.runs.result import RunResult
 
     assert isinstance(result, RunResult)
     under = place_under_torchrun()

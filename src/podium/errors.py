@@ -34,6 +34,10 @@ class LaunchError(PodiumError):
     """The ranks could not be started, or one of them died: carries the first failure."""
 
 
+class ProgramError(PodiumError):
+    """A custom program is wrong: it cannot be loaded, or it uses a run in a way that cannot work."""
+
+
 class TrainingDivergedError(PodiumError):
     """Too many steps in a row had a non-finite loss or gradient."""
 

@@ -9,7 +9,7 @@ from podium.models.folder import is_hub_id
 from podium.recipe import PipelineRecipe
 from podium.recipe.pipeline import references
 from podium.recipe.pipeline_loading import unmade_stage_recipe
-from podium.recipe.programs import SIGNALS
+from podium.recipe.rules import recipe_warnings
 
 
 def check_pipeline(pipeline: PipelineRecipe, *, deep: bool) -> list[str]:
@@ -32,13 +32,12 @@ def check_pipeline(pipeline: PipelineRecipe, *, deep: bool) -> list[str]:
 
 def _stage_lines(pipeline: PipelineRecipe, name: str) -> list[str]:
     recipe = unmade_stage_recipe(pipeline, name)
-    execution = SIGNALS[recipe.program].execution
-    lines = [f"stage {name}: program {recipe.program}, {execution} execution, {recipe.steps} steps"]
+    lines = [f"stage {name}: program {recipe.program}, {recipe.execution} execution, {recipe.steps} steps"]
     found = references(pipeline.merged(name))
     lines += [f"  {each.key}: what stage {each.stage} makes" for each in found]
     if "model.path" not in {each.key for each in found} and is_hub_id(recipe.model.path):
         lines.append(f"  model.path: there is no folder {recipe.model.path}; taken as a hub id, not looked up")
-    return lines
+    return lines + [f"  warning: {text}" for text in recipe_warnings(recipe)]
 
 
 def _deep_lines(pipeline: PipelineRecipe, name: str) -> list[str]:

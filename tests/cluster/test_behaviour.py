@@ -656,7 +656,7 @@ def test_what_a_step_holds_is_freed_when_it_closes(open_cluster: Opener) -> None
         # Ids 32 bytes a row, offsets 8, tokens 13: 3 rows of 20 tokens and 1 row of 4.
         size = (3 * 32 + 4 * 8 + 20 * 13) + (1 * 32 + 2 * 8 + 4 * 13)
         assert (cluster.stored.objects, cluster.stored.bytes) == (2, size)
-        with cluster.step(3) as step:
+        with cluster.scope("step 3") as step:
             merged = await group.call_sharded(Counter.generate, SHARDS)
             assert merged.rows is not None
             assert step.hold(merged.rows) is merged.rows
@@ -671,7 +671,7 @@ def test_what_a_step_holds_is_freed_when_it_closes(open_cluster: Opener) -> None
 
         failing = (await group.call_sharded(Counter.generate, SHARDS)).rows
         assert failing is not None
-        with suppress(KeyError), cluster.step(4) as step:
+        with suppress(KeyError), cluster.scope("step 4") as step:
             step.hold(failing)
             raise KeyError
         with pytest.raises(StoreError, match="freed when step 4 closed"):
@@ -700,7 +700,7 @@ def test_a_thousand_steps_need_no_more_memory_than_a_hundred(open_cluster: Opene
 
         async def steps(numbers: range) -> None:
             for number in numbers:
-                with cluster.step(number) as step:
+                with cluster.scope(f"step {number}") as step:
                     merged = await group.call_sharded(Counter.generate_long, shards, 2000)
                     assert merged.rows is not None
                     held = step.hold(merged.rows)

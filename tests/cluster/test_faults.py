@@ -250,7 +250,7 @@ def test_a_shard_that_cannot_be_sent_leaves_no_rank_alone_in_a_collective(open_o
         rows = [(await group.call_sharded(Counter.generate, SHARDS)).rows for _ in range(2)]
         assert rows[0] is not None
         assert rows[1] is not None
-        with cluster.step(1) as step:
+        with cluster.scope("step 1") as step:
             step.hold(rows[1])
         first, second = SHARDS[0].ids, SHARDS[1].ids
         bad = [Batch(block=rows[0].select(first)), Batch(block=rows[1].select(second))]

@@ -270,7 +270,7 @@ def test_a_closed_cluster_says_so(open_cluster: Opener) -> None:
             workers = await cluster.start(COUNTERS, deadline_s=60)
             shards = [Request(ids=ids(range(1))), Request(ids=ids(range(1, 2)))]
             merged = await workers.role("counter", Counter).call_sharded(Counter.generate, shards)
-            with cluster.step(7) as step:
+            with cluster.scope("step 7") as step:
                 assert merged.rows is not None
                 step.hold(merged.rows)
         with pytest.raises(ClusterError, match="closed"):

@@ -96,8 +96,8 @@ def test_what_stands_at_the_end_is_rewarded(answer: str, reward: float) -> None:
 
 def test_every_named_method_has_a_recipe() -> None:
     assert METHODS == [
-        "cispo", "dapo", "distill", "dpo", "dr_grpo", "expert_iteration", "grpo", "gspo", "kto", "on_policy_distill",
-        "opo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "reward_model", "rloo",
+        "best_half", "cispo", "dapo", "distill", "dpo", "dr_grpo", "expert_iteration", "focal", "grpo", "gspo", "kto",
+        "on_policy_distill", "opo", "ppo", "reinforce_pp", "reinforce_pp_baseline", "reward_model", "rloo",
     ]  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def test_the_summary_has_a_line_for_each_stage_and_warns_of_a_small_gain(
     after: float, warned: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     runs = [
-        _run(tmp_path / "imitated", "heldout_score", {0: 0.0, 340: 0.235}),
+        _run(tmp_path / "imitated", "heldout/score", {0: 0.0, 340: 0.235}),
         _run(tmp_path / "reinforced", "heldout/score", {0: 0.235, 40: after}),
     ]
     _module("summary").summarise(runs)

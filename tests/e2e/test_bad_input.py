@@ -15,7 +15,7 @@ from helpers.tiny import TEMPLATE, tiny_tokenizer
 from helpers.workspace import Workspace
 from podium.errors import RecipeError, RunFolderError
 from podium.recipe import load_recipe
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 VERBS = ("check", "train")
 
@@ -307,7 +307,7 @@ def test_a_command_line_that_makes_no_sense(workspace: Workspace, arguments: tup
 
 
 def test_the_same_mistakes_in_python_raise_the_same_errors(workspace: Workspace) -> None:
-    recipe = podium.Recipe.model_validate(
+    recipe = podium.parse_recipe(
         {
             "program": "sft",
             "model": {"path": str(workspace.model)},

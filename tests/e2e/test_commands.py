@@ -128,7 +128,7 @@ def test_ctrl_c_saves_and_resume_goes_on_exactly(workspace: Workspace) -> None:
     assert "go on with: podium resume runs/broken" in stopped.out
     assert "resumed after step" in resumed.out
     assert "finished at step 6: runs/broken" in resumed.out
-    for name in ("loss", "grad_norm", "lr", "heldout_loss", "tokens"):
+    for name in ("loss", "grad_norm", "lr", "heldout/loss", "tokens"):
         assert workspace.metric("broken", name) == workspace.metric("whole", name), name
     assert _weights(workspace, "broken", 6) == _weights(workspace, "whole", 6)
 
@@ -317,7 +317,7 @@ def test_an_export_in_bfloat16_and_of_the_best_step(workspace: Workspace) -> Non
         optimizer={"lr": 3.0},
     )
     assert workspace.podium("train", recipe).code == 0
-    losses = workspace.metric("sums", "heldout_loss")
+    losses = workspace.metric("sums", "heldout/loss")
     best = min(losses, key=lambda step: (losses[step], -step))
 
     outcome = workspace.podium("export", "runs/sums", "out", "--best", "--dtype", "bfloat16")
@@ -344,7 +344,7 @@ def test_an_export_is_a_model_to_train_from(workspace: Workspace) -> None:
     assert workspace.podium("train", recipe).code == 0
 
     assert first.heldout_loss is not None
-    assert math.isclose(workspace.metric("more", "heldout_loss")[0], first.heldout_loss, rel_tol=1e-5)
+    assert math.isclose(workspace.metric("more", "heldout/loss")[0], first.heldout_loss, rel_tol=1e-5)
 
 
 def test_verify_agrees_with_transformers_and_leaves_nothing(workspace: Workspace) -> None:

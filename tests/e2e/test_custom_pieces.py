@@ -114,7 +114,7 @@ def test_a_score_sees_answer_reference_and_row_and_is_averaged(pieces: Workspace
         for line in (pieces.path / "heldout.jsonl").read_text().splitlines()[:3]
     ]
     mean = sum(map(len, references)) / 3
-    assert pieces.metric("sums", "heldout_score") == {2: pytest.approx(mean), 4: pytest.approx(mean)}
+    assert pieces.metric("sums", "heldout/score") == {2: pytest.approx(mean), 4: pytest.approx(mean)}
     scored = [json.loads(line) for line in (pieces.path / "scored.jsonl").read_text().splitlines()]
     assert [reference for _, reference, _ in scored] == references * 2
     assert all(question.startswith("what is ") for _, _, question in scored)
@@ -144,7 +144,7 @@ def test_tensorboard_gets_the_same_numbers(pieces: Workspace) -> None:
 
     events = accumulator.EventAccumulator(str(pieces.path / "runs/sums/tensorboard"))
     events.Reload()
-    for name in ("loss", "heldout_loss"):
+    for name in ("loss", "heldout/loss"):
         found = {event.step: event.value for event in events.Scalars(name)}
         assert found == pytest.approx(pieces.metric("sums", name))
 

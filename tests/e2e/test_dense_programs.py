@@ -137,7 +137,7 @@ def test_dpo_goes_from_a_coins_accuracy_to_nearly_all_held_out_pairs(workspace: 
         evaluation={"at_start": True},
     ))  # fmt: skip
 
-    accuracy, margin = (workspace.metric("sums", f"heldout_{name}") for name in ("accuracy", "reward_margin"))
+    accuracy, margin = (workspace.metric("sums", f"heldout/{name}") for name in ("accuracy", "reward_margin"))
     if loss in ("sigmoid", "ipo"):
         assert accuracy[0] == 0.5  # the policy is its own reference
         assert margin[0] == pytest.approx(0.0, abs=1e-5)
@@ -155,10 +155,10 @@ def test_kto_learns_which_answers_are_wanted(workspace: Workspace) -> None:
         evaluation={"at_start": True},
     ))  # fmt: skip
 
-    margin = workspace.metric("sums", "heldout_reward_margin")
+    margin = workspace.metric("sums", "heldout/reward_margin")
     assert margin[0] == pytest.approx(0.0, abs=1e-5)
     assert margin[12] > 0.3
-    assert workspace.metric("sums", "heldout_loss")[12] < workspace.metric("sums", "heldout_loss")[0] - 0.05
+    assert workspace.metric("sums", "heldout/loss")[12] < workspace.metric("sums", "heldout/loss")[0] - 0.05
 
 
 def test_a_reward_model_is_learned_exported_and_grades_for_grpo(workspace: Workspace) -> None:
@@ -167,17 +167,17 @@ def test_a_reward_model_is_learned_exported_and_grades_for_grpo(workspace: Works
         workspace, program="reward_model", reward_model={"center": 0.01}, data=HELDOUT, steps=15, rows_per_step=16,
         optimizer={"lr": 3e-3}, evaluation={"at_start": True},
     ))  # fmt: skip
-    accuracy = workspace.metric("sums", "heldout_accuracy")
+    accuracy = workspace.metric("sums", "heldout/accuracy")
     assert accuracy[0] == 0.5  # a new head says 0 of everything
     assert accuracy[15] > 0.9
-    assert workspace.metric("sums", "heldout_brier_score")[15] < 0.1
+    assert workspace.metric("sums", "heldout/brier_score")[15] < 0.1
 
     assert workspace.podium("export", "runs/sums", "judge").code == 0
     judge = transformers.AutoModelForSequenceClassification.from_pretrained("judge", dtype=torch.float32).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained("judge")
     chosen, rejected = (plain_scores(judge, tokenizer, side) for side in ("chosen", "rejected"))
     margin = (chosen - rejected).mean().item()
-    assert margin == pytest.approx(workspace.metric("sums", "heldout_score_margin")[15], rel=1e-4)
+    assert margin == pytest.approx(workspace.metric("sums", "heldout/score_margin")[15], rel=1e-4)
     assert (chosen > rejected).float().mean().item() == pytest.approx(accuracy[15])
 
     tasks = [{"messages": row["prompt"]} for row in pairs(16, 3)]
@@ -209,10 +209,10 @@ def test_a_reward_model_learns_scores(workspace: Workspace) -> None:
         workspace, program="reward_model", reward_model={"learns": "scores"}, data=HELDOUT, steps=25, rows_per_step=16,
         optimizer={"lr": 3e-3}, evaluation={"at_start": True},
     ))  # fmt: skip
-    squared = workspace.metric("sums", "heldout_r_squared")
+    squared = workspace.metric("sums", "heldout/r_squared")
     assert squared[0] == pytest.approx(0.0, abs=1e-6)
     assert squared[25] > 0.9
-    assert workspace.metric("sums", "heldout_correlation")[25] > 0.95
+    assert workspace.metric("sums", "heldout/correlation")[25] > 0.95
 
 
 @pytest.fixture(scope="module")
@@ -250,18 +250,18 @@ def test_a_smaller_student_answers_as_its_teacher_whatever_the_data_says(
         workspace,
         dense(workspace, "teacher", "sft", steps=80, data={"train": [{"path": "right.jsonl"}], **HELDOUT}, **learning),
     )
-    assert workspace.metric("teacher", "heldout_score")[80] > 0.95
+    assert workspace.metric("teacher", "heldout/score")[80] > 0.95
     assert workspace.podium("export", "runs/teacher", "big").code == 0
 
     trained(workspace, dense(
         workspace, "student", "distill", model={"path": "small"}, teachers=[{"path": "big"}], steps=50,
         data={"train": [{"path": "noise.jsonl"}], **HELDOUT}, **learning,
     ))  # fmt: skip
-    score, agreement = (workspace.metric("student", f"heldout_{name}") for name in ("score", "agreement"))
+    score, agreement = (workspace.metric("student", f"heldout/{name}") for name in ("score", "agreement"))
     assert score[0] < 0.3
     assert score[50] > 0.95
     assert agreement[50] > 0.95
-    divergence = workspace.metric("student", "heldout_divergence")
+    divergence = workspace.metric("student", "heldout/divergence")
     assert divergence[50] < 0.1 * divergence[0]
 
 
@@ -423,7 +423,7 @@ def test_two_ranks_give_the_losses_of_one(workspace: Workspace, program: str) ->
     for ranks in (1, 2):
         trained(workspace, dense(workspace, str(ranks), program, placement={"devices": ranks}, **values))
         shutil.rmtree(workspace.path / "runs/.cache", ignore_errors=True)
-    for name in ("loss", "heldout_loss"):
+    for name in ("loss", "heldout/loss"):
         assert workspace.metric("2", name) == pytest.approx(workspace.metric("1", name), rel=1e-4)
 
 

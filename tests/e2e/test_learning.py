@@ -43,6 +43,7 @@ METHODS: dict[str, tuple[tuple[str, ...], float]] = {
     "ppo": (("rollout.prompts_per_step=16", "steps=16", "critic.warmup_steps=3"), 0.15),
     "on_policy_distill": (SMALLER, 0.25),
     "expert_iteration": (SMALLER, 0.20),
+    "best_half": (SMALLER, 0.15),
 }
 # What a careful teacher imitates: rows whose demonstration ends in the right number.
 CAREFUL = """

@@ -25,7 +25,7 @@ def test_items_are_learned_resumed_exported_and_known_to_plain_transformers(work
     )
     assert workspace.podium("train", recipe).code == 0
     losses = workspace.metric("items", "loss")
-    assert workspace.metric("items", "heldout_score")[60] == 1.0
+    assert workspace.metric("items", "heldout/score")[60] == 1.0
     assert workspace.podium("resume", "runs/items", "--step", "30").code == 0
     assert workspace.metric("items", "loss") == losses
     assert workspace.podium("export", "runs/items", "out").code == 0

@@ -16,7 +16,7 @@ import transformers
 from helpers.on_policy import ledger, numbers, rl_recipe, said_by
 from helpers.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from helpers.workspace import Workspace
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 VERBS = ("check", "train")
 # Wrong for the first prompt of the file and right for all others.

@@ -19,7 +19,7 @@ from helpers.workspace import Workspace
 from podium.engine.checkpoint import saved_steps
 from podium.errors import CheckpointError
 from podium.roles.handles import LearnerHandle
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc")
 

@@ -78,7 +78,7 @@ def done(folder: str | Path, **options: Any) -> dict[str, str]:
 
 def heldout(run: Path) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["heldout_loss"] for line in lines if "heldout_loss" in line}
+    return {line["step"]: line["heldout/loss"] for line in lines if "heldout/loss" in line}
 
 
 # --- running ---
@@ -397,7 +397,7 @@ def test_show_tells_stages_data_weights_and_code(finished: Workspace) -> None:
     for row, name, steps, parents in zip(rows, "ab", ("4/4", "2/2"), ("-", "a"), strict=True):
         record = state[name]
         assert row == [name, "sft", "done", steps, record["fingerprint"][:12], record["weights"][:12], parents]
-    assert "heldout_loss:" in said
+    assert "heldout/loss:" in said
     assert "code:         podium 0.1.0, source " in said
     assert "    made by sft, step 4 of " in said
 

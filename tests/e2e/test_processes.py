@@ -33,8 +33,8 @@ def test_two_ranks_train_as_one_and_their_run_goes_on_with_one(workspace: Worksp
     one = workspace.podium("train", recipe, "--set", "run.name=one")
     assert handed_over.code == one.code == 0, (handed_over, one)
     assert workspace.metric("two", "loss") == pytest.approx(workspace.metric("one", "loss"), rel=1e-4)
-    assert workspace.metric("two", "heldout_loss")[4] == pytest.approx(
-        workspace.metric("one", "heldout_loss")[4], rel=1e-4
+    assert workspace.metric("two", "heldout/loss")[4] == pytest.approx(
+        workspace.metric("one", "heldout/loss")[4], rel=1e-4
     )
     assert workspace.metric("two", "tokens") == workspace.metric("one", "tokens")
 

@@ -34,7 +34,7 @@ STEPS = 4
 # Times, and what depends on them.
 _TIMED = ("_s", "_per_s", "/s", "mfu", "cache_used", "reused_tokens", "prefilled_tokens", "preemptions")
 _INLINE = {"placement": {"launcher": "inline", "devices": 1}}
-_FIXED = {"rollout": None, "reward": None}
+_FIXED = {"rollout": None, "reward": None, "tokens_per_step": 256}
 _PAIRS = {**_FIXED, "data": {"train": [{"path": "pairs.jsonl"}]}, "rows_per_step": 8, "tokens_per_step": None}
 
 RUNS: Mapping[str, Mapping[str, Any]] = {
@@ -127,7 +127,6 @@ def recipe(name: str) -> dict[str, Any]:
         "reward": [{"function": "task.py:digits"}],
         "optimizer": {"lr": 3e-3, "schedule": "linear", "warmup_steps": 1, "weight_decay": 0.1},
         "steps": STEPS,
-        "tokens_per_step": 256,
         "placement": {"device": "cpu", "threads": 1, "onednn": False},
         "checkpoint": {"every": 2, "background": False},
         "run": {"name": name, "folder": "runs"},

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from pydantic import TypeAdapter
 
 from podium.data.documents import Document, Example, SplitExamples
 from podium.engine.mesh import Mesh, join
@@ -16,13 +17,13 @@ from podium.engine.optimizer import AdamW
 from podium.engine.sharding import PackedModel, place, place_scalar
 from podium.engine.train_step import StepReport, TrainEngine
 from podium.models.causal_lm import PackedCausalLM
+from podium.programs.distill import DistillMethod
+from podium.programs.dpo import PreferenceMethod
+from podium.programs.references import BaseReferences, LiveReferences
+from podium.programs.reward_model import RewardModelMethod
+from podium.programs.teachers import LiveTeachers
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
-from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
-from podium.spmd.distilling import DistillMethod
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.references import BaseReferences, LiveReferences
-from podium.spmd.reward_modelling import RewardModelMethod
-from podium.spmd.teachers import LiveTeachers
+from podium.recipe.dense import AnyPreference, DistillSection, RewardModelSection, SigmoidPreference
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,7 +107,7 @@ def test_preferences_in_bfloat16_learn_as_in_float32(folder: Path, mesh: Mesh, l
         model, trained = place(section(folder, dtype), folder, mesh, seed=0)
         reference, _ = place(section(folder, dtype), folder, mesh, seed=0, masters=False)
         engine = engine_of(model, trained, mesh)
-        chosen = PreferenceSection.model_validate({"loss": loss, "beta": 0.1})
+        chosen = TypeAdapter(AnyPreference).validate_python({"loss": loss, "beta": 0.1})
         references = LiveReferences(reference, mesh) if loss in ("sigmoid", "ipo") else None
         method = PreferenceMethod(chosen, engine, references, max_tokens=4096, max_length=256)
         reports = preference_steps(engine, method, 6)
@@ -123,7 +124,7 @@ def test_an_adapter_is_its_own_reference_with_a_base_that_has_no_masters(folder:
     assert all(each.dtype == torch.bfloat16 and not each.requires_grad for each in frozen)
     before = [each.clone() for each in frozen]
     engine = engine_of(model, trained, mesh)
-    method = PreferenceMethod(PreferenceSection(), engine, BaseReferences(model, mesh), max_tokens=4096, max_length=256)
+    method = PreferenceMethod(SigmoidPreference(), engine, BaseReferences(model, mesh), max_tokens=4096, max_length=256)
     reports = preference_steps(engine, method, 16, lr=1e-2)
     assert reports[0].loss == pytest.approx(0.6931, abs=2e-3)
     assert reports[-1].loss < 0.5

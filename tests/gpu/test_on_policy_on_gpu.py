@@ -23,7 +23,7 @@ from podium.observe import read_metrics
 from podium.recipe import Recipe, parse_recipe
 from podium.recipe.resolving import resolved
 from podium.roles.interfaces import Critic, Generator, Learner, Scorer
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 pytestmark = [
     pytest.mark.gpu,

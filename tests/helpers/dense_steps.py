@@ -23,14 +23,14 @@ from podium.engine.optimizer import AdamW
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import PackedCausalLM
+from podium.programs.distill import DistillMethod
+from podium.programs.dpo import PreferenceMethod
+from podium.programs.references import BaseReferences, LiveReferences, References, StoredReferences
+from podium.programs.reward_model import RewardModelMethod
+from podium.programs.teachers import LiveTeachers, StoredTeachers, Teachers
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
-from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
-from podium.spmd.distilling import DistillMethod
+from podium.recipe.dense import DistillSection, KtoPreference, PreferenceSection, RewardModelSection
 from podium.spmd.launch import RankPlace
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.references import BaseReferences, LiveReferences, References, StoredReferences
-from podium.spmd.reward_modelling import RewardModelMethod
-from podium.spmd.teachers import LiveTeachers, StoredTeachers, Teachers
 
 VOCABULARY = 250
 
@@ -175,7 +175,7 @@ def _engine(mesh: Mesh, task: DenseTask, case: Case) -> RecordingEngine:
 
 def _rows(task: DenseTask, case: Case) -> tuple[Example, ...]:
     match case.section:
-        case PreferenceSection(loss="kto"):
+        case KtoPreference():
             return task.labels
         case PreferenceSection():
             return task.pairs

@@ -30,7 +30,15 @@ from podium.roles.carriers import DistanceNote, EpisodeNote, Residency, Sampling
 from podium.roles.grading_handle import Rewarded
 from podium.roles.handles import joined_distance
 from podium.roles.interfaces import LearnerFacts
-from podium.roles.stages import CriticReport, Rollouts, TrainBatch, UpdateReport
+from podium.roles.stages import (
+    Advantages,
+    CriticReport,
+    Rollouts,
+    TeacherAdvantages,
+    TokenAdvantages,
+    TrainBatch,
+    UpdateReport,
+)
 from podium.rollout.requests import Completion
 
 WRONG, RIGHT = 10, 11
@@ -290,16 +298,17 @@ def _is_right(block: TrajectoryBlock) -> np.ndarray:
 def _advantages(train_batch: TrainBatch) -> np.ndarray:
     """One for each episode, from whatever weighs them."""
     rows = train_batch.rollouts.rows
-    if train_batch.advantages_N is not None:
-        return train_batch.advantages_N
-    if train_batch.columns is not None:
-        columns = train_batch.columns.select(rows.ids).read()
-        shift, scale = train_batch.whitening or (0.0, 1.0)
+    advantages = train_batch.advantages
+    if isinstance(advantages, Advantages) and advantages.values_N is not None:
+        return advantages.values_N
+    if isinstance(advantages, TokenAdvantages):
+        columns = advantages.columns.select(rows.ids).read()
+        shift, scale = advantages.whitening
         return (columns.advantages_T[columns.offsets[1:] - 1] - shift) * scale
-    if train_batch.teachers:
+    if isinstance(advantages, TeacherAdvantages):
         block, total_N = rows.read(), np.zeros(len(rows))
-        for column, weight in train_batch.teachers:
+        for column, weight in zip(advantages.logprobs, advantages.weights, strict=True):
             apart_T = column.select(rows.ids).read().values_T - block.behavior_logprobs_T
             total_N += weight * np.add.reduceat(apart_T, block.offsets[:-1])
         return total_N
-    return train_batch.scored.graded.rewards_N
+    return train_batch.graded.rewards_N

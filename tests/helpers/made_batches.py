@@ -21,7 +21,7 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.recipe import Recipe, apply_overrides, parse_recipe
 from podium.roles.blocks import block_of
 from podium.roles.carriers import TurnRewards
-from podium.roles.stages import GradedRollouts, Rollouts, UpdateReport
+from podium.roles.stages import Advantages, GradedRollouts, Rollouts, TrainBatch, UpdateReport
 from podium.rollout.requests import Completion, Finish
 from podium.weights.canary import LogprobGap
 
@@ -144,3 +144,16 @@ def make_report(**changes: Any) -> UpdateReport:
         imbalance=1.0, micro_steps=1, seconds=0.5, proximal_s=0.0, flops=1e6,
     )  # fmt: skip
     return replace(plain, **changes)
+
+
+def make_batch(graded: GradedRollouts, advantages_N: Sequence[float] | np.ndarray) -> TrainBatch:
+    """A batch with one advantage for each episode."""
+    values_N = np.asarray(advantages_N, np.float64)
+    return TrainBatch(step=1, lr=0.0, kl_coefficient=0.0, graded=graded, advantages=Advantages(values_N=values_N))
+
+
+def advantages_of(train_batch: TrainBatch) -> np.ndarray:
+    """Of each episode; fails where the batch has other advantages."""
+    assert isinstance(train_batch.advantages, Advantages)
+    assert train_batch.advantages.values_N is not None
+    return train_batch.advantages.values_N

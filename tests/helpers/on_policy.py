@@ -400,7 +400,7 @@ def rl_recipe(workspace: Any, name: str = "sums", /, **changes: Any) -> str:
         values[key] = {**values.get(key, {}), **change} if isinstance(change, dict) else change
     if not (workspace.path / "rewards.py").exists():
         (workspace.path / "rewards.py").write_text(REWARDS)
-    return str(workspace.recipe(name, **{"tokens_per_step": 256, **values}))
+    return str(workspace.recipe(name, **values))
 
 
 # A reward that an untrained model gets now and then, so that groups differ: the share of digits in its answer.

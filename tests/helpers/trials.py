@@ -7,7 +7,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,21 @@ from helpers.fake_roles import (
     FakeScorer,
 )
 from helpers.made_batches import on_policy_recipe
-from podium.cluster.objects import Shelf, Step
+from podium.cluster.objects import ObjectScope, Shelf
 from podium.cluster.results import Span
 from podium.controller.layout import role_names
 from podium.controller.ledger import Ledger
-from podium.controller.parts import Parts, Progress, Roles
+from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
+from podium.controller.state import RunState
 from podium.data.tasks import Task, read_tasks
-from podium.observe import EvaluationView, MetricsFile, StepMetrics, Stopwatch, read_metrics
+from podium.observe import EvaluationView, StepMetrics, Stopwatch, read_metrics
 from podium.observe.console import SilentConsole, StepView
 from podium.programs import controlled
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
+from podium.runs.log import open_log
 
 
 class HeardConsole(SilentConsole):
@@ -68,13 +70,13 @@ class FakeCluster:
 
     def __init__(self) -> None:
         self._shelf = Shelf()
-        self.opened: list[int] = []
+        self.opened: list[str] = []
 
     @contextmanager
-    def step(self, number: int) -> Iterator[Step]:
-        self.opened.append(number)
-        with self._shelf.step(number) as step:
-            yield step
+    def scope(self, name: str) -> Iterator[ObjectScope]:
+        self.opened.append(name)
+        with self._shelf.scope(name) as scope:
+            yield scope
 
 
 class FakeWorkers:
@@ -98,7 +100,8 @@ class Trial:
     """A run that is ready to begin. `bandit` says how its roles behave and remembers what was asked of them."""
 
     def __init__(
-        self, folder: Path, *overrides: str, heldout: int = 0, offload: bool = False, progress: Progress | None = None,
+        self, folder: Path, *overrides: str, heldout: int = 0, offload: bool = False, step: int = 0,
+        saved: Mapping[str, Any] | None = None,
         cursor: Mapping[str, Any] | None = None, bandit: Bandit | None = None,
     ) -> None:  # fmt: skip
         data = [f"data.train.0.path={write_prompts(folder / 'train.jsonl', 64)}", f"run.folder={folder}"]
@@ -106,7 +109,8 @@ class Trial:
             data.append(f"data.heldout=[{{path: {write_prompts(folder / 'heldout.jsonl', heldout)}}}]")
         self.recipe = recipe = on_policy_recipe(*data, *overrides)
         self.bandit = bandit or Bandit()
-        self.progress = progress or Progress()
+        self.state = RunState.begin(recipe, step, saved)
+        self._stack = ExitStack()
         self.console, self.workers, self.cluster = HeardConsole(), FakeWorkers(), FakeCluster()
         path = folder / "bandit"
         self.folder = RunFolder.open(path) if path.exists() else RunFolder.create(recipe)
@@ -116,33 +120,35 @@ class Trial:
         if offload:
             colocated = recipe.placement.layout == "colocated"
             leaving = who_leaves(names.on_devices, colocated=colocated, optimizer_bytes=0, device_bytes=0, asked=True)
-        fakes: dict[str, Any] = {
-            "cluster": self.cluster, "workers": self.workers, "roles": self.roles, "console": self.console
-        }  # fmt: skip
-        self.parts = Parts(
-            recipe=recipe, folder=self.folder, names=names, leaving=leaving, loggers=(), watch=Stopwatch(),
+        fakes: dict[str, Any] = {"cluster": self.cluster, "workers": self.workers, "roles": self.roles}
+        self.parts = OnPolicyParts(
+            recipe=recipe, folder=self.folder, names=names, leaving=leaving, watch=Stopwatch(),
+            log=open_log(self._stack, recipe, self.folder, self.console, step=step),
             prompts=PromptSource(recipe, CountingEncoder(), cursor),  # type: ignore[arg-type]
             heldout=read_tasks(recipe.data.heldout, "data.heldout", None) if heldout else [],
             ledger=Ledger(self.folder.path / "episodes.sqlite"),
-            metrics=MetricsFile.resume(self.folder.metrics_file, step=self.progress.step),
             stop_requested=self.folder.stop_file.exists,
             **fakes,
         )  # fmt: skip
-        self.parts.ledger.rewind(self.progress.step)
+        self.parts.ledger.rewind(step)
 
     def run(self) -> OnPolicyRun:
         """Its program from beginning to end."""
-        run = OnPolicyRun(self.parts, self.progress)
+        run = OnPolicyRun(self.parts, self.state)
         asyncio.run(self._program(run))
         return run
 
     async def _program(self, run: OnPolicyRun) -> None:
         """As a controlled run is driven: its files are closed while its loop still runs."""
         try:
-            await controlled.PROGRAMS[self.recipe.program](run)
+            await controlled.load_program(self.recipe.program)(run)
         finally:
-            self.parts.ledger.close()
-            self.parts.metrics.close()
+            self.close()
+
+    def close(self) -> None:
+        """Its files, so that they can be read."""
+        self.parts.ledger.close()
+        self._stack.close()
 
     @property
     def lines(self) -> list[StepMetrics]:
@@ -163,7 +169,7 @@ class Trial:
 
 def _roles(recipe: Any, bandit: Bandit) -> Roles:
     names, policy = role_names(recipe), FakeLearner(bandit)
-    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
+    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     fakes: dict[str, Any] = {
         "policy": policy,
         "generator": FakeGenerator(bandit),

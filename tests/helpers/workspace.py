@@ -15,6 +15,8 @@ import yaml
 
 from podium import cli
 from podium.observe import read_metrics
+from podium.recipe import OnPolicyRecipe, SpmdRecipe
+from podium.recipe.programs import BUILT_IN
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,12 +61,13 @@ class Workspace:
         values: dict[str, Any] = {
             "program": "sft",
             "model": {"path": str(self.model)},
-            "data": {"train": [{"path": "train.jsonl"}], "packing_window": 16},
-            "tokens_per_step": 256,
+            "data": {"train": [{"path": "train.jsonl"}]},
             "optimizer": {"lr": 3e-3},
             "steps": 4,
             "placement": {"device": "cpu", "threads": 1, "onednn": False},
         }
+        if not issubclass(BUILT_IN.get(changes.get("program", "sft"), SpmdRecipe), OnPolicyRecipe):
+            values |= {"tokens_per_step": 256, "data": {**values["data"], "packing_window": 16}}
         for key, change in changes.items():
             values[key] = {**values.get(key, {}), **change} if isinstance(change, dict) else change
         file = self.path / f"{name}.yaml"

@@ -35,9 +35,17 @@ from helpers.tiny import save_tiny_model, tiny_config
 from podium.data.document_store import DocumentStore
 from podium.data.documents import Document, Example
 from podium.engine.scoring import summed_logprobs
-from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
+from podium.programs.dpo import mismatched
+from podium.recipe.dense import (
+    DistillSection,
+    IpoPreference,
+    KtoPreference,
+    OrpoPreference,
+    RewardModelSection,
+    SigmoidPreference,
+    SimpoPreference,
+)
 from podium.spmd.launch import launch
-from podium.spmd.preferences import mismatched
 
 SAME = 1e-5
 WORLDS = [pytest.param(world, marks=pytest.mark.slow) for world in (2, 4)]
@@ -45,13 +53,13 @@ TOP = 7
 
 CASES = {
     "sigmoid": Case(
-        section=PreferenceSection(beta=0.3, label_smoothing=0.1, cross_entropy=0.2), source="live"
+        section=SigmoidPreference(beta=0.3, label_smoothing=0.1, cross_entropy=0.2), source="live"
     ),
-    "ipo": Case(section=PreferenceSection(loss="ipo", beta=0.4), source="live"),
-    "simpo": Case(section=PreferenceSection(loss="simpo", beta=2.0, gamma=0.7, label_smoothing=0.05)),
-    "orpo": Case(section=PreferenceSection(loss="orpo", beta=0.3)),
+    "ipo": Case(section=IpoPreference(beta=0.4), source="live"),
+    "simpo": Case(section=SimpoPreference(beta=2.0, gamma=0.7, label_smoothing=0.05)),
+    "orpo": Case(section=OrpoPreference(beta=0.3)),
     "kto": Case(
-        section=PreferenceSection(loss="kto", beta=0.2, desirable_weight=1.5, undesirable_weight=0.7), source="live"
+        section=KtoPreference(beta=0.2, desirable_weight=1.5, undesirable_weight=0.7), source="live"
     ),
     "ranked": Case(section=RewardModelSection(center=0.05)),
     "scores": Case(section=RewardModelSection(learns="scores")),
@@ -61,13 +69,13 @@ CASES = {
     "top": Case(section=DistillSection(targets="cached", top_k=TOP, temperature=1.5), source="stored"),
     # The same in other ways.
     "sigmoid stored": Case(
-        section=PreferenceSection(beta=0.3, label_smoothing=0.1, cross_entropy=0.2), source="stored"
+        section=SigmoidPreference(beta=0.3, label_smoothing=0.1, cross_entropy=0.2), source="stored"
     ),
-    "adapter live": Case(section=PreferenceSection(beta=0.3), source="live", adapted=True),
-    "adapter base": Case(section=PreferenceSection(beta=0.3), source="base", adapted=True),
+    "adapter live": Case(section=SigmoidPreference(beta=0.3), source="live", adapted=True),
+    "adapter base": Case(section=SigmoidPreference(beta=0.3), source="base", adapted=True),
     # Fewer rows than ranks, so that some have nothing at all.
-    "one pair": Case(section=PreferenceSection(beta=0.3), source="live", rows=(4,)),
-    "one label": Case(section=PreferenceSection(loss="kto", beta=0.3), source="live", rows=(4,)),
+    "one pair": Case(section=SigmoidPreference(beta=0.3), source="live", rows=(4,)),
+    "one label": Case(section=KtoPreference(beta=0.3), source="live", rows=(4,)),
     "one ranked": Case(section=RewardModelSection(), rows=(4,)),
     "one score": Case(section=RewardModelSection(learns="scores"), rows=(4,)),
     "one document": Case(section=DistillSection(), rows=(4,)),
@@ -426,8 +434,8 @@ def test_ktos_baseline_keeps_to_the_budget_of_a_micro_batch(task: DenseTask, mon
         sizes.append(batch.packed.num_tokens)
         return summed_logprobs(model, mesh, batch)
 
-    monkeypatch.setattr("podium.spmd.preferences.summed_logprobs", watched)
-    case = Case(section=PreferenceSection(loss="kto"), source="live", max_tokens=45)
+    monkeypatch.setattr("podium.programs.dpo.summed_logprobs", watched)
+    case = Case(section=KtoPreference(), source="live", max_tokens=45)
     step_of(one_rank(), replace(task, labels=rows), case)
     assert sizes
     assert max(sizes) <= 45

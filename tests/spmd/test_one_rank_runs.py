@@ -15,7 +15,7 @@ from podium.engine.checkpoint import saved_steps
 from podium.errors import CheckpointError, LaunchError, TrainingDivergedError, UnsupportedModelError
 from podium.models import packing
 from podium.models.packing import Run
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 
 @pytest.fixture(scope="module")

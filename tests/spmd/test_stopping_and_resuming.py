@@ -15,7 +15,7 @@ from helpers.runs import STEPS, losses, tiny_recipe, write_recipe
 from helpers.tiny import write_chats
 from podium import api
 from podium.engine.checkpoint import saved_steps
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),

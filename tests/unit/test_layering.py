@@ -15,7 +15,7 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
-    "rollout", "cluster", "spmd", "roles", "controller", "programs", "checks", "pipeline_checks", "api", "cli",
+    "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -23,18 +23,14 @@ TORCH_FREE = (
     "importing",
     "recipe",
     "observe",
+    "runs",
     "data",
     "environments",
     "checks",
     "pipeline_checks",
     "api",
     "cli",
-    "spmd.folder",
-    "spmd.lineage",
-    "spmd.pipeline_folder",
-    "spmd.showing",
     "spmd.launch",
-    "spmd.result",
     "spmd.on_ray",
     "models.adapter_folder",
     "models.folder",

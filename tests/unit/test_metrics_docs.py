@@ -4,30 +4,29 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task, on_policy_recipe
+from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task
 from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.values import ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
 from podium.controller.records import StepRecord, step_metrics
-from podium.recipe.dense import DistillSection, PreferenceLoss, PreferenceSection, RewardModelSection
+from podium.programs.distill import DistillMethod
+from podium.programs.dpo import PreferenceMethod
+from podium.programs.reward_model import RewardModelMethod
+from podium.recipe.dense import DistillSection, KtoPreference, RewardModelSection, SigmoidPreference
 from podium.roles.carriers import DistanceNote
-from podium.roles.stages import CriticReport, ScoredRollouts
-from podium.spmd.distilling import DistillMethod
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.reward_modelling import RewardModelMethod
+from podium.roles.stages import CriticReport
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "podium"
@@ -86,7 +85,7 @@ def step_names() -> set[str]:
     distance = DistanceNote(k1_N=ones_N, k2_N=ones_N, k3_N=ones_N, tokens_N=np.ones(4, np.int64))
     weights = EffectiveSampleSize(count=4, kept=4, sum=4, sum_squares=4)
     record = StepRecord(
-        step=1, lr=1e-3, graded=graded, used=graded, scored=ScoredRollouts(graded=graded, distance=distance),
+        step=1, lr=1e-3, graded=graded, used=graded, distance=distance,
         report=make_report(sampling=weights, kl_reference=0.1), kl_coefficient=0.1,
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
         seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6, solved_at=1.0,
@@ -97,23 +96,11 @@ def step_names() -> set[str]:
 
 def evaluation_names() -> set[str]:
     """All names of an evaluation of two sources with four samples a prompt."""
-    recipe = on_policy_recipe(
-        "data.heldout=[{path: heldout.jsonl}]", "evaluation={generation: {prompts: 2, samples: 4}}"
-    )
-
-    class Run:
-        def __init__(self) -> None:
-            self.recipe = recipe
-
-        async def answer_heldout(self, tasks: Any, samples: int, plan: Any) -> Any:
-            answers = [make_answer(draw, sample) for draw in range(len(tasks)) for sample in range(samples)]
-            return make_rollouts(answers, sources={0: "easy", 1: "hard"})
-
-        async def score_heldout(self, rollouts: Any, *, show: int) -> Any:
-            return HeldoutScores(scores_N=np.ones(len(rollouts)), texts=(), num_errors=0, first_error=None)
-
-    run: Any = Run()
-    return set(asyncio.run(evaluation.summarise(run, [make_task(0), make_task(1)], 3)).metrics)
+    answers = [make_answer(draw, sample) for draw in range(2) for sample in range(4)]
+    rollouts = make_rollouts(answers, sources={0: "easy", 1: "hard"})
+    scores = HeldoutScores(scores_N=np.ones(8), texts=(), num_errors=0, first_error=None)
+    pass_at = evaluation.pass_at_metrics(np.ones(8, bool), rollouts.group_N, 4)
+    return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], 1.0, pass_at).metrics)
 
 
 def literals(file: Path, *functions: str) -> Iterator[str]:
@@ -168,20 +155,20 @@ def averaged(*methods: Any) -> set[str]:
 
 
 def heldout(names: Iterable[str]) -> set[str]:
-    return {f"heldout_{name}" for name in names if name != "loss"}  # `heldout_loss` is every program's
+    return {f"heldout/{name}" for name in names if name != "loss"}  # `heldout/loss` is every program's
 
 
 def test_every_number_of_all_programs_with_fixed_data_is_defined() -> None:
     written = set(literals(SOURCE / "spmd" / "run.py", "_publish", "_evaluate")) - OF_SAMPLES
-    assert "heldout_*" in written
-    assert_same(written - {"heldout_*"} | {"heldout_loss"}, defined("Fixed data: every program"))
+    assert "heldout/*" in written
+    assert_same(written - {"heldout/*"} | {"heldout/loss"}, defined("Fixed data: every program"))
 
 
 def test_every_number_of_preferences_is_defined() -> None:
     names = averaged(
         *(
-            PreferenceMethod(PreferenceSection(loss=loss), ENGINE, None, max_tokens=64, max_length=64)
-            for loss in get_args(PreferenceLoss)
+            PreferenceMethod(section, ENGINE, None, max_tokens=64, max_length=64)
+            for section in (SigmoidPreference(), KtoPreference())
         )
     )
     assert_same(names | heldout(names), defined("Preferences"))

@@ -6,7 +6,7 @@ from podium.cluster.group import RoleGroup
 from podium.cluster.identity import Coordinates, WorkerId
 from podium.cluster.layout import Layout, Pool, RayCluster, Resources, RoleSpec
 from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
-from podium.cluster.objects import RowRefs, Step, Stored
+from podium.cluster.objects import ObjectScope, RowRefs, Stored
 from podium.cluster.results import Answer, Computed, Merged, Metric, ShardResult, stored_rows
 from podium.cluster.worker_context import WorkerContext
 
@@ -20,6 +20,7 @@ __all__ = [
     "MeshRegistry",
     "MeshShape",
     "Metric",
+    "ObjectScope",
     "Pool",
     "RayCluster",
     "Resources",
@@ -28,7 +29,6 @@ __all__ = [
     "RoleSpec",
     "RowRefs",
     "ShardResult",
-    "Step",
     "Stored",
     "WorkerContext",
     "WorkerId",

@@ -20,7 +20,7 @@ from podium.cluster.layout import Layout, RayCluster
 from podium.cluster.links import Links
 from podium.cluster.local_ray import LocalRay
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.objects import Shelf, Step, StoreUse
+from podium.cluster.objects import ObjectScope, Shelf, StoreUse
 from podium.cluster.placement import TooLarge, bundles_of, preflight
 from podium.cluster.results import Span
 from podium.cluster.transport import Transport
@@ -134,9 +134,9 @@ class Cluster:
         self._started.append(workers)
         return workers
 
-    def step(self, number: int) -> AbstractContextManager[Step]:
-        """What the step is given to hold is freed when the block ends."""
-        return self._shelf.step(number)
+    def scope(self, name: str) -> AbstractContextManager[ObjectScope]:
+        """What the scope is given to hold is freed when the block ends."""
+        return self._shelf.scope(name)
 
     def total(self, resource: str) -> float:
         """How much of a resource ("CPU", "GPU", a custom one) all nodes have together."""

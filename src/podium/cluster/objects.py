@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -159,32 +158,32 @@ class Shelf:
         return StoreUse(objects=len(held), bytes=sum(held))
 
     @contextmanager
-    def step(self, number: int) -> Iterator[Step]:
-        """Everything that the step is given to hold is freed when the block ends, also by an exception."""
-        step = Step(self, number)
+    def scope(self, name: str) -> Iterator[ObjectScope]:
+        """Everything that the scope is given to hold is freed when the block ends, also by an exception."""
+        scope = ObjectScope(self, name)
         try:
-            yield step
+            yield scope
         finally:
-            step.close()
+            scope.close()
 
 
-class Step:
-    """The objects of one step."""
+class ObjectScope:
+    """Objects that are freed together: those of one step, or of one evaluation."""
 
-    def __init__(self, shelf: Shelf, number: int) -> None:
-        self._shelf, self._number = shelf, number
+    def __init__(self, shelf: Shelf, name: str) -> None:
+        self._shelf, self._name = shelf, name
         self._held: list[Stored[Any]] = []
-        self._began_s = time.time()
 
     def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
-        """These rows are freed when the step closes."""
+        """These rows are freed when the scope closes."""
         self._held += rows.pieces
         return rows
 
     def close(self) -> None:
+        """Frees what it holds; reading it afterwards is an error that says so."""
         for stored in self._held:
             self._shelf.forget(stored)
-            stored.free(f"it was freed when step {self._number} closed")
+            stored.free(f"it was freed when {self._name} closed")
         self._held.clear()
 
 

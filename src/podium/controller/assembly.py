@@ -12,30 +12,33 @@ from podium.cluster import Cluster, Workers
 from podium.controller.evaluation import heldout_limit
 from podium.controller.layout import GRADER, RUNNER, role_names
 from podium.controller.ledger import Ledger
-from podium.controller.parts import Parts, Progress, Roles
+from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
+from podium.controller.state import RunState
 from podium.data.tasks import PromptEncoder, Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, set_aside_later
-from podium.observe import Console, MetricsFile, Stopwatch, open_loggers
-from podium.recipe import Recipe
+from podium.observe import Console, Stopwatch
+from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.grader import Grader
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
-from podium.roles.interfaces import POLICY, Critic, Generator, Learner, LearnerFacts, RewardModel, Scorer
+from podium.roles.interfaces import POLICY, Critic, Generator, Learner, RewardModel, Scorer
 from podium.roles.runner_handle import RunnerHandle
-from podium.spmd.folder import RunFolder
-from podium.spmd.result import RunResult
+from podium.runs.folder import RunFolder
+from podium.runs.header import header_lines, model_line
+from podium.runs.log import open_log
+from podium.runs.result import RunResult, end_status
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
     """What a run reads before its first step: prompts, and where it goes on."""
 
-    recipe: Recipe
+    recipe: OnPolicyRecipe
     folder: RunFolder
     resume_step: int | None
     saved: Mapping[str, Any]  # by the controller, in the checkpoint
@@ -43,7 +46,7 @@ class Inputs:
     heldout: Sequence[Task]
 
 
-def read_inputs(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> Inputs:
+def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None) -> Inputs:
     """Raises what is wrong with tokenizer, prompts or checkpoint."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
@@ -59,46 +62,36 @@ def read_inputs(recipe: Recipe, folder: RunFolder, resume_step: int | None) -> I
 
 async def assemble(
     inputs: Inputs, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch, stack: ExitStack
-) -> OnPolicyRun:
+) -> OnPolicyRun[OnPolicyRecipe]:
     """The run, ready for its program. What it opens is closed by `stack`."""
     recipe, folder, saved, step = inputs.recipe, inputs.folder, inputs.saved, inputs.resume_step or 0
     roles = await _roles(recipe, workers, console.warning)
     ledger = Ledger(folder.path / "episodes.sqlite")
     stack.callback(ledger.close)
     ledger.rewind(step)
-    loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=inputs.resume_step)
-    for logger in loggers:
-        stack.callback(logger.close)
-    metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step))
-    folder.forget_samples_after(step)
+    log = open_log(stack, recipe, folder, console, step=step)
     facts, names = roles.policy.facts, role_names(recipe)
     if facts.cpu is not None:
-        folder.update(cpu={"ranks": roles.policy.num_ranks, "threads": facts.cpu.threads, "onednn": facts.cpu.onednn})
-    parts = Parts(
+        folder.note_cpu_settings(roles.policy.num_ranks, facts.cpu)
+    parts = OnPolicyParts(
         recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
-        prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, console=console, metrics=metrics,
-        loggers=loggers, watch=watch, stop_requested=folder.stop_file.exists,
+        prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log, watch=watch,
+        stop_requested=folder.stop_file.exists,
         leaving=who_leaves(
             names.on_devices, colocated=recipe.placement.layout == "colocated",
             optimizer_bytes=facts.optimizer_bytes, device_bytes=facts.device_bytes,
             asked=recipe.rollout.offload_optimizer,
         ),
     )  # fmt: skip
-    progress = Progress(
-        step=step,
-        kl_coefficient=saved.get("kl_coefficient"),
-        skipped_in_a_row=saved.get("skipped_in_a_row", 0),
-        version=saved.get("version"),
-    )
-    console.header(_header(recipe, folder, roles, inputs.resume_step))
-    return OnPolicyRun(parts, progress)
+    console.header(_header(recipe, folder, roles, step))
+    return OnPolicyRun(parts, RunState.begin(recipe, step, saved))
 
 
-def result_of(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResult:
+def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwatch) -> RunResult:
     return RunResult(
         folder=folder.path,
-        status="finished" if run.step >= run.recipe.steps else "stopped",
-        step=run.step,
+        status=end_status(run.recipe, run.num_committed),
+        step=run.num_committed,
         loss=run.last_loss,
         heldout_loss=None,
         score=run.evaluation.score if run.evaluation is not None else None,
@@ -106,10 +99,10 @@ def result_of(run: OnPolicyRun, folder: RunFolder, watch: Stopwatch) -> RunResul
     )
 
 
-async def _roles(recipe: Recipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
+async def _roles(recipe: OnPolicyRecipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
     names = role_names(recipe)
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
-    functions = tuple(index for index, reward in enumerate(recipe.reward) if reward.model is None)
+    functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     grader = GraderHandle(
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn
     )
@@ -131,22 +124,17 @@ async def _roles(recipe: Recipe, workers: Workers, warn: Callable[[str], None]) 
     )
 
 
-def _header(recipe: Recipe, folder: RunFolder, roles: Roles, resume_step: int | None) -> list[str]:
+def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) -> list[str]:
     facts, rollout, placement = roles.policy.facts, recipe.rollout, recipe.placement
-    episodes = f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples"
-    lines = [
-        f"run: {folder.path}" + (f" (resumed after step {resume_step})" if resume_step else ""),
-        f"program: {recipe.program}, {recipe.steps} steps of {episodes}, up to {rollout.max_new_tokens} new tokens",
-        f"model: {facts.architecture}, {facts.num_parameters / 1e6:.2f}M parameters{_adapter(facts)}, {facts.dtype} "
-        "compute, float32 masters",
-        f"devices: {placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
+    trained = facts.num_parameters if facts.trained_parameters is None else facts.trained_parameters
+    return header_lines(
+        recipe,
+        folder,
+        resume_step=step,
+        step_size=f"{rollout.prompts_per_step} prompts x {rollout.samples_per_prompt} samples, up to "
+        f"{rollout.max_new_tokens} new tokens",
+        model=model_line(facts.architecture, facts.num_parameters, trained, facts.dtype),
+        devices=f"{placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
         f"{roles.generator.num_engines} generate ({rollout.engine})",
-    ]
-    if facts.cpu is not None:
-        lines.append(f"cpu: {facts.cpu} per worker ({facts.cpu.measured})")
-    return lines
-
-
-def _adapter(facts: LearnerFacts) -> str:
-    count = facts.trained_parameters
-    return "" if count is None else f" ({count / 1e6:.3g}M of them an adapter's, the others frozen)"
+        cpu=facts.cpu,
+    )

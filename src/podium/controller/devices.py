@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 from podium.controller.layout import LINK
-from podium.controller.parts import Parts
+from podium.controller.parts import OnPolicyParts
 from podium.controller.phases import GENERATOR, Phase, residency
+from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import Residency
 from podium.roles.handles import send_weights
 from podium.roles.interfaces import POLICY
@@ -21,18 +22,27 @@ from podium.weights.weight_transfers import ByBroadcast
 class Devices:
     """Carries out what controller/phases.py decides. Time inside a phase is accounted to it."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe]) -> None:
         self._parts = parts
         self._colocated = parts.recipe.placement.layout == "colocated"
         self._held: dict[str, Residency] = dict.fromkeys(parts.names.on_devices, "resident")
         self._published: int | None = None
-        self.is_evaluating = False  # what an evaluation takes is the evaluation's, whatever it is made of
+        self._is_evaluating = False
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Time inside is accounted to the evaluation, whatever its phases are."""
+        self._is_evaluating = True
+        try:
+            yield
+        finally:
+            self._is_evaluating = False
 
     @asynccontextmanager
     async def phase(self, phase: Phase) -> AsyncIterator[None]:
         """Roles hold what the phase says."""
         await self.enter(phase)
-        with self._parts.watch.span("evaluation" if self.is_evaluating else phase):
+        with self._parts.watch.span("evaluation" if self._is_evaluating else phase):
             yield
 
     @asynccontextmanager
@@ -40,7 +50,7 @@ class Devices:
         """The same where nobody on a device works in the phase: who leaves does so meanwhile."""
         moving = asyncio.create_task(self.enter(phase, timed=False))
         try:
-            with self._parts.watch.span("evaluation" if self.is_evaluating else phase):
+            with self._parts.watch.span("evaluation" if self._is_evaluating else phase):
                 yield
         finally:
             await moving

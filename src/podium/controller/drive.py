@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster import Cluster, RayCluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread
@@ -17,13 +17,12 @@ from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp
 from podium.errors import PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
-from podium.models.cpu_settings import CpuSettings
 from podium.observe import Stopwatch, open_console
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
-from podium.spmd.folder import RunFolder
-from podium.spmd.launch import InterruptHandler
-from podium.spmd.result import RunResult
+from podium.runs.folder import RunFolder
+from podium.runs.interrupts import InterruptHandler
+from podium.runs.result import RunResult
 
 if TYPE_CHECKING:
     from podium.controller.assembly import Inputs
@@ -32,12 +31,12 @@ if TYPE_CHECKING:
 _SETTLE_S = 60.0
 First = TypeVar("First")
 Second = TypeVar("Second")
-ControlledProgram = Callable[["OnPolicyRun"], Awaitable[None]]
+ControlledProgram = Callable[["OnPolicyRun[Any]"], Awaitable[None]]
 
 
 def run_controlled(
     load_program: Callable[[], ControlledProgram],
-    recipe: Recipe,
+    recipe: OnPolicyRecipe,
     folder: RunFolder,
     *,
     resume_step: int | None,
@@ -57,7 +56,7 @@ def run_controlled(
 
 async def _drive(
     load_program: Callable[[], ControlledProgram],
-    recipe: Recipe,
+    recipe: OnPolicyRecipe,
     folder: RunFolder,
     resume_step: int | None,
     interrupts: InterruptHandler,
@@ -98,7 +97,7 @@ async def _drive(
                 # What was being saved is saved, as far as the learners still answer.
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(_SETTLE_S):
-                        await run.policy.finish_saving()
+                        await run.finish_saving()
                 raise
             return result_of(run, folder, watch)
 
@@ -114,7 +113,7 @@ async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) ->
 
 
 @asynccontextmanager
-async def _opened(recipe: Recipe, watch: Stopwatch, start_up: StartUp) -> AsyncIterator[Cluster]:
+async def _opened(recipe: OnPolicyRecipe, watch: Stopwatch, start_up: StartUp) -> AsyncIterator[Cluster]:
     settings = RayCluster(heartbeat_timeout_s=recipe.placement.heartbeat_timeout_s)
     inline = recipe.placement.launcher == "inline"
     opening = open_inline() if inline else open_ray(settings, starting=start_up.ray, tell=start_up.tell)
@@ -128,17 +127,14 @@ async def _opened(recipe: Recipe, watch: Stopwatch, start_up: StartUp) -> AsyncI
                 spans.enter_context(watch.span("shut-down"))
 
 
-async def _started(recipe: Recipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
+async def _started(recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
     placement = recipe.placement
     device, gpus = placement.device, await in_thread(cluster.total, "GPU")
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"
     if device == "cuda" and gpus == 0:
         raise PlacementError("placement.device: cuda is asked for and the cluster has no GPU. Use cpu or auto.")
-    known = folder.state().get("cpu", {})
-    # Threads change the order of sums, so a run that goes on keeps what it was measured to be fastest with.
-    kept = known.get("ranks") == num_learners(recipe)
-    cpu = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before") if kept else None
+    cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu)
     timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
     try:

@@ -3,21 +3,24 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from podium.cluster import ObjectScope
+from podium.controller.devices import Devices
+from podium.controller.episodes import Episodes
+from podium.controller.grading import HeldoutScores
+from podium.controller.parts import OnPolicyParts
 from podium.controller.records import pass_at_k, powers_up_to
 from podium.data.tasks import DrawnTask, Task
 from podium.observe import EvaluationView, SampleView
-from podium.recipe import GenerationSection
+from podium.recipe import GenerationSection, OnPolicyRecipe
+from podium.recipe.schema import SampledGenerationSection
 from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import Rollouts
-
-if TYPE_CHECKING:
-    from podium.controller.run import OnPolicyRun
 
 # Held-out prompts that are answered where the recipe does not say how many.
 DEFAULT_PROMPTS = 512
@@ -30,7 +33,6 @@ class Evaluation:
     score: float
     metrics: Mapping[str, float]
     view: EvaluationView
-    samples: Sequence[Mapping[str, Any]]
 
 
 def heldout_limit(generation: GenerationSection | None, most: int | None) -> int:
@@ -39,31 +41,64 @@ def heldout_limit(generation: GenerationSection | None, most: int | None) -> int
     return asked if most is None else min(asked, most)
 
 
-async def summarise(run: OnPolicyRun, tasks: Sequence[Task], step: int) -> Evaluation:
-    """Answers all tasks, greedily and (where the recipe wants pass@k) by samples, and grades the answers."""
-    recipe = run.recipe
-    generation = recipe.evaluation.generation or GenerationSection()
-    rollout = recipe.rollout
-    longest = generation.max_new_tokens or rollout.max_new_tokens
-    greedy = SamplingPlan(max_new_tokens=longest, temperature=0.0, stop=rollout.stop, seed=recipe.run.seed)
-    rollouts = await run.answer_heldout(tasks, 1, greedy)
-    scored = await run.score_heldout(rollouts, show=generation.show)
-    scores_N = scored.scores_N
+class Evaluator:
+    """Answers the held-out prompts with the newest weights, greedily and (for pass@k) by samples, and grades the
+    answers. Held-out episodes count in no step."""
+
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, episodes: Episodes) -> None:
+        self._parts, self._devices, self._episodes = parts, devices, episodes
+        self._prompts = numbered(parts.heldout)
+
+    async def evaluate(self, step: int) -> Evaluation:
+        """After `step` steps."""
+        parts, began_s = self._parts, time.perf_counter()
+        parts.log.console.doing("evaluating")
+        with (
+            parts.watch.span("evaluation"),
+            parts.cluster.scope(f"the evaluation at step {step}") as objects,
+            self._devices.evaluating(),
+        ):
+            evaluation = await self._evaluate(step, objects)
+        parts.log.console.doing(None)
+        return replace(evaluation, view=replace(evaluation.view, seconds=time.perf_counter() - began_s))
+
+    async def _evaluate(self, step: int, objects: ObjectScope) -> Evaluation:
+        recipe, rollout = self._parts.recipe, self._parts.recipe.rollout
+        generation = recipe.evaluation.generation or SampledGenerationSection()
+        longest = generation.max_new_tokens or rollout.max_new_tokens
+        greedy = SamplingPlan(max_new_tokens=longest, temperature=0.0, stop=rollout.stop, seed=recipe.run.seed)
+        rollouts = await self._episodes.generate(self._prompts, 1, greedy, step, objects)
+        scores = await self._episodes.score_heldout(rollouts, show=generation.show)
+        pass_at: dict[str, float] = {}
+        if generation.samples > 1:
+            plan = SamplingPlan(
+                max_new_tokens=longest, temperature=generation.temperature, stop=rollout.stop, seed=recipe.run.seed + 1
+            )
+            sampled = await self._episodes.generate(self._prompts, generation.samples, plan, step, objects)
+            sampled_N = (await self._episodes.score_heldout(sampled, show=0)).scores_N
+            pass_at = pass_at_metrics(sampled_N >= recipe.grading.solved_at, sampled.group_N, generation.samples)
+        return summarise(step, rollouts, scores, self._parts.heldout, recipe.grading.solved_at, pass_at)
+
+
+def summarise(
+    step: int,
+    rollouts: Rollouts,
+    scores: HeldoutScores,
+    tasks: Sequence[Task],
+    solved_at: float,
+    pass_at: Mapping[str, float],
+) -> Evaluation:
+    """Held-out answers and their scores in numbers, and as they are shown; pure."""
+    scores_N = scores.scores_N
     metrics = {"heldout/score": float(scores_N.mean()), "heldout/length": float(rollouts.note.sampled_N.mean())}
-    metrics["heldout/solved"] = float((scores_N >= recipe.grading.solved_at).mean())
+    metrics["heldout/solved"] = float((scores_N >= solved_at).mean())
     metrics["heldout/truncated"] = float(rollouts.truncated_N.mean())
     metrics |= _by_source(scores_N, rollouts)
-    if generation.samples > 1:
-        plan = SamplingPlan(
-            max_new_tokens=longest, temperature=generation.temperature, stop=rollout.stop, seed=recipe.run.seed + 1
-        )
-        sampled = await run.answer_heldout(tasks, generation.samples, plan)
-        sampled_N = (await run.score_heldout(sampled, show=0)).scores_N
-        metrics |= _pass_at(sampled_N >= recipe.grading.solved_at, sampled.group_N, generation.samples)
+    metrics |= pass_at
     draws = rollouts.group_N.tolist()
     views = tuple(
         SampleView(prompt=prompt, answer=answer, reference=tasks[draw].reference, score=score)
-        for (prompt, answer), draw, score in zip(scored.texts, draws, scores_N.tolist(), strict=False)
+        for (prompt, answer), draw, score in zip(scores.texts, draws, scores_N.tolist(), strict=False)
     )
     view = EvaluationView(
         step=step,
@@ -72,14 +107,10 @@ async def summarise(run: OnPolicyRun, tasks: Sequence[Task], step: int) -> Evalu
         num_scored=len(scores_N),
         samples=views,
     )
-    samples = [
-        {"prompt": each.prompt, "answer": each.answer, "reference": each.reference, "score": each.score}
-        for each in views
-    ]
-    return Evaluation(score=metrics["heldout/score"], metrics=metrics, view=view, samples=samples)
+    return Evaluation(score=metrics["heldout/score"], metrics=metrics, view=view)
 
 
-def drawn(tasks: Sequence[Task]) -> list[DrawnTask]:
+def numbered(tasks: Sequence[Task]) -> list[DrawnTask]:
     """Held-out tasks under numbers of their own."""
     return [DrawnTask(draw=number, epoch=0, task=task) for number, task in enumerate(tasks)]
 
@@ -92,7 +123,8 @@ def _by_source(scores_N: np.ndarray, rollouts: Rollouts) -> dict[str, float]:
     return {f"heldout/{name}/score": float(scores_N[sources_N == name].mean()) for name in names}
 
 
-def _pass_at(solved_N: np.ndarray, group_N: np.ndarray, samples: int) -> dict[str, float]:
+def pass_at_metrics(solved_N: np.ndarray, group_N: np.ndarray, samples: int) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... and the number of samples of each prompt."""
     _, group = np.unique(group_N, return_inverse=True)
     solved_G = np.bincount(group, solved_N).astype(int)
     return {

@@ -15,13 +15,15 @@ from podium.controller.parts import Roles
 from podium.environments.grading import overlong_penalty
 from podium.environments.rewards import reward_names
 from podium.errors import RewardError, RolloutError
-from podium.recipe import GradingSection, Recipe
+from podium.recipe import GradingSection, OnPolicyRecipe
 from podium.roles.carriers import Floats
 from podium.roles.grader import Purpose
 from podium.roles.stages import GradedRollouts, Rollouts
 
 
-async def graded(rollouts: Rollouts, recipe: Recipe, roles: Roles) -> tuple[GradedRollouts, NDArray[np.bool_]]:
+async def grade_rollouts(
+    rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Roles
+) -> tuple[GradedRollouts, NDArray[np.bool_]]:
     """(all episodes with their rewards, which of them have none in truth)."""
     values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
     found = await roles.grader.grade(rollouts)
@@ -31,7 +33,7 @@ async def graded(rollouts: Rollouts, recipe: Recipe, roles: Roles) -> tuple[Grad
     for index, model in roles.reward_models:
         values_NR[:, index] = await model.score(rollouts)
         for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
-            errors.setdefault(row, f"reward model {recipe.reward[index].model} gave {values_NR[row, index]}")
+            errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {values_NR[row, index]}")
     weights = np.array([reward.weight for reward in recipe.reward])
     shaping_N = shaping(rollouts, recipe)
     total_N = np.nan_to_num(values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N) + shaping_N
@@ -85,9 +87,9 @@ def without_failed(
     )
 
 
-def shaping(rollouts: Rollouts, recipe: Recipe) -> Floats:
+def shaping(rollouts: Rollouts, recipe: OnPolicyRecipe) -> Floats:
     """What the length of an answer adds to its reward."""
-    overlong = recipe.algorithm.overlong
+    overlong = recipe.full_algorithm.overlong
     if overlong is None:
         return np.zeros(len(rollouts))
     return np.array(
@@ -113,7 +115,7 @@ class HeldoutScores:
     first_error: str | None
 
 
-async def heldout_scores(rollouts: Rollouts, recipe: Recipe, roles: Roles, *, show: int) -> HeldoutScores:
+async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Roles, *, show: int) -> HeldoutScores:
     """By evaluation.generation.score, or by the recipe's rewards."""
     generation = recipe.evaluation.generation
     purpose: Purpose = "train" if generation is None or generation.score is None else "evaluation"
@@ -127,7 +129,7 @@ async def heldout_scores(rollouts: Rollouts, recipe: Recipe, roles: Roles, *, sh
         for index, model in roles.reward_models:
             found_N = await model.score(rollouts)
             for row in np.flatnonzero(~np.isfinite(found_N)).tolist():
-                errors.setdefault(row, f"reward model {recipe.reward[index].model} gave {found_N[row]}")
+                errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {found_N[row]}")
             scores_N = scores_N + recipe.reward[index].weight * found_N
     without = np.isin(np.arange(len(rollouts)), list(errors))
     return HeldoutScores(

@@ -12,7 +12,7 @@ from podium.controller.phases import CRITIC, GENERATOR, REFERENCE
 from podium.errors import CheckpointError
 from podium.models.cpu_settings import CpuSettings
 from podium.models.folder import local_folder
-from podium.recipe import ModelSection, Recipe
+from podium.recipe import ModelSection, OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner, RunnerSpec
 from podium.roles.grader import Grader, GraderSpec
 from podium.roles.interfaces import (
@@ -30,7 +30,7 @@ from podium.roles.interfaces import (
     Scorer,
     ScorerSpec,
 )
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
 RUNNER, GRADER = "runner", "grader"
@@ -55,26 +55,24 @@ class RoleNames:
         return (POLICY, GENERATOR, *single, *self.teachers, *models)
 
 
-def role_names(recipe: Recipe) -> RoleNames:
+def role_names(recipe: OnPolicyRecipe) -> RoleNames:
     return RoleNames(
-        critic=CRITIC if recipe.program == "ppo" else None,
-        reference=REFERENCE if recipe.algorithm.kl is not None and not reference_is_base(recipe) else None,
-        teachers=tuple(f"teacher-{number}" for number in range(len(recipe.teachers))),
-        reward_models=tuple(
-            (index, f"reward-{index}") for index, reward in enumerate(recipe.reward) if reward.model is not None
-        ),
+        critic=CRITIC if recipe.critic_section is not None else None,
+        reference=REFERENCE if recipe.full_algorithm.kl is not None and not reference_is_base(recipe) else None,
+        teachers=tuple(f"teacher-{number}" for number in range(len(recipe.teacher_sections))),
+        reward_models=tuple((index, f"reward-{index}") for index in recipe.reward_models),
     )
 
 
-def reference_is_base(recipe: Recipe) -> bool:
+def reference_is_base(recipe: OnPolicyRecipe) -> bool:
     """Whether the reference is the policy with its new adapter switched off, so that no second model is needed."""
-    kl, lora = recipe.algorithm.kl, recipe.model.lora
+    kl, lora = recipe.full_algorithm.kl, recipe.model.lora
     if kl is None or lora is None or lora.adapter is not None:
         return False
     return kl.reference is None and kl.refresh_every is None
 
 
-def num_learners(recipe: Recipe) -> int:
+def num_learners(recipe: OnPolicyRecipe) -> int:
     """Devices that learn; with layout split the others generate."""
     placement = recipe.placement
     if placement.layout == "colocated":
@@ -83,7 +81,7 @@ def num_learners(recipe: Recipe) -> int:
 
 
 def layout_of(
-    recipe: Recipe, folder: RunFolder, *, device: str, resume_step: int | None, cpu: CpuSettings | None = None
+    recipe: OnPolicyRecipe, folder: RunFolder, *, device: str, resume_step: int | None, cpu: CpuSettings | None = None
 ) -> Layout:
     """All pools and roles of the run. `cpu`: settings of an earlier start, not measured again."""
     names, ranks = role_names(recipe), num_learners(recipe)
@@ -121,7 +119,7 @@ def layout_of(
     return Layout(pools=tuple(pools), roles=tuple(roles))
 
 
-def _helpers(name: str, count: int, recipe: Recipe) -> Pool:
+def _helpers(name: str, count: int, recipe: OnPolicyRecipe) -> Pool:
     """Workers without a device."""
     return Pool(
         name=name,
@@ -133,7 +131,7 @@ def _helpers(name: str, count: int, recipe: Recipe) -> Pool:
 
 
 def _train_roles(
-    recipe: Recipe,
+    recipe: OnPolicyRecipe,
     folder: RunFolder,
     names: RoleNames,
     *,
@@ -152,34 +150,34 @@ def _train_roles(
         cpu=cpu,
     )  # fmt: skip
     roles = [_role(POLICY, Learner, TRAIN, mesh, learner)]
-    if names.critic is not None:
+    section = recipe.critic_section
+    if names.critic is not None and section is not None:
         critic = CriticSpec(
             recipe=recipe,
-            folder=_folder(recipe.critic.path, model, "critic.path"),
+            folder=_folder(section.path, model, "critic.path"),
             checkpoints=run / "critic",
             beside=run / folder.checkpoints.name,
             resume_step=resume_step,
         )
         roles.append(_role(names.critic, Critic, TRAIN, mesh, critic))
-    if names.reference is not None:
-        assert recipe.algorithm.kl is not None
-        at = recipe.algorithm.kl.reference
+    kl = recipe.full_algorithm.kl
+    if names.reference is not None and kl is not None:
+        at = kl.reference
         spec = ScorerSpec(
             model=_section(recipe, at), folder=_folder(at, model, "algorithm.kl.reference"), max_tokens=max_tokens,
             seed=recipe.run.seed, policy=None if at is None else recipe.model,
             checkpoints=run / "reference", beside=run / folder.checkpoints.name,
-            begin=_reference_begin(run, resume_step, refreshed=recipe.algorithm.kl.refresh_every is not None),
+            begin=_reference_begin(run, resume_step, refreshed=kl.refresh_every is not None),
         )  # fmt: skip
         roles.append(_role(names.reference, Scorer, TRAIN, mesh, spec))
-    for number, (name, teacher) in enumerate(zip(names.teachers, recipe.teachers, strict=True)):
+    for number, (name, teacher) in enumerate(zip(names.teachers, recipe.teacher_sections, strict=True)):
         spec = ScorerSpec(
             model=_section(recipe, teacher.path), folder=local_folder(teacher.path, f"teachers.{number}.path"),
             max_tokens=max_tokens, seed=recipe.run.seed, policy=recipe.model,
         )  # fmt: skip
         roles.append(_role(name, Scorer, TRAIN, mesh, spec))
     for index, name in names.reward_models:
-        at = recipe.reward[index].model
-        assert at is not None
+        at = recipe.reward_models[index]
         scorer = RewardModelSpec(
             policy=recipe.model,
             model=_section(recipe, at).model_copy(update={"tokenizer": None, "chat_template": None}),
@@ -196,7 +194,7 @@ def _role(name: str, kind: type[Any], pool: str, mesh: MeshShape, spec: object) 
     return RoleSpec(name=name, kind=kind, pool=pool, mesh=mesh, arguments=(spec,), implementation=IMPLEMENTATIONS[kind])
 
 
-def _generator(recipe: Recipe, *, learner: str | None) -> GeneratorSpec:
+def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
     return GeneratorSpec(
         model=recipe.model,
         folder=local_folder(recipe.model.path, "model.path"),
@@ -207,13 +205,13 @@ def _generator(recipe: Recipe, *, learner: str | None) -> GeneratorSpec:
     )
 
 
-def longest_sequence(recipe: Recipe) -> int:
+def longest_sequence(recipe: OnPolicyRecipe) -> int:
     """Prompt and everything behind it, in tokens."""
     assert recipe.data.max_length is not None, "resolved before launch"
     return min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
 
 
-def _section(recipe: Recipe, path: str | None) -> ModelSection:
+def _section(recipe: OnPolicyRecipe, path: str | None) -> ModelSection:
     return recipe.model if path is None else recipe.model.for_checkpoint(path)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from podium.data.tasks import DrawnTask, PromptEncoder, TaskCursor
 from podium.errors import DataError
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 
 # Prompts in a row that are too long, after which the data is taken to have no others.
 _PATIENCE = 10_000
@@ -27,7 +27,7 @@ class _Ahead:
 class PromptSource:
     """Only lengths are looked at here; generators tokenize for themselves."""
 
-    def __init__(self, recipe: Recipe, encoder: PromptEncoder, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, recipe: OnPolicyRecipe, encoder: PromptEncoder, state: Mapping[str, Any] | None) -> None:
         data = recipe.data
         assert data.max_length is not None
         self._cursor = (

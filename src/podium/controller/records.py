@@ -12,8 +12,8 @@ import numpy as np
 
 from podium.cluster.results import Span
 from podium.controller.ledger import EpisodeRecord
-from podium.roles.carriers import FINISHES, Floats
-from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, ScoredRollouts, UpdateReport
+from podium.roles.carriers import FINISHES, DistanceNote, Floats
+from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, UpdateReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -23,8 +23,8 @@ class StepRecord:
     step: int
     lr: float
     graded: GradedRollouts  # what was generated and graded, before groups were left out
-    used: GradedRollouts  # what was learned from
-    scored: ScoredRollouts | None
+    used: GradedRollouts  # what was trained on
+    distance: DistanceNote | None  # of the policy from the reference
     report: UpdateReport | None  # None: nothing to learn from
     critic: CriticReport | None
     kl_coefficient: float | None
@@ -175,7 +175,7 @@ def _critic(report: CriticReport) -> dict[str, float]:
 
 def _distance(record: StepRecord) -> dict[str, float]:
     found: dict[str, float] = {}
-    distance = record.scored.distance if record.scored is not None else None
+    distance = record.distance
     if distance is not None and distance.tokens_N.sum():
         tokens = float(distance.tokens_N.sum())
         found["kl/rollout_reference"] = float(distance.k3_N.sum()) / tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from podium.cluster import RayCluster
 from podium.cluster.local_ray import LocalRay, is_connected
 from podium.observe import StartUpLog, open_console
-from podium.recipe import Recipe
+from podium.recipe import OnPolicyRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class StartUp:
 
 
 @contextmanager
-def early_start(recipe: Recipe) -> Iterator[StartUp]:
+def early_start(recipe: OnPolicyRecipe) -> Iterator[StartUp]:
     """Begins to start a local Ray where the run will need one, and ends it if the run has not."""
     if recipe.placement.launcher == "inline":
         yield StartUp()

@@ -7,25 +7,32 @@ import asyncio
 import time
 from collections.abc import Mapping
 
-from podium.controller.parts import Parts, Progress
+from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
-from podium.engine.schedule import learning_rate
+from podium.controller.state import RunState
+from podium.controller.step import Step
 from podium.errors import TrainingDivergedError
-from podium.observe import StepMetrics, StepView
-from podium.roles.stages import CriticReport, GradedRollouts, ScoredRollouts, UpdateReport
+from podium.observe import StepView
+from podium.recipe import OnPolicyRecipe
+from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
+from podium.runs.guards import DivergenceGuard
 from podium.weights.canary import GapLimits
 
 
 class StepLog:
     """Belongs to the controller's one task. The ledger is written while the next step has begun."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], state: RunState) -> None:
         self._parts = parts
-        self._began = (time.perf_counter(), progress.step)
         self._writing: asyncio.Task[None] | None = None
-        self.skipped_in_a_row = progress.skipped_in_a_row
-        self.last_loss: float | None = None
+        self._guard = DivergenceGuard(
+            parts.recipe.optimizer.max_skipped_in_a_row, parts.folder.metrics_file, in_a_row=state.skipped_in_a_row
+        )
         self.mark()
+
+    @property
+    def skipped_in_a_row(self) -> int:
+        return self._guard.in_a_row
 
     def mark(self) -> None:
         """Here the next step's time begins."""
@@ -34,23 +41,23 @@ class StepLog:
 
     async def record(
         self,
-        step: int,
+        step: Step,
+        batch: TrainBatch | None,
         *,
-        graded: GradedRollouts,
-        used: GradedRollouts,
-        scored: ScoredRollouts | None,
-        report: UpdateReport | None,
+        policy: UpdateReport | None,
         critic: CriticReport | None,
         kl_coefficient: float | None,
     ) -> None:
-        """Everything about a step that is over; `graded` is all of it, `used` what was learned from."""
+        """Everything about a step that is over."""
         parts, recipe = self._parts, self._parts.recipe
         since_perf, since_wall, before = self._marked
         seconds = {name: spent - before.get(name, 0.0) for name, spent in parts.watch.seconds().items()}
         spans, step_s = parts.workers.take_spans(), time.perf_counter() - since_perf
+        used, reference = (step.episodes, None) if batch is None else (batch.graded, batch.reference)
         record = StepRecord(
-            step=step, lr=learning_rate(recipe.optimizer, step, recipe.steps), graded=graded, used=used, scored=scored,
-            report=report, critic=critic, kl_coefficient=kl_coefficient, seconds=seconds, step_s=step_s,
+            step=step.number, lr=step.lr, graded=step.sampled, used=used,
+            distance=None if reference is None else reference.distance, report=policy, critic=critic,
+            kl_coefficient=kl_coefficient, seconds=seconds, step_s=step_s,
             idle_s=idle_seconds(spans, since_wall, since_wall + step_s),
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
             solved_at=recipe.grading.solved_at, extra=parts.prompts.metrics(),
@@ -58,73 +65,52 @@ class StepLog:
         self.mark()  # what is written now is the next step's time
         values = step_metrics(record)
         await self.written()
-        rows = ledger_records(graded, used, step)
+        rows = ledger_records(step.sampled, used, step.number)
         self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, rows))
-        self.write(step, values)
-        if step == self._began[1] + 1:
-            parts.folder.update(status="running")
-        self._show(step, values)
+        parts.log.step(_view(step.number, recipe.steps, values), values)
         try:
-            self._guard(step, report, warming_up=critic is not None and report is None)
+            self._check(step.number, policy, is_warm_up=critic is not None and policy is None)
         except TrainingDivergedError:
             await self.written()  # the step that stops a run is on record too
             raise
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """To the metrics file and all loggers."""
-        metrics = StepMetrics(step=step, time_s=time.time(), values=values)
-        self._parts.metrics.append(metrics)
-        for logger in self._parts.loggers:
-            logger.log(metrics)
-
     async def written(self) -> None:
-        """Until the ledger has all steps that were closed."""
+        """Until the ledger has all steps that were committed."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
 
-    def _show(self, step: int, values: Mapping[str, float]) -> None:
-        recipe = self._parts.recipe
-        done = step - self._began[1]
-        eta = (time.perf_counter() - self._began[0]) / max(1, done) * (recipe.steps - step)
-        self.last_loss = values.get("loss")
-        own = [("reward", f"{values.get('reward/mean', 0.0):.3f}")]
-        if "groups/solve_rate" in values:
-            own.append(("solved", f"{values['groups/solve_rate']:.1%}"))
-        own.append(("length", f"{values.get('response/mean', 0.0):.1f}"))
-        if "kl/reference" in values:
-            own.append(("KL", f"{values['kl/reference']:.4f}"))
-        own += [("entropy", f"{values.get('entropy', 0.0):.3f}"), ("s", f"{values['step_s']:.2f}")]
-        self._parts.console.step(
-            StepView(
-                step=step,
-                num_steps=recipe.steps,
-                loss=values.get("loss", 0.0),
-                lr=values["lr"],
-                tokens_per_s=values["tokens_per_s"],
-                grad_norm=values.get("grad_norm"),
-                eta_s=eta,
-                own=tuple(own),
-            )
-        )
-
-    def _guard(self, step: int, report: UpdateReport | None, *, warming_up: bool) -> None:
-        """Steps without a finite loss, and engines that draw from something else than the policy."""
-        recipe, console = self._parts.recipe, self._parts.console
+    def _check(self, step: int, report: UpdateReport | None, *, is_warm_up: bool) -> None:
+        """Steps without a finite loss, and engines that sample from something else than the policy."""
+        recipe, console = self._parts.recipe, self._parts.log.console
         if report is None:
-            if not warming_up:
+            if not is_warm_up:
                 console.warning(f"step {step}: nothing to learn from; the weights stay as they are")
             return
-        self.skipped_in_a_row = self.skipped_in_a_row + 1 if report.skipped else 0
         if report.skipped:
             console.warning(f"step {step}: {report.skipped} optimizer steps were not finite and were skipped")
-        if self.skipped_in_a_row >= recipe.optimizer.max_skipped_in_a_row:
-            raise TrainingDivergedError(
-                f"{self.skipped_in_a_row} steps in a row had a non-finite loss or gradient and were skipped, the last "
-                f"is step {step}. Lower optimizer.lr, lengthen warmup_steps, or look at the rewards of these steps; "
-                f"{self._parts.folder.metrics_file} has the numbers."
-            )
+        self._guard.check(step, is_skipped=report.skipped > 0, suspect="rewards")
         limits = GapLimits.of("bfloat16" if self._parts.roles.policy.facts.dtype == "bfloat16" else "float32")
         alarm = report.gap.alarm(limits)
-        if alarm is not None and recipe.algorithm.correction is None:
+        if alarm is not None and recipe.full_algorithm.correction is None:
             console.warning(f"step {step}: {alarm}")
+
+
+def _view(step: int, num_steps: int, values: Mapping[str, float]) -> StepView:
+    """What the console shows of a step."""
+    facts = [("reward", f"{values.get('reward/mean', 0.0):.3f}")]
+    if "groups/solve_rate" in values:
+        facts.append(("solved", f"{values['groups/solve_rate']:.1%}"))
+    facts.append(("length", f"{values.get('response/mean', 0.0):.1f}"))
+    if "kl/reference" in values:
+        facts.append(("KL", f"{values['kl/reference']:.4f}"))
+    facts += [("entropy", f"{values.get('entropy', 0.0):.3f}"), ("s", f"{values['step_s']:.2f}")]
+    return StepView(
+        step=step,
+        num_steps=num_steps,
+        loss=values.get("loss", 0.0),
+        lr=values["lr"],
+        tokens_per_s=values["tokens_per_s"],
+        grad_norm=values.get("grad_norm"),
+        own=tuple(facts),
+    )

@@ -17,7 +17,7 @@ from podium.data.rows import LinePlace, Row
 from podium.data.scored import ConversationMaker
 from podium.data.tokenizer import load_tokenizer
 from podium.errors import DataError
-from podium.recipe.schema import ModelSection, Recipe, SourceSection
+from podium.recipe import DpoRecipe, ModelSection, RewardModelRecipe, SourceSection, SpmdRecipe
 
 _NO_COLUMNS: Mapping[str, str] = {}
 # Examples that a SourcesMaker remembers: about 80 MB at 5 bytes a token, each counted with what holds it.
@@ -100,12 +100,12 @@ class MakerSpec:
     shape: Shape = "documents"
 
     @classmethod
-    def of(cls, recipe: Recipe) -> MakerSpec:
+    def of(cls, recipe: SpmdRecipe) -> MakerSpec:
         """What the recipe trains on."""
         data = recipe.data
         assert data.max_length is not None, "resolved before launch"
         return cls(
-            model=recipe.model, sections=data.train, key="data.train", trained=data.trained,
+            model=recipe.model, sections=data.train, key="data.train", trained=recipe.trained,
             max_length=data.max_length, overlong=data.overlong, shape=shape_of(recipe),
         )  # fmt: skip
 
@@ -115,12 +115,12 @@ class MakerSpec:
         return SourcesMaker(maker, self.sections, self.key)
 
 
-def shape_of(recipe: Recipe) -> Shape:
+def shape_of(recipe: SpmdRecipe) -> Shape:
     """What rows of this program hold."""
-    match recipe.program:
-        case "dpo":
-            return "labels" if recipe.preference.loss == "kto" else "pairs"
-        case "reward_model":
+    match recipe:
+        case DpoRecipe():
+            return "pairs" if recipe.preference.is_paired else "labels"
+        case RewardModelRecipe():
             return "ranked" if recipe.reward_model.learns == "pairs" else "scores"
         case _:
             return "documents"

@@ -90,7 +90,8 @@ def recipe_inputs(recipe: Recipe, model: Path) -> tuple[Input, ...]:
             content = folder_fingerprint(model, weights=whole)
             inputs.append(Input(key=key, kind="weights", path=value, fingerprint=content))
         elif match := _DATA_PATH.match(key):
-            section = getattr(recipe.data, match[1])[int(match[2])]
+            sources = recipe.data.train if match[1] == "train" else recipe.data.heldout
+            section = sources[int(match[2])]
             content = source_fingerprint(section, key.removesuffix(".path"))
             inputs.append(Input(key=key, kind="data", path=value, fingerprint=content))
         elif not key.startswith("run."):

@@ -18,8 +18,7 @@ from podium.environments.protocol import is_async
 from podium.environments.signatures import Per, Sample, Signature, fit_signature
 from podium.environments.verifiers import bind_verifier
 from podium.errors import PodiumError, RecipeError
-from podium.recipe import plugins
-from podium.recipe.on_policy import RewardSection
+from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
 
 __all__ = ["Outcome", "Reward", "Sample", "build_rewards", "check_rewards", "reward_names"]
 
@@ -109,7 +108,7 @@ def build_rewards(sections: Sequence[RewardSection], key: str = "reward") -> tup
     return tuple(
         _built(section, index, names[index], f"{key}.{index}")
         for index, section in enumerate(sections)
-        if section.model is None
+        if not isinstance(section, ModelReward)
     )
 
 
@@ -117,7 +116,7 @@ def check_rewards(sections: Sequence[RewardSection], key: str = "reward") -> Non
     """Raises what is wrong with names and with verifiers' options. Runs nobody's file: functions are not looked at."""
     reward_names(sections, key)
     for index, section in enumerate(sections):
-        if section.verifier is not None:
+        if isinstance(section, VerifierReward):
             bind_verifier(section.verifier, section.options, f"{key}.{index}")
 
 
@@ -125,7 +124,7 @@ def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tupl
     """What each reward, reward models too, is called in the metrics."""
     names: list[str] = []
     for index, section in enumerate(sections):
-        name = section.name or _default_name(section, f"{key}.{index}")
+        name = section.name or _default_name(section)
         if name in names:
             raise RecipeError(
                 f"{key}.{index}.name: {key}.{names.index(name)} is called {name!r} too, and metrics could not tell "
@@ -135,21 +134,30 @@ def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tupl
     return tuple(names)
 
 
-def _default_name(section: RewardSection, key: str) -> str:
-    if section.function is not None:
-        return plugins.split_plugin(section.function)[1]
-    if section.verifier is not None:
-        return section.verifier
-    if section.model is not None:
-        return os.path.basename(section.model.rstrip("/")) or section.model
-    raise RecipeError(f"{key}: needs one of function, verifier and model. Add for instance verifier: exact_match.")
+def _default_name(section: RewardSection) -> str:
+    match section:
+        case FunctionReward():
+            return section.function.name
+        case VerifierReward():
+            return section.verifier
+        case ModelReward():
+            return os.path.basename(section.model.rstrip("/")) or section.model
+        case _:
+            raise TypeError(f"{type(section).__name__} is no reward")
 
 
 def _built(section: RewardSection, index: int, name: str, key: str) -> Reward:
-    if section.verifier is not None:
-        verifier = bind_verifier(section.verifier, section.options, key)
-        return Reward(index=index, name=name, weight=section.weight, function=verifier, signature=_OF_VERIFIERS)
-    assert section.function is not None
+    match section:
+        case VerifierReward():
+            verifier = bind_verifier(section.verifier, section.options, key)
+            return Reward(index=index, name=name, weight=section.weight, function=verifier, signature=_OF_VERIFIERS)
+        case FunctionReward():
+            return _built_function(section, index, name, key)
+        case _:
+            raise TypeError(f"{type(section).__name__} is not called")
+
+
+def _built_function(section: FunctionReward, index: int, name: str, key: str) -> Reward:
     function, options = _loaded(section.function, key), dict(section.options)
     if inspect.isclass(function):
         function, options = _instance(function, options, key), {}

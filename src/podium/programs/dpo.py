@@ -1,14 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learning from preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled rows. Every rank runs this."""
 
+# S trained tokens · D documents of a micro-batch · R its rows
+
 from __future__ import annotations
 
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.references import open_references
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from podium.algorithms import preferences
+from podium.data.documents import Document, Example, PackedExamples, SplitExamples, pack_examples
+from podium.data.splitting import split_step
+from podium.engine.scoring import summed_logprobs
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
+from podium.models.packing import RowTensors, rows_to_device
+from podium.programs.references import References, open_references
+from podium.recipe import DpoRecipe
+from podium.recipe.dense import (
+    ImitatingPreference,
+    IpoPreference,
+    KtoPreference,
+    OrpoPreference,
+    PreferenceSection,
+    SigmoidPreference,
+    SimpoPreference,
+)
 from podium.spmd.run import SpmdRun
 
 
-def dpo(run: SpmdRun) -> None:
+def dpo(run: SpmdRun[DpoRecipe]) -> None:
     """One optimizer step per step of rows; chosen and rejected of a pair go through one packed forward."""
     max_length = run.recipe.data.max_length
     assert max_length is not None, "filled in when a recipe is resolved"
@@ -26,3 +50,190 @@ def dpo(run: SpmdRun) -> None:
             tally=tally,
         )
         run.record(step, report)
+
+
+_PAIR_SUMS = ("correct", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
+_LABEL_SUMS = ("correct", "desirable", "reward_desirable", "reward_undesirable", "kl")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rows:
+    """What a loss sees of a micro-batch: of each row's documents the summed log-prob, the reference's, and how many
+    tokens were summed up. Columns are documents of the row: chosen and rejected, or the only one."""
+
+    logprobs_R: tuple[Tensor, ...]
+    references_R: tuple[Tensor, ...]  # empty without a reference
+    tokens_R: tuple[Tensor, ...]
+    values_R: Tensor
+
+
+RowLoss = Callable[[Rows], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PreferenceObjective:
+    """A loss of rows as an objective over their tokens: the loss of a row is put at its first trained token."""
+
+    loss: RowLoss
+    rows: RowTensors
+    references_D: Tensor | None
+    temperature: float = 1.0
+    entropy: float = 0.0
+    watches_entropy: bool = False
+    ties_tokens: bool = True
+
+    def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
+        rows = self.rows
+        seen = Rows(
+            logprobs_R=rows.of_documents(rows.summed(logprobs_C)),
+            references_R=() if self.references_D is None else rows.of_documents(self.references_D),
+            tokens_R=rows.of_documents(rows.counts_D),
+            values_R=rows.values_R,
+        )
+        return rows.spread(self.loss(seen), logprobs_C)
+
+
+class PreferenceMethod:
+    """The recipe's loss on pairs or labelled rows, in training and on held-out rows. `max_tokens` of one forward on a
+    rank and `max_length` of one document are for the rows that KTO's baseline makes."""
+
+    def __init__(
+        self,
+        section: PreferenceSection,
+        engine: TrainEngine,
+        references: References | None,
+        *,
+        max_tokens: int,
+        max_length: int,
+    ) -> None:
+        self._section, self._engine, self._references = section, engine, references
+        self._max_tokens, self._max_length = max_tokens, max_length
+        self._device = engine.mesh.device
+
+    def tally(self) -> Tally:
+        """What is added up beside the loss; `averages` makes metrics of it."""
+        return Tally(_PAIR_SUMS if self._section.is_paired else _LABEL_SUMS, self._device)
+
+    def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
+        """This rank's micro-batches with their objectives; the reference is asked for each in its turn. Collective."""
+        baseline = None if self._section.is_paired else self._baseline(split)
+
+        def make(batch: PackedExamples) -> ObjectiveBatch:
+            objective = PreferenceObjective(
+                loss=lambda rows: self._loss(rows, baseline, tally),
+                rows=rows_to_device(batch, self._device),
+                references_D=None if self._references is None else self._references(batch),
+            )
+            return ObjectiveBatch(packed=batch.packed, objective=objective)
+
+        return LazyBatches(split.parts, make)
+
+    def measure(self, split: SplitExamples) -> Mapping[str, float]:
+        """Loss and averages of held-out rows. Collective."""
+        tally, engine = self.tally(), self._engine
+        total = engine.objective_sum(self.batches(split, tally))
+        sums = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        count = len(split.examples)
+        averages = self.averages(dict(zip(tally.names, sums[1:], strict=True)), count)
+        return {"loss": sums[0] / count, **averages}
+
+    def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
+        """Accuracy and rewards of a step's or of held-out rows."""
+        if not self._section.is_paired:
+            desirable, undesirable = sums["desirable"], count - sums["desirable"]
+            good = sums["reward_desirable"] / max(1.0, desirable)
+            bad = sums["reward_undesirable"] / max(1.0, undesirable)
+            means = {"reward_desirable": good, "reward_undesirable": bad, "reward_margin": good - bad}
+            return {"accuracy": sums["correct"] / count, **means, "kl": sums["kl"] / count}
+        means = {name: sums[name] / count for name in _PAIR_SUMS[1:]}
+        margin = means["reward_chosen"] - means["reward_rejected"]
+        return {"accuracy": sums["correct"] / count, "reward_margin": margin, **means}
+
+    def _loss(self, rows: Rows, baseline: Tensor | None, tally: Tally) -> Tensor:
+        section = self._section
+        if isinstance(section, KtoPreference):
+            assert baseline is not None
+            return self._labelled(rows, section, baseline, tally)
+        (chosen_R, rejected_R), tokens = rows.logprobs_R, rows.tokens_R
+        match section:
+            case SigmoidPreference():
+                loss_R = preferences.sigmoid_dpo(
+                    chosen_R,
+                    rejected_R,
+                    *rows.references_R,
+                    beta=section.beta,
+                    label_smoothing=section.label_smoothing,
+                )
+            case IpoPreference():
+                loss_R = preferences.ipo(chosen_R, rejected_R, *rows.references_R, *tokens, beta=section.beta)
+            case SimpoPreference():
+                loss_R = preferences.simpo(
+                    chosen_R, rejected_R, *tokens, beta=section.beta, gamma=section.gamma,
+                    label_smoothing=section.label_smoothing,
+                )  # fmt: skip
+            case OrpoPreference():
+                loss_R = preferences.orpo(chosen_R, rejected_R, *tokens, beta=section.beta)
+            case _:
+                raise TypeError(f"{type(section).__name__} is no loss on pairs")
+        if isinstance(section, ImitatingPreference) and section.cross_entropy:
+            loss_R = loss_R - section.cross_entropy * chosen_R / tokens[0]
+        rewards = self._rewards(rows)
+        tally.add(
+            preferences.preferred(*rewards).sum(), rewards[0].sum(), rewards[1].sum(), chosen_R.sum(), rejected_R.sum()
+        )
+        return loss_R
+
+    def _labelled(self, rows: Rows, section: KtoPreference, baseline: Tensor, tally: Tally) -> Tensor:
+        desirable_R = rows.values_R > 0.5
+        ratio_R = rows.logprobs_R[0] - rows.references_R[0]
+        (reward_R,) = self._rewards(rows)
+        tally.add(
+            ((ratio_R > baseline) == desirable_R).sum(), desirable_R.sum(), (reward_R * desirable_R).sum(),
+            (reward_R * ~desirable_R).sum(), baseline * len(reward_R),
+        )  # fmt: skip
+        return preferences.kto(
+            ratio_R, desirable_R, baseline, beta=section.beta,
+            desirable_weight=section.desirable_weight, undesirable_weight=section.undesirable_weight,
+        )  # fmt: skip
+
+    def _rewards(self, rows: Rows) -> tuple[Tensor, ...]:
+        """What the policy says that each document is worth; to ipo, which averages, that is per token."""
+        beta = self._section.beta
+        if rows.references_R:
+            pairs = zip(rows.logprobs_R, rows.references_R, strict=True)
+            rewards = tuple(preferences.implicit_rewards(logprobs, ref, beta=beta) for logprobs, ref in pairs)
+            if not isinstance(self._section, IpoPreference):
+                return rewards
+            return tuple(reward / tokens for reward, tokens in zip(rewards, rows.tokens_R, strict=True))
+        pairs = zip(rows.logprobs_R, rows.tokens_R, strict=True)
+        return tuple(preferences.mean_rewards(logprobs, tokens, beta=beta) for logprobs, tokens in pairs)
+
+    def _baseline(self, split: SplitExamples) -> Tensor:
+        """KTO's estimate of the KL: log-ratios of completions behind the prompts of other rows, over all ranks. Each
+        row has the completion of the next one. Collective."""
+        assert self._references is not None
+        rows = split.examples
+        total = torch.zeros((), dtype=torch.float32, device=self._device)
+        if len(rows) < 2:
+            return preferences.kto_baseline(total, 0.0)
+        others = [
+            mismatched(row, rows[(at + 1) % len(rows)], max_length=self._max_length) for at, row in enumerate(rows)
+        ]
+        mesh, lengths = self._engine.mesh, [other.num_inputs for other in others]
+        # Not the rows' own micro-batches: a long prompt with a long completion may not fit where each of them did.
+        plan = split_step(lengths, num_ranks=mesh.world, max_tokens=max(self._max_tokens, *lengths))
+        for part in plan.rows(mesh.rank)[0]:
+            batch = pack_examples([others[at] for at in part.tolist()])
+            policy_D = summed_logprobs(self._engine.language_model, mesh, batch)
+            total += (policy_D - self._references(batch)).sum()
+        return preferences.kto_baseline(mesh.sum(total), float(len(rows)))
+
+
+def mismatched(prompt: Example, completion: Example, *, max_length: int) -> Example:
+    """The first row's prompt with the whole completion of the second. It ends at `max_length` inputs, as any row."""
+    before, after = prompt.documents[0], completion.documents[0]
+    start, said = (int(np.flatnonzero(each.trained)[0]) for each in (before, after))
+    tokens = np.concatenate([before.tokens[:start], after.tokens[said:]])[: max_length + 1]
+    trained = np.concatenate([np.zeros(start, np.bool_), after.trained[said:]])[: max_length + 1]
+    end = int(np.flatnonzero(trained)[-1]) + 1
+    return Example(documents=(Document(tokens=tokens[:end], trained=trained[:end]),))

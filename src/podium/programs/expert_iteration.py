@@ -1,19 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Expert iteration (rejection sampling): what the policy solved it imitates. The controller runs this."""
+"""Expert iteration (rejection sampling): the policy imitates its own solved episodes. The controller runs this."""
+
+# N episodes
 
 from __future__ import annotations
 
-from podium.controller.expert import solved_episodes
+import numpy as np
+
 from podium.controller.run import OnPolicyRun
+from podium.data.trajectories import Ints
+from podium.recipe import ExpertIterationRecipe
+from podium.roles.stages import GradedRollouts
 
 
-async def expert_iteration(run: OnPolicyRun) -> None:
-    """Generate, keep some of the solved episodes of each prompt, train on them like on data, and go on."""
-    async for rollouts in run.rollouts():
-        graded = await run.grade(rollouts)
-        kept = solved_episodes(
-            graded, solved_at=run.recipe.grading.solved_at, per_prompt=run.recipe.algorithm.keep_per_prompt
-        )
-        scored = await run.score(kept)
-        report = await run.update(scored.with_advantages(kept.rewards_N * 0 + 1), imitate=True)
-        await run.publish(kept, report)
+async def expert_iteration(run: OnPolicyRun[ExpertIterationRecipe]) -> None:
+    """Generate and grade, keep some of the solved episodes of each prompt, train on them as on data, commit."""
+    algorithm, solved_at = run.recipe.algorithm, run.recipe.grading.solved_at
+    async for step in run.steps():
+        step = step.keep(best_solved(step.episodes, solved_at=solved_at, per_prompt=algorithm.keep_per_prompt))
+        batch = step.batch(np.ones(len(step)), mask_truncated=algorithm.mask_truncated)
+        report = await run.policy.update(batch, loss="imitation")
+        await run.commit(step, batch, policy=report)
+
+
+def best_solved(graded: GradedRollouts, *, solved_at: float, per_prompt: int) -> Ints:
+    """Positions of the best solved episodes of each prompt, at most `per_prompt`. Ties: the shorter, then the first."""
+    rewards_N, group_N = graded.rewards_N, graded.group_N
+    lengths_N = graded.rollouts.note.sampled_N
+    order = np.lexsort((np.arange(len(graded)), lengths_N, -rewards_N, group_N))
+    order = order[rewards_N[order] >= solved_at]
+    groups = group_N[order]
+    starts = np.flatnonzero(np.concatenate([[True], groups[1:] != groups[:-1]])) if len(groups) else np.empty(0, int)
+    place = np.arange(len(order)) - np.repeat(starts, np.diff([*starts, len(order)]))
+    return np.sort(order[place < per_prompt])

@@ -7,17 +7,38 @@ recipe (docs/methods.md).
 
 from __future__ import annotations
 
-from podium.controller.estimators import advantage_estimator
+import math
+
 from podium.controller.run import OnPolicyRun
+from podium.controller.step import Step
+from podium.programs.estimators import advantage_estimator
+from podium.recipe import GrpoRecipe
 
 
-async def grpo(run: OnPolicyRun) -> None:
-    """Generate, grade, compare, learn, publish: one optimizer update per batch of episodes, or several."""
-    compute_advantages = advantage_estimator(run.recipe)
-    async for rollouts in run.rollouts():
-        graded = await run.grade(rollouts)
-        if run.recipe.algorithm.dynamic_sampling:
-            graded = await run.refill(graded)
-        scored = await run.score(graded)
-        report = await run.update(compute_advantages(scored))
-        await run.publish(graded, report)
+async def grpo(run: OnPolicyRun[GrpoRecipe]) -> None:
+    """Generate and grade, compare within groups, update the policy, commit."""
+    algorithm, estimate = run.recipe.algorithm, advantage_estimator(run.recipe)
+    async for step in run.steps():
+        if algorithm.dynamic_sampling:
+            step = await resample_uniform_groups(run, step)
+        reference = await run.reference.logprobs(step) if run.reference else None
+        advantages = estimate(step.rewards_less_kl(reference), step.episodes)
+        batch = step.batch(advantages, reference=reference, mask_truncated=algorithm.mask_truncated)
+        report = await run.policy.update(batch)
+        await run.commit(step, batch, policy=report)
+
+
+async def resample_uniform_groups(run: OnPolicyRun[GrpoRecipe], step: Step) -> Step:
+    """DAPO's dynamic sampling: groups whose rewards are all equal have no advantage. Other prompts are sampled in their
+    place, for at most `algorithm.max_refills` rounds."""
+    num_wanted = run.recipe.rollout.prompts_per_step
+    step = step.keep(~step.episodes.uniform_N)
+    for _ in range(run.recipe.full_algorithm.num_refills):
+        num_missing = num_wanted - step.num_groups
+        if num_missing <= 0:
+            break
+        # As many as fill the step if the share of informative groups stays what it was; four times the gap at most.
+        share = max(0.25, step.num_groups / max(1, step.num_sampled_groups))
+        more = await run.sample(step, num_prompts=math.ceil(num_missing / share))
+        step = step.add(more, ~more.uniform_N)
+    return step.first_groups(num_wanted)

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On-policy distillation: the policy answers, and teachers say of each of its tokens how likely they find it."""
+"""On-policy distillation: the policy answers, and teachers score each of its tokens. The controller runs this."""
 
 from __future__ import annotations
 
 from podium.controller.run import OnPolicyRun
+from podium.recipe import OnPolicyDistillRecipe
+from podium.roles.stages import TeacherAdvantages
 
 
-async def on_policy_distill(run: OnPolicyRun) -> None:
+async def on_policy_distill(run: OnPolicyRun[OnPolicyDistillRecipe]) -> None:
     """The advantage of a token is its log-prob under the teachers less that under the policy: the negative of the
     reverse KL at the sampled token. Rewards, where the recipe has some, are only logged."""
-    async for rollouts in run.rollouts():
-        graded = await run.grade(rollouts)
-        report = await run.update(await run.teach(graded))
-        await run.publish(graded, report)
+    weights = tuple(teacher.weight for teacher in run.teachers)
+    async for step in run.steps():
+        if not len(step):  # no episode could be graded
+            await run.commit(step)
+            continue
+        logprobs = tuple([await teacher.logprobs(step) for teacher in run.teachers])
+        reference = await run.reference.logprobs(step) if run.reference else None
+        advantages = TeacherAdvantages(logprobs=logprobs, weights=weights)
+        batch = step.batch(advantages, reference=reference, mask_truncated=run.recipe.algorithm.mask_truncated)
+        report = await run.policy.update(batch)
+        await run.commit(step, batch, policy=report)

@@ -23,10 +23,10 @@ from podium.observe import Stopwatch
 from podium.observe.console import PlainConsole
 from podium.recipe import PipelineRecipe, Recipe
 from podium.recipe.pipeline_loading import stage_recipe
-from podium.spmd.folder import RunFolder
-from podium.spmd.lineage import Prepared, read_note, short
-from podium.spmd.pipeline_folder import PipelineFolder, StageRecord
-from podium.spmd.result import RunResult
+from podium.runs.folder import RunFolder
+from podium.runs.lineage import Prepared, read_note, short
+from podium.runs.pipeline_folder import PipelineFolder, StageRecord
+from podium.runs.result import RunResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

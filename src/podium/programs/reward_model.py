@@ -1,13 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model that scores conversations, learned from comparisons or scores. Every rank runs this."""
 
+# D documents of a micro-batch, each scored at one token · R rows
+
 from __future__ import annotations
 
-from podium.spmd.reward_modelling import RewardModelMethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from podium.algorithms.preferences import preferred
+from podium.algorithms.reward_models import (
+    bradley_terry,
+    brier_score,
+    calibration_bins,
+    expected_calibration_error,
+    pair_confidences,
+    regression,
+    regression_statistics,
+)
+from podium.data.documents import PackedExamples, SplitExamples, pack_examples
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
+from podium.models.packing import RowTensors, round_tokens, rows_to_device, to_device
+from podium.recipe import RewardModelRecipe
+from podium.recipe.dense import RewardModelSection
 from podium.spmd.run import SpmdRun
 
 
-def reward_model(run: SpmdRun) -> None:
+def reward_model(run: SpmdRun[RewardModelRecipe]) -> None:
     """One optimizer step per step of rows; both sides of a pair go through one packed forward."""
     method = RewardModelMethod(run.recipe.reward_model, run.engine)
     for step in run.steps(method.measure, method.averages):
@@ -20,3 +43,103 @@ def reward_model(run: SpmdRun) -> None:
             tally=tally,
         )
         run.record(step, report)
+
+
+_PAIR_SUMS = ("correct", "score_chosen", "score_rejected")
+_SCORE_SUMS = ("absolute_error", "score")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RewardObjective:
+    """The loss of a row stands where its first document is looked at."""
+
+    section: RewardModelSection
+    rows: RowTensors
+    tally: Tally
+
+    def __call__(self, values_S: Tensor) -> Tensor:
+        rows = self.rows
+        if not len(rows.counts_D):
+            return values_S  # no row and no value, but part of the graph: this rank still joins in the backward pass
+        return rows.spread(self._loss(rows.of_documents(values_S), rows.values_R), values_S)
+
+    def _loss(self, scores: tuple[Tensor, ...], values_R: Tensor) -> Tensor:
+        if self.section.learns == "pairs":
+            chosen_R, rejected_R = scores
+            self.tally.add(preferred(chosen_R, rejected_R).sum(), chosen_R.sum(), rejected_R.sum())
+            return bradley_terry(chosen_R, rejected_R, values_R, center=self.section.center)
+        (score_R,) = scores
+        self.tally.add((score_R - values_R).abs().sum(), score_R.sum())
+        return regression(score_R, values_R)
+
+
+class RewardModelMethod:
+    """The recipe's loss, in training and on held-out rows."""
+
+    def __init__(self, section: RewardModelSection, engine: TrainEngine) -> None:
+        self._section, self._engine = section, engine
+        self._is_paired = section.learns == "pairs"
+
+    def tally(self) -> Tally:
+        """What is added up beside the loss; `averages` makes metrics of it."""
+        return Tally(_PAIR_SUMS if self._is_paired else _SCORE_SUMS, self._engine.mesh.device)
+
+    def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
+        """This rank's micro-batches with their objectives."""
+
+        def make(batch: PackedExamples) -> ObjectiveBatch:
+            rows = rows_to_device(batch, self._engine.mesh.device)
+            objective = RewardObjective(section=self._section, rows=rows, tally=tally)
+            return ObjectiveBatch(packed=batch.packed, objective=objective)
+
+        return LazyBatches(split.parts, make)
+
+    def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
+        """Metrics of a step."""
+        means = {name: value / count for name, value in sums.items()}
+        if not self._is_paired:
+            return means
+        margin = means["score_chosen"] - means["score_rejected"]
+        return {"accuracy": means.pop("correct"), "score_margin": margin, **means}
+
+    def measure(self, split: SplitExamples) -> Mapping[str, float]:
+        """Loss, accuracy and calibration of held-out rows: pairs by the confidence of the preferred side, scores by
+        correlation and R². Collective."""
+        mesh = self._engine.mesh
+        scored = [self._scores(pack_examples(part)) for part in split.parts]
+        mine = np.concatenate(scored)
+        rows = [row for part in split.rows for row in part]
+        gathered = mesh.gather((rows, mine.tolist()))
+        by_row = {row: values for found, scores in gathered for row, values in zip(found, scores, strict=True)}
+        scores_RN = torch.tensor([by_row[row] for row in range(len(split.examples))], dtype=torch.float64)
+        values_R = torch.tensor([example.value for example in split.examples], dtype=torch.float64)
+        return self._pairs(scores_RN, values_R) if self._is_paired else self._regression(scores_RN[:, 0], values_R)
+
+    def _pairs(self, scores_RN: Tensor, margins_R: Tensor) -> Mapping[str, float]:
+        chosen_R, rejected_R = scores_RN.T
+        bins = calibration_bins(*pair_confidences(chosen_R, rejected_R))
+        loss_R = bradley_terry(chosen_R, rejected_R, margins_R, center=self._section.center)
+        return {
+            "loss": loss_R.mean().item(),
+            "accuracy": preferred(chosen_R, rejected_R).mean().item(),
+            "calibration_error": expected_calibration_error(bins),
+            "brier_score": brier_score(bins),
+            "score_margin": (chosen_R - rejected_R).mean().item(),
+        }
+
+    def _regression(self, scores_R: Tensor, targets_R: Tensor) -> Mapping[str, float]:
+        found = regression_statistics(scores_R, targets_R)
+        return {"loss": found.mean_squared_error, "correlation": found.correlation, "r_squared": found.r_squared}
+
+    @torch.no_grad()
+    def _scores(self, batch: PackedExamples) -> np.ndarray:
+        """One row of scores for each example. Collective."""
+        model, device = self._engine.model, self._engine.mesh.device
+        model.eval()
+        tokens = to_device(batch.packed, device, multiple=round_tokens(device))
+        values_D: Tensor = model(tokens, None, "values")
+        model.train()
+        if not len(batch.documents):
+            return np.empty((0, 2 if self._is_paired else 1))
+        found: np.ndarray = values_D.double().cpu().numpy()[batch.places]
+        return found

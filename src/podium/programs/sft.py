@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from podium.algorithms.dense import token_cross_entropy
+from podium.recipe import SftRecipe
 from podium.spmd.evaluation import mean_token_loss
 from podium.spmd.run import SpmdRun
 
 
-def sft(run: SpmdRun) -> None:
+def sft(run: SpmdRun[SftRecipe]) -> None:
     """One optimizer step per packed step of documents; each rank has its own micro-batches, equal in number on all."""
     for step in run.steps(mean_token_loss(run.engine, token_cross_entropy)):
         report = run.engine.train_step(

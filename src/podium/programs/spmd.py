@@ -1,13 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Program names of the recipe -> the functions that are the methods, of those that every rank runs."""
+"""Programs that every rank runs, by their names in the recipe."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+
+from podium.errors import ProgramError
 from podium.programs.distill import distill
 from podium.programs.dpo import dpo
 from podium.programs.reward_model import reward_model
 from podium.programs.sft import sft
-from podium.recipe.schema import ProgramName
-from podium.spmd.rank import Program
+from podium.recipe import plugins
+from podium.spmd.rank import SpmdProgram
 
-PROGRAMS: dict[ProgramName, Program] = {"sft": sft, "dpo": dpo, "reward_model": reward_model, "distill": distill}
+PROGRAMS: Mapping[str, SpmdProgram] = {"sft": sft, "dpo": dpo, "reward_model": reward_model, "distill": distill}
+
+
+def load_program(name: str) -> SpmdProgram:
+    """A built-in program, or the custom one that the recipe names as `file.py:function`."""
+    if name in PROGRAMS:
+        return PROGRAMS[name]
+    program = plugins.load(name, "program")
+    if inspect.iscoroutinefunction(program):
+        raise ProgramError(
+            f"program: {name} is an async function, which a controller runs. With signal fixed every rank runs the "
+            "program as a plain function. Write `def` instead of `async def`, or set signal to on_policy."
+        )
+    return program

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from podium.recipe.programs import SIGNALS
-from podium.recipe.schema import Recipe
+from podium.recipe.recipes import Recipe
 
 # Keys that change speed, place or what is recorded, never the weights that come out.
 _HARMLESS = (
@@ -34,7 +33,7 @@ _HARMLESS = (
     "environment.runners",
     "environment.concurrency",
 )
-# What generates is harmless where only evaluation does; else its sizes are, and what is drawn is not.
+# What generates is harmless where only evaluation does; else its sizes are, and what is sampled is not.
 _ENGINE_SIZES = (
     "rollout.memory_gib",
     "rollout.max_running",
@@ -80,8 +79,7 @@ def _is_harmless(key: str, recipe: Recipe) -> bool:
     has_dropout = model.dropout or (model.lora is not None and model.lora.dropout > 0)
     if has_dropout and key in ("micro_batch_tokens", "placement.devices"):
         return False  # dropout is sampled forward by forward, rank by rank
-    is_spmd = SIGNALS[recipe.program].execution == "spmd"
-    harmless = (*_HARMLESS, "rollout") if is_spmd else (*_HARMLESS, *_ENGINE_SIZES)
+    harmless = (*_HARMLESS, "rollout") if recipe.execution == "spmd" else (*_HARMLESS, *_ENGINE_SIZES)
     return any(key == each or key.startswith(each + ".") for each in harmless)
 
 

@@ -3,49 +3,102 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from podium.recipe.fields import Count, Place, Real, Section
 
-PreferenceLoss = Literal["sigmoid", "ipo", "simpo", "orpo", "kto"]
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd"]
 
 
 class PreferenceSection(Section):
-    """dpo: which loss teaches the preference, and against which reference (docs/preferences.md)."""
+    """dpo: how the loss teaches the preference. One class per loss (docs/preferences.md)."""
 
-    loss: PreferenceLoss = Field(
-        "sigmoid", description="sigmoid (DPO), ipo, simpo, orpo on pairs; kto on rows with a `label`."
-    )
-    beta: Real | None = Field(
-        None,
-        gt=0,
-        description="How strongly log-ratios count; orpo: weight of the odds ratio. Default: 0.1, of simpo 2.",
-    )
-    label_smoothing: Real = Field(
-        0.0, ge=0, lt=0.5, description="sigmoid and simpo: share of pairs that are taken to be the wrong way round."
-    )
-    gamma: Real = Field(1.0, ge=0, description="simpo: by how much beta times the mean log-prob is to be ahead.")
-    cross_entropy: Real = Field(
-        0.0, ge=0, description="Adds this times the chosen completion's mean negative log-likelihood (orpo has it: 1)."
-    )
-    desirable_weight: Real = Field(1.0, gt=0, description="kto: of rows whose label is true.")
-    undesirable_weight: Real = Field(1.0, gt=0, description="kto: of rows whose label is false.")
+    is_paired: ClassVar[bool] = True
+    loss: str
+    beta: Real = Field(0.1, gt=0, description="How strongly log-ratios count.")
+
+
+class ReferencedPreference(PreferenceSection):
+    """Losses that compare with a reference."""
+
     reference: Literal["auto", "cached", "live"] = Field(
         "auto",
         description="cached: log-probs of the reference are computed once, before training. live: with every step; an "
-        "adapter's reference is its base, without a second copy. auto: live with adapters and for kto, else cached.",
+        "adapter's reference is its base, without a second copy. auto: live with adapters, else cached.",
     )
     reference_model: Place | None = Field(None, description="The reference's checkpoint; default: model.path.")
 
-    @property
-    def strength(self) -> float:
-        """`beta`, or what suits the loss: simpo's counts means over tokens, which are smaller than sums."""
-        if self.beta is not None:
-            return self.beta
-        return 2.0 if self.loss == "simpo" else 0.1
+
+class ImitatingPreference(PreferenceSection):
+    """Losses on pairs that may also imitate the chosen completion."""
+
+    cross_entropy: Real = Field(
+        0.0, ge=0, description="Adds this times the chosen completion's mean negative log-likelihood."
+    )
+
+
+class SigmoidPreference(ReferencedPreference, ImitatingPreference):
+    """DPO."""
+
+    loss: Literal["sigmoid"] = "sigmoid"
+    label_smoothing: Real = Field(
+        0.0, ge=0, lt=0.5, description="Share of pairs that are taken to be the wrong way round."
+    )
+
+
+class IpoPreference(ReferencedPreference, ImitatingPreference):
+    """IPO."""
+
+    loss: Literal["ipo"] = "ipo"
+
+
+class SimpoPreference(ImitatingPreference):
+    """SimPO: mean log-probs, without a reference."""
+
+    loss: Literal["simpo"] = "simpo"
+    beta: Real = Field(2.0, gt=0, description="How strongly mean log-probs count; they are smaller than sums.")
+    gamma: Real = Field(1.0, ge=0, description="By how much beta times the mean log-prob is to be ahead.")
+    label_smoothing: Real = Field(
+        0.0, ge=0, lt=0.5, description="Share of pairs that are taken to be the wrong way round."
+    )
+
+
+class OrpoPreference(PreferenceSection):
+    """ORPO: imitates the chosen completion by itself, without a reference."""
+
+    loss: Literal["orpo"] = "orpo"
+    beta: Real = Field(0.1, gt=0, description="Weight of the odds ratio.")
+
+
+class KtoPreference(ReferencedPreference):
+    """KTO: rows with a `label` in place of pairs."""
+
+    is_paired: ClassVar[bool] = False
+    loss: Literal["kto"] = "kto"
+    desirable_weight: Real = Field(1.0, gt=0, description="Of rows whose label is true.")
+    undesirable_weight: Real = Field(1.0, gt=0, description="Of rows whose label is false.")
+    reference: Literal["auto", "live"] = Field(
+        "auto",
+        description="Always live: kto's baseline pairs completions anew with other prompts in every step, so the "
+        "reference cannot be computed beforehand.",
+    )
+
+
+def _loss_tag(value: Any) -> str:
+    loss = value.get("loss", "sigmoid") if isinstance(value, dict) else getattr(value, "loss", "sigmoid")
+    return f"loss={loss}"
+
+
+AnyPreference = Annotated[
+    Annotated[SigmoidPreference, Tag("loss=sigmoid")]
+    | Annotated[IpoPreference, Tag("loss=ipo")]
+    | Annotated[SimpoPreference, Tag("loss=simpo")]
+    | Annotated[OrpoPreference, Tag("loss=orpo")]
+    | Annotated[KtoPreference, Tag("loss=kto")],
+    Discriminator(_loss_tag),
+]
 
 
 class RewardModelSection(Section):
@@ -63,12 +116,12 @@ class DistillSection(Section):
     """distill: how the student's distribution is drawn to the teachers' at every trained token of the data."""
 
     divergence: DivergenceName = "forward_kl"
-    jsd_beta: Real = Field(
-        0.5,
+    jsd_beta: Real | None = Field(
+        None,
         gt=0,
         lt=1,
         description="jsd: the teachers' share of the mixture; towards 0 a small forward_kl, towards 1 a small "
-        "reverse_kl.",
+        "reverse_kl. Default: 0.5.",
     )
     temperature: Real = Field(1.0, gt=0, description="Of both distributions.")
     cross_entropy: Real = Field(
@@ -79,4 +132,16 @@ class DistillSection(Section):
         description="live: teachers run beside the student. cached: their `top_k` largest log-probs are computed once, "
         "before training, and read from disk.",
     )
-    top_k: Count = Field(64, description="cached: how many; what is left is one more outcome.")
+    top_k: Count | None = Field(
+        None, description="cached: how many log-probs of a token; what is left is one more outcome. Default: 64."
+    )
+
+    @property
+    def mixture_share(self) -> float:
+        """`jsd_beta`, or its default."""
+        return 0.5 if self.jsd_beta is None else self.jsd_beta
+
+    @property
+    def num_cached(self) -> int:
+        """`top_k`, or its default."""
+        return 64 if self.top_k is None else self.top_k

@@ -1,48 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML -> Recipe, `--set` overrides, and errors that name the key, the value and the fix."""
+"""YAML -> the recipe of its program, and `--set` overrides."""
 
 from __future__ import annotations
 
-import difflib
 import re
-import types
 from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin
+from typing import Any
 
 import yaml
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from podium.errors import RecipeError
-from podium.recipe.retired import new_name
-from podium.recipe.schema import Recipe
-
-# Names that other trainers use, so that a newcomer's guess is answered and not only refused.
-_ELSEWHERE = {
-    "learning_rate": "optimizer.lr",
-    "epochs": "steps (count the steps you want; the data repeats)",
-    "num_train_epochs": "steps (count the steps you want; the data repeats)",
-    "max_steps": "steps",
-    "batch_size": "tokens_per_step",
-    "per_device_train_batch_size": "micro_batch_tokens",
-    "gradient_accumulation_steps": "micro_batch_tokens (accumulation follows from it)",
-    "max_seq_length": "data.max_length",
-    "max_grad_norm": "optimizer.clip_norm",
-    "gradient_checkpointing": "model.activation_checkpointing",
-    "disable_dropout": "model.dropout (off unless asked)",
-    "lora_dropout": "model.lora.dropout",
-    "lr_scheduler_type": "optimizer.schedule",
-    "seed": "run.seed",
-    "output_dir": "run.folder and run.name",
-    "eval_steps": "evaluation.every",
-    "save_steps": "checkpoint.every",
-    "num_gpus": "placement.devices",
-    "bf16": "model.dtype",
-    "valid": "heldout",
-    "validation": "heldout",
-    "test": "heldout",
-}
+from podium.recipe.explaining import explained
+from podium.recipe.programs import program_problem, recipe_class
+from podium.recipe.recipes import Recipe
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -105,11 +77,28 @@ def named_after(file: str | Path, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe") -> Recipe:
-    """Checks plain values; every problem is listed at once."""
+    """Checks plain values; every problem is listed at once. The result is of the program's own class."""
+    result = recipe_or_problems(values)
+    if isinstance(result, Recipe):
+        return result
+    raise not_valid(origin, result)
+
+
+def recipe_or_problems(values: Mapping[str, Any]) -> Recipe | list[str]:
+    """The recipe, or one line for each problem."""
+    kind = recipe_class(values)
+    if kind is None:
+        return [program_problem(values), *_missing(values)]
     try:
-        return Recipe.model_validate(values)
+        return kind.model_validate(values)
     except ValidationError as error:
-        raise not_valid(origin, explained(error)) from None
+        return explained(error, kind)
+
+
+def _missing(values: Mapping[str, Any]) -> list[str]:
+    """What every program asks for and is not there."""
+    fields = {name for name, field in Recipe.model_fields.items() if field.is_required()} - {"program"}
+    return [f"{name}: required, and missing." for name in Recipe.model_fields if name in fields and name not in values]
 
 
 def not_valid(origin: str, lines: Sequence[str]) -> RecipeError:
@@ -185,102 +174,3 @@ def _braces(path: Path, error: yaml.YAMLError) -> str:
     if mark is None or mark.line >= len(lines) or "${" not in lines[mark.line]:
         return ""
     return '. Between braces, write a reference in quotes: {path: "${stage.sft}"}'
-
-
-def explained(error: ValidationError, root: type[BaseModel] = Recipe) -> list[str]:
-    """One line for each problem: its key, what is wrong, and a guess at what was meant."""
-    lines: list[str] = []
-    for detail in error.errors():
-        for line in _explained(detail, root):
-            if line not in lines:
-                lines.append(line)
-    return lines
-
-
-def _explained(detail: ErrorDetails, root: type[BaseModel]) -> list[str]:
-    location = [str(part) for part in detail["loc"] if not _is_union_tag(str(part))]
-    key = ".".join(location)
-    match detail["type"]:
-        case "extra_forbidden" if (now := new_name(key)) is not None:
-            return [f"{key}: is called {now} now."]
-        case "extra_forbidden":
-            return [f"{key}: unknown key.{_suggestion(location, root)}"]
-        case "missing":
-            return [f"{key}: required, and missing.{_description(location, root)}"]
-        case "value_error" if not location:
-            return str(detail["msg"]).removeprefix("Value error, ").split("\n")
-        case "value_error":
-            return [f"{key}: {str(detail['msg']).removeprefix('Value error, ')}"]
-        case "string_pattern_mismatch" if detail["loc"][-1] == "[key]":
-            return [f"{key}: the name of a stage is letters, digits, - and _ (it is a folder's name too)."]
-        case "model_type":
-            return [f"{key or 'the recipe'}: expected keys and values, found {detail['input']!r}."]
-    message = str(detail["msg"]).replace("valid tuple", "list").replace("Tuple", "List")
-    message = message[0].lower() + message[1:]
-    return [f"{key}: {message}, found {_shown(detail['input'])}.{_description(location, root)}"]
-
-
-def _is_union_tag(part: str) -> bool:
-    return part == "[key]" or part.startswith(("literal[", "function-", "constrained-", "str", "nullable"))
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _section_at(location: Sequence[str], root: type[BaseModel]) -> type[BaseModel] | None:
-    """The model class that holds the key at the end of `location`."""
-    here: type[BaseModel] | None = root
-    for part in location[:-1]:
-        if part.isdigit():
-            continue
-        field = here.model_fields.get(part) if here else None
-        here = _model_in(field.annotation) if field else None
-    return here
-
-
-def _model_in(annotation: Any) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    if get_origin(annotation) in (Union, types.UnionType, tuple):
-        for part in get_args(annotation):
-            found = _model_in(part)
-            if found:
-                return found
-    return None
-
-
-def _suggestion(location: Sequence[str], root: type[BaseModel]) -> str:
-    section, name = _section_at(location, root), location[-1]
-    if section is None:
-        return ""
-    if root is not Recipe and ".".join(location) in all_keys(Recipe):
-        key = ".".join(location)
-        return f" It belongs to the stages: write defaults.{key} for all of them, or stages.NAME.{key}."
-    near = difflib.get_close_matches(name, section.model_fields, n=1, cutoff=0.6)
-    if near:
-        return f" Did you mean {'.'.join([*location[:-1], near[0]])}?"
-    if name in _ELSEWHERE:
-        return f" Podium's name for it is {_ELSEWHERE[name]}."
-    elsewhere = [path for path in all_keys(Recipe) if path.rpartition(".")[2] == name]
-    if elsewhere:
-        return f" It belongs at {elsewhere[0]}."
-    return f" Known here: {', '.join(section.model_fields)}."
-
-
-def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    """Key paths of a section and of all below it."""
-    keys: list[str] = []
-    for name, field in section.model_fields.items():
-        keys.append(prefix + name)
-        inner = _model_in(field.annotation)
-        if inner:
-            keys += all_keys(inner, f"{prefix}{name}.")
-    return keys
-
-
-def _description(location: Sequence[str], root: type[BaseModel]) -> str:
-    section = _section_at(location, root)
-    field = section.model_fields.get(location[-1]) if section and location else None
-    return f" ({field.description})" if field and field.description else ""

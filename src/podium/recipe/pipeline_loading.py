@@ -11,17 +11,19 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from podium.errors import RecipeError
+from podium.recipe.explaining import explained
 from podium.recipe.loading import (
     apply_overrides,
-    explained,
     named_after,
     not_valid,
     parse_recipe,
     read_values,
+    recipe_or_problems,
 )
 from podium.recipe.pipeline import PipelineRecipe, Reference, reference_problems, references, written_out
+from podium.recipe.programs import BUILT_IN, CUSTOM, AnyRecipe
+from podium.recipe.recipes import Recipe
 from podium.recipe.resolving import located
-from podium.recipe.schema import Recipe
 
 _DEVICES = "placement.devices="
 # A shape that passes for a hub id: nothing looks for it on this machine.
@@ -111,12 +113,16 @@ def resolved_pipeline(pipeline: PipelineRecipe) -> PipelineRecipe:
 def recipe_schema() -> dict[str, Any]:
     """JSON schema of recipes of either kind. The keys of a stage are those of a recipe, none of them required: they
     may stand in `defaults`."""
-    schema = TypeAdapter(Recipe | PipelineRecipe).json_schema()
+    kinds = [*BUILT_IN.values(), *CUSTOM.values()]
+    schema = TypeAdapter(AnyRecipe | PipelineRecipe).json_schema()
     parts = schema["$defs"]
-    stage = {key: value for key, value in parts["Recipe"].items() if key != "required"} | {"title": "Stage"}
-    parts["Stage"] = stage
+    for name in (kind.__name__ for kind in kinds):
+        whole = parts[name]
+        stage = {key: value for key, value in whole.items() if key != "required"}
+        parts[f"{name}Stage"] = stage | {"title": f"{name}Stage"}
+    stage = {"anyOf": [{"$ref": f"#/$defs/{kind.__name__}Stage"} for kind in kinds]}
     keys = parts["PipelineRecipe"]["properties"]
-    keys["stages"]["additionalProperties"] = keys["defaults"] = {"$ref": "#/$defs/Stage"}
+    keys["stages"]["additionalProperties"] = keys["defaults"] = stage
     return {"title": "Recipe", **schema}
 
 
@@ -130,11 +136,8 @@ def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any
     if stage.get("program") == "pipeline":
         return [*lines, "program: a stage is a recipe, and this is a pipeline. Write its stages out in this one."]
     places = {each.stage: _NOT_YET_MADE + each.stage for each in references(stage)}
-    try:
-        Recipe.model_validate(pipeline.placed(name, places))
-    except ValidationError as error:
-        lines += explained(error)
-    return lines
+    result = recipe_or_problems(pipeline.placed(name, places))
+    return lines if isinstance(result, Recipe) else [*lines, *result]
 
 
 def _told(pipeline: PipelineRecipe, found: Sequence[tuple[str, str]]) -> list[str]:

@@ -16,21 +16,49 @@ import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator
+from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
 
 from podium.errors import RecipeError
 
 
-def _has_plugin_shape(text: str) -> str:
-    module, _, name = text.rpartition(":")
-    if not module or not name.isidentifier():
-        raise ValueError(f"{text!r} is not an import path; write file.py:function or package.module:function")
-    return os.path.expanduser(text)
+class Plugin(str):
+    """An import path in a recipe: `file.py:function` or `package.module:function`. Where a key takes a built-in name
+    or a custom function, only the custom one is a Plugin."""
 
+    __slots__ = ()
 
-PluginPath = Annotated[str, AfterValidator(_has_plugin_shape)]
+    @classmethod
+    def has_shape(cls, text: object) -> bool:
+        """Whether a value is written as an import path."""
+        module, _, name = text.rpartition(":") if isinstance(text, str) else ("", "", "")
+        return bool(module) and name.isidentifier()
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return split_plugin(self)[1]
+
+    @classmethod
+    def _of(cls, text: str) -> Plugin:
+        if not cls.has_shape(text):
+            raise ValueError(f"{text!r} is not an import path; write file.py:function or package.module:function")
+        return cls(os.path.expanduser(text))
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(
+            cls._of,
+            core_schema.str_schema(),
+            serialization=core_schema.plain_serializer_function_ser_schema(str, return_schema=core_schema.str_schema()),
+        )
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
 
 
 def split_plugin(path: str) -> tuple[str, str]:
@@ -51,7 +79,7 @@ def locate(path: str, key: str) -> None:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except SyntaxError as error:
         raise RecipeError(
-            f"{key}: {file}, line {error.lineno}: {error.msg}. The plug-in cannot be imported until this is mended."
+            f"{key}: {file}, line {error.lineno}: {error.msg}. The plug-in cannot be imported until this is fixed."
         ) from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{key}: {file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error

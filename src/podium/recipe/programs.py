@@ -1,34 +1,88 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The shape of each program's learning signal, which decides how the program is executed."""
+"""Which class a recipe's values belong to: `program` says, and for a custom program `signal`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import difflib
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from podium.recipe.schema import ProgramName
+from pydantic import Discriminator, Tag
 
+from podium.recipe.plugins import Plugin
+from podium.recipe.recipes import (
+    CustomOnPolicyRecipe,
+    CustomSpmdRecipe,
+    DistillRecipe,
+    DpoRecipe,
+    ExpertIterationRecipe,
+    GrpoRecipe,
+    OnPolicyDistillRecipe,
+    PpoRecipe,
+    Recipe,
+    RewardModelRecipe,
+    SftRecipe,
+)
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SignalShape:
-    """`density`: a loss at every token, or a score per episode. `data`: known in advance, or made by the weights."""
-
-    density: Literal["dense", "sparse"]
-    data: Literal["fixed", "on_policy"]
-
-    @property
-    def execution(self) -> Literal["spmd", "controlled"]:
-        """Data decides: what is known in advance needs no controller."""
-        return "spmd" if self.data == "fixed" else "controlled"
-
-
-SIGNALS: dict[ProgramName, SignalShape] = {
-    "sft": SignalShape(density="dense", data="fixed"),
-    "dpo": SignalShape(density="sparse", data="fixed"),
-    "reward_model": SignalShape(density="sparse", data="fixed"),
-    "distill": SignalShape(density="dense", data="fixed"),
-    "grpo": SignalShape(density="sparse", data="on_policy"),
-    "ppo": SignalShape(density="sparse", data="on_policy"),
-    "on_policy_distill": SignalShape(density="dense", data="on_policy"),
-    "expert_iteration": SignalShape(density="sparse", data="on_policy"),
+BUILT_IN: Mapping[str, type[Recipe]] = {
+    "sft": SftRecipe,
+    "dpo": DpoRecipe,
+    "reward_model": RewardModelRecipe,
+    "distill": DistillRecipe,
+    "grpo": GrpoRecipe,
+    "ppo": PpoRecipe,
+    "on_policy_distill": OnPolicyDistillRecipe,
+    "expert_iteration": ExpertIterationRecipe,
 }
+CUSTOM: Mapping[str, type[Recipe]] = {"fixed": CustomSpmdRecipe, "on_policy": CustomOnPolicyRecipe}
+
+
+def _tag(value: Any) -> str | None:
+    if isinstance(value, Recipe):
+        return type(value).__name__
+    kind = recipe_class(value) if isinstance(value, Mapping) else None
+    return None if kind is None else kind.__name__
+
+
+AnyRecipe = Annotated[
+    Annotated[SftRecipe, Tag("SftRecipe")]
+    | Annotated[DpoRecipe, Tag("DpoRecipe")]
+    | Annotated[RewardModelRecipe, Tag("RewardModelRecipe")]
+    | Annotated[DistillRecipe, Tag("DistillRecipe")]
+    | Annotated[GrpoRecipe, Tag("GrpoRecipe")]
+    | Annotated[PpoRecipe, Tag("PpoRecipe")]
+    | Annotated[OnPolicyDistillRecipe, Tag("OnPolicyDistillRecipe")]
+    | Annotated[ExpertIterationRecipe, Tag("ExpertIterationRecipe")]
+    | Annotated[CustomSpmdRecipe, Tag("CustomSpmdRecipe")]
+    | Annotated[CustomOnPolicyRecipe, Tag("CustomOnPolicyRecipe")],
+    Discriminator(_tag),
+]
+"""A recipe of any program."""
+
+
+def recipe_class(values: Mapping[str, Any]) -> type[Recipe] | None:
+    """The class of the program that the values name; None: they name none, and `program_problem` says why."""
+    program, signal = values.get("program"), values.get("signal")
+    if isinstance(program, str) and program in BUILT_IN:
+        return BUILT_IN[program]
+    if Plugin.has_shape(program) and isinstance(signal, str):
+        return CUSTOM.get(signal)
+    return None
+
+
+def program_problem(values: Mapping[str, Any]) -> str:
+    """Why the values have no class."""
+    program = values.get("program")
+    if program is None:
+        return f"program: required, and missing. There are {', '.join(BUILT_IN)}; a custom one is file.py:function."
+    if Plugin.has_shape(program):
+        both = "fixed (every rank runs it, on data that is known) or on_policy (a controller runs it, and generates)"
+        if values.get("signal") is None:
+            return f"signal: required, and missing. A custom program says {both}."
+        return f"signal: {values['signal']!r} is not a signal. A custom program says {both}."
+    near = difflib.get_close_matches(str(program), BUILT_IN, n=1, cutoff=0.6)
+    guess = f"Did you mean {near[0]}? " if near else ""
+    return (
+        f"program: {program!r} is not a program. {guess}There are {', '.join(BUILT_IN)}; a custom one is "
+        "file.py:function."
+    )

@@ -4,56 +4,79 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 from podium.errors import RecipeError
 from podium.recipe import plugins
-from podium.recipe.dense_rules import documents_per_row
 from podium.recipe.loading import parse_recipe
-from podium.recipe.programs import SIGNALS
-from podium.recipe.schema import Recipe
+from podium.recipe.recipes import Recipe, SpmdRecipe
+
+RecipeT = TypeVar("RecipeT", bound=Recipe)
+
+# Keys that name local files or folders; `*` is a position in a list. A program has those of its own sections.
+_PATHS = (
+    "model.path",
+    "model.tokenizer",
+    "model.chat_template",
+    "model.lora.adapter",
+    "model.new_tokens.file",
+    "data.train.*.path",
+    "data.heldout.*.path",
+    "preference.reference_model",
+    "teachers.*.path",
+    "reward.*.model",
+    "critic.path",
+    "algorithm.kl.reference",
+)
+_PLUGINS = (
+    "program",
+    "data.train.*.map",
+    "data.heldout.*.map",
+    "evaluation.generation.score",
+    "reward.*.function",
+    "algorithm.advantage",
+    "algorithm.loss",
+    "environment.environment",
+    "environment.tools.*",
+    "run.loggers.*",
+)
+# Of an on-policy program whose model does not say its context.
+_CONTEXT = 16_384
 
 
-def resolved(recipe: Recipe, model_config: Mapping[str, Any]) -> Recipe:
+def resolved(recipe: RecipeT, model_config: Mapping[str, Any]) -> RecipeT:
     """What is saved in the run folder. Resolving again changes nothing."""
     values = located(recipe)
     values["data"]["max_length"] = _max_length(recipe, model_config)
-    return parse_recipe(values)
+    result = parse_recipe(values)
+    assert isinstance(result, type(recipe)), "the program stays"
+    return result
 
 
 def located(recipe: Recipe) -> dict[str, Any]:
     """The recipe's values with local paths in full."""
     values: dict[str, Any] = recipe.model_dump(mode="json")
-    for key in ("path", "tokenizer", "chat_template"):
-        values["model"][key] = _absolute(values["model"][key])
-    for section, key in (("lora", "adapter"), ("new_tokens", "file")):
-        if values["model"][section] is not None:
-            values["model"][section][key] = _absolute(values["model"][section][key])
-    values["preference"]["reference_model"] = _absolute(values["preference"]["reference_model"])
-    for part in ("train", "heldout"):
-        for source in values["data"][part]:
-            source["path"] = _absolute(source["path"])
-            source["map"] = _absolute_plugin(source["map"])
-    generation = values["evaluation"]["generation"]
-    if generation is not None:
-        generation["score"] = _absolute_plugin(generation["score"])
-    for reward in values["reward"]:
-        reward["function"], reward["model"] = _absolute_plugin(reward["function"]), _absolute(reward["model"])
-    for teacher in values["teachers"]:
-        teacher["path"] = _absolute(teacher["path"])
-    values["critic"]["path"] = _absolute(values["critic"]["path"])
-    algorithm = values["algorithm"]
-    for key in ("advantage", "loss"):
-        algorithm[key] = _absolute_plugin(algorithm[key])
-    if algorithm["kl"] is not None:
-        algorithm["kl"]["reference"] = _absolute(algorithm["kl"]["reference"])
-    environment = values["environment"]
-    if environment is not None:
-        environment["environment"] = _absolute_plugin(environment["environment"])
-        environment["tools"] = [_absolute_plugin(tool) for tool in environment["tools"]]
-    values["run"]["loggers"] = [_absolute_plugin(logger) for logger in values["run"]["loggers"]]
+    for key in _PATHS:
+        _change(values, key.split("."), _absolute)
+    for key in _PLUGINS:
+        _change(values, key.split("."), _absolute_plugin)
     return values
+
+
+def _change(values: Any, path: list[str], change: Callable[[str], str]) -> None:
+    """Puts change(text) in the place of each text at a path, where the values have one."""
+    first, *rest = path
+    places: list[Any] = []
+    if first == "*" and isinstance(values, list):
+        places = list(range(len(values)))
+    elif isinstance(values, dict) and first in values:
+        places = [first]
+    for place in places:
+        if rest:
+            _change(values[place], rest, change)
+        elif isinstance(values[place], str):
+            values[place] = change(values[place])
 
 
 def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
@@ -70,26 +93,26 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
                 f"Lower it to {context}."
             )
         return asked
-    if SIGNALS[recipe.program].execution == "controlled":
+    if not isinstance(recipe, SpmdRecipe):
         # Prompts are read as they come; what bounds an episode is the model's context.
-        return int(context or recipe.tokens_per_step)
+        return int(context or _CONTEXT)
     if recipe.rows_per_step is not None and context is not None:
         return int(context)
-    each = recipe.tokens_per_step // documents_per_row(recipe)
+    each = recipe.tokens_per_step // recipe.documents_per_row
     return int(min(each, context or each))
 
 
-def _absolute(path: str | None) -> str | None:
+def _absolute(path: str) -> str:
     """Local paths that exist, and globs beneath a folder that exists; a hub id or URL stays as it is."""
-    if path is None or "://" in path:
+    if "://" in path:
         return path
     head = path.split("*")[0].split("?")[0].split("[")[0]
     there = os.path.exists(path) or (head != path and os.path.isdir(os.path.dirname(head) or "."))
     return os.path.abspath(path) if there else path
 
 
-def _absolute_plugin(path: str | None) -> str | None:
-    if path is None or ":" not in path:
-        return path
-    module, name = plugins.split_plugin(path)
-    return f"{_absolute(module)}:{name}" if module.endswith(".py") else path
+def _absolute_plugin(text: str) -> str:
+    if not plugins.Plugin.has_shape(text):
+        return text  # one of Podium's own
+    module, name = plugins.split_plugin(text)
+    return f"{_absolute(module)}:{name}" if module.endswith(".py") else text

@@ -1,44 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cross-field rules of a recipe: each returns a sentence with key path, value and fix, or nothing."""
+"""Rules about values of several keys: each gives a sentence with key path, value and fix, or nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from podium.recipe.dense_rules import dense_rules, documents_per_row
 from podium.recipe.on_policy_rules import on_policy_rules
-from podium.recipe.programs import SIGNALS
-
-if TYPE_CHECKING:
-    from podium.recipe.schema import Recipe
+from podium.recipe.recipes import OnPolicyRecipe, Recipe, SpmdRecipe
+from podium.recipe.spmd_rules import spmd_rules
 
 
 def broken_rules(recipe: Recipe) -> list[str]:
     """All rules that span several keys and do not hold."""
-    controlled = SIGNALS[recipe.program].execution == "controlled"
-    own = on_policy_rules(recipe) if controlled else [*_lengths(recipe), *_only_on_policy(recipe)]
-    return [*own, *dense_rules(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
+    match recipe:
+        case SpmdRecipe():
+            own = spmd_rules(recipe)
+        case OnPolicyRecipe():
+            own = on_policy_rules(recipe)
+        case _:
+            return ["program: Recipe is what all programs share. Use parse_recipe, or the program's own class."]
+    return [*own, *_model(recipe), *_dropout(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
 
 
-def _lengths(recipe: Recipe) -> Iterator[str]:
-    longest, budget, step = recipe.data.max_length, recipe.micro_batch_tokens, recipe.tokens_per_step
-    count = documents_per_row(recipe)
-    what = "a document" if count == 1 else "a pair of documents"
-    if longest is not None and budget is not None and count * longest > budget:
+def recipe_warnings(recipe: Recipe) -> list[str]:
+    """What is allowed and seldom meant."""
+    warnings = []
+    if recipe.model.lora is not None and recipe.model.init == "random":
+        warnings.append("model.lora: an adapter of random weights learns little. Remove model.init, or model.lora.")
+    return warnings
+
+
+def _model(recipe: Recipe) -> Iterator[str]:
+    model = recipe.model
+    if model.lora is not None and model.new_tokens is not None:
         yield (
-            f"data.max_length: {longest} does not fit micro_batch_tokens {budget}; {what} is never cut over two "
-            f"micro-batches. Lower data.max_length to {budget // count} or raise micro_batch_tokens to "
-            f"{count * longest}."
+            "model.new_tokens: an adapter leaves the embeddings frozen, so new tokens would never be learned. Train "
+            "them without model.lora first (in an earlier stage), then the adapter on its result."
         )
-    if longest is not None and count * longest > step and recipe.rows_per_step is None:
-        whose = "" if count == 1 else "of each document of a pair "
-        yield (
-            f"data.max_length: {longest} {whose}is longer than tokens_per_step {step}. "
-            f"Raise tokens_per_step to at least {count * longest}."
-        )
-    if longest is not None and longest < 2:
-        yield f"data.max_length: {longest} leaves no token to predict. Use at least 2."
+    if model.new_tokens is not None and not model.new_tokens.tokens and model.new_tokens.file is None:
+        yield "model.new_tokens: names no token. Give `tokens` or `file`, or remove the section."
+    if model.new_tokens is not None and model.init == "random":
+        yield "model.new_tokens: random weights have no embeddings to begin new ones from. Remove one of the two."
+
+
+def _dropout(recipe: Recipe) -> Iterator[str]:
+    if recipe.learns_dropout:
+        return
+    lora = recipe.model.lora
+    asked = {"model.dropout": recipe.model.dropout, "model.lora.dropout": lora is not None and lora.dropout > 0}
+    for key, is_on in asked.items():
+        if is_on:
+            yield (
+                f"{key}: {recipe.program} compares the model's log-probs with others that are computed without dropout "
+                "(of the rollout, a reference or a teacher), so dropout would change the loss itself. Remove it; sft "
+                "and reward_model can train with dropout."
+            )
 
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
@@ -57,7 +73,7 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
 
 def _evaluation(recipe: Recipe) -> Iterator[str]:
     evaluation, heldout = recipe.evaluation, recipe.data.heldout
-    asked = evaluation.every is not None or evaluation.at_start or evaluation.generation is not None
+    asked = evaluation.every is not None or evaluation.at_start or recipe.generation is not None
     if asked and not heldout:
         yield (
             "evaluation: there is nothing to evaluate on, data.heldout is empty. Add a source to data.heldout or "
@@ -79,51 +95,13 @@ def _evaluation(recipe: Recipe) -> Iterator[str]:
             )
 
 
-def _only_on_policy(recipe: Recipe) -> Iterator[str]:
-    """Sections that a program with fixed data would leave unread."""
-    if recipe.rollout.engine != "native":
-        yield (
-            f"rollout.engine: {recipe.rollout.engine} does not answer in {recipe.program}, whose evaluation uses the "
-            "learner's own weights. Remove it; `podium generate --engine vllm` answers with an exported model."
-        )
-    fields = type(recipe).model_fields
-    for name in ("reward", "grading", "algorithm", "critic", "teachers", "environment"):
-        if name == "teachers" and recipe.program == "distill":
-            continue
-        if getattr(recipe, name) != fields[name].get_default(call_default_factory=True):
-            yield (
-                f"{name}: {recipe.program} learns from data that is known in advance and has no use for it. Remove "
-                "the section, or choose an on-policy program (grpo, ppo, on_policy_distill, expert_iteration)."
-            )
-    if recipe.placement.launcher == "inline" or recipe.placement.layout != "colocated":
-        yield (
-            f"placement: layout {recipe.placement.layout} and launcher {recipe.placement.launcher} are for on-policy "
-            f"programs; {recipe.program} runs with launcher local or ray."
-        )
-
-
 def _names(recipe: Recipe) -> Iterator[str]:
-    known = _columns(recipe)
-    for part in ("train", "heldout"):
-        for index, source in enumerate(getattr(recipe.data, part)):
+    known = ", ".join(sorted(recipe.columns))
+    for part, sources in (("train", recipe.data.train), ("heldout", recipe.data.heldout)):
+        for index, source in enumerate(sources):
             for name in source.columns:
-                if name not in known:
+                if name not in recipe.columns:
                     yield (
                         f"data.{part}.{index}.columns.{name}: not a column that Podium reads. "
-                        f"The left side is one of {', '.join(sorted(known))}; the right side is your column's name."
+                        f"The left side is one of {known}; the right side is your column's name."
                     )
-
-
-def _columns(recipe: Recipe) -> set[str]:
-    """Names that rows of this program may have."""
-    pairs = {"prompt", "chosen", "rejected", "tools"}
-    known = {"messages", "prompt", "completion", "text"}
-    match recipe.program:
-        case "dpo":
-            return {"prompt", "completion", "label", "tools"} if recipe.preference.loss == "kto" else pairs
-        case "reward_model":
-            return pairs | {"margin"} if recipe.reward_model.learns == "pairs" else known | {"score", "tools"}
-        case "sft" | "distill":
-            return known
-        case _:
-            return known | {"reference", "data_source", "tools"}

@@ -1,25 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen description of one run. Torch-free: a mistake in a recipe is found before anything heavy is imported."""
+"""Sections that recipes of several programs share. Torch-free: a mistake is found before anything heavy is imported."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
-from podium.recipe.dense import DistillSection, PreferenceSection, RewardModelSection
 from podium.recipe.fields import Count, NonNegative, Place, Real, Section, Switch, Text
-from podium.recipe.on_policy import (
-    AlgorithmSection,
-    CriticSection,
-    EnvironmentSection,
-    GradingSection,
-    RewardSection,
-    TeacherSection,
-)
-from podium.recipe.plugins import PluginPath
-
-ProgramName = Literal["sft", "dpo", "reward_model", "distill", "grpo", "ppo", "on_policy_distill", "expert_iteration"]
+from podium.recipe.plugins import Plugin
 
 
 class LoraSection(Section):
@@ -102,28 +91,38 @@ class SourceSection(Section):
     columns: dict[str, str] = Field(
         default_factory=dict, description="Renames columns: {prompt: question} reads `question` as the prompt."
     )
-    map: PluginPath | None = Field(None, description="`file.py:function`, row -> row or None (None drops the row).")
+    map: Plugin | None = Field(None, description="`file.py:function`, row -> row or None (None drops the row).")
 
 
 class DataSection(Section):
-    """What is trained on and which tokens of it count."""
+    """Which rows are read. On-policy programs read prompts."""
 
     train: tuple[SourceSection, ...] = Field(min_length=1)
     heldout: tuple[SourceSection, ...] = ()
-    trained: Literal["assistant", "last_turn", "everything"] = Field(
-        "assistant", description="Which tokens of a chat are trained. Raw `text` rows are trained on everything."
-    )
     max_length: Count | None = Field(
         None, description="Longest document in tokens; default: what fits the step and the model."
     )
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="What happens to longer documents.")
     shuffle: Switch = True
     shuffle_rows: Count = Field(65_536, description="Rows that are shuffled together; larger files stream by this.")
+
+
+class PackedDataSection(DataSection):
+    """Rows that are tokenized and packed into steps ahead of time: fixed data."""
+
     packing_window: Count = Field(512, description="Documents waiting to be packed; a wider window fills steps better.")
     workers: NonNegative = Field(
         0, description="Tokenizer processes per rank. 0: a background thread, enough for most single-node runs."
     )
     prefetch: Count = Field(4, description="Steps that are prepared ahead.")
+
+
+class DocumentDataSection(PackedDataSection):
+    """Documents, and which of their tokens are trained."""
+
+    trained: Literal["assistant", "last_turn", "everything"] = Field(
+        "assistant", description="Which tokens of a chat are trained. Raw `text` rows are trained on everything."
+    )
 
 
 class OptimizerSection(Section):
@@ -145,23 +144,10 @@ class OptimizerSection(Section):
 class PlacementSection(Section):
     """Which devices the run takes."""
 
-    launcher: Literal["auto", "local", "ray", "inline"] = Field(
-        "auto",
-        description="`ray` runs the workers on a Ray cluster: RAY_ADDRESS's, the submitted job's, or a local one; "
-        "`local` starts ranks as processes; `inline` runs a controlled program in one process, for a debugger. auto: "
-        "local where data is fixed, ray where the program is controlled.",
-    )
     devices: Count = Field(
         1, description="Devices of this machine, or of the Ray cluster. Under torchrun its world size is used instead."
     )
-    layout: Literal["colocated", "split"] = Field(
-        "colocated", description="Controlled programs: all roles share all devices, or generators have their own."
-    )
-    rollout_devices: Count | None = Field(
-        None, description="layout split: how many of `devices` generate; default: half of them."
-    )
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
     timeout_s: Real = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
     heartbeat_timeout_s: Real = Field(
         60.0,
@@ -171,6 +157,33 @@ class PlacementSection(Section):
     )
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
     onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
+
+
+class SpmdPlacementSection(PlacementSection):
+    """Ranks that all run the same program."""
+
+    launcher: Literal["auto", "local", "ray"] = Field(
+        "auto",
+        description="`local` starts ranks as processes; `ray` runs them on a Ray cluster: RAY_ADDRESS's, the submitted "
+        "job's, or a local one. auto: local.",
+    )
+    restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
+
+
+class OnPolicyPlacementSection(PlacementSection):
+    """Workers of a controller."""
+
+    launcher: Literal["auto", "ray", "inline"] = Field(
+        "auto",
+        description="`ray` runs the workers on a Ray cluster: RAY_ADDRESS's, the submitted job's, or a local one; "
+        "`inline` runs the program in one process, for a debugger. auto: ray.",
+    )
+    layout: Literal["colocated", "split"] = Field(
+        "colocated", description="All roles share all devices, or generators have their own."
+    )
+    rollout_devices: Count | None = Field(
+        None, description="layout split: how many of `devices` generate; default: half of them."
+    )
 
 
 class CheckpointSection(Section):
@@ -193,35 +206,43 @@ class GenerationSection(Section):
         None, description="Longest answer; default: 64, in on-policy programs rollout.max_new_tokens."
     )
     show: NonNegative = Field(3, description="How many answers are printed.")
-    score: Literal["exact_match"] | PluginPath | None = Field(
+    score: Literal["exact_match"] | Plugin | None = Field(
         None,
         description="`exact_match`, or `file.py:function` taking (answer, reference, row) -> float. On-policy programs "
         "score with the recipe's rewards unless told otherwise.",
     )
-    samples: Count = Field(1, description="On-policy programs: also draw this many answers a prompt, for pass@k.")
+
+
+class SampledGenerationSection(GenerationSection):
+    """Greedy answers, and samples of each prompt beside them."""
+
+    samples: Count = Field(1, description="Also sample this many answers a prompt, for pass@k.")
     temperature: Real = Field(1.0, gt=0, description="Of those samples.")
 
 
-class RolloutSection(Section):
-    """How tokens are generated: for evaluation in every program, and for training where it is on-policy."""
+class EvaluationSection(Section):
+    """Held-out loss or score, during the run and at its end."""
 
-    engine: Literal["native", "vllm"] = Field(
-        "native", description="`native` generates with the learner's own weights; `vllm` needs the extra of that name."
-    )
-    prompts_per_step: Count = Field(32, description="On-policy: prompts of one step.")
-    samples_per_prompt: Count = Field(8, description="On-policy: episodes of one prompt; together they are a group.")
-    max_new_tokens: Count = Field(256, description="On-policy: longest answer (of one turn).")
-    temperature: Real = Field(1.0, gt=0, description="On-policy: of the draw, and of the learner's log-probs.")
-    top_p: Real = Field(
-        1.0, gt=0, le=1, description="Below 1 the draw is not from the policy: for expert_iteration only."
-    )
-    top_k: NonNegative = Field(
-        0, description="0: off. Else the draw is not from the policy: for expert_iteration only."
-    )
-    min_p: Real = Field(
-        0.0, ge=0, le=1, description="Above 0 the draw is not from the policy: for expert_iteration only."
-    )
-    stop: tuple[str, ...] = Field((), description="Texts that end an answer, beside the tokenizer's end tokens.")
+    every: Count | None = Field(None, description="Steps between evaluations; default: only at the end.")
+    at_start: Switch = False
+    max_documents: Count | None = None
+
+
+class GeneratedEvaluationSection(EvaluationSection):
+    """Held-out loss, and generated answers."""
+
+    generation: GenerationSection | None = None
+
+
+class OnPolicyEvaluationSection(EvaluationSection):
+    """Held-out score of generated answers."""
+
+    generation: SampledGenerationSection | None = None
+
+
+class EngineSection(Section):
+    """The sizes of the engine that generates tokens."""
+
     memory_gib: Real | None = Field(
         None,
         gt=0,
@@ -231,7 +252,7 @@ class RolloutSection(Section):
         None, description="Longest prompt and answer together, in tokens; default: what the model was made for."
     )
     max_running: Count | None = Field(
-        None, description="Answers drawn at the same time; default: 256 on CUDA, 64 on CPU, as far as memory goes."
+        None, description="Answers sampled at the same time; default: 256 on CUDA, 64 on CPU, as far as memory goes."
     )
     prefill_tokens: Count | None = Field(
         None, description="Most prompt tokens of one step beside the answers; default: 8192 on CUDA, 1024 on CPU."
@@ -254,15 +275,6 @@ class RolloutSection(Section):
     )
 
 
-class EvaluationSection(Section):
-    """Held-out loss and generated answers, during the run and at its end."""
-
-    every: Count | None = Field(None, description="Steps between evaluations; default: only at the end.")
-    at_start: Switch = False
-    max_documents: Count | None = None
-    generation: GenerationSection | None = None
-
-
 class RunSection(Section):
     """Where the run is recorded."""
 
@@ -274,55 +286,5 @@ class RunSection(Section):
         None, description="Where what is computed once before training is kept for other runs; default: folder/.cache."
     )
     seed: NonNegative = 0
-    loggers: tuple[Literal["tensorboard"] | PluginPath, ...] = ()
+    loggers: tuple[Literal["tensorboard"] | Plugin, ...] = ()
     log_every: Count = 1
-
-
-class Recipe(Section):
-    """The whole of one run. `program`, `model`, `data`, `optimizer`, `placement`, `checkpoint`, `run` keep their
-    meaning in every program."""
-
-    program: ProgramName
-    model: ModelSection
-    data: DataSection
-    optimizer: OptimizerSection
-    steps: Count
-    tokens_per_step: Count = Field(16_384, description="Tokens of one optimizer step, over all ranks.")
-    rows_per_step: Count | None = Field(
-        None, description="Fixed data: exactly so many rows a step, however long, instead of tokens_per_step."
-    )
-    micro_batch_tokens: Count | None = Field(
-        None,
-        description="Most tokens of one forward on one rank. Changes speed and memory, never the result. "
-        "Default: the rank's share of the step, cut into parts of at most 16384 (CUDA) or 4096 (CPU).",
-    )
-    placement: PlacementSection = PlacementSection()
-    checkpoint: CheckpointSection = CheckpointSection()
-    evaluation: EvaluationSection = EvaluationSection()
-    rollout: RolloutSection = RolloutSection()
-    reward: tuple[RewardSection, ...] = Field((), description="On-policy programs: what makes an episode good.")
-    grading: GradingSection = GradingSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
-    critic: CriticSection = CriticSection()
-    teachers: tuple[TeacherSection, ...] = Field((), description="distill, on_policy_distill: whom to learn from.")
-    preference: PreferenceSection = PreferenceSection()
-    reward_model: RewardModelSection = RewardModelSection()
-    distill: DistillSection = DistillSection()
-    environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
-    run: RunSection = RunSection()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _needs_a_mapping(cls, value: Any) -> Any:
-        if value is None:
-            raise ValueError("the recipe is empty")
-        return value
-
-    @model_validator(mode="after")
-    def _cross_checks(self) -> Self:
-        from podium.recipe.rules import broken_rules
-
-        problems = broken_rules(self)
-        if problems:
-            raise ValueError("\n".join(problems))
-        return self

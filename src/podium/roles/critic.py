@@ -52,16 +52,17 @@ class CriticRank(Critic):
 
     def __init__(self, context: WorkerContext, spec: CriticSpec) -> None:
         transformers.logging.set_verbosity_error()
-        recipe = spec.recipe
-        self._context, self._recipe = context, recipe
+        recipe, critic = spec.recipe, spec.recipe.critic_section
+        assert critic is not None, "the program has a critic"
+        self._context, self._value_clip = context, critic.value_clip
         self._mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         self._max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[self._mesh.device.type]
-        own = recipe.critic.path is not None
+        own = critic.path is not None
         section = recipe.model
-        if recipe.critic.path is not None:
+        if critic.path is not None:
             lora = recipe.model.lora  # an adapter of the policy's base is none of another's
             adapter = None if lora is None else lora.model_copy(update={"adapter": None})
-            section = recipe.model.for_checkpoint(recipe.critic.path).model_copy(update={"lora": adapter})
+            section = recipe.model.for_checkpoint(critic.path).model_copy(update={"lora": adapter})
         begin = None
         if spec.resume_step is not None:
             begin = CheckpointReader(spec.checkpoints / f"step-{spec.resume_step:08d}")
@@ -74,7 +75,7 @@ class CriticRank(Critic):
                 f"critic.path: {section.path} has a vocabulary of {model.vocab_size} tokens and the policy's tokenizer "
                 f"one of {needed}: it cannot read the policy's tokens. Give a critic that shares the tokenizer."
             )
-        optimizer = recipe.optimizer.model_copy(update={"lr": recipe.critic.lr or recipe.optimizer.lr})
+        optimizer = recipe.optimizer.model_copy(update={"lr": critic.lr or recipe.optimizer.lr})
         self._engine = TrainEngine(model, trained, AdamW(trained, optimizer), self._mesh, optimizer.clip_norm)
         if begin is not None:
             restore_optimizer(self._engine, begin)
@@ -117,7 +118,7 @@ class CriticRank(Critic):
         columns = shard.columns.read() if len(shard.columns) else None
         trained_T = block.loss_mask_T.copy()
         trained_T[block.offsets[:-1][block.lengths_N > 0]] = False
-        clip = self._recipe.critic.value_clip
+        clip = self._value_clip
         mine = torch.zeros(len(shard.batches), dtype=torch.int64)
         before_T = np.concatenate([[0], np.cumsum(trained_T)])
         trained_N = before_T[block.offsets[1:]] - before_T[block.offsets[:-1]]

@@ -19,7 +19,7 @@ from podium.environments.hosted_grading import HostedGrader
 from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import RewardSpec
 from podium.environments.rewards import Sample
-from podium.recipe import ModelSection, Recipe, RewardSection
+from podium.recipe import FunctionReward, ModelReward, ModelSection, OnPolicyRecipe, RewardSection, VerifierReward
 from podium.roles.carriers import GradeNote, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
 
@@ -39,27 +39,27 @@ class GraderSpec:
     tools: bool  # the environment's turns are answers of tools
 
     @classmethod
-    def of(cls, recipe: Recipe) -> GraderSpec:
+    def of(cls, recipe: OnPolicyRecipe) -> GraderSpec:
         return cls(
             model=recipe.model,
             rewards=recipe.reward,
             evaluation=evaluation_rewards(recipe),
             timeout_s=recipe.grading.timeout_s,
-            also_scored=recipe.environment is not None or any(each.model is not None for each in recipe.reward),
+            also_scored=recipe.environment is not None or bool(recipe.reward_models),
             tools=recipe.environment is not None and bool(recipe.environment.tools),
         )
 
 
-def evaluation_rewards(recipe: Recipe) -> tuple[RewardSection, ...]:
+def evaluation_rewards(recipe: OnPolicyRecipe) -> tuple[RewardSection, ...]:
     """evaluation.generation.score as a reward; empty where the recipe's own rewards score."""
     generation = recipe.evaluation.generation
     match generation.score if generation is not None else None:
         case None:
             return ()
         case "exact_match":
-            return (RewardSection(verifier="exact_match"),)
+            return (VerifierReward(verifier="exact_match"),)
         case path:
-            return (RewardSection(function=path),)
+            return (FunctionReward(function=path),)
 
 
 class Grader:
@@ -90,7 +90,7 @@ class Grader:
             grades = self._loop.run_until_complete(self._grader.grade(purpose, samples))
         sections = self._spec.rewards if purpose == "train" else self._spec.evaluation
         return GradeNote(
-            values_NR=_values(grades, sum(section.model is None for section in sections)),
+            values_NR=_values(grades, sum(not isinstance(section, ModelReward) for section in sections)),
             errors={row: grade.error for row, grade in enumerate(grades) if grade.error is not None},
             extras=_extras(grades),
             texts=tuple(

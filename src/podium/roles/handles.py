@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,14 @@ from podium.roles.carriers import (
     ValueShard,
 )
 from podium.roles.interfaces import Critic, CriticShard, Generator, Learner, LearnerFacts, Scorer
-from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
+from podium.roles.stages import (
+    Advantages,
+    CriticReport,
+    TeacherAdvantages,
+    TokenAdvantages,
+    TrainBatch,
+    UpdateReport,
+)
 from podium.rollout.engine import Load, MemoryChange
 from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
@@ -198,22 +206,31 @@ class LearnerHandle:
         sequence: Sequence[int],
         absent: Sequence[tuple[int, int]],
     ) -> UpdateShard:
-        rollouts, scored = train_batch.rollouts, train_batch.scored
+        rollouts, reference = train_batch.rollouts, train_batch.reference
         mine, batches = rank_batches(split, rank, sequence)
         rows = rollouts.rows.take(mine)
-        needs_rewards = train_batch.advantages_N is None and train_batch.columns is None and not train_batch.teachers
-        return UpdateShard(
+        shard = UpdateShard(
             rows=rows,
             batches=batches,
-            advantages_N=None if train_batch.advantages_N is None else train_batch.advantages_N[mine],
-            advantages=None if train_batch.columns is None else train_batch.columns.select(rows.ids),
-            teachers=tuple((column.select(rows.ids), weight) for column, weight in train_batch.teachers),
-            # The KL in the reward is taken off token by token there.
-            rewards_N=scored.graded.last_token_rewards_N[mine] if needs_rewards else None,
-            turn_rewards=rollouts.note.turn_rewards.take(mine) if needs_rewards else TurnRewards.none(),
-            reference=None if scored.reference is None else scored.reference.select(rows.ids),
+            reference=None if reference is None else reference.logprobs.select(rows.ids),
             absent=tuple(absent[mini_batch] for mini_batch in sequence),
         )
+        match train_batch.advantages:
+            case Advantages(values_N=values_N) if values_N is not None:
+                return replace(shard, advantages_N=values_N[mine])
+            case Advantages():
+                # The KL in the reward is taken off token by token there.
+                return replace(
+                    shard,
+                    rewards_N=train_batch.graded.last_token_rewards_N[mine],
+                    turn_rewards=rollouts.note.turn_rewards.take(mine),
+                )
+            case TokenAdvantages(columns=columns):
+                return replace(shard, advantages=columns.select(rows.ids))
+            case TeacherAdvantages(logprobs=columns, weights=weights):
+                return replace(
+                    shard, teachers=tuple(zip((each.select(rows.ids) for each in columns), weights, strict=True))
+                )
 
 
 class ScorerHandle:
@@ -330,10 +347,12 @@ def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) 
     that the loss is divided by, and costs nothing. A mini-batch that would have none left is computed whole."""
     count, algorithm = int(mini_batch_N.max(initial=0)) + 1, plan.algorithm
     everything = np.arange(len(mini_batch_N)), [(0, 0)] * count
-    other_terms = algorithm.entropy != 0 or algorithm.kl is not None or algorithm.correction is not None
-    if train_batch.advantages_N is None or train_batch.whiten or other_terms or ":" in algorithm.loss:
+    advantages = train_batch.advantages
+    if not isinstance(advantages, Advantages) or advantages.values_N is None or advantages.whiten:
         return everything
-    idle_N = train_batch.advantages_N == 0
+    if algorithm.needs_idle_episodes:
+        return everything
+    idle_N = advantages.values_N == 0
     left = np.bincount(mini_batch_N[~idle_N], minlength=count)
     idle_N &= left[mini_batch_N] > 0
     trained_N = train_batch.rollouts.note.trained_N

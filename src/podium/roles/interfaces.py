@@ -16,7 +16,7 @@ from podium.cluster import Computed, Metric, RowRefs
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
 from podium.models.cpu_settings import CpuSettings
-from podium.recipe import AlgorithmSection, ModelSection, Recipe, RolloutSection
+from podium.recipe import AlgorithmSection, ModelSection, OnPolicyRecipe, RolloutSection
 from podium.roles.carriers import (
     GradeShard,
     PromptShard,
@@ -50,7 +50,7 @@ MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 class LearnerSpec:
     """How a learner is built."""
 
-    recipe: Recipe
+    recipe: OnPolicyRecipe
     folder: Path  # of the model
     checkpoints: Path
     resume_step: int | None
@@ -206,7 +206,7 @@ class Generator(ABC):
 class CriticSpec:
     """How a critic is built."""
 
-    recipe: Recipe
+    recipe: OnPolicyRecipe
     folder: Path
     checkpoints: Path
     beside: Path  # checkpoints of the policy: a critic is kept as long as its policy

@@ -37,7 +37,6 @@ from podium.roles.interfaces import UpdateNote
 from podium.weights.canary import LogprobGap
 
 Loss = Callable[[PolicyTokens], Tensor]
-_TIES_TOKENS = ("sequence_clipped",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -248,7 +247,7 @@ class PolicyUpdate:
             # What is imitated counts as data does, whatever it was drawn with.
             temperature=plan.temperature if plan.loss == "policy" else 1.0,
             entropy=plan.algorithm.entropy if plan.loss == "policy" else 0.0,
-            ties_tokens=plan.loss == "policy" and _ties_tokens(plan.algorithm),
+            ties_tokens=plan.loss == "policy" and plan.algorithm.loss_spans_tokens,
             loss=imitation if plan.loss == "imitation" else self._loss(plan.algorithm),
             old_S=moved(columns.old_T),
             advantages_S=moved(columns.advantages_T),
@@ -364,11 +363,6 @@ def _own_loss(function: Callable[..., Any], path: str) -> Loss:
 def imitation(tokens: PolicyTokens) -> Tensor:
     """Cross-entropy: what supervised fine-tuning minimises."""
     return -tokens.logprobs_S
-
-
-def _ties_tokens(algorithm: AlgorithmSection) -> bool:
-    """A loss of one's own may look at whole sequences, so it is given them."""
-    return algorithm.loss in _TIES_TOKENS or ":" in algorithm.loss
 
 
 def _taught(shard: UpdateShard, block: TrajectoryBlock) -> NDArray[np.float32]:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch of episodes on its way through a step: a new frozen type per stage, all by reference.
 
-prompts -> Rollouts -> GradedRollouts -> ScoredRollouts -> WeightedRollouts -> UpdateReport -> a new version
+prompts -> Rollouts -> GradedRollouts -> TrainBatch -> UpdateReport -> a new version
 """
 
 # N episodes · R rewards of the recipe
@@ -174,60 +174,73 @@ class GradedRollouts:
         return uniform
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class ScoredRollouts:
-    """Graded rollouts with the reference's (or teachers') opinion of their tokens, where the method wants it."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ReferenceLogprobs:
+    """The reference's log-probs of the sampled tokens, by reference, and how far the policy is from it."""
 
-    graded: GradedRollouts
-    reference: RowRefs[TokenColumn] | None = None
-    distance: DistanceNote | None = None
-    penalty_N: Floats | None = None  # KL in the reward, summed over each episode
+    logprobs: RowRefs[TokenColumn]
+    distance: DistanceNote
+    penalty_N: Floats  # what the KL takes off each episode's reward; 0 unless the recipe has the KL in the reward
 
-    @property
-    def rewards_N(self) -> Floats:
-        """What estimators see: rewards less the KL where it is in the reward."""
-        return self.graded.rewards_N if self.penalty_N is None else self.graded.rewards_N - self.penalty_N
 
-    @property
-    def group_N(self) -> Ints:
-        return self.graded.group_N
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TeacherAdvantages:
+    """On-policy distillation: the teachers' log-probs of the sampled tokens, by reference. The learner takes its own
+    log-probs off, which gives an advantage for every token. The weights sum to 1."""
 
-    def with_advantages(self, advantages_N: Floats) -> TrainBatch:
-        """One advantage for each episode."""
-        return TrainBatch(scored=self, advantages_N=np.asarray(advantages_N, np.float64))
+    logprobs: tuple[RowRefs[TokenColumn], ...]
+    weights: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenAdvantages:
+    """The critic's advantages and returns of every token, by reference; advantages are whitened by (shift, scale)."""
+
+    columns: RowRefs[ValueColumns]
+    whitening: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Advantages:
+    """One advantage for each episode, or None where the learner makes returns of each token from the rewards.
+    `whiten`: over all tokens of the step."""
+
+    values_N: Floats | None
+    whiten: bool = False
+
+
+AnyAdvantages = Advantages | TokenAdvantages | TeacherAdvantages
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """What the learner is given: episodes with an advantage each, or for each token by reference, or with the rewards
-    that returns are made of."""
+    """Episodes of one step with what the policy learns from: an advantage for each episode, or for each token by
+    reference (a critic's, or from teachers), or the rewards that returns are made of."""
 
-    scored: ScoredRollouts
-    advantages_N: Floats | None = None
-    columns: RowRefs[ValueColumns] | None = None  # the critic's
-    teachers: tuple[tuple[RowRefs[TokenColumn], float], ...] = ()  # log-probs, and the weight of each
-    whitening: tuple[float, float] | None = None
-    whiten: bool = False
+    step: int
+    lr: float
+    kl_coefficient: float
+    graded: GradedRollouts
+    advantages: AnyAdvantages
+    reference: ReferenceLogprobs | None = None
 
     @property
     def rollouts(self) -> Rollouts:
-        return self.scored.graded.rollouts
+        return self.graded.rollouts
 
-    @property
-    def value_columns(self) -> RowRefs[ValueColumns]:
-        assert self.columns is not None
-        return self.columns
+    def __len__(self) -> int:
+        return len(self.graded)
 
     def take(self, positions: Ints) -> TrainBatch:
         """Some of the episodes; what is by reference is cut when it is handed out."""
-        scored = self.scored
-        taken = replace(
-            scored,
-            graded=scored.graded.take(positions),
-            penalty_N=None if scored.penalty_N is None else scored.penalty_N[positions],
-        )
-        advantages_N = None if self.advantages_N is None else self.advantages_N[positions]
-        return replace(self, scored=taken, advantages_N=advantages_N)
+        advantages = self.advantages
+        if isinstance(advantages, Advantages) and advantages.values_N is not None:
+            advantages = replace(advantages, values_N=advantages.values_N[positions])
+        return replace(self, graded=self.graded.take(positions), advantages=advantages)
+
+    def without_truncated(self) -> TrainBatch:
+        """Without episodes that ended at a limit of tokens or turns instead of at a stop token."""
+        return self.take(np.flatnonzero(~self.rollouts.truncated_N))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from podium.engine.sharding import compute_dtype
 from podium.engine.train_step import TrainEngine
 from podium.errors import DataError, RecipeError, RolloutError
 from podium.models.causal_lm import load_config
-from podium.recipe import ModelSection, RolloutSection
+from podium.recipe import EngineSection, ModelSection
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.native.holding import free_bytes
 from podium.rollout.requests import Completion, Request, Sampling
@@ -40,7 +40,7 @@ class Answerer:
         self,
         engine: TrainEngine,
         model: ModelSection,
-        rollout: RolloutSection,
+        rollout: EngineSection,
         folder: Path,
         prompts: Sequence[Tokens],
         *,

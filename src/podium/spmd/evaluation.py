@@ -20,7 +20,8 @@ from podium.engine.train_step import TrainEngine
 from podium.errors import RecipeError
 from podium.models.head import TokenLoss
 from podium.observe import EvaluationView, SampleView
-from podium.recipe import GenerationSection, Recipe
+from podium.recipe import GenerationSection, LanguageModelRecipe, SpmdRecipe
+from podium.recipe.plugins import Plugin
 from podium.recipe.plugins import load as load_plugin
 from podium.spmd.answering import Answerer
 
@@ -60,14 +61,16 @@ def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
 class Evaluator:
     """Holds the held-out examples of this rank, read once; the same numbers for any number of ranks."""
 
-    def __init__(self, recipe: Recipe, engine: TrainEngine, tokenizer: Any, folder: Path, *, max_tokens: int) -> None:
+    def __init__(
+        self, recipe: SpmdRecipe, engine: TrainEngine, tokenizer: Any, folder: Path, *, max_tokens: int
+    ) -> None:
         self._engine, self._mesh = engine, engine.mesh
-        self._generation = recipe.evaluation.generation
+        self._generation = recipe.generation
         self._tokenizer = tokenizer
         assert recipe.data.max_length is not None
         # What is too long to train on is cut, not refused, when it is only measured.
         overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong
-        maker = ExampleMaker(self._tokenizer, shape_of(recipe), recipe.data.trained, recipe.data.max_length, overlong)
+        maker = ExampleMaker(self._tokenizer, shape_of(recipe), recipe.trained, recipe.data.max_length, overlong)
         examples = tuple(read_examples(recipe.data.heldout, "data.heldout", maker, recipe.evaluation.max_documents))
         plan = split_step(
             [example.num_inputs for example in examples],
@@ -78,7 +81,7 @@ class Evaluator:
         self._prompts: list[Prompt] = []
         self._answerer: Answerer | None = None
         self._score: Score | None = None
-        if self._generation is not None:
+        if self._generation is not None and isinstance(recipe, LanguageModelRecipe):
             self._prompts = read_prompts(
                 recipe.data.heldout, "data.heldout", maker, self._generation.prompts or _PROMPTS
             )
@@ -114,9 +117,8 @@ class Evaluator:
         return Evaluation(measured=measured, score=score, answers=answers, view=view)
 
     def _score_name(self) -> str | None:
-        if self._generation is None or self._generation.score is None:
-            return None
-        return self._generation.score.rpartition(":")[2]
+        score = None if self._generation is None else self._generation.score
+        return score.name if isinstance(score, Plugin) else score
 
     def _answers(self) -> tuple[SampleView, ...]:
         assert self._generation is not None

@@ -20,8 +20,8 @@ from podium.models.folder import local_folder
 from podium.models.lora import merge, save_adapter
 from podium.models.precision import set_dtypes, state_dtypes
 from podium.models.scalar import build_scalar
-from podium.recipe import Recipe
-from podium.spmd.folder import RunFolder
+from podium.recipe import Recipe, RewardModelRecipe
+from podium.runs.folder import RunFolder
 
 Which = Literal["last", "best"] | int
 ExportDtype = Literal["float32", "bfloat16"]
@@ -82,7 +82,7 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
         hf.config.dtype = getattr(torch, kept)
         if (source / "generation_config.json").is_file():
             hf.generation_config = transformers.GenerationConfig.from_pretrained(source)
-        if recipe.program == "reward_model":
+        if isinstance(recipe, RewardModelRecipe):
             # transformers finds the last token of a padded batch by it, and refuses a batch without.
             hf.config.pad_token_id = (
                 tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
@@ -99,7 +99,7 @@ def _filled(recipe: Recipe, reader: CheckpointReader, source: Path) -> PackedMod
         update={"pad_vocab_to": 1, "dtype": "float32", "compile": "off", "activation_checkpointing": "none"}
     )
     mesh, seed = adopt(rank=0, world=1, device="cpu", devices=None), recipe.run.seed
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         return place_scalar(section, source, mesh, labels=1, seed=seed, checkpoint=reader)[0]
     return place(section, source, mesh, seed=seed, checkpoint=reader)[0]
 
@@ -108,7 +108,7 @@ def _cast(hf: Any, recipe: Recipe, config: Any, dtype: torch.dtype) -> None:
     """To what transformers itself would load in `dtype`: some parameters stay float32."""
     plain = recipe.model.model_copy(update={"pad_vocab_to": 1, "lora": None})
     meta = torch.device("meta")
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         loaded = build_scalar(plain, config, device=meta, dtype=dtype, labels=1).hf
     else:
         loaded = build(plain, config, device=meta, dtype=dtype).hf

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import multiprocessing
 import os
 import signal
 import tempfile
@@ -22,12 +21,12 @@ from typing import Any, TypeVar
 from podium import errors
 from podium.engine.addresses import FileMeeting, Meeting
 from podium.errors import LaunchError, PodiumError
+from podium.runs.interrupts import STOPPING, InterruptHandler
 
 Result = TypeVar("Result")
 
 # What torch's launcher says of a process that left no error behind.
 _NO_WORDS = "<NONE>"
-_STOPPING = "\nstopping after this step and saving; press Ctrl-C again to end at once"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,47 +164,6 @@ def _first_failure(error: Any) -> PodiumError:
     return LaunchError(f"rank {rank} (process {failure.pid}) died with {how}; the others were ended.{hint}")
 
 
-class InterruptHandler:
-    """First SIGINT or SIGTERM: ask the ranks to save and stop. Second: end them."""
-
-    def __init__(self, stop_file: Path | None) -> None:
-        self._stop_file = stop_file
-        self._asked = False
-        self.ended = False
-        self._others = set(multiprocessing.active_children())  # of the caller: not ours to end
-        self._before: dict[int, Any] = {}
-        self._on_end: Callable[[], object] = lambda: None
-
-    def on_end(self, end: Callable[[], object]) -> None:
-        """What else ends the ranks, where they are not children of this process."""
-        self._on_end = end
-
-    def __enter__(self) -> InterruptHandler:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._end_ranks()
-
-    def _end_ranks(self) -> None:
-        for process in set(multiprocessing.active_children()) - self._others:
-            process.kill()
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._stop_file is not None and not self._asked:
-            self._asked = True
-            self._stop_file.touch()
-            print(_STOPPING, flush=True)
-        else:
-            self.ended = True
-            self._end_ranks()
-            self._on_end()
-
-
 class StopRequest:
     """Whether this rank was asked to stop: by a signal, or on rank 0 by the stop file."""
 
@@ -234,4 +192,4 @@ class StopRequest:
             raise KeyboardInterrupt
         self._signalled = True
         if self._place.rank == 0 and not self._place.launched:
-            print(_STOPPING, flush=True)
+            print(STOPPING, flush=True)

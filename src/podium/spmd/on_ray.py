@@ -9,7 +9,6 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,27 +28,19 @@ from podium.cluster.blocking import in_thread
 from podium.cluster.worker_pool import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
 from podium.observe import StartUpLog, open_console
-from podium.recipe import PlacementSection
-from podium.spmd.folder import RunFolder
-from podium.spmd.launch import InterruptHandler, RankPlace
+from podium.recipe import SpmdPlacementSection
+from podium.runs.folder import RunFolder
+from podium.runs.interrupts import InterruptHandler
+from podium.spmd.launch import RankPlace
 
 if TYPE_CHECKING:
-    from podium.spmd.rank import Program, RankTask
-    from podium.spmd.result import RunResult
+    from podium.runs.result import RunResult
+    from podium.spmd.rank import RankTask
 
 _POOL = "ranks"
 _LOOK_S = 0.2
 # A run may take months; what can hang inside it (collectives, checkpoints) has deadlines of its own.
 _RUN_S = 3e8
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayTask:
-    """What the driver launches."""
-
-    task: RankTask
-    program: Program
-    placement: PlacementSection
 
 
 class SpmdRank:
@@ -66,7 +57,7 @@ class SpmdRank:
                 )
         os.chdir(folders[0])
 
-    def run(self, attempt: int, launched: RayTask) -> RunResult:
+    def run(self, attempt: int, task: RankTask) -> RunResult:
         """The whole program, from the mesh that the worker has joined already."""
         from podium.engine.mesh import adopt
         from podium.spmd.rank import run_joined
@@ -74,8 +65,8 @@ class SpmdRank:
         context = self._context
         mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
         where = RankPlace(rank=context.rank, world=context.world, attempt=attempt, launched=True)
-        with _console_of(RunFolder(path=launched.task.folder), main=mesh.is_main):
-            return run_joined(where, mesh, launched.task, launched.program)
+        with _console_of(RunFolder(path=task.folder), main=mesh.is_main):
+            return run_joined(where, mesh, task)
 
 
 @contextlib.contextmanager
@@ -88,36 +79,36 @@ def _console_of(folder: RunFolder, *, main: bool) -> Iterator[None]:
         yield
 
 
-def launch_on_ray(launched: RayTask, folder: RunFolder) -> RunResult:
+def launch_on_ray(task: RankTask, folder: RunFolder) -> RunResult:
     """Runs the program on the Ray cluster that RAY_ADDRESS or a submitted job names, or on a local one. The first
     Ctrl-C asks the ranks to save and stop, the second ends them."""
     interrupts = InterruptHandler(folder.stop_file)
     with interrupts:
         try:
-            return asyncio.run(_drive(launched, folder, interrupts))
+            return asyncio.run(_drive(task, folder, interrupts))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
 
-async def _drive(launched: RayTask, folder: RunFolder, interrupts: InterruptHandler) -> RunResult:
+async def _drive(task: RankTask, folder: RunFolder, interrupts: InterruptHandler) -> RunResult:
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
     console = _Tail(folder.console_file)
-    settings = RayCluster(heartbeat_timeout_s=launched.placement.heartbeat_timeout_s)
+    settings = RayCluster(heartbeat_timeout_s=task.recipe.placement.heartbeat_timeout_s)
     tell = StartUpLog(open_console(rank=0))
     async with open_ray(settings, tell=tell) as cluster:
-        workers = await _started(launched.placement, cluster, folder)
+        workers = await _started(task.recipe.placement, cluster, folder)
         print("\n".join(f"rank {rank}: {each}" for rank, each in enumerate(workers.registry.workers_of("rank"))))
         showing = asyncio.create_task(console.follow())
         try:
-            return await _run(workers, launched)
+            return await _run(workers, task)
         finally:
             showing.cancel()
             console.show()
 
 
-async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
+async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
     try:
         timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
         gpus = await in_thread(cluster.total, "GPU")
@@ -128,14 +119,14 @@ async def _started(placement: PlacementSection, cluster: Cluster, folder: RunFol
         raise _told(error) from error
 
 
-async def _run(workers: Workers, launched: RayTask) -> RunResult:
+async def _run(workers: Workers, task: RankTask) -> RunResult:
     """Runs the program until it ends, from the newest checkpoint again after a failure while restarts are left. Waits
     for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it."""
-    restarts, worker_pool = launched.placement.restarts, workers.worker_pool(_POOL)
+    restarts, worker_pool = task.recipe.placement.restarts, workers.worker_pool(_POOL)
     group = workers.role("rank", SpmdRank).within(_RUN_S)
     for attempt in range(restarts + 1):
         try:
-            answers = await group.call_all(SpmdRank.run, attempt, launched)
+            answers = await group.call_all(SpmdRank.run, attempt, task)
             return answers[0].value
         except (WorkerDiedError, RoleError) as error:
             told = _told(error, [str(member.died) for member in worker_pool.members if member.died is not None])
@@ -147,7 +138,7 @@ async def _run(workers: Workers, launched: RayTask) -> RunResult:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _layout(placement: PlacementSection, gpus: float, folder: RunFolder) -> Layout:
+def _layout(placement: SpmdPlacementSection, gpus: float, folder: RunFolder) -> Layout:
     device = placement.device
     if device == "auto":
         device = "cuda" if gpus > 0 else "cpu"

@@ -36,15 +36,17 @@ from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
-from podium.observe import MetricsFile, Stopwatch, open_console, open_loggers
-from podium.recipe import Recipe
+from podium.observe import Stopwatch, open_console
+from podium.recipe import RewardModelRecipe, SpmdRecipe
+from podium.runs.folder import RunFolder
+from podium.runs.header import header_lines, model_line
+from podium.runs.log import open_log
+from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
-from podium.spmd.folder import RunFolder
 from podium.spmd.launch import RankPlace, StopRequest
-from podium.spmd.result import RunResult
-from podium.spmd.run import Parts, Progress, SpmdRun
+from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
 
-Program = Callable[[SpmdRun], None]
+SpmdProgram = Callable[[SpmdRun[Any]], None]
 
 # Most tokens of one forward where the recipe does not say.
 _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
@@ -52,14 +54,16 @@ _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What every rank is started with: the run, and the checkpoint to begin from (None: the beginning)."""
+    """What every rank is started with: the run, how its program is loaded by name, and the checkpoint to begin from
+    (None: the beginning)."""
 
-    recipe: Recipe
+    recipe: SpmdRecipe
     folder: Path
     resume_step: int | None
+    load_program: Callable[[str], SpmdProgram]  # in the rank: a custom program's function does not travel
 
 
-def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
+def run_rank(where: RankPlace, task: RankTask) -> RunResult:
     """From joining the others to leaving them. Collective."""
     recipe = task.recipe
     check_devices(recipe.placement, where.local_world)
@@ -67,12 +71,12 @@ def run_rank(where: RankPlace, task: RankTask, program: Program) -> RunResult:
         recipe.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting
     )
     try:
-        return run_joined(where, mesh, task, program)
+        return run_joined(where, mesh, task)
     finally:
         leave(mesh)
 
 
-def run_joined(where: RankPlace, mesh: Mesh, task: RankTask, program: Program) -> RunResult:
+def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
     """The life of a rank that has met the others. Collective."""
     recipe, folder = task.recipe, RunFolder(path=task.folder)
     transformers.logging.set_verbosity_error()
@@ -82,7 +86,7 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask, program: Program) -
         run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
         if mesh.is_main and task.resume_step is not None and where.attempt == 0:
             set_aside_later(folder.checkpoints, task.resume_step)
-        program(run)
+        task.load_program(recipe.program)(run)
         return run.result()
 
 
@@ -95,12 +99,12 @@ def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointRea
 
 def _build(
     stack: ExitStack,
-    recipe: Recipe,
+    recipe: SpmdRecipe,
     folder: RunFolder,
     mesh: Mesh,
     checkpoint: CheckpointReader | None,
     stop_requested: Callable[[], bool],
-) -> SpmdRun:
+) -> SpmdRun[SpmdRecipe]:
     watch = Stopwatch()
     console = open_console(rank=mesh.rank, log_every=recipe.run.log_every)
     stack.callback(console.close)
@@ -110,7 +114,7 @@ def _build(
         model, trained = _place(recipe, model_folder, mesh, checkpoint)
         optimizer = AdamW(trained, recipe.optimizer)
         engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
-        progress = _restore(engine, checkpoint) if checkpoint is not None else Progress()
+        progress = _restore(engine, checkpoint) if checkpoint is not None else SpmdProgress()
         settings = _cpu_settings(recipe, folder, engine)
         if recipe.model.self_check:
             dtype = compute_dtype(recipe.model, mesh.device)
@@ -123,13 +127,7 @@ def _build(
         evaluator = (
             Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
         )
-    loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=progress.step or None) if mesh.is_main else []
-    for logger in loggers:
-        stack.callback(logger.close)
-    metrics = MetricsFile.resume(folder.metrics_file, step=progress.step) if mesh.is_main else None
-    if metrics is not None:
-        stack.callback(metrics.close)
-        folder.forget_samples_after(progress.step)
+    log = open_log(stack, recipe, folder, console, step=progress.step, is_main=mesh.is_main)
     writer = CheckpointWriter(
         folder.checkpoints,
         mesh,
@@ -141,38 +139,38 @@ def _build(
     stack.callback(writer.settle)
     cost = model_cost(model.hf)
     console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
-    parts = Parts(
-        recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, console=console,
-        metrics=metrics, loggers=loggers, cost=cost, peak_flops=peak, max_tokens=max_tokens,
+    parts = SpmdParts(
+        recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, log=log,
+        cost=cost, peak_flops=peak, max_tokens=max_tokens,
         hard_cap=recipe.micro_batch_tokens is not None, stop_requested=stop_requested, watch=watch,
         check_endings=_endings_check(recipe, tokenizer, model_folder),
     )  # fmt: skip
     return SpmdRun(parts, progress)
 
 
-def _endings_check(recipe: Recipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
+def _endings_check(recipe: SpmdRecipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
     """A reward model scores texts and learns no token, so it has no endings to check."""
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         return lambda documents: None
     stops = stop_tokens(tokenizer, folder)
     return lambda documents: missing_stop_token(documents, tokenizer, stops)
 
 
 def _place(
-    recipe: Recipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
+    recipe: SpmdRecipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
 ) -> tuple[PackedModel, list[TrainedParameter]]:
     """What the program trains: a language model, or one that scores."""
     section, seed = recipe.model, recipe.run.seed
-    if recipe.program == "reward_model":
+    if isinstance(recipe, RewardModelRecipe):
         return place_scalar(section, folder, mesh, labels=1, seed=seed, checkpoint=checkpoint)
     return place(section, folder, mesh, seed=seed, checkpoint=checkpoint)
 
 
-def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
+def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> SpmdProgress:
     restore_optimizer(engine, checkpoint)
     extras = checkpoint.extras()
     loader = decode(extras.values["loader"], extras.arrays)
-    return Progress(
+    return SpmdProgress(
         step=checkpoint.step,
         skipped=extras.values["skipped"],
         skipped_in_a_row=extras.values["skipped_in_a_row"],
@@ -180,7 +178,7 @@ def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> Progress:
     )
 
 
-def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
+def _loader(recipe: SpmdRecipe, state: LoaderState | None) -> StepLoader:
     data = recipe.data
     sources = [open_source(section, f"data.train.{index}") for index, section in enumerate(data.train)]
     return StepLoader(
@@ -190,7 +188,7 @@ def _loader(recipe: Recipe, state: LoaderState | None) -> StepLoader:
     )  # fmt: skip
 
 
-def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
+def _micro_batch(recipe: SpmdRecipe, mesh: Mesh) -> int:
     """Tokens of one forward: the recipe's, or the rank's share of a step in equal parts under the default limit."""
     if recipe.micro_batch_tokens is not None:
         return recipe.micro_batch_tokens
@@ -201,16 +199,17 @@ def _micro_batch(recipe: Recipe, mesh: Mesh) -> int:
     return -(-recipe.tokens_per_step // (mesh.world * parts))
 
 
-def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
+def _cpu_settings(recipe: SpmdRecipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
     """Rank 0's choice for all; a resumed run keeps its own, because threads change the order of sums."""
     mesh, placement = engine.mesh, recipe.placement
     if mesh.device.type != "cpu":
         return None
-    known: dict[str, Any] = folder.state().get("cpu", {})
-    fits = placement.threads in (None, known.get("threads")) and placement.onednn in (None, known.get("onednn"))
-    if known.get("ranks") == mesh.world and fits:
-        settings = CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before")
-    else:
+    settings = folder.cpu_settings(mesh.world)
+    if (
+        settings is None
+        or placement.threads not in (None, settings.threads)
+        or placement.onednn not in (None, settings.onednn)
+    ):
         batch = random_batch(engine.model.vocab_size, lengths=(16,) * 8 + (128,))
         settings = choose_cpu_settings(
             lambda: engine.trial(batch),
@@ -220,27 +219,28 @@ def _cpu_settings(recipe: Recipe, folder: RunFolder, engine: TrainEngine) -> Cpu
         )
         settings = mesh.gather(settings)[0]
         if mesh.is_main:
-            folder.update(cpu={"ranks": mesh.world, "threads": settings.threads, "onednn": settings.onednn})
+            folder.note_cpu_settings(mesh.world, settings)
     settings.apply()
     return settings
 
 
 def _header(
-    recipe: Recipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
+    recipe: SpmdRecipe, folder: RunFolder, mesh: Mesh, model: Any, settings: CpuSettings | None, step: int, peak: float
 ) -> list[str]:
-    count = sum(parameter.numel() for parameter in model.hf.parameters())
-    dtype = str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch.")
-    trained = sum(parameter.numel() for parameter in model.hf.parameters() if parameter.requires_grad)
     rows = recipe.rows_per_step
-    size = f"{recipe.tokens_per_step} tokens" if rows is None else f"{rows} rows"
-    adapter = "" if recipe.model.lora is None else f" ({trained / 1e6:.3g}M of them trained, the others frozen)"
     name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else "CPU"
-    lines = [
-        f"run: {folder.path}" + (f" (resumed after step {step})" if step else ""),
-        f"program: {recipe.program}, {recipe.steps} steps of {size}",
-        f"model: {type(model.hf).__name__}, {count / 1e6:.2f}M parameters{adapter}, {dtype} compute, float32 masters",
-        f"devices: {mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
-    ]
-    if settings is not None:
-        lines.append(f"cpu: {settings} per rank ({settings.measured})")
-    return lines
+    parameters = list(model.hf.parameters())
+    return header_lines(
+        recipe,
+        folder,
+        resume_step=step,
+        step_size=f"{recipe.tokens_per_step} tokens" if rows is None else f"{rows} rows",
+        model=model_line(
+            type(model.hf).__name__,
+            sum(parameter.numel() for parameter in parameters),
+            sum(parameter.numel() for parameter in parameters if parameter.requires_grad or recipe.model.lora is None),
+            str(compute_dtype(recipe.model, mesh.device)).removeprefix("torch."),
+        ),
+        devices=f"{mesh.world} x {name}, measured peak {peak / 1e12:.3g} TFLOP/s each",
+        cpu=settings,
+    )

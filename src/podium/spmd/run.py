@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -21,16 +22,19 @@ from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_pieces
 from podium.engine.schedule import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
-from podium.errors import TrainingDivergedError
 from podium.models.cost import ModelCost
-from podium.observe import Console, Logger, MetricsFile, StepMetrics, StepView, Stopwatch
-from podium.recipe import Recipe
+from podium.observe import StepView, Stopwatch
+from podium.recipe import SpmdRecipe
+from podium.runs.folder import RunFolder
+from podium.runs.guards import DivergenceGuard
+from podium.runs.log import RunLog
+from podium.runs.milestones import Milestones
+from podium.runs.result import RunResult, end_status
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
-from podium.spmd.folder import RunFolder
-from podium.spmd.result import RunResult
 
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
 """Sums of a step's tally over all ranks, and its number of examples -> metrics."""
+RecipeT_co = TypeVar("RecipeT_co", bound=SpmdRecipe, covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,8 +69,8 @@ class TrainStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """Where a run begins: at step 0, or after the steps of a checkpoint."""
+class SpmdProgress:
+    """Where an SPMD run begins: at step 0, or after the steps of a checkpoint."""
 
     step: int = 0
     skipped: int = 0
@@ -75,18 +79,16 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Parts:
-    """Everything a run is made of."""
+class SpmdParts(Generic[RecipeT_co]):
+    """Everything an SPMD run is made of."""
 
-    recipe: Recipe
+    recipe: RecipeT_co
     folder: RunFolder
     engine: TrainEngine
     loader: StepLoader
     evaluator: Evaluator | None
     writer: CheckpointWriter
-    console: Console
-    metrics: MetricsFile | None  # rank 0 only
-    loggers: Sequence[Logger]
+    log: RunLog
     cost: ModelCost
     peak_flops: float
     max_tokens: int
@@ -96,22 +98,25 @@ class Parts:
     check_endings: Callable[[Sequence[Document]], str | None]  # documents -> a warning if none ends with a stop token
 
 
-class SpmdRun:
+class SpmdRun(Generic[RecipeT_co]):
     """Every rank has one, and all do the same at the same step."""
 
-    def __init__(self, parts: Parts, progress: Progress) -> None:
+    def __init__(self, parts: SpmdParts[RecipeT_co], progress: SpmdProgress) -> None:
         self._parts, self.recipe, self.engine = parts, parts.recipe, parts.engine
         self._mesh: Mesh = parts.engine.mesh
-        self._step = self._saved_step = progress.step
-        self._skipped, self._in_a_row = progress.skipped, progress.skipped_in_a_row
+        self._step = progress.step
+        self._skipped = progress.skipped
         self._loader_state = progress.loader
         self._pending: tuple[TrainStep, PendingReport, float] | None = None
         self._last_record = time.perf_counter()
-        self._began = (time.perf_counter(), progress.step)
         self._stopping = False
         self._last_loss: float | None = None
         self._evaluation: Evaluation | None = None
-        self._evaluated_step: int | None = None
+        recipe, folder, self._log = parts.recipe, parts.folder, parts.log
+        self._milestones = Milestones(recipe, progress.step, evaluates=parts.evaluator is not None)
+        self._guard = DivergenceGuard(
+            recipe.optimizer.max_skipped_in_a_row, folder.metrics_file, in_a_row=progress.skipped_in_a_row
+        )
 
     @property
     def stop_requested(self) -> bool:
@@ -131,7 +136,7 @@ class SpmdRun:
     @contextmanager
     def preparing(self, what: str) -> Iterator[Callable[[str], None]]:
         """Work before the first step, told to the user and accounted for; gives what tells how far it is."""
-        console = self._parts.console
+        console = self._parts.log.console
         with self._parts.watch.span("preparation"):
             console.note(what)
             console.doing(what)
@@ -142,7 +147,7 @@ class SpmdRun:
         """The steps still to do. `measure` is what held-out examples are measured with; `averages` makes metrics of
         the sums that a step's tally adds up."""
         self._measure, self._averages = measure, averages
-        if self._step == 0 and self.recipe.evaluation.at_start:
+        if self._milestones.starts_with_evaluation(self._step):
             self._evaluate()
         self._last_record = time.perf_counter()
         while self._step < self.recipe.steps and not self._stopping:
@@ -160,12 +165,9 @@ class SpmdRun:
         self._flush()
         self._step, self._loader_state = step.number, step.ready.state
         self._pending = (step, report, elapsed)
-        recipe = self.recipe
-        evaluate = _is_due(recipe.evaluation.every, step.number) and self._parts.evaluator is not None
-        save = _is_due(recipe.checkpoint.every, step.number)
-        if self._mesh.device.type != "cuda" or evaluate or save or step.number == recipe.steps:
+        save, evaluate = self._milestones.save_is_due(step.number), self._milestones.evaluation_is_due(step.number)
+        if self._mesh.device.type != "cuda" or evaluate or save or step.number == self.recipe.steps:
             self._flush()
-        # Saved first: whatever happens in an evaluation (it runs the user's code), the steps are safe.
         if save:
             self._save()
         if evaluate:
@@ -176,7 +178,7 @@ class SpmdRun:
         evaluation = self._evaluation
         return RunResult(
             folder=self._parts.folder.path,
-            status="finished" if self._step >= self.recipe.steps else "stopped",
+            status=end_status(self.recipe, self._step),
             step=self._step,
             loss=self._last_loss,
             heldout_loss=evaluation.heldout_loss if evaluation else None,
@@ -221,26 +223,17 @@ class SpmdRun:
         (step, pending, elapsed), self._pending = self._pending, None
         report = pending.resolve()
         self._skipped += report.skipped
-        self._in_a_row = self._in_a_row + 1 if report.skipped else 0
         self._last_loss = report.loss
         self._stopping = self._stopping or report.stop_requested
         if self._mesh.is_main:
             self._publish(step, report, elapsed)
-        if self._in_a_row >= self.recipe.optimizer.max_skipped_in_a_row:
-            raise TrainingDivergedError(
-                f"steps {step.number - self._in_a_row + 1} to {step.number} had a non-finite loss or gradient (last: "
-                f"loss {report.loss}, gradient norm {report.grad_norm}) and were skipped. The weights are those of "
-                f"step {step.number - self._in_a_row}. Lower optimizer.lr, lengthen warmup_steps, or look at the data "
-                f"of these steps; {self._parts.folder.metrics_file} has the numbers."
-            )
+        self._guard.check(step.number, is_skipped=report.skipped > 0, suspect="data")
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
         parts, counts, lengths = self._parts, step.ready.counts, step.lengths
         num_inputs = sum(lengths)
         flops = parts.cost.training_flops(lengths, step.global_tokens)
         mfu = flops / elapsed / (parts.peak_flops * self._mesh.world)
-        done = step.number - self._began[1]
-        eta = (time.perf_counter() - self._began[0]) / max(1, done) * (self.recipe.steps - step.number)
         values = {
             "loss": report.loss,
             "grad_norm": report.grad_norm,
@@ -262,27 +255,25 @@ class SpmdRun:
             "epoch": float(min(counts.epochs, default=0)),
             **(self._averages(report.sums, step.num_examples) if self._averages is not None else {}),
         }
-        self._log(StepMetrics(step=step.number, time_s=time.time(), values=values))
         if step.number == 1:
-            parts.folder.update(status="running")
             self._warn_of_endings(step)
         if step.number in (1, self.recipe.steps):
             self._warn_of_losses(counts)
-        parts.console.step(
-            StepView(
-                step=step.number,
-                num_steps=self.recipe.steps,
-                loss=report.loss,
-                lr=step.lr,
-                tokens_per_s=num_inputs / elapsed,
-                mfu=mfu,
-                eta_s=eta,
-                grad_norm=report.grad_norm,
-                num_skipped=self._skipped,
-            )
+        view = StepView(
+            step=step.number,
+            num_steps=self.recipe.steps,
+            loss=report.loss,
+            lr=step.lr,
+            tokens_per_s=num_inputs / elapsed,
+            mfu=mfu,
+            grad_norm=report.grad_norm,
+            num_skipped=self._skipped,
         )
+        self._log.step(view, values)
         if report.skipped:
-            parts.console.warning(f"step {step.number} skipped: loss {report.loss}, gradient norm {report.grad_norm}")
+            parts.log.console.warning(
+                f"step {step.number} skipped: loss {report.loss}, gradient norm {report.grad_norm}"
+            )
 
     def _warn_of_losses(self, counts: DocumentCounts) -> None:
         """What is cut or dropped is said, at the beginning and at the end: it is easily meant otherwise."""
@@ -294,7 +285,7 @@ class SpmdRun:
         }
         for what, count in lost.items():
             if count:
-                self._parts.console.warning(f"{count} of {counts.read} rows read so far were {what}")
+                self._parts.log.console.warning(f"{count} of {counts.read} rows read so far were {what}")
 
     def _warn_of_endings(self, step: TrainStep) -> None:
         """That the first step trains no stop token; where every document may have been cut, nothing is said."""
@@ -302,45 +293,27 @@ class SpmdRun:
         if len(step.split.examples) > step.ready.counts.truncated:
             warning = self._parts.check_endings(documents)
             if warning is not None:
-                self._parts.console.warning(f"data.train: {warning}")
-
-    def _log(self, metrics: StepMetrics) -> None:
-        if self._parts.metrics is not None:
-            self._parts.metrics.append(metrics)
-        for logger in self._parts.loggers:
-            logger.log(metrics)
+                self._parts.log.console.warning(f"data.train: {warning}")
 
     def _evaluate(self) -> None:
         parts = self._parts
         assert parts.evaluator is not None
         with parts.watch.span("evaluation"):
-            parts.console.doing("evaluating")
+            parts.log.console.doing("evaluating")
             self._evaluation = evaluation = parts.evaluator.run(self._step, self._measure)
-            self._evaluated_step = self._step
-            parts.console.doing(None)
+            self._milestones.evaluated_step = self._step
+            parts.log.console.doing(None)
         if not self._mesh.is_main:
             return
-        if self._saved_step == self._step and self._step > 0:
+        if self._milestones.saved_step == self._step and self._step > 0:
             parts.writer.grade(self._step, evaluation.heldout_loss)
-        values = {f"heldout_{name}": value for name, value in evaluation.measured.items()}
+        values = {f"heldout/{name}": value for name, value in evaluation.measured.items()}
         if evaluation.score is not None:
-            values["heldout_score"] = evaluation.score
-        self._log(StepMetrics(step=self._step, time_s=time.time(), values=values))
-        parts.console.evaluation(evaluation.view)
-        if evaluation.answers:
-            parts.folder.samples(
-                self._step,
-                [
-                    {"prompt": each.prompt, "answer": each.answer, "reference": each.reference, "score": each.score}
-                    for each in evaluation.answers
-                ],
-            )
-            for logger in parts.loggers:
-                shown = "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in evaluation.view.samples)
-                logger.text(self._step, "samples", shown)
+            values["heldout/score"] = evaluation.score
+        self._log.evaluation(evaluation.view, values, evaluation.answers)
 
     def _save(self) -> None:
-        if self._saved_step == self._step or self._loader_state is None:
+        if self._milestones.saved_step == self._step or self._loader_state is None:
             return
         with self._parts.watch.span("checkpoint"):
             values, arrays = encode(self._loader_state)
@@ -348,7 +321,7 @@ class SpmdRun:
                 values={
                     "loader": values,
                     "skipped": self._skipped,
-                    "skipped_in_a_row": self._in_a_row,
+                    "skipped_in_a_row": self._guard.in_a_row,
                     "updates": self._step - self._skipped,
                     "missed_updates": self.engine.optimizer.missed_updates(),
                     "recipe": self.recipe.model_dump(mode="json"),
@@ -356,21 +329,15 @@ class SpmdRun:
                 arrays=arrays,
             )
             self._parts.writer.save(self._step, checkpoint_pieces(self.engine), extras)
-            self._saved_step = self._step
+            self._milestones.saved_step = self._step
 
     def _finish(self) -> None:
         self._flush()
         self._save()
-        is_done = self._step >= self.recipe.steps
-        if is_done and self._parts.evaluator is not None and self._evaluated_step != self._step:
+        if self._milestones.last_evaluation_is_due(self._step):
             self._evaluate()
         with self._parts.watch.span("checkpoint"):
             self._parts.writer.wait()
         self._mesh.barrier()
         if self._mesh.is_main:
-            self._parts.folder.stop_file.unlink(missing_ok=True)
-            self._parts.folder.update(status=self.result().status, step=self._step)
-
-
-def _is_due(every: int | None, step: int) -> bool:
-    return every is not None and step % every == 0
+            self._log.finish(self._step)

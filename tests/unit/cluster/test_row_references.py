@@ -196,7 +196,7 @@ def test_stored_rows_of_other_trajectories_than_the_references_say_are_refused()
 def test_a_step_frees_what_it_held_and_a_later_read_says_why():
     shelf, refs = Shelf(), stored(1, 2, 3)
     shelf.count(refs.pieces[0], 100)
-    with shelf.step(7) as step:
+    with shelf.scope("step 7") as step:
         assert step.hold(refs) is refs
         check(refs, [1, 2, 3])
         assert (shelf.use.objects, shelf.use.bytes) == (1, 100)
@@ -212,7 +212,7 @@ def test_a_step_that_fails_frees_what_it_held_too():
     shelf, refs = Shelf(), stored(1)
 
     def fail():
-        with shelf.step(0) as step:
+        with shelf.scope("step 0") as step:
             step.hold(refs)
             raise ValueError("in the step")
 
@@ -224,14 +224,14 @@ def test_a_step_that_fails_frees_what_it_held_too():
 
 def test_a_step_leaves_alone_what_it_was_not_given():
     shelf, held, other = Shelf(), stored(1), stored(2)
-    with shelf.step(0) as step:
+    with shelf.scope("step 0") as step:
         step.hold(held)
     check(other, [2])
 
 
 def test_holding_rows_twice_frees_them_once_and_by_all_names():
     shelf, refs = Shelf(), stored(1, 2)
-    with shelf.step(0) as step:
+    with shelf.scope("step 0") as step:
         step.hold(refs)
         step.hold(refs.select(of(2)))
     with pytest.raises(StoreError):

@@ -12,7 +12,7 @@ from podium.cluster import Layout, MeshShape
 from podium.controller.layout import layout_of, longest_sequence, role_names
 from podium.errors import CheckpointError
 from podium.recipe import Recipe
-from podium.spmd.folder import RunFolder
+from podium.runs.folder import RunFolder
 
 
 @pytest.fixture

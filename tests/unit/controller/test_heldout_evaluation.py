@@ -12,7 +12,7 @@ import pytest
 from helpers.fake_roles import Bandit
 from helpers.made_batches import make_task
 from helpers.trials import Trial
-from podium.controller.evaluation import DEFAULT_PROMPTS, drawn, heldout_limit
+from podium.controller.evaluation import DEFAULT_PROMPTS, heldout_limit, numbered
 from podium.recipe import GenerationSection
 
 
@@ -27,7 +27,7 @@ def test_how_many_held_out_prompts_are_answered(prompts: int | None, most: int |
 
 
 def test_held_out_tasks_have_numbers_of_their_own() -> None:
-    assert [(each.draw, each.epoch) for each in drawn([make_task(5), make_task(9)])] == [(0, 0), (1, 0)]
+    assert [(each.draw, each.epoch) for each in numbered([make_task(5), make_task(9)])] == [(0, 0), (1, 0)]
 
 
 def _evaluated(folder: Path, generation: str, *overrides: str, heldout: int = 4, **changes: Any) -> Trial:

@@ -14,9 +14,8 @@ import pytest
 
 from helpers.fake_roles import Bandit
 from helpers.trials import Trial
-from podium.controller.parts import Progress
 from podium.controller.run import OnPolicyRun
-from podium.errors import DataError, StoreError
+from podium.errors import DataError, ProgramError, StoreError
 
 EVERY_STEP = """
 lr reward/mean reward/std reward/max reward/min reward/exact_match/mean reward/exact_match/std reward/exact_match/max
@@ -52,7 +51,7 @@ def test_a_hundred_steps_take_about_a_second_and_learn(hundred: Done) -> None:
 
     assert hundred.seconds < 5
     assert sum(rewards[step] for step in range(91, 101)) / 10 > 0.9 > 0.5 > rewards[1]
-    assert hundred.run.step == 100
+    assert hundred.run.num_committed == 100
     assert hundred.run.last_loss == trial.metric("loss")[100]
     assert trial.console.warnings == []
     assert trial.folder.state()["status"] == "finished"
@@ -102,7 +101,7 @@ def test_the_object_store_is_empty_after_each_step(tmp_path: Path) -> None:
 
     trial.run()
 
-    assert trial.cluster.opened == [1, 2, 3]
+    assert trial.cluster.opened == ["step 1", "step 2", "step 3"]
     for _, train_batch in trial.bandit.updates:
         with pytest.raises(StoreError, match="freed when step"):
             train_batch.rollouts.rows.read()
@@ -165,7 +164,8 @@ def test_evaluations_are_at_the_start_when_due_and_at_the_end(tmp_path: Path) ->
     assert run.evaluation.score == trial.metric("heldout/score")[5]
     # Held-out episodes count in no step, and each evaluation frees what it held.
     assert len(trial.episodes()) == 5 * 16
-    assert trial.cluster.opened == [0, 1, 2, 2, 3, 4, 4, 5, 5]
+    evaluations = [name for name in trial.cluster.opened if "evaluation" in name]
+    assert evaluations == [f"the evaluation at step {step}" for step in (0, 2, 4, 5)]
 
 
 def test_held_out_prompts_are_answered_greedily_by_the_newest_weights(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_stop_request_is_honoured_at_the_end_of_the_step(tmp_path: Path) -> No
     trial.bandit.reports = reports
     run = trial.run()
 
-    assert run.step == 3
+    assert run.num_committed == 3
     assert [line.step for line in trial.lines] == [1, 2, 3]
     assert list(trial.bandit.saves["policy"]) == [3]
     assert trial.folder.state()["status"] == "stopped"
@@ -241,7 +241,7 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
 
     run = trial.run()
 
-    assert run.step == 0
+    assert run.num_committed == 0
     assert trial.bandit.saves == {}
     assert trial.folder.state()["status"] == "stopped"
 
@@ -254,9 +254,7 @@ def test_a_resumed_run_draws_what_the_unbroken_one_would_have(tmp_path: Path) ->
     first = Trial(tmp_path / "broken", "steps=5", "checkpoint.every=3")
     first.run()
 
-    second = Trial(
-        tmp_path / "broken", "steps=6", progress=Progress(step=3), cursor=first.bandit.saves["policy"][3]["cursor"]
-    )
+    second = Trial(tmp_path / "broken", "steps=6", step=3, cursor=first.bandit.saves["policy"][3]["cursor"])
     second.run()
 
     assert [entry[2] for entry in second.bandit.calls("generate")] == [
@@ -269,7 +267,7 @@ def test_a_resumed_run_draws_what_the_unbroken_one_would_have(tmp_path: Path) ->
 
 
 def test_a_run_that_is_resumed_at_its_end_only_evaluates(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, "steps=3", progress=Progress(step=3), heldout=2)
+    trial = Trial(tmp_path, "steps=3", step=3, heldout=2)
 
     run = trial.run()
 
@@ -289,18 +287,17 @@ def test_generators_apart_are_sent_the_weights_and_do_not_share_them(tmp_path: P
     assert not trial.bandit.calls("share")
 
 
-def test_a_program_that_forgets_to_publish_a_step_is_told(tmp_path: Path) -> None:
+def test_a_program_that_does_not_commit_a_step_ends_the_run(tmp_path: Path) -> None:
     trial = Trial(tmp_path)
-    run = OnPolicyRun(trial.parts, Progress())
+    run = OnPolicyRun(trial.parts, trial.state)
 
     async def forgetful() -> None:
-        async for _ in run.rollouts():
+        async for _ in run.steps():
             pass
 
-    with pytest.raises(AssertionError, match="publishes every step"):
+    with pytest.raises(ProgramError, match="step 1"):
         asyncio.run(forgetful())
-    trial.parts.ledger.close()
-    trial.parts.metrics.close()
+    trial.close()
 
 
 def test_what_is_shown_of_a_step_is_what_was_recorded(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from helpers.fake_roles import Bandit
+from helpers.made_batches import advantages_of
 from helpers.trials import Trial
-from podium.controller.parts import Progress
 from podium.errors import RecipeError, TrainingDivergedError
+from podium.roles.stages import TeacherAdvantages, TokenAdvantages
 from podium.weights.canary import LogprobGap
 
 K3 = math.exp(-0.5) - 1 + 0.5  # of a log-prob half a nat above the reference's
@@ -49,11 +50,11 @@ def test_a_coefficient_without_a_target_stays(tmp_path: Path) -> None:
     assert trial.metric("kl/coefficient") == {1: 0.1, 2: 0.1, 3: 0.1}
     assert trial.metric("kl/rollout_reference") == dict.fromkeys((1, 2, 3), pytest.approx(K3))
     assert [plan.kl_coefficient for plan, _ in trial.bandit.updates] == [0.1] * 3
-    assert all(train_batch.scored.reference is not None for _, train_batch in trial.bandit.updates)
+    assert all(train_batch.reference is not None for _, train_batch in trial.bandit.updates)
 
 
 def test_a_resumed_run_goes_on_with_the_coefficient_that_it_had(tmp_path: Path) -> None:
-    trial = Trial(tmp_path, "steps=3", "algorithm.kl={coefficient: 0.1}", progress=Progress(step=2, kl_coefficient=0.7))
+    trial = Trial(tmp_path, "steps=3", "algorithm.kl={coefficient: 0.1}", step=2, saved={"kl_coefficient": 0.7})
 
     trial.run()
 
@@ -70,9 +71,9 @@ def test_kl_in_the_reward_is_taken_off_before_episodes_are_compared(tmp_path: Pa
 
     ((_, train_batch),) = trial.bandit.updates
     # k1 is 0.5 a token; answers have 1, 2, 3 and 1 tokens.
-    assert train_batch.scored.rewards_N[:4] == pytest.approx([0.95, 0.9, 0.85, 0.95])
-    assert train_batch.advantages_N is not None
-    assert train_batch.advantages_N[:4] == pytest.approx([0.0375, -0.0125, -0.0625, 0.0375], abs=1e-6)
+    assert train_batch.reference is not None
+    assert train_batch.reference.penalty_N[:4] == pytest.approx([0.05, 0.1, 0.15, 0.05])
+    assert advantages_of(train_batch)[:4] == pytest.approx([0.0375, -0.0125, -0.0625, 0.0375], abs=1e-6)
     assert trial.metric("reward/mean") == {1: 1.0}  # what was earned; the penalty is the method's
 
 
@@ -152,8 +153,8 @@ def test_advantages_of_tokens_are_whitened_over_the_whole_step(tmp_path: Path) -
 
     ((plan, train_batch),) = trial.bandit.updates
     # 4 of 16 are right: mean 1/4, unbiased variance (4 - 16 / 16) / 15 = 1/5.
-    assert plan.whitening == train_batch.whitening == pytest.approx((0.25, 5**0.5))
-    assert train_batch.advantages_N is None
+    assert isinstance(train_batch.advantages, TokenAdvantages)
+    assert plan.whitening == train_batch.advantages.whitening == pytest.approx((0.25, 5**0.5))
 
 
 def test_a_critic_is_saved_before_the_policy(tmp_path: Path) -> None:
@@ -188,8 +189,7 @@ def test_expert_iteration_imitates_the_shortest_solved_episode_of_each_prompt(tm
     assert plan.loss == "imitation"
     # Samples 1, 2 and 3 are right and have 2, 3 and 1 tokens.
     assert [tuple(id)[:2] for id in train_batch.rollouts.rows.ids] == [(0, 3), (1, 3), (3, 3)]
-    assert train_batch.advantages_N is not None
-    assert train_batch.advantages_N.tolist() == [1.0] * 3
+    assert advantages_of(train_batch).tolist() == [1.0] * 3
     assert trial.metric("episodes/learned_from") == {1: 3.0}
     assert trial.metric("groups/solve_rate") == {1: 9 / 16}
     assert len(trial.episodes()) == 16
@@ -200,7 +200,7 @@ def test_expert_iteration_waits_for_something_solved(tmp_path: Path) -> None:
 
     run = trial.run()
 
-    assert run.step == 2
+    assert run.num_committed == 2
     assert trial.bandit.updates == []
     assert len(trial.console.warnings) == 2
 
@@ -217,8 +217,8 @@ def test_teachers_weigh_relative_to_each_other(tmp_path: Path) -> None:
     trial.run()
 
     ((_, train_batch),) = trial.bandit.updates
-    assert [weight for _, weight in train_batch.teachers] == [0.75, 0.25]
-    assert train_batch.advantages_N is None
+    assert isinstance(train_batch.advantages, TeacherAdvantages)
+    assert train_batch.advantages.weights == (0.75, 0.25)
     assert trial.console.warnings == []
     assert trial.metric("reward/mean") == {1: 0.0}
 
@@ -232,7 +232,7 @@ def test_a_student_with_rewards_only_logs_them(tmp_path: Path) -> None:
 
     assert trial.metric("reward/mean") == {1: 1.0}
     ((_, train_batch),) = trial.bandit.updates
-    assert train_batch.advantages_N is None
+    assert isinstance(train_batch.advantages, TeacherAdvantages)
 
 
 def test_distillation_goes_on_when_every_group_is_dropped(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def _skipping(*steps: int) -> Any:
 def test_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "optimizer.max_skipped_in_a_row=3", bandit=Bandit(reports=_skipping(2, 3, 5, 6, 7)))
 
-    with pytest.raises(TrainingDivergedError, match=r"3 steps in a row .* the last is step 7\. Lower optimizer\.lr"):
+    with pytest.raises(TrainingDivergedError, match=r"steps 5 to 7 .*optimizer\.lr"):
         trial.run()
 
     assert [line.step for line in trial.lines] == [1, 2, 3, 4, 5, 6, 7]
@@ -297,11 +297,11 @@ def test_the_step_that_stops_a_run_is_in_the_ledger(tmp_path: Path) -> None:
 
 def test_a_resumed_run_remembers_the_steps_that_were_skipped(tmp_path: Path) -> None:
     trial = Trial(
-        tmp_path, "optimizer.max_skipped_in_a_row=3", progress=Progress(step=2, skipped_in_a_row=2),
+        tmp_path, "optimizer.max_skipped_in_a_row=3", step=2, saved={"skipped_in_a_row": 2},
         bandit=Bandit(reports=_skipping(3)),
     )  # fmt: skip
 
-    with pytest.raises(TrainingDivergedError, match="the last is step 3"):
+    with pytest.raises(TrainingDivergedError, match="steps 1 to 3"):
         trial.run()
 
 
@@ -331,5 +331,4 @@ def test_an_estimator_of_ones_own_weighs_the_episodes(tmp_path: Path) -> None:
     trial.run()
 
     ((_, train_batch),) = trial.bandit.updates
-    assert train_batch.advantages_N is not None
-    assert train_batch.advantages_N.tolist() == np.repeat([1.0, -9.0, -19.0, -29.0], 4).tolist()
+    assert advantages_of(train_batch).tolist() == np.repeat([1.0, -9.0, -19.0, -29.0], 4).tolist()

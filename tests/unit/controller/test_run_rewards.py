@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from helpers.fake_roles import Bandit
+from helpers.made_batches import advantages_of
 from helpers.trials import Trial
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RewardError
@@ -99,7 +100,7 @@ def test_nothing_to_learn_from_makes_no_version_and_a_warning(tmp_path: Path) ->
 
     run = trial.run()
 
-    assert run.step == 2
+    assert run.num_committed == 2
     assert trial.bandit.updates == []
     assert [entry[2] for entry in trial.bandit.calls("share")] == [0]
     assert trial.console.warnings == [
@@ -122,8 +123,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_and_is_counted(tmp_path: Path
     trial.run()
 
     ((_, train_batch),) = trial.bandit.updates
-    assert train_batch.advantages_N is not None
-    by_group = train_batch.advantages_N.reshape(4, 4)
+    by_group = advantages_of(train_batch).reshape(4, 4)
     assert (by_group[[0, 1, 3]] == 0).all()
     # Rewards 1 0 1 0: mean 1/2, unbiased standard deviation sqrt(1/3).
     assert by_group[2] == pytest.approx(np.array([1, -1, 1, -1]) * 0.5 / (3**-0.5 + 1e-6))
@@ -164,7 +164,7 @@ def test_zero_counts_a_failed_reward_as_nothing(tmp_path: Path) -> None:
     trial.run()
 
     ((_, train_batch),) = trial.bandit.updates
-    rewards_N = train_batch.scored.graded.rewards_N
+    rewards_N = train_batch.graded.rewards_N
     assert rewards_N.tolist() == [1.0] * 6 + [0.0] + [1.0] * 9
     assert trial.metric("episodes/failed") == {1: 1.0}
     assert trial.metric("episodes/dropped") == {1: 0.0}
@@ -221,7 +221,7 @@ def test_when_every_group_is_dropped_the_run_goes_on(tmp_path: Path) -> None:
 
     run = trial.run()
 
-    assert run.step == 2
+    assert run.num_committed == 2
     assert [plan.step for plan, _ in trial.bandit.updates] == [2]
     assert trial.metric("groups") == {1: 0.0, 2: 4.0}
     assert trial.metric("episodes") == {1: 16.0, 2: 16.0}
@@ -239,7 +239,7 @@ def test_the_total_is_the_weighted_sum_of_functions_and_models(tmp_path: Path) -
     trial.run()
 
     ((_, train_batch),) = trial.bandit.updates
-    graded = train_batch.scored.graded
+    graded = train_batch.graded
     assert graded.names == ("exact_match", "long")
     assert graded.values_NR[:4].tolist() == [[1, 1], [1, 2], [1, 3], [1, 1]]  # right, and its length
     assert graded.rewards_N[:4].tolist() == [1.5, 1.0, 0.5, 1.5]
@@ -276,7 +276,7 @@ def test_what_an_environment_gives_counts_once_on_its_turn(tmp_path: Path) -> No
     critic: Any = trial.roles.critic
     (estimate,) = critic.estimates
     ((_, train_batch),) = trial.bandit.updates
-    assert train_batch.scored.graded.rewards_N.tolist() == [1.75] * 16
+    assert train_batch.graded.rewards_N.tolist() == [1.75] * 16
     assert estimate["rewards_N"].tolist() == [1.5] * 16  # the rest of the total is on the turn
     assert estimate["turns"].reward_K.sum() == 16 * 0.25
     assert trial.metric("environment/calls") == {1: 2.0}
@@ -292,7 +292,7 @@ def test_overlong_answers_lose_what_the_recipe_says(tmp_path: Path) -> None:
 
     ((_, train_batch),) = trial.bandit.updates
     # Answers of 1, 2, 3 and 1 tokens: 0, 1 and 2 of the buffer's 2 are used.
-    assert train_batch.scored.graded.rewards_N[:4].tolist() == [1.0, 0.75, 0.5, 1.0]
+    assert train_batch.graded.rewards_N[:4].tolist() == [1.0, 0.75, 0.5, 1.0]
     assert trial.metric("reward/shaping/mean") == {1: -0.1875}
     assert trial.metric("reward/exact_match/mean") == {1: 1.0}
 
@@ -308,9 +308,8 @@ def test_truncated_episodes_are_graded_and_compared_but_not_trained_on(tmp_path:
 
     ((_, train_batch),) = trial.bandit.updates
     assert train_batch.rollouts.rows.ids.array_N4[:, 1].tolist() == [0, 1, 2] * 4
-    assert train_batch.advantages_N is not None
     # The group's mean is over all four: 1 0 1 0.
-    assert train_batch.advantages_N[:3] == pytest.approx(np.array([1, -1, 1]) * 0.5 / (3**-0.5 + 1e-6))
+    assert advantages_of(train_batch)[:3] == pytest.approx(np.array([1, -1, 1]) * 0.5 / (3**-0.5 + 1e-6))
     assert trial.metric("episodes/truncated") == {1: 0.25}
     assert Counter(trial.episodes("finish")) == {("stop",): 12, ("length",): 4}
 

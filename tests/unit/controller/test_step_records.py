@@ -28,7 +28,7 @@ from podium.controller.records import (
 )
 from podium.data.trajectories import TrajectoryId
 from podium.roles.carriers import DistanceNote
-from podium.roles.stages import CriticReport, GradedRollouts, ScoredRollouts
+from podium.roles.stages import CriticReport, GradedRollouts
 from podium.weights.canary import LogprobGap
 
 REWARDS, GROUPS = [1.0, 0.0, 1.0, 1.0, 0.5, 0.5], [3, 3, 5, 5, 8, 8]
@@ -36,7 +36,7 @@ REWARDS, GROUPS = [1.0, 0.0, 1.0, 1.0, 0.5, 0.5], [3, 3, 5, 5, 8, 8]
 
 def _record(graded: GradedRollouts, used: GradedRollouts | None = None, **changes: Any) -> StepRecord:
     values: dict[str, Any] = {
-        "step": 4, "lr": 1e-3, "graded": graded, "used": graded if used is None else used, "scored": None,
+        "step": 4, "lr": 1e-3, "graded": graded, "used": graded if used is None else used, "distance": None,
         "report": None, "critic": None, "kl_coefficient": None, "seconds": {}, "step_s": 2.0, "idle_s": 0.5,
         "peak_flops": 1e6, "solved_at": 1.0,
     }  # fmt: skip
@@ -189,7 +189,7 @@ def test_the_distance_to_the_reference_is_per_token() -> None:
     distance = DistanceNote(
         k1_N=np.zeros(2), k2_N=np.zeros(2), k3_N=np.array([0.5, 1.0]), tokens_N=np.array([2, 4], np.int64)
     )
-    record = _record(graded, scored=ScoredRollouts(graded=graded, distance=distance), kl_coefficient=0.2)
+    record = _record(graded, distance=distance, kl_coefficient=0.2)
 
     assert _values(record, "kl/rollout_reference", "kl/reference", "kl/coefficient") == pytest.approx((0.25, 0.25, 0.2))
 
@@ -197,9 +197,7 @@ def test_the_distance_to_the_reference_is_per_token() -> None:
 def test_the_learners_own_distance_goes_before_that_of_the_rollouts() -> None:
     graded = make_graded([1.0], [0])
     distance = DistanceNote(k1_N=np.zeros(1), k2_N=np.zeros(1), k3_N=np.ones(1), tokens_N=np.ones(1, np.int64))
-    record = _record(
-        graded, scored=ScoredRollouts(graded=graded, distance=distance), report=make_report(kl_reference=0.4)
-    )
+    record = _record(graded, distance=distance, report=make_report(kl_reference=0.4))
 
     assert _values(record, "kl/rollout_reference", "kl/reference") == (1.0, 0.4)
 

@@ -20,7 +20,7 @@ from podium.environments.grading import Grade, Grader, grade, overlong_penalty
 from podium.environments.protocol import is_async
 from podium.environments.rewards import Reward, Sample, build_rewards
 from podium.environments.signatures import fit_signature
-from podium.recipe.on_policy import RewardSection
+from podium.recipe.on_policy import VerifierReward
 
 # Long enough for a busy machine to make an ordinary call, short enough to wait for.
 SOON_S = 0.8
@@ -153,7 +153,7 @@ def test_what_is_not_a_finite_number_fails_its_own_sample() -> None:
 
 
 def test_a_missing_reference_is_told_and_spoils_no_other() -> None:
-    rewards = build_rewards([RewardSection(verifier="exact_match")])
+    rewards = build_rewards([VerifierReward(verifier="exact_match")])
 
     missing, there = graded(rewards, [sample(3, reference=None), sample(3)])
 
@@ -468,7 +468,7 @@ def test_ten_thousand_samples_take_well_under_a_second_on_an_idle_machine(kind: 
         return 1.0
 
     batch = samples(10_000)
-    [verifier] = build_rewards([RewardSection(verifier="exact_match")])
+    [verifier] = build_rewards([VerifierReward(verifier="exact_match")])
     chosen = {"sync": reward(lambda answer: 1.0), "async": reward(awaited), "verifier": verifier}[kind]
 
     began = time.perf_counter()

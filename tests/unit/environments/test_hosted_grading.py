@@ -16,7 +16,7 @@ from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import RewardSpec
 from podium.environments.rewards import Sample
 from podium.errors import RecipeError
-from podium.recipe import RewardSection
+from podium.recipe import FunctionReward
 
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")
 TIMEOUT_S = 2.0
@@ -33,7 +33,7 @@ def sample(number: int, answer: str) -> Sample:
 
 def graded(names: Sequence[str], *batches: Sequence[str], output: OutputCap | None = None) -> list[list[Grade]]:
     """Batch after batch, by the same grader."""
-    sections = tuple(RewardSection.model_validate({"function": f"{MISBEHAVING}:{name}"}) for name in names)
+    sections = tuple(FunctionReward.model_validate({"function": f"{MISBEHAVING}:{name}"}) for name in names)
     spec = RewardSpec(sections={"train": (sections, "reward")}, timeout_s=TIMEOUT_S, also_scored=False)
 
     async def main() -> list[list[Grade]]:

@@ -17,7 +17,7 @@ from podium.data.trajectories import TrajectoryId
 from podium.environments.rewards import Outcome, Reward, Sample, build_rewards, check_rewards, reward_names
 from podium.environments.signatures import Signature
 from podium.errors import PodiumError, RecipeError
-from podium.recipe.on_policy import RewardSection
+from podium.recipe.on_policy import FunctionReward, ModelReward, VerifierReward
 
 
 def sample(number: int = 0, group: int = 0, answer: str = "3") -> Sample:
@@ -30,7 +30,7 @@ def sample(number: int = 0, group: int = 0, answer: str = "3") -> Sample:
 def build(folder: Path, code: str, function: str, **section: Any) -> Reward:
     file = folder / "rewards.py"
     file.write_text(code)
-    [reward] = build_rewards([RewardSection(function=f"{file}:{function}", **section)])
+    [reward] = build_rewards([FunctionReward(function=f"{file}:{function}", **section)])
     return reward
 
 
@@ -59,7 +59,7 @@ def test_a_class_is_made_with_the_options_and_its_instance_called(tmp_path: Path
 
 
 def test_a_verifier_is_a_reward_by_its_own_name() -> None:
-    [reward] = build_rewards([RewardSection(verifier="numeric", options={"tolerance": 1})])
+    [reward] = build_rewards([VerifierReward(verifier="numeric", options={"tolerance": 1})])
 
     assert reward.name == "numeric"
     assert reward.outcomes(reward.call([sample(answer="it is 4")]), 1) == [Outcome(1.0)]
@@ -67,9 +67,9 @@ def test_a_verifier_is_a_reward_by_its_own_name() -> None:
 
 def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
     sections = [
-        RewardSection(verifier="numeric"),
-        RewardSection(model="models/judge/"),
-        RewardSection(verifier="length", options={"max": 9}),
+        VerifierReward(verifier="numeric"),
+        ModelReward(model="models/judge/"),
+        VerifierReward(verifier="length", options={"max": 9}),
     ]
 
     assert [(reward.index, reward.name) for reward in build_rewards(sections)] == [(0, "numeric"), (2, "length")]
@@ -101,22 +101,20 @@ def test_what_cannot_be_built_is_refused_by_name(
 
 
 def test_two_rewards_of_one_name_are_refused() -> None:
-    sections = [RewardSection(verifier="numeric"), RewardSection(verifier="numeric", options={"tolerance": 1})]
+    sections = [VerifierReward(verifier="numeric"), VerifierReward(verifier="numeric", options={"tolerance": 1})]
 
     with pytest.raises(RecipeError, match=r"reward.1.name: reward.0 is called 'numeric' too"):
         build_rewards(sections)
-    with pytest.raises(RecipeError, match=r"reward.0: needs one of function, verifier and model"):
-        build_rewards([RewardSection()])
 
 
 def test_the_check_before_a_run_names_the_right_reward_and_runs_no_file(tmp_path: Path) -> None:
     ran = tmp_path / "ran"
     (tmp_path / "f.py").write_text(f"open({str(ran)!r}, 'w')\ndef f(x):\n    return 1\n")
-    function = RewardSection(function=f"{tmp_path}/f.py:f")
+    function = FunctionReward(function=f"{tmp_path}/f.py:f")
 
-    check_rewards([function, RewardSection(verifier="regex", options={"pattern": "a"})])
+    check_rewards([function, VerifierReward(verifier="regex", options={"pattern": "a"})])
     with pytest.raises(RecipeError, match=r"reward.1.options.patern: regex has no such option"):
-        check_rewards([function, RewardSection(verifier="regex", options={"pattern": "a", "patern": "a"})])
+        check_rewards([function, VerifierReward(verifier="regex", options={"pattern": "a", "patern": "a"})])
     assert not ran.exists()
 
 

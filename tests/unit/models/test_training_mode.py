@@ -30,11 +30,11 @@ from podium.engine.scoring import score, scoring_batches, values
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
 from podium.errors import RecipeError
+from podium.programs.dpo import PreferenceMethod
+from podium.programs.references import LiveReferences
 from podium.recipe import ModelSection, OptimizerSection
 from podium.recipe.changes import changes
-from podium.recipe.dense import PreferenceSection
-from podium.spmd.preferences import PreferenceMethod
-from podium.spmd.references import LiveReferences
+from podium.recipe.dense import SigmoidPreference
 
 # gpt2: nn.Dropout and attention dropout; seed_oss: F.dropout; starcoder2: of embeddings too; mixtral: jitter of the
 # router's input; phimoe: samples its experts.
@@ -68,7 +68,7 @@ def test_dpo_against_itself_is_ln_2(folders: dict[str, Path], name: str) -> None
     engine, rows = make_engine(folders[name]), random_rows("pairs")
     reference, _ = place(ModelSection(path=str(folders[name])), folders[name], one_rank(), seed=0, masters=False)
     method = PreferenceMethod(
-        PreferenceSection(beta=10.0), engine, LiveReferences(reference, one_rank()), max_tokens=40, max_length=256
+        SigmoidPreference(beta=10.0), engine, LiveReferences(reference, one_rank()), max_tokens=40, max_length=256
     )
     tally = method.tally()
     batches = method.batches(dealt(rows, one_rank(), 40), tally)

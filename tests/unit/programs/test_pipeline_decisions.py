@@ -12,8 +12,8 @@ import pytest
 from podium.errors import RunFolderError
 from podium.programs.pipeline import Action, StageFacts, decide
 from podium.recipe.pipeline_loading import parse_pipeline
-from podium.spmd.folder import RunFolder, held
-from podium.spmd.pipeline_folder import PipelineFolder, StageRecord
+from podium.runs.folder import RunFolder, held
+from podium.runs.pipeline_folder import PipelineFolder, StageRecord
 
 DONE = StageFacts(
     record=StageRecord(status="done", fingerprint="f", weights="w"),

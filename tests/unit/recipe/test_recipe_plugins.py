@@ -94,7 +94,7 @@ def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path) -> None:
 
     with pytest.raises(RecipeError, match=r"evaluation\.generation\.score: .*broken\.py, line 4: ") as caught:
         plugins.locate(f"{broken}:fine", "evaluation.generation.score")
-    assert "cannot be imported until this is mended" in str(caught.value)
+    assert "cannot be imported until this is fixed" in str(caught.value)
 
 
 def test_a_missing_function_lists_what_there_is(file: Path) -> None:

@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 import torch
 
-from helpers.made_batches import make_graded
+from helpers.made_batches import make_batch, make_graded
 from helpers.on_policy import CASES, MAX_NEW_TOKENS, assembled, make_episodes, recording_engine, refs_of, run_update
 from helpers.tiny import save_tiny_model
 from podium.recipe import AlgorithmSection, CorrectionSection, KlSection
 from podium.roles.carriers import UpdatePlan, UpdateShard
 from podium.roles.handles import without_idle
 from podium.roles.policy_update import PolicyUpdate
-from podium.roles.stages import ScoredRollouts, TrainBatch
+from podium.roles.stages import Advantages, TrainBatch
 
 GRADED = make_graded([1, 1, 0, 1], [0, 0, 1, 1], lengths=[2, 3, 4, 5])
-WEIGHTED = ScoredRollouts(graded=GRADED).with_advantages(np.array([0.0, 0.0, -0.5, 0.5]))
+BATCH = make_batch(GRADED, [0.0, 0.0, -0.5, 0.5])
 
 
 def plan(algorithm: AlgorithmSection) -> UpdatePlan:
@@ -29,14 +29,14 @@ def plan(algorithm: AlgorithmSection) -> UpdatePlan:
 
 
 def test_a_group_that_agrees_is_counted_and_not_computed() -> None:
-    kept, absent = without_idle(WEIGHTED, plan(AlgorithmSection()), np.zeros(4, np.int64))
+    kept, absent = without_idle(BATCH, plan(AlgorithmSection()), np.zeros(4, np.int64))
 
     assert kept.tolist() == [2, 3]
     assert absent == [(2 + 3, 2)]
 
 
 def test_a_mini_batch_that_would_have_none_left_is_computed_whole() -> None:
-    kept, absent = without_idle(WEIGHTED, plan(AlgorithmSection(mini_batches=2)), np.array([0, 0, 1, 1]))
+    kept, absent = without_idle(BATCH, plan(AlgorithmSection(mini_batches=2)), np.array([0, 0, 1, 1]))
 
     assert kept.tolist() == [0, 1, 2, 3]
     assert absent == [(0, 0), (0, 0)]
@@ -52,14 +52,14 @@ def test_a_mini_batch_that_would_have_none_left_is_computed_whole() -> None:
     ],
 )
 def test_where_another_term_has_a_gradient_all_are_computed(algorithm: AlgorithmSection) -> None:
-    kept, absent = without_idle(WEIGHTED, plan(algorithm), np.zeros(4, np.int64))
+    kept, absent = without_idle(BATCH, plan(algorithm), np.zeros(4, np.int64))
 
     assert kept.tolist() == [0, 1, 2, 3]
     assert absent == [(0, 0)]
 
 
 def test_whitened_advantages_are_not_looked_at_before() -> None:
-    whitened: TrainBatch = replace(WEIGHTED, whiten=True)
+    whitened: TrainBatch = replace(BATCH, advantages=Advantages(values_N=np.array([0.0, 0.0, -0.5, 0.5]), whiten=True))
 
     assert without_idle(whitened, plan(AlgorithmSection()), np.zeros(4, np.int64))[0].tolist() == [0, 1, 2, 3]
 

@@ -13,10 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.made_batches import make_answer, make_graded, make_result, make_rollouts, make_task
+from helpers.made_batches import (
+    advantages_of,
+    make_answer,
+    make_batch,
+    make_graded,
+    make_result,
+    make_rollouts,
+    make_task,
+)
 from podium.cluster.results import Metric
 from podium.errors import ResultError
-from podium.roles.stages import GradedRollouts, Rollouts, ScoredRollouts
+from podium.roles.stages import GradedRollouts, Rollouts
 from podium.rollout.requests import Completion, Finish
 
 IDS = st.sets(st.tuples(st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=20).map(sorted)
@@ -129,15 +137,13 @@ def test_rewards_of_turns_leave_the_rest_for_the_last_token() -> None:
     assert graded.take(np.array([0, 2])).last_token_rewards_N.tolist() == [1.5, -2.0]
 
 
-def test_weights_stay_with_their_episodes_when_some_are_taken() -> None:
+def test_advantages_stay_with_their_episodes_when_some_are_taken() -> None:
     graded = make_graded([1.0, 2.0, 3.0], [0, 0, 1])
-    scored = ScoredRollouts(graded=graded, penalty_N=np.array([0.5, 0.25, 0.125]))
 
-    taken = scored.with_advantages(np.array([7.0, 8.0, 9.0])).take(np.array([0, 2]))
+    taken = make_batch(graded, [7.0, 8.0, 9.0]).take(np.array([0, 2]))
 
-    assert taken.advantages_N is not None
-    assert taken.advantages_N.tolist() == [7.0, 9.0]
-    assert taken.scored.rewards_N.tolist() == [0.5, 2.875]
+    assert advantages_of(taken).tolist() == [7.0, 9.0]
+    assert taken.graded.rewards_N.tolist() == [1.0, 3.0]
     assert taken.rollouts.group_N.tolist() == [0, 1]
 
 

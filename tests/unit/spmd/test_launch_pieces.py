@@ -13,7 +13,6 @@ import pytest
 
 from podium.errors import CheckpointError, DataError, LaunchError
 from podium.spmd.launch import RankPlace, StopRequest, _first_failure, launch, place_under_torchrun
-from podium.spmd.run import Progress, _is_due
 
 ONE_PROCESS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RESTART_COUNT")
 
@@ -129,14 +128,3 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
         assert request.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.parametrize(
-    ("every", "due"), [(None, []), (1, [1, 2, 3, 4, 5, 6]), (3, [3, 6]), (7, [])], ids=["never", "1", "3", "7"]
-)
-def test_something_is_due_at_every_nth_step(every: int | None, due: list[int]) -> None:
-    assert [step for step in range(1, 7) if _is_due(every, step)] == due
-
-
-def test_a_run_begins_at_step_0_with_nothing_skipped() -> None:
-    assert Progress() == Progress(step=0, skipped=0, skipped_in_a_row=0, loader=None)

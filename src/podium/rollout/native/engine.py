@@ -17,7 +17,7 @@ from podium.data.splitmix import signed
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters
-from podium.recipe import RolloutSection
+from podium.recipe import EngineSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.fair_lock import FairLock
 from podium.rollout.native.block_manager import BlockManager
@@ -52,14 +52,14 @@ class NativeEngine:
         self,
         model: PackedCausalLM,
         device: torch.device,
-        section: RolloutSection | None = None,
+        section: EngineSection | None = None,
         *,
         decode: Decode | None = None,
         copy: WholeCopy | None = None,
         version: int = 0,
     ) -> None:
         """`decode`: token ids to text, needed for stop strings only. `copy`: given up while the engine sleeps."""
-        section = section or RolloutSection()
+        section = section or EngineSection()
         self._model, self._device, self._decode, self._copy = model, device, decode, copy
         self._version = version
         self._lock = FairLock()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from podium.errors import RolloutError
-from podium.recipe import RolloutSection
+from podium.recipe import EngineSection
 from podium.rollout.native.cache import KEY_MULTIPLE
 
 GIB = 1 << 30
@@ -34,7 +34,7 @@ class Sizes:
         return self.num_blocks * self.block_size
 
 
-def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int) -> Sizes:
+def choose_sizes(section: EngineSection, *, context: int, token_bytes: int, cuda: bool, free_bytes: int) -> Sizes:
     """`context`: longest sequence of the model; `token_bytes`: keys and values of one token in all layers."""
     max_length = min(section.max_length or context, context)
     running = section.max_running or (256 if cuda else 64)
@@ -69,7 +69,7 @@ def choose_sizes(section: RolloutSection, *, context: int, token_bytes: int, cud
     )
 
 
-def _budget(section: RolloutSection, *, cuda: bool, free_bytes: int) -> int:
+def _budget(section: EngineSection, *, cuda: bool, free_bytes: int) -> int:
     if section.memory_gib is None:
         return int(_CUDA_SHARE * free_bytes) if cuda else min(int(_CPU_GIB * GIB), free_bytes // 2)
     asked = int(section.memory_gib * GIB)

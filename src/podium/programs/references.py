@@ -22,9 +22,8 @@ from podium.engine.scoring import summed_logprobs
 from podium.engine.sharding import compute_dtype, place
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.folder import local_folder
-from podium.recipe import ModelSection, Recipe
-from podium.recipe.dense_rules import reference_of
-from podium.spmd.passes import Compute, cache_folder, stored_pass
+from podium.programs.passes import Compute, cache_folder, stored_pass
+from podium.recipe import DpoRecipe, ModelSection
 from podium.spmd.run import SpmdRun
 
 REFERENCE_KEY = "preference.reference_model"
@@ -70,12 +69,12 @@ class StoredReferences:
         return torch.tensor(sums, dtype=torch.float32).to(self._mesh.device)
 
 
-def open_references(run: SpmdRun) -> References | None:
+def open_references(run: SpmdRun[DpoRecipe]) -> References | None:
     """As the recipe asks; None where the loss has no reference. Collective."""
     recipe, engine = run.recipe, run.engine
-    if recipe.preference.reference_model is not None:
+    if recipe.reference_model is not None:
         require_same_tokens(load_tokenizer(recipe.model), load_tokenizer(_section(recipe)), REFERENCE_KEY)
-    match reference_of(recipe):
+    match recipe.reference_source:
         case None:
             return None
         case "base":
@@ -87,7 +86,7 @@ def open_references(run: SpmdRun) -> References | None:
             return _stored(run)
 
 
-def _stored(run: SpmdRun) -> StoredReferences:
+def _stored(run: SpmdRun[DpoRecipe]) -> StoredReferences:
     recipe, mesh = run.recipe, run.engine.mesh
     section = _section(recipe)
     adapter = [folder_fingerprint(Path(section.lora.adapter))] if section.lora and section.lora.adapter else []
@@ -100,7 +99,7 @@ def _stored(run: SpmdRun) -> StoredReferences:
 
     def prepare() -> Compute:
         # Before the first step the policy is its own reference, where no other is named.
-        is_policy = run.is_fresh and recipe.preference.reference_model is None
+        is_policy = run.is_fresh and recipe.reference_model is None
         model = run.engine.language_model if is_policy else _reference_model(run)
 
         def compute(batch: PackedExamples) -> tuple[Sequence[int], Mapping[str, NDArray[Any]]]:
@@ -111,15 +110,15 @@ def _stored(run: SpmdRun) -> StoredReferences:
     return StoredReferences(stored_pass(run, folder, "computing the reference's log-probs", prepare), mesh)
 
 
-def _section(recipe: Recipe) -> ModelSection:
+def _section(recipe: DpoRecipe) -> ModelSection:
     """The reference's model: another checkpoint, or what the policy began as."""
-    path = recipe.preference.reference_model
+    path = recipe.reference_model
     if path is None:
         return recipe.model
     return recipe.model.for_checkpoint(path).model_copy(update={"tokenizer": None})
 
 
-def _reference_model(run: SpmdRun) -> PackedCausalLM:
+def _reference_model(run: SpmdRun[DpoRecipe]) -> PackedCausalLM:
     recipe, section = run.recipe, _section(run.recipe)
     folder = local_folder(section.path, REFERENCE_KEY)
     model, _ = place(section, folder, run.engine.mesh, seed=recipe.run.seed, masters=False)

@@ -26,7 +26,7 @@ from podium.data.fingerprints import (
 from podium.errors import RunFolderError
 from podium.models.folder import local_folder
 from podium.recipe import Recipe
-from podium.spmd.folder import RunFolder, write_atomically
+from podium.runs.folder import RunFolder, write_atomically
 
 NOTE = "podium.json"
 _FORMAT = 1

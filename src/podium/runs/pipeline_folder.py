@@ -15,7 +15,7 @@ from podium.errors import RecipeError, RunFolderError
 from podium.recipe import PipelineRecipe, dump_recipe
 from podium.recipe.loading import read_values
 from podium.recipe.pipeline_loading import overridden, parse_pipeline
-from podium.spmd.folder import PIPELINE_STATE, RunFolder, held, is_pipeline_folder, write_atomically
+from podium.runs.folder import PIPELINE_STATE, RunFolder, held, is_pipeline_folder, write_atomically
 
 StageStatus = Literal["waiting", "running", "stopped", "failed", "done"]
 _EARLIER = ".earlier"

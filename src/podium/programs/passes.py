@@ -22,7 +22,7 @@ from podium.data.splitting import split_step
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.mesh import Mesh
 from podium.errors import RunStoppedError
-from podium.recipe import Recipe, SourceSection, plugins
+from podium.recipe import SourceSection, SpmdRecipe, plugins
 from podium.spmd.run import SpmdRun
 
 # Micro-batches of one rank in a part: what is lost at most when the pass is broken off.
@@ -32,14 +32,14 @@ Compute = Callable[[PackedExamples], tuple[Sequence[int], Mapping[str, NDArray[A
 """A micro-batch -> rows of the columns that each of its documents has, in their packed order, and the columns."""
 
 
-def cache_folder(recipe: Recipe, purpose: str, models: Sequence[str]) -> Path:
+def cache_folder(recipe: SpmdRecipe, purpose: str, models: Sequence[str]) -> Path:
     """One folder for one question: `models` are fingerprints and settings of who is asked, the data is the recipe's
     own."""
     spec = MakerSpec.of(recipe)
     sources = [
         source_fingerprint(section, f"data.{part}.{index}")
-        for part in ("train", "heldout")
-        for index, section in enumerate(getattr(recipe.data, part))
+        for part, sections in (("train", recipe.data.train), ("heldout", recipe.data.heldout))
+        for index, section in enumerate(sections)
     ]
     how = [spec.trained, str(spec.max_length), spec.overlong, spec.shape, _tokenizing(load_tokenizer(recipe.model))]
     maps = [_reading(section) for section in (*spec.sections, *recipe.data.heldout)]
@@ -60,7 +60,7 @@ def _reading(section: SourceSection) -> str:
     return f"{sorted(section.columns.items())} {section.map} {code}"
 
 
-def stored_pass(run: SpmdRun, folder: Path, what: str, prepare: Callable[[], Compute]) -> DocumentStore:
+def stored_pass(run: SpmdRun[SpmdRecipe], folder: Path, what: str, prepare: Callable[[], Compute]) -> DocumentStore:
     """The folder's store, with every document of data.train and data.heldout in it. What is missing is computed with
     what `prepare` gives (a model is loaded only then). Collective."""
     mesh, store = run.engine.mesh, DocumentStore(folder)
@@ -75,7 +75,7 @@ def stored_pass(run: SpmdRun, folder: Path, what: str, prepare: Callable[[], Com
     return store
 
 
-def _fill(store: DocumentStore, run: SpmdRun, compute: Compute, tell: Callable[[str], None]) -> None:
+def _fill(store: DocumentStore, run: SpmdRun[SpmdRecipe], compute: Compute, tell: Callable[[str], None]) -> None:
     mesh = run.engine.mesh
     batch: dict[tuple[int, int], Document] = {}
     budget, held = _PART_MICRO_BATCHES * mesh.world * run.max_tokens, 0
@@ -96,13 +96,14 @@ def _fill(store: DocumentStore, run: SpmdRun, compute: Compute, tell: Callable[[
     mesh.barrier()
 
 
-def _documents(recipe: Recipe) -> Iterator[Document]:
+def _documents(recipe: SpmdRecipe) -> Iterator[Document]:
     spec, tokenizer = MakerSpec.of(recipe), load_tokenizer(recipe.model)
     # What is too long to train on is cut, not refused, when it is only measured.
     lenient: Overlong = "truncate" if spec.overlong == "error" else spec.overlong
-    for part, overlong in (("train", spec.overlong), ("heldout", lenient)):
+    data = recipe.data
+    for part, sections, overlong in (("train", data.train, spec.overlong), ("heldout", data.heldout, lenient)):
         maker = ExampleMaker(tokenizer, spec.shape, spec.trained, spec.max_length, overlong)
-        for example in iterate_examples(getattr(recipe.data, part), f"data.{part}", maker):
+        for example in iterate_examples(sections, f"data.{part}", maker):
             yield from example.documents
 
 
@@ -126,7 +127,7 @@ def _part(store: DocumentStore, documents: list[Document], mesh: Mesh, compute: 
     mesh.barrier()
 
 
-def _stop_together(run: SpmdRun, store: DocumentStore) -> None:
+def _stop_together(run: SpmdRun[SpmdRecipe], store: DocumentStore) -> None:
     if any(run.engine.mesh.gather(run.stop_requested)):
         raise RunStoppedError(
             f"stopped before the first step, after {len(store)} documents of the pass over the data. The same command "

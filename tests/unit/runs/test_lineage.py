@@ -13,9 +13,9 @@ from helpers.runs import tiny_recipe
 from helpers.tiny import write_chats
 from podium.recipe import Recipe
 from podium.recipe.resolving import resolved
-from podium.spmd.folder import RunFolder
-from podium.spmd.lineage import NOTE, Prepared, code_version, inputs_of, read_note, write_note
-from podium.spmd.showing import show_lines
+from podium.runs.folder import RunFolder
+from podium.runs.lineage import NOTE, Prepared, code_version, inputs_of, read_note, write_note
+from podium.runs.showing import show_lines
 
 
 @pytest.fixture

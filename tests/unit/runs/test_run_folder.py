@@ -11,7 +11,7 @@ import pytest
 from helpers.recipes import make_recipe
 from podium.errors import RunFolderError
 from podium.recipe import Recipe
-from podium.spmd.folder import RunFolder, write_atomically
+from podium.runs.folder import RunFolder, write_atomically
 
 
 @pytest.fixture
@@ -64,7 +64,7 @@ def test_a_disk_that_fills_up_leaves_no_half_made_folder(
     def full(path: Path, text: str) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("podium.spmd.folder.write_atomically", full)
+    monkeypatch.setattr("podium.runs.folder.write_atomically", full)
 
     with pytest.raises(RunFolderError, match="cannot be written: No space left on device"):
         RunFolder.create(recipe)
@@ -129,7 +129,7 @@ def test_a_write_that_fails_half_way_leaves_the_old_content(tmp_path: Path, monk
     def fail(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("podium.spmd.folder.os.fsync", fail)
+    monkeypatch.setattr("podium.runs.folder.os.fsync", fail)
 
     with pytest.raises(OSError, match="No space"):
         write_atomically(file, "new")

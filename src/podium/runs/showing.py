@@ -10,11 +10,11 @@ from typing import Any
 from podium.errors import RunFolderError
 from podium.observe import read_metrics
 from podium.observe.console import aligned
-from podium.spmd.folder import RunFolder, is_held, is_pipeline_folder
-from podium.spmd.lineage import inputs_of, read_note, short
-from podium.spmd.pipeline_folder import PipelineFolder
+from podium.runs.folder import RunFolder, is_held, is_pipeline_folder
+from podium.runs.lineage import inputs_of, read_note, short
+from podium.runs.pipeline_folder import PipelineFolder
 
-_HELDOUT = ("heldout_", "heldout/")
+_HELDOUT = "heldout/"
 _SHOWN_METRICS = 8
 
 

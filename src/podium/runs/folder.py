@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from podium.errors import RunFolderError
+from podium.models.cpu_settings import CpuSettings
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
 PIPELINE_STATE = "pipeline.json"
@@ -176,6 +177,18 @@ class RunFolder:
             lines = self.samples_file.read_text(encoding="utf-8").splitlines(keepends=True)
             kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
             write_atomically(self.samples_file, "".join(kept))
+
+    def cpu_settings(self, num_ranks: int) -> CpuSettings | None:
+        """What a run on so many ranks computes with on CPU, if it has begun. A resumed run keeps it: the number of
+        threads changes the order of sums."""
+        known = self.state().get("cpu", {})
+        if known.get("ranks") != num_ranks:
+            return None
+        return CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before")
+
+    def note_cpu_settings(self, num_ranks: int, settings: CpuSettings) -> None:
+        """For `cpu_settings` of a resumed run."""
+        self.update(cpu={"ranks": num_ranks, "threads": settings.threads, "onednn": settings.onednn})
 
     def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
         with self.samples_file.open("a", encoding="utf-8") as file:

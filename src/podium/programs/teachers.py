@@ -27,9 +27,9 @@ from podium.models.causal_lm import PackedCausalLM, load_config
 from podium.models.folder import local_folder
 from podium.models.head import HeadSpec, next_token_scores
 from podium.models.packing import TokenBatch, round_tokens, to_device
-from podium.recipe import ModelSection, Recipe
+from podium.programs.passes import Compute, cache_folder, stored_pass
+from podium.recipe import DistillRecipe, ModelSection, Recipe
 from podium.recipe.dense import DistillSection
-from podium.spmd.passes import Compute, cache_folder, stored_pass
 from podium.spmd.run import SpmdRun
 
 _CHUNK_TOKENS = 1024
@@ -71,7 +71,7 @@ class _WholeTarget:
         teacher_CV = self.logprobs(tokens, logits_CV.shape[1])
         student_CV = logits_CV[:, : teacher_CV.shape[1]]
         far_C = divergence(
-            section.divergence, student_CV, teacher_CV, temperature=section.temperature, beta=section.jsd_beta
+            section.divergence, student_CV, teacher_CV, temperature=section.temperature, beta=section.mixture_share
         )
         return far_C, (logits_CV.detach().argmax(-1) == teacher_CV.argmax(-1)).sum()
 
@@ -100,7 +100,7 @@ class _TopTarget:
         section, ids_CK = self.section, self.ids_SK[tokens]
         far_C = top_k_divergence(
             section.divergence, logits_CV[:, : self.width], ids_CK, self.logprobs_SK[tokens],
-            temperature=section.temperature, beta=section.jsd_beta,
+            temperature=section.temperature, beta=section.mixture_share,
         )  # fmt: skip
         return far_C, (logits_CV.detach().argmax(-1) == ids_CK[:, 0]).sum()  # the largest comes first
 
@@ -145,7 +145,7 @@ class StoredTeachers:
         )
 
 
-def open_teachers(run: SpmdRun) -> Teachers:
+def open_teachers(run: SpmdRun[DistillRecipe]) -> Teachers:
     """As the recipe asks. Collective."""
     recipe, mesh, section = run.recipe, run.engine.mesh, run.recipe.distill
     student = load_tokenizer(recipe.model)
@@ -158,7 +158,7 @@ def open_teachers(run: SpmdRun) -> Teachers:
     weights = [teacher.weight for teacher in recipe.teachers]
     who = [f"{folder_fingerprint(path)} {weight}" for path, weight in zip(folders, weights, strict=True)]
     width = min(run.engine.language_model.vocab_size, *(_vocab_size(recipe, path) for path in folders))
-    how = f"top {section.top_k} of {width} at {section.temperature} in {compute_dtype(recipe.model, mesh.device)}"
+    how = f"top {section.num_cached} of {width} at {section.temperature} in {compute_dtype(recipe.model, mesh.device)}"
     folder = cache_folder(recipe, "teachers", [*who, how])
 
     def prepare() -> Compute:
@@ -166,11 +166,11 @@ def open_teachers(run: SpmdRun) -> Teachers:
 
         def compute(batch: PackedExamples) -> tuple[Sequence[int], Mapping[str, NDArray[Any]]]:
             lengths = [document.num_trained for document in batch.documents]
-            return lengths, _top(live(batch), sum(lengths), width, section.top_k)
+            return lengths, _top(live(batch), sum(lengths), width, section.num_cached)
 
         return compute
 
-    store = stored_pass(run, folder, f"computing the teachers' top {section.top_k}", prepare)
+    store = stored_pass(run, folder, f"computing the teachers' top {section.num_cached}", prepare)
     return StoredTeachers(section, store, mesh, width=width)
 
 
@@ -186,7 +186,7 @@ def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> 
     return {"ids": np.concatenate(ids), "logprobs": np.concatenate(logprobs)}
 
 
-def _models(run: SpmdRun) -> list[tuple[PackedCausalLM, float]]:
+def _models(run: SpmdRun[DistillRecipe]) -> list[tuple[PackedCausalLM, float]]:
     recipe, models = run.recipe, []
     for index, teacher in enumerate(recipe.teachers):
         folder = local_folder(teacher.path, f"teachers.{index}.path")

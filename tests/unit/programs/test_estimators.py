@@ -1,34 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each estimator that a recipe can name, on one small batch, and estimators of one's own."""
+"""Each estimator that a recipe can name, on one small batch, and custom estimators."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from helpers.made_batches import make_graded, on_policy_recipe
-from podium.controller.estimators import ComputeAdvantages, advantage_estimator
-from podium.controller.expert import solved_episodes
 from podium.errors import RecipeError
-from podium.roles.stages import GradedRollouts, ScoredRollouts
+from podium.programs.estimators import AdvantageEstimator, advantage_estimator
+from podium.programs.expert_iteration import best_solved
+from podium.roles.stages import Advantages, GradedRollouts
 
 # Two groups of three and two; the second is of equal rewards.
 REWARDS, GROUPS, LENGTHS = [3.0, 0.0, 0.0, 5.0, 5.0], [2, 2, 2, 9, 9], [1, 2, 3, 4, 5]
 NONE = np.empty(0, np.int64)
 
 
-def _scored(penalty_N: np.ndarray | None = None) -> ScoredRollouts:
-    return ScoredRollouts(graded=make_graded(REWARDS, GROUPS, lengths=LENGTHS), penalty_N=penalty_N)
-
-
-def _weigh(name: str) -> ComputeAdvantages:
+def _estimator(name: str) -> AdvantageEstimator:
     return advantage_estimator(on_policy_recipe(f"algorithm.advantage='{name}'"))
 
 
+def _estimate(estimator: AdvantageEstimator, rewards: Sequence[float] = REWARDS) -> Advantages:
+    return estimator(np.array(rewards), make_graded(REWARDS, GROUPS, lengths=LENGTHS))
+
+
 @pytest.mark.parametrize(
-    ("name", "advantages"),
+    ("name", "expected"),
     [
         # Mean 1, unbiased standard deviation sqrt((4 + 1 + 1) / 2) = sqrt(3).
         ("group_relative", [2 / 3**0.5, -1 / 3**0.5, -1 / 3**0.5, 0, 0]),
@@ -38,57 +39,55 @@ def _weigh(name: str) -> ComputeAdvantages:
         ("length_weighted", [2.5, -0.5, -0.5, 0, 0]),
     ],
 )
-def test_an_estimator_of_whole_episodes_gives_one_advantage_each(name: str, advantages: list[float]) -> None:
-    train_batch = _weigh(name)(_scored())
+def test_an_estimator_of_whole_episodes_gives_one_advantage_each(name: str, expected: list[float]) -> None:
+    advantages = _estimate(_estimator(name))
 
-    assert train_batch.advantages_N == pytest.approx(advantages, abs=2e-6)
-    assert train_batch.advantages_N is not None
-    assert train_batch.advantages_N.dtype == np.float64
-    assert not train_batch.whiten
+    assert advantages.values_N == pytest.approx(expected, abs=2e-6)
+    assert advantages.values_N is not None
+    assert advantages.values_N.dtype == np.float64
+    assert not advantages.whiten
 
 
 def test_grpo_without_a_name_is_group_relative() -> None:
-    by_default = advantage_estimator(on_policy_recipe())(_scored()).advantages_N
+    by_default = _estimate(advantage_estimator(on_policy_recipe())).values_N
 
     assert by_default is not None
-    assert by_default.tolist() == _weigh("group_relative")(_scored()).advantages_N.tolist()  # type: ignore[union-attr]
+    assert by_default.tolist() == _estimate(_estimator("group_relative")).values_N.tolist()  # type: ignore[union-attr]
 
 
 def test_reinforce_pp_leaves_returns_to_the_learner_and_whitens() -> None:
-    train_batch = _weigh("reinforce_pp")(_scored())
+    advantages = _estimate(_estimator("reinforce_pp"))
 
-    assert (train_batch.advantages_N, train_batch.whiten) == (None, True)
+    assert (advantages.values_N, advantages.whiten) == (None, True)
 
 
 def test_reinforce_pp_with_baseline_centers_here_and_whitens_there() -> None:
-    train_batch = _weigh("reinforce_pp_baseline")(_scored())
+    advantages = _estimate(_estimator("reinforce_pp_baseline"))
 
-    assert train_batch.advantages_N == pytest.approx([2, -1, -1, 0, 0])
-    assert train_batch.whiten
+    assert advantages.values_N == pytest.approx([2, -1, -1, 0, 0])
+    assert advantages.whiten
 
 
 def test_estimators_see_rewards_less_the_kl_that_is_in_them() -> None:
-    train_batch = _weigh("group_centered")(_scored(np.array([3.0, 0.0, 0.0, 1.0, 0.0])))
+    advantages = _estimate(_estimator("group_centered"), [0.0, 0.0, 0.0, 4.0, 5.0])
 
-    assert train_batch.advantages_N == pytest.approx([0, 0, 0, -0.5, 0.5])
+    assert advantages.values_N == pytest.approx([0, 0, 0, -0.5, 0.5])
 
 
 @pytest.mark.parametrize("name", ["group_relative", "group_centered", "leave_one_out", "length_weighted"])
 def test_of_no_episode_there_is_no_advantage(name: str) -> None:
-    nothing = ScoredRollouts(graded=make_graded(REWARDS, GROUPS).take(NONE))
+    advantages = _estimator(name)(np.empty(0), make_graded(REWARDS, GROUPS).take(NONE))
 
-    train_batch = _weigh(name)(nothing)
-
-    assert train_batch.advantages_N is not None
-    assert train_batch.advantages_N.shape == (0,)
+    assert advantages.values_N is not None
+    assert advantages.values_N.shape == (0,)
 
 
-# --- estimators of one's own ---
+# --- custom estimators ---
 
 
-def _own(folder: Path, body: str) -> ComputeAdvantages:
+def _custom(folder: Path, body: str) -> AdvantageEstimator:
     (folder / "mine.py").write_text(f"import torch\n\ndef own(rewards_N, group_N):\n    {body}\n")
-    return _weigh(f"{folder}/mine.py:own")
+    return _estimator(f"{folder}/mine.py:own")
 
 
 @pytest.mark.parametrize(
@@ -100,11 +99,11 @@ def _own(folder: Path, body: str) -> ComputeAdvantages:
         "return (rewards_N.requires_grad_() - group_N).double()",
     ],
 )
-def test_a_function_of_ones_own_gives_anything_that_is_an_array(tmp_path: Path, body: str) -> None:
-    train_batch = _own(tmp_path, body)(_scored())
+def test_a_custom_function_gives_anything_that_is_an_array(tmp_path: Path, body: str) -> None:
+    advantages = _estimate(_custom(tmp_path, body))
 
-    assert train_batch.advantages_N is not None
-    assert train_batch.advantages_N.tolist() == [1.0, -2.0, -2.0, -4.0, -4.0]
+    assert advantages.values_N is not None
+    assert advantages.values_N.tolist() == [1.0, -2.0, -2.0, -4.0, -4.0]
 
 
 @pytest.mark.parametrize(
@@ -120,9 +119,9 @@ def test_a_function_of_ones_own_gives_anything_that_is_an_array(tmp_path: Path, 
         ("return 'many'", "mine.py:own raised"),
     ],
 )
-def test_a_function_of_ones_own_that_is_wrong_is_told_with_its_key(tmp_path: Path, body: str, complaint: str) -> None:
+def test_a_custom_function_that_is_wrong_is_told_with_its_key(tmp_path: Path, body: str, complaint: str) -> None:
     with pytest.raises(RecipeError) as caught:
-        _own(tmp_path, body)(_scored())
+        _estimate(_custom(tmp_path, body))
 
     assert str(caught.value).startswith(f"algorithm.advantage: {tmp_path}/mine.py:own ")
     assert complaint in str(caught.value)
@@ -132,24 +131,24 @@ def test_a_function_that_is_not_there_is_told_before_the_first_step(tmp_path: Pa
     (tmp_path / "mine.py").write_text("def other():\n    pass\n")
 
     with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*has no function 'own'"):
-        _weigh(f"{tmp_path}/mine.py:own")
+        _estimator(f"{tmp_path}/mine.py:own")
 
 
-def test_a_function_of_ones_own_cannot_change_the_rewards_that_are_recorded(tmp_path: Path) -> None:
-    scored = _scored()
+def test_a_custom_function_cannot_change_the_rewards_that_are_recorded(tmp_path: Path) -> None:
+    graded = make_graded(REWARDS, GROUPS, lengths=LENGTHS)
 
-    _own(tmp_path, "return rewards_N.zero_() + group_N.zero_()")(scored)
+    _custom(tmp_path, "return rewards_N.zero_() + group_N.zero_()")(graded.rewards_N, graded)
 
-    assert scored.graded.rewards_N.tolist() == REWARDS
-    assert scored.group_N.tolist() == GROUPS
+    assert graded.rewards_N.tolist() == REWARDS
+    assert graded.group_N.tolist() == GROUPS
 
 
 # --- what expert iteration learns from ---
 
 
 def _kept(graded: GradedRollouts, per_prompt: int, solved_at: float = 1.0) -> list[tuple[int, int]]:
-    found = solved_episodes(graded, solved_at=solved_at, per_prompt=per_prompt)
-    return [(id.draw, id.sample) for id in found.rollouts.rows.ids]
+    kept = graded.take(best_solved(graded, solved_at=solved_at, per_prompt=per_prompt))
+    return [(id.draw, id.sample) for id in kept.rollouts.rows.ids]
 
 
 def test_the_best_solved_episodes_of_each_prompt_are_kept() -> None:
@@ -170,7 +169,9 @@ def test_of_equals_the_shorter_is_kept_then_the_first() -> None:
 
 
 def test_the_rewards_stay_with_their_episodes() -> None:
-    kept = solved_episodes(make_graded([1.0, 4.0, 2.0, 0.0], [1, 1, 5, 5]), solved_at=1.0, per_prompt=1)
+    graded = make_graded([1.0, 4.0, 2.0, 0.0], [1, 1, 5, 5])
+
+    kept = graded.take(best_solved(graded, solved_at=1.0, per_prompt=1))
 
     assert kept.rewards_N.tolist() == [4.0, 2.0]
     assert kept.rollouts.rows.ids.array_N4[:, :2].tolist() == [[1, 1], [5, 0]]

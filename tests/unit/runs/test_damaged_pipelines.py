@@ -19,11 +19,11 @@ from podium.programs.pipeline import PipelineResult, Verbs, run_pipeline
 from podium.recipe import PipelineRecipe, Recipe
 from podium.recipe.pipeline_loading import parse_pipeline
 from podium.recipe.resolving import resolved
-from podium.spmd.folder import RunFolder
-from podium.spmd.lineage import Prepared, require_what_export_reads, write_note
-from podium.spmd.pipeline_folder import PipelineFolder
-from podium.spmd.result import RunResult
-from podium.spmd.showing import show_lines
+from podium.runs.folder import RunFolder
+from podium.runs.lineage import Prepared, require_what_export_reads, write_note
+from podium.runs.pipeline_folder import PipelineFolder
+from podium.runs.result import RunResult
+from podium.runs.showing import show_lines
 
 STAGE: dict[str, Any] = {
     "program": "sft", "data": {"train": [{"path": "rows.jsonl"}]}, "optimizer": {"lr": 1}, "steps": 2,

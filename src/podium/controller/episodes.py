@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes of the newest weights: prompts are answered by generators (or played by episode runners) and graded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from podium.cluster import ObjectScope
+from podium.controller.devices import Devices
+from podium.controller.grading import HeldoutScores, grade_rollouts, heldout_scores, without_failed
+from podium.controller.parts import OnPolicyParts
+from podium.controller.state import RunState
+from podium.data.tasks import DrawnTask
+from podium.recipe import OnPolicyRecipe
+from podium.roles.carriers import SamplingPlan
+from podium.roles.stages import GradedRollouts, Rollouts
+
+
+class Episodes:
+    """Generates and grades, for steps and for evaluations. Waits for generators and graders, which have deadlines of
+    their own."""
+
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
+        self._parts, self._devices, self._state = parts, devices, state
+        rollout, truncation = parts.recipe.rollout, parts.recipe.rollout.truncation
+        self._sampling = SamplingPlan(
+            max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=truncation.top_p,
+            top_k=truncation.top_k, min_p=truncation.min_p, stop=rollout.stop, seed=parts.recipe.run.seed,
+        )  # fmt: skip
+
+    async def sample(self, num_prompts: int, step: int, objects: ObjectScope) -> GradedRollouts:
+        """The next prompts of the data, each with a group of graded episodes."""
+        prompts = self._parts.prompts.take(num_prompts)
+        samples = self._parts.recipe.rollout.samples_per_prompt
+        return await self._grade(await self.generate(prompts, samples, self._sampling, step, objects))
+
+    async def generate(
+        self, prompts: Sequence[DrawnTask], samples: int, sampling: SamplingPlan, step: int, objects: ObjectScope
+    ) -> Rollouts:
+        """Episodes of these prompts. Generators get the newest weights first, if they do not have them."""
+        roles, version = self._parts.roles, self._state.version
+        source = roles.generator if roles.runner is None else roles.runner
+        await self._devices.publish(version)
+        async with self._devices.phase("rollout"):
+            blocks = [block async for block in source.generate(prompts, samples, sampling)]
+        tasks = {prompt.draw: prompt.task for prompt in prompts}
+        rollouts = Rollouts.of(blocks, tasks, step=step, version=version)
+        objects.hold(rollouts.rows)
+        return rollouts
+
+    async def score_heldout(self, rollouts: Rollouts, *, show: int) -> HeldoutScores:
+        """Scores of held-out answers. Answers that cannot be graded are reported and count 0."""
+        async with self._devices.phase("grade"):
+            scores = await heldout_scores(rollouts, self._parts.recipe, self._parts.roles, show=show)
+        if scores.num_errors:
+            self._parts.log.console.warning(
+                f"{scores.num_errors} of {len(rollouts)} held-out answers have no score: {scores.first_error}"
+            )
+        return scores
+
+    async def _grade(self, rollouts: Rollouts) -> GradedRollouts:
+        """Rewards of all episodes. Episodes that cannot be graded are treated as grading.on_error says."""
+        parts = self._parts
+        # Reward models need their devices first; reward functions have none.
+        phase = self._devices.phase if parts.roles.reward_models else self._devices.beside
+        async with phase("grade"):
+            everything, failed_N = await grade_rollouts(rollouts, parts.recipe, parts.roles)
+        return without_failed(everything, failed_N, parts.recipe.grading, parts.log.console.warning)

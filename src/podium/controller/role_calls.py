@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a program can ask of the roles of its run. Each call gives the role its devices for that phase, and cuts what it
+is given for the role's ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+import numpy as np
+
+from podium.cluster import RowRefs
+from podium.controller.devices import Devices
+from podium.controller.parts import OnPolicyParts
+from podium.controller.state import RunState
+from podium.controller.step import Step
+from podium.data.trajectories import TokenColumn
+from podium.errors import ProgramError
+from podium.recipe import KlSection, OnPolicyRecipe
+from podium.roles.carriers import DistanceNote, Floats, UpdatePlan
+from podium.roles.handles import CriticHandle, ScorerHandle
+from podium.roles.stages import (
+    Advantages,
+    CriticReport,
+    ReferenceLogprobs,
+    TokenAdvantages,
+    TrainBatch,
+    UpdateReport,
+)
+
+
+class Policy:
+    """The model that is trained."""
+
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
+        self._parts, self._devices, self._state = parts, devices, state
+
+    async def update(
+        self, batch: TrainBatch, *, loss: Literal["policy", "imitation"] = "policy"
+    ) -> UpdateReport | None:
+        """All optimizer steps of a batch: `algorithm.epochs` times `algorithm.mini_batches`. The loss is the recipe's
+        (`algorithm.loss`), or with `imitation` the negative log-likelihood weighted by the advantages. None where the
+        batch is empty."""
+        if not len(batch):
+            return None
+        recipe, advantages = self._parts.recipe, batch.advantages
+        plan = UpdatePlan(
+            step=batch.step,
+            lr=batch.lr,
+            algorithm=recipe.full_algorithm,
+            temperature=recipe.rollout.temperature,
+            version=self._state.version,
+            max_new_tokens=recipe.rollout.max_new_tokens,
+            kl_coefficient=batch.kl_coefficient,
+            whitening=advantages.whitening if isinstance(advantages, TokenAdvantages) else None,
+            whiten=isinstance(advantages, Advantages) and advantages.whiten,
+            loss=loss,
+        )
+        async with self._devices.phase("update"):
+            learning = asyncio.create_task(self._parts.roles.policy.update(batch, plan, seed=recipe.run.seed))
+            await asyncio.sleep(0)  # the learners' call is sent first
+            if batch.step < recipe.steps:
+                self._parts.prompts.draw_ahead(recipe.rollout.prompts_per_step)
+            return await learning
+
+
+class Reference:
+    """The model that the KL term compares the policy with: a role of its own, or the policy without its adapter."""
+
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, kl: KlSection) -> None:
+        self._parts, self._devices, self._kl = parts, devices, kl
+
+    async def logprobs(self, step: Step) -> ReferenceLogprobs | None:
+        """Log-probs of the step's sampled tokens; None where the step has no episodes."""
+        if not len(step):
+            return None
+        rows, temperature = step.rollouts.rows, self._parts.recipe.rollout.temperature
+        roles = self._parts.roles
+        async with self._devices.phase("score"):
+            if roles.reference is not None:
+                logprobs, distance = await roles.reference.score(rows, temperature)
+            else:
+                logprobs, distance = await roles.policy.score(rows, temperature, base=True)
+        return ReferenceLogprobs(
+            logprobs=step.hold(logprobs), distance=distance, penalty_N=self._penalty_N(step, distance)
+        )
+
+    def _penalty_N(self, step: Step, distance: DistanceNote) -> Floats:
+        if self._kl.where != "reward":
+            return np.zeros(len(step))
+        by_name = {"k1": distance.k1_N, "k2": distance.k2_N, "k3": distance.k3_N}
+        return step.kl_coefficient * by_name[self._kl.estimator or "k1"]
+
+
+class Teacher:
+    """A model that the policy is distilled from."""
+
+    def __init__(
+        self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, scorer: ScorerHandle, weight: float
+    ) -> None:
+        self._parts, self._devices, self._scorer = parts, devices, scorer
+        self.weight = weight  # its share of all teachers' weights
+
+    async def logprobs(self, step: Step) -> RowRefs[TokenColumn]:
+        """Log-probs of the step's sampled tokens, by reference."""
+        if not len(step):
+            raise ProgramError(f"step {step.number} has no episodes to score. Look at len(step) first.")
+        async with self._devices.phase("score"):
+            logprobs, _ = await self._scorer.score(step.rollouts.rows, self._parts.recipe.rollout.temperature)
+        return step.hold(logprobs)
+
+
+class Critic:
+    """PPO's value model."""
+
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, handle: CriticHandle) -> None:
+        self._parts, self._devices, self._handle = parts, devices, handle
+
+    async def advantages(self, step: Step, reference: ReferenceLogprobs | None) -> TokenAdvantages:
+        """Advantages (GAE) and returns of every token, whitened over the whole step."""
+        if not len(step):
+            raise ProgramError(f"step {step.number} has no episodes to score. Look at len(step) first.")
+        episodes, rollouts = step.episodes, step.rollouts
+        async with self._devices.phase("score"):
+            columns, moments = await self._handle.estimate(
+                rollouts.rows, episodes.last_token_rewards_N, rollouts.note.turn_rewards,
+                None if reference is None else reference.logprobs, self._parts.recipe.full_algorithm,
+                step.kl_coefficient,
+            )  # fmt: skip
+        whitening = moments.whitening()
+        return TokenAdvantages(columns=step.hold(columns), whitening=(whitening.shift, whitening.scale))
+
+    async def update(self, batch: TrainBatch) -> CriticReport:
+        """The critic learns the returns."""
+        if not isinstance(batch.advantages, TokenAdvantages):
+            raise ProgramError(
+                "the critic learns its own returns. Give step.batch the result of run.critic.advantages."
+            )
+        recipe, section = self._parts.recipe, self._parts.recipe.critic_section
+        assert section is not None, "a recipe with this role has its section"
+        lr = batch.lr * (section.lr or recipe.optimizer.lr) / recipe.optimizer.lr
+        async with self._devices.phase("update"):
+            return await self._handle.update(
+                batch.rollouts.rows, batch.advantages.columns, recipe.full_algorithm, lr=lr, step=batch.step,
+                seed=recipe.run.seed,
+            )  # fmt: skip

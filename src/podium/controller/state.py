@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far an on-policy run is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from podium.recipe import OnPolicyRecipe
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """What steps leave behind for later ones. Belongs to the controller's one task; `commit` moves it on."""
+
+    step: int  # steps that are committed
+    version: int  # of the policy's weights: the last step that changed them
+    kl_coefficient: float
+    skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
+
+    @classmethod
+    def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:
+        """Of a new run, or after the step of a checkpoint that `saved` these values."""
+        saved, kl = saved or {}, recipe.full_algorithm.kl
+        coefficient = saved.get("kl_coefficient")
+        if coefficient is None:
+            coefficient = kl.coefficient if kl is not None else 0.0
+        return cls(
+            step=step,
+            version=saved.get("version", step),
+            kl_coefficient=coefficient,
+            skipped_in_a_row=saved.get("skipped_in_a_row", 0),
+        )

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A step of an on-policy run as a value."""
+
+# N episodes
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from podium.cluster import ObjectScope, RowRefs
+from podium.data.trajectories import Ints, RowsT
+from podium.errors import ProgramError
+from podium.roles.carriers import Floats
+from podium.roles.stages import (
+    Advantages,
+    AnyAdvantages,
+    GradedRollouts,
+    ReferenceLogprobs,
+    Rollouts,
+    TeacherAdvantages,
+    TokenAdvantages,
+    TrainBatch,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """Everything there is about one step: episodes that were generated and graded, and what the step computes with.
+    Immutable: `keep` and `add` give a new one. Nothing else holds a step, so several can be under way."""
+
+    number: int  # 1, 2, ... recipe.steps
+    lr: float
+    kl_coefficient: float
+    sampled: GradedRollouts  # every episode of the step
+    episodes: GradedRollouts  # the episodes to train on: all of them, unless the program keeps fewer
+    objects: ObjectScope  # what the step holds in the object store
+
+    def __len__(self) -> int:
+        return len(self.episodes)
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """Tokens, log-probs and finish reasons of the episodes to train on, by reference."""
+        return self.episodes.rollouts
+
+    @property
+    def rewards_N(self) -> Floats:
+        return self.episodes.rewards_N
+
+    @property
+    def group_N(self) -> Ints:
+        """Episodes with the same number answer the same prompt."""
+        return self.episodes.group_N
+
+    @property
+    def num_groups(self) -> int:
+        """Of the episodes to train on."""
+        return len(np.unique(self.group_N))
+
+    @property
+    def num_sampled_groups(self) -> int:
+        return len(np.unique(self.sampled.group_N))
+
+    def rewards_less_kl(self, reference: ReferenceLogprobs | None) -> Floats:
+        """Rewards less the KL penalty, where the recipe has the KL in the reward."""
+        return self.rewards_N if reference is None else self.rewards_N - reference.penalty_N
+
+    def keep(self, which: NDArray[np.bool_] | Ints) -> Step:
+        """Trains on these episodes only, given as a mask or as positions. The others stay in metrics and ledger."""
+        positions = np.flatnonzero(which) if np.asarray(which).dtype == bool else np.asarray(which, np.int64)
+        return replace(self, episodes=self.episodes.take(positions))
+
+    def add(self, more: GradedRollouts, which: NDArray[np.bool_]) -> Step:
+        """With further episodes of this step, of which `which` are to be trained on."""
+        return replace(
+            self,
+            sampled=GradedRollouts.join([self.sampled, more]),
+            episodes=GradedRollouts.join([self.episodes, more.take(np.flatnonzero(which))]),
+        )
+
+    def first_groups(self, count: int) -> Step:
+        """Trains on the first `count` groups only, in the order of the data."""
+        return self.keep(np.isin(self.group_N, np.unique(self.group_N)[:count]))
+
+    def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
+        """Rows that are freed when the step is committed."""
+        return self.objects.hold(rows)
+
+    def batch(
+        self,
+        advantages: AnyAdvantages | ArrayLike,
+        *,
+        reference: ReferenceLogprobs | None = None,
+        mask_truncated: bool = False,
+    ) -> TrainBatch:
+        """What the policy is trained on. `advantages` is one number for each episode, or what an estimator, a critic or
+        teachers gave. `mask_truncated` leaves out episodes that were cut off."""
+        if not isinstance(advantages, Advantages | TokenAdvantages | TeacherAdvantages):
+            advantages = Advantages(values_N=np.asarray(advantages, np.float64))
+        if isinstance(advantages, Advantages) and advantages.values_N is not None:
+            _require_one_each(advantages.values_N, len(self))
+        batch = TrainBatch(
+            step=self.number,
+            lr=self.lr,
+            kl_coefficient=self.kl_coefficient,
+            graded=self.episodes,
+            advantages=advantages,
+            reference=reference,
+        )
+        return batch.without_truncated() if mask_truncated else batch
+
+
+def _require_one_each(values_N: Floats, count: int) -> None:
+    if values_N.shape != (count,) or not np.isfinite(values_N).all():
+        raise ProgramError(
+            f"step.batch needs one finite advantage for each of the step's {count} episodes, and got an array of shape "
+            f"{values_N.shape}{'' if np.isfinite(values_N).all() else ' with values that are not finite'}."
+        )

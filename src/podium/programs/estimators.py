@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From rewards to the advantage of each episode, by the estimator that the recipe names; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from podium.algorithms import advantages
+from podium.errors import RecipeError
+from podium.recipe import CustomOnPolicyRecipe, GrpoRecipe, plugins
+from podium.roles.carriers import Floats
+from podium.roles.stages import Advantages, GradedRollouts
+
+AdvantageEstimator = Callable[[Floats, GradedRollouts], Advantages]
+"""(rewards_N, episodes) -> their advantages. Rewards are less the KL where the recipe has it in the reward."""
+
+
+def advantage_estimator(recipe: GrpoRecipe | CustomOnPolicyRecipe) -> AdvantageEstimator:
+    """The one that the recipe names. Estimates of a critic or of teachers are in ppo.py and on_policy_distill.py."""
+    match recipe.algorithm.advantage:
+        case "group_relative":
+            return _per_episode(advantages.group_relative)
+        case "group_centered":
+            return _per_episode(advantages.group_centered)
+        case "leave_one_out":
+            return _per_episode(advantages.leave_one_out)
+        case "length_weighted":
+            return _length_weighted
+        case "reinforce_pp":
+            return _returns_to_go
+        case "reinforce_pp_baseline":
+            return _centered_and_whitened
+        case plugins.Plugin() as path:
+            return _custom(plugins.load(path, "algorithm.advantage"), path)
+
+
+def _per_episode(estimate: Callable[[Tensor, Tensor], Tensor]) -> AdvantageEstimator:
+    def estimator(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
+        return Advantages(values_N=estimate(*_tensors(rewards_N, episodes)).double().numpy())
+
+    return estimator
+
+
+def _length_weighted(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
+    lengths_N = torch.from_numpy(episodes.rollouts.note.sampled_N.astype(np.float32))
+    values_N = advantages.length_weighted(*_tensors(rewards_N, episodes), lengths_N)
+    return Advantages(values_N=values_N.double().numpy())
+
+
+def _returns_to_go(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
+    """The learner makes the returns: they are of tokens."""
+    return Advantages(values_N=None, whiten=True)
+
+
+def _centered_and_whitened(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
+    centered_N = advantages.group_centered(*_tensors(rewards_N, episodes)).double().numpy()
+    return Advantages(values_N=centered_N, whiten=True)
+
+
+def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
+    def estimator(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
+        try:
+            values_N = torch.as_tensor(function(*_tensors(rewards_N, episodes))).double()
+        except Exception as error:  # the user's code
+            raise RecipeError(f"algorithm.advantage: {path} raised {type(error).__name__}: {error}.") from error
+        if values_N.shape != rewards_N.shape or not torch.isfinite(values_N).all():
+            raise RecipeError(
+                f"algorithm.advantage: {path} gave {tuple(values_N.shape)} values for {len(rewards_N)} episodes, or "
+                "one that is not finite. It takes (rewards_N, group_N) and gives one advantage for each episode."
+            )
+        return Advantages(values_N=values_N.detach().numpy())
+
+    return estimator
+
+
+def _tensors(rewards_N: Floats, episodes: GradedRollouts) -> tuple[Tensor, Tensor]:
+    return torch.from_numpy(rewards_N.astype(np.float64)), torch.from_numpy(episodes.group_N.copy())

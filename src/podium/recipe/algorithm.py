@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `algorithm` section of on-policy programs: one class per program, composed of the keys that it reads."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from podium.recipe.fields import Count, Place, Real, Section, Switch
+from podium.recipe.plugins import Plugin
+
+AdvantageName = Literal[
+    "group_relative", "group_centered", "leave_one_out", "length_weighted", "reinforce_pp", "reinforce_pp_baseline"
+]
+LossName = Literal["clipped", "sequence_clipped", "clipped_weights", "policy_gradient"]
+ReductionName = Literal["token_mean", "sequence_sum_mean", "sequence_mean_mean", "constant"]
+
+# Of a lone episode of a prompt only this estimator can tell anything: it compares with the whole step.
+_WITHOUT_GROUPS = ("reinforce_pp",)
+# Returns of tokens; the others reward whole episodes.
+_DISCOUNTED = ("reinforce_pp",)
+
+
+class KlSection(Section):
+    """Distance from a reference policy, as a term of the loss or of the reward."""
+
+    coefficient: Real = Field(gt=0)
+    where: Literal["loss", "reward"] = "loss"
+    estimator: Literal["k1", "k2", "k3", "k3_straight"] | None = Field(
+        None, description="Default: k3_straight in the loss (k3's value, k2's unbiased gradient), k1 in the reward."
+    )
+    target: Real | None = Field(None, gt=0, description="Adapt the coefficient towards this KL per token.")
+    horizon: Real | None = Field(
+        None, gt=0, description="Episodes over which an adaptive coefficient moves. Default: 10000."
+    )
+    reference: Place | None = Field(None, description="The reference's checkpoint; default: model.path.")
+    refresh_every: Count | None = Field(
+        None, description="Steps after which the reference becomes a copy of the policy again; default: never."
+    )
+
+    @property
+    def horizon_episodes(self) -> float:
+        """`horizon`, or its default."""
+        return 10_000.0 if self.horizon is None else self.horizon
+
+
+class CorrectionSection(Section):
+    """Off-policy correction: weights for tokens that other weights (or another engine) sampled."""
+
+    kind: Literal["token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "sequence_geometric_mask"] = (
+        Field(
+            "token_truncate",
+            description="Truncate the importance weight at `cap` (TIS), or leave out what lies outside [low, cap].",
+        )
+    )
+    cap: Real = Field(2.0, gt=0)
+    low: Real = Field(0.0, ge=0, description="Of the masked kinds.")
+
+
+class OverlongSection(Section):
+    """A penalty that grows linearly over the last tokens before rollout.max_new_tokens (DAPO)."""
+
+    buffer_tokens: Count
+    penalty: Real = Field(1.0, gt=0)
+
+
+class UpdateSection(Section):
+    """What every on-policy update has."""
+
+    reduction: ReductionName = "token_mean"
+    constant: Real | None = Field(
+        None, gt=0, description="Tokens that reduction `constant` divides each episode by; default: max_new_tokens."
+    )
+    epochs: Count = Field(1, description="How often a batch of rollouts is gone through.")
+    mini_batches: Count = Field(1, description="Optimizer steps of one epoch.")
+    mask_truncated: Switch = Field(False, description="Episodes that ran out of tokens are not trained on.")
+
+
+class RewardShapingSection(Section):
+    """What is added to rewards."""
+
+    overlong: OverlongSection | None = None
+
+
+class PolicySection(UpdateSection):
+    """A policy-gradient update: the loss and its terms."""
+
+    loss: LossName | Plugin = Field(
+        "clipped", description="clipped (PPO), sequence_clipped (GSPO), clipped_weights (CISPO), policy_gradient."
+    )
+    clip_low: Real = Field(0.2, gt=0, description="Ratios below 1 - clip_low are cut.")
+    clip_high: Real = Field(0.2, gt=0, description="Ratios above 1 + clip_high are cut; DAPO: 0.28.")
+    dual_clip: Real | None = Field(None, gt=1, description="Bounds the loss of bad tokens with a large ratio; verl: 3.")
+    entropy: Real = Field(0.0, description="Coefficient of an entropy bonus.")
+    kl: KlSection | None = None
+    proximal: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="Recompute log-probs by the learner before the first update and take ratios against those; auto: "
+        "where an off-policy correction is on.",
+    )
+    correction: CorrectionSection | None = None
+
+    @property
+    def loss_spans_tokens(self) -> bool:
+        """Whether the loss of a token may depend on other tokens of its episode. A custom loss may look at all."""
+        return self.loss == "sequence_clipped" or isinstance(self.loss, Plugin)
+
+    @property
+    def needs_idle_episodes(self) -> bool:
+        """Whether an episode with advantage 0 has a loss or a gradient all the same: by an entropy bonus, a KL term, a
+        correction, or by a custom loss, of which nothing is known."""
+        terms = self.entropy != 0 or self.kl is not None or self.correction is not None
+        return terms or isinstance(self.loss, Plugin)
+
+
+class GrpoAlgorithm(PolicySection, RewardShapingSection):
+    """grpo: episodes of a prompt are compared with each other (docs/methods.md)."""
+
+    advantage: AdvantageName | Plugin = Field(
+        "group_relative",
+        description="The estimator. A custom function takes (rewards_N, group_N) and gives advantages_N.",
+    )
+    gamma: Real = Field(1.0, ge=0, le=1, description="Discount of rewards; of reinforce_pp.")
+    dynamic_sampling: Switch = Field(
+        False, description="Leave out groups whose rewards are all equal and generate others in their place (DAPO)."
+    )
+    max_refills: Count | None = Field(
+        None,
+        description="Rounds of generation in one step with dynamic_sampling; then the step goes on with what it has. "
+        "Default: 4.",
+    )
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether the estimator compares episodes of one prompt. Of a custom one that is unknown."""
+        return not isinstance(self.advantage, Plugin) and self.advantage not in _WITHOUT_GROUPS
+
+    @property
+    def reads_gamma(self) -> bool:
+        """Whether the estimator discounts rewards. A custom one may."""
+        return isinstance(self.advantage, Plugin) or self.advantage in _DISCOUNTED
+
+    @property
+    def num_refills(self) -> int:
+        """`max_refills`, or its default."""
+        return 4 if self.max_refills is None else self.max_refills
+
+
+class PpoAlgorithm(PolicySection, RewardShapingSection):
+    """ppo: advantages of tokens by GAE, from a critic's values."""
+
+    gamma: Real = Field(1.0, ge=0, le=1, description="Discount of rewards.")
+    lam: Real = Field(1.0, ge=0, le=1, description="Of GAE.")
+
+
+class ExpertAlgorithm(UpdateSection, RewardShapingSection):
+    """expert_iteration: solved episodes are imitated."""
+
+    keep_per_prompt: Count = Field(1, description="Solved episodes of a prompt to learn from.")
+
+
+class AlgorithmSection(GrpoAlgorithm, PpoAlgorithm, ExpertAlgorithm):
+    """Every key: what a custom program has. Learners and critics are given this, whatever the program."""

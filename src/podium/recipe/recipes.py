@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The frozen description of one run, one class per program. What a program does not read is not a key of its recipe."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from podium.recipe.algorithm import (
+    AlgorithmSection,
+    ExpertAlgorithm,
+    GrpoAlgorithm,
+    PolicySection,
+    PpoAlgorithm,
+    UpdateSection,
+)
+from podium.recipe.dense import (
+    AnyPreference,
+    DistillSection,
+    ReferencedPreference,
+    RewardModelSection,
+    SigmoidPreference,
+)
+from podium.recipe.fields import Count, Section
+from podium.recipe.on_policy import (
+    AnyReward,
+    CriticSection,
+    EnvironmentSection,
+    GradingSection,
+    ModelReward,
+    RolloutSection,
+    TeacherSection,
+    TruncatedRolloutSection,
+)
+from podium.recipe.plugins import Plugin
+from podium.recipe.schema import (
+    CheckpointSection,
+    DataSection,
+    DocumentDataSection,
+    EngineSection,
+    EvaluationSection,
+    GeneratedEvaluationSection,
+    GenerationSection,
+    ModelSection,
+    OnPolicyEvaluationSection,
+    OnPolicyPlacementSection,
+    OptimizerSection,
+    PackedDataSection,
+    PlacementSection,
+    RunSection,
+    SampledGenerationSection,
+    SpmdPlacementSection,
+)
+
+Execution = Literal["spmd", "controlled"]
+_DOCUMENT_COLUMNS = frozenset({"messages", "prompt", "completion", "text"})
+_PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected", "tools"})
+
+
+class Recipe(Section):
+    """What all recipes share. `parse_recipe` and `load_recipe` give the class of the program."""
+
+    execution: ClassVar[Execution]  # every rank runs the program, or a controller does
+    learns_dropout: ClassVar[bool] = False  # its loss compares log-probs with none that were computed without dropout
+
+    program: str
+    model: ModelSection
+    data: DataSection
+    optimizer: OptimizerSection
+    steps: Count
+    micro_batch_tokens: Count | None = Field(
+        None,
+        description="Most tokens of one forward on one rank. Changes speed and memory, never the result. "
+        "Default: the rank's share of the step, cut into parts of at most 16384 (CUDA) or 4096 (CPU).",
+    )
+    placement: PlacementSection = PlacementSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    run: RunSection = RunSection()
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names that rows of this program may have."""
+        return _DOCUMENT_COLUMNS
+
+    @property
+    def generation(self) -> GenerationSection | None:
+        """The answers of an evaluation; None: there are none."""
+        return None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _needs_a_mapping(cls, value: Any) -> Any:
+        if value is None:
+            raise ValueError("the recipe is empty")
+        return value
+
+    @model_validator(mode="after")
+    def _cross_checks(self) -> Self:
+        from podium.recipe.rules import broken_rules
+
+        problems = broken_rules(self)
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+
+# --- fixed data: every rank runs the program ---
+
+
+class SpmdRecipe(Recipe):
+    """Programs that learn from fixed data."""
+
+    execution: ClassVar[Execution] = "spmd"
+
+    data: PackedDataSection
+    tokens_per_step: Count = Field(16_384, description="Tokens of one optimizer step, over all ranks.")
+    rows_per_step: Count | None = Field(
+        None, description="Exactly so many rows a step, however long, instead of tokens_per_step."
+    )
+    placement: SpmdPlacementSection = SpmdPlacementSection()
+
+    @property
+    def documents_per_row(self) -> int:
+        """Two where rows are pairs: both documents go through the model together."""
+        return 1
+
+    @property
+    def trained(self) -> Literal["assistant", "last_turn", "everything"]:
+        """Which tokens of a chat are trained."""
+        return "assistant"
+
+
+class LanguageModelRecipe(SpmdRecipe):
+    """Programs with fixed data whose model writes text, so that an evaluation can generate answers."""
+
+    evaluation: GeneratedEvaluationSection = GeneratedEvaluationSection()
+    rollout: EngineSection = Field(EngineSection(), description="The engine that answers for evaluation.generation.")
+
+    @property
+    def generation(self) -> GenerationSection | None:
+        return self.evaluation.generation
+
+
+class SftRecipe(LanguageModelRecipe):
+    """Supervised fine-tuning."""
+
+    learns_dropout: ClassVar[bool] = True
+
+    program: Literal["sft"]
+    data: DocumentDataSection
+
+    @property
+    def trained(self) -> Literal["assistant", "last_turn", "everything"]:
+        return self.data.trained
+
+
+class DpoRecipe(LanguageModelRecipe):
+    """Preferences: DPO, IPO, SimPO and ORPO on pairs, KTO on labelled rows."""
+
+    program: Literal["dpo"]
+    preference: AnyPreference = SigmoidPreference()
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return _PAIR_COLUMNS if self.preference.is_paired else frozenset({"prompt", "completion", "label", "tools"})
+
+    @property
+    def documents_per_row(self) -> int:
+        return 2 if self.preference.is_paired else 1
+
+    @property
+    def reference_model(self) -> str | None:
+        """Another checkpoint than model.path that the loss compares with."""
+        preference = self.preference
+        return preference.reference_model if isinstance(preference, ReferencedPreference) else None
+
+    @property
+    def reference_source(self) -> Literal["cached", "live", "base"] | None:
+        """Where the reference's log-probs come from; `base` is an adapter switched off. None: the loss has no
+        reference."""
+        preference, lora = self.preference, self.model.lora
+        if not isinstance(preference, ReferencedPreference):
+            return None
+        is_base = lora is not None and lora.adapter is None and preference.reference_model is None
+        is_cached = preference.reference == "cached"
+        if preference.reference == "auto":
+            is_cached = not is_base and preference.is_paired
+        return "cached" if is_cached else "base" if is_base else "live"
+
+
+class RewardModelRecipe(SpmdRecipe):
+    """A model that scores texts."""
+
+    learns_dropout: ClassVar[bool] = True
+
+    program: Literal["reward_model"]
+    reward_model: RewardModelSection = RewardModelSection()
+
+    @property
+    def columns(self) -> frozenset[str]:
+        is_paired = self.reward_model.learns == "pairs"
+        return _PAIR_COLUMNS | {"margin"} if is_paired else _DOCUMENT_COLUMNS | {"score", "tools"}
+
+    @property
+    def documents_per_row(self) -> int:
+        return 2 if self.reward_model.learns == "pairs" else 1
+
+
+class DistillRecipe(LanguageModelRecipe):
+    """Teachers' distributions on fixed data."""
+
+    program: Literal["distill"]
+    data: DocumentDataSection
+    teachers: tuple[TeacherSection, ...] = Field(min_length=1, description="Models to learn from: {path: FOLDER}.")
+    distill: DistillSection = DistillSection()
+
+    @property
+    def trained(self) -> Literal["assistant", "last_turn", "everything"]:
+        return self.data.trained
+
+
+class CustomSpmdRecipe(LanguageModelRecipe):
+    """A custom program with fixed data: a function that every rank runs."""
+
+    learns_dropout: ClassVar[bool] = True
+
+    program: Plugin = Field(description="`file.py:function`.")
+    signal: Literal["fixed"] = Field(
+        description="fixed: the data is known in advance, and every rank runs the program."
+    )
+    data: DocumentDataSection
+    teachers: tuple[TeacherSection, ...] = ()
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
+
+    @property
+    def trained(self) -> Literal["assistant", "last_turn", "everything"]:
+        return self.data.trained
+
+
+# --- on-policy: a controller runs the program ---
+
+
+class OnPolicyRecipe(Recipe):
+    """Programs that learn from what the current weights generate."""
+
+    execution: ClassVar[Execution] = "controlled"
+
+    placement: OnPolicyPlacementSection = OnPolicyPlacementSection()
+    evaluation: OnPolicyEvaluationSection = OnPolicyEvaluationSection()
+    rollout: RolloutSection = RolloutSection()
+    reward: tuple[AnyReward, ...] = Field((), description="What makes an episode good.")
+    grading: GradingSection = GradingSection()
+    algorithm: UpdateSection = UpdateSection()
+    environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return _DOCUMENT_COLUMNS | {"reference", "data_source", "tools"}
+
+    @property
+    def generation(self) -> SampledGenerationSection | None:
+        return self.evaluation.generation
+
+    @property
+    def full_algorithm(self) -> AlgorithmSection:
+        """The algorithm with every key; those that the program does not have are at their defaults, which is off."""
+        return AlgorithmSection.model_validate(self.algorithm.model_dump())
+
+    @property
+    def reward_models(self) -> dict[int, str]:
+        """Position among the rewards -> checkpoint, of those that are reward models."""
+        return {index: reward.model for index, reward in enumerate(self.reward) if isinstance(reward, ModelReward)}
+
+    @property
+    def critic_section(self) -> CriticSection | None:
+        """The value model; None: the program has none."""
+        return None
+
+    @property
+    def teacher_sections(self) -> tuple[TeacherSection, ...]:
+        """Teachers of the policy; empty: the program has none."""
+        return ()
+
+
+class GrpoRecipe(OnPolicyRecipe):
+    """GRPO and its relatives: episodes of a prompt are compared with each other."""
+
+    program: Literal["grpo"]
+    algorithm: GrpoAlgorithm = GrpoAlgorithm()
+
+
+class PpoRecipe(OnPolicyRecipe):
+    """PPO with a critic."""
+
+    program: Literal["ppo"]
+    algorithm: PpoAlgorithm = PpoAlgorithm()
+    critic: CriticSection = CriticSection()
+
+    @property
+    def critic_section(self) -> CriticSection:
+        return self.critic
+
+
+class OnPolicyDistillRecipe(OnPolicyRecipe):
+    """Teachers say of each generated token how likely they find it. Rewards are only logged."""
+
+    program: Literal["on_policy_distill"]
+    algorithm: PolicySection = PolicySection()
+    teachers: tuple[TeacherSection, ...] = Field(min_length=1, description="Models to learn from: {path: FOLDER}.")
+
+    @property
+    def teacher_sections(self) -> tuple[TeacherSection, ...]:
+        return self.teachers
+
+
+class ExpertIterationRecipe(OnPolicyRecipe):
+    """Solved episodes are imitated."""
+
+    program: Literal["expert_iteration"]
+    rollout: TruncatedRolloutSection = TruncatedRolloutSection()
+    algorithm: ExpertAlgorithm = ExpertAlgorithm()
+
+
+class CustomOnPolicyRecipe(OnPolicyRecipe):
+    """A custom program that generates: an async function that the controller runs. It has every on-policy section."""
+
+    program: Plugin = Field(description="`file.py:function`.")
+    signal: Literal["on_policy"] = Field(description="on_policy: the weights generate the data, and a controller runs.")
+    rollout: TruncatedRolloutSection = TruncatedRolloutSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    critic: CriticSection | None = None
+    teachers: tuple[TeacherSection, ...] = ()
+    options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
+
+    @property
+    def critic_section(self) -> CriticSection | None:
+        return self.critic
+
+    @property
+    def teacher_sections(self) -> tuple[TeacherSection, ...]:
+        return self.teachers

@@ -1,0 +1,52 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules about values of programs with fixed data: each gives a sentence with key path, value and fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from podium.recipe.recipes import DistillRecipe, RewardModelRecipe, SpmdRecipe
+
+
+def spmd_rules(recipe: SpmdRecipe) -> list[str]:
+    """Every rule that does not hold."""
+    own: Iterator[str] = iter(())
+    match recipe:
+        case RewardModelRecipe():
+            own = _reward_model(recipe)
+        case DistillRecipe():
+            own = _distill(recipe)
+    return [*_lengths(recipe), *own]
+
+
+def _lengths(recipe: SpmdRecipe) -> Iterator[str]:
+    longest, budget, step = recipe.data.max_length, recipe.micro_batch_tokens, recipe.tokens_per_step
+    count = recipe.documents_per_row
+    what = "a document" if count == 1 else "a pair of documents"
+    if longest is not None and budget is not None and count * longest > budget:
+        yield (
+            f"data.max_length: {longest} does not fit micro_batch_tokens {budget}; {what} is never cut over two "
+            f"micro-batches. Lower data.max_length to {budget // count} or raise micro_batch_tokens to "
+            f"{count * longest}."
+        )
+    if longest is not None and count * longest > step and recipe.rows_per_step is None:
+        whose = "" if count == 1 else "of each document of a pair "
+        yield (
+            f"data.max_length: {longest} {whose}is longer than tokens_per_step {step}. "
+            f"Raise tokens_per_step to at least {count * longest}."
+        )
+    if longest is not None and longest < 2:
+        yield f"data.max_length: {longest} leaves no token to predict. Use at least 2."
+
+
+def _reward_model(recipe: RewardModelRecipe) -> Iterator[str]:
+    if recipe.reward_model.learns == "scores" and recipe.reward_model.center:
+        yield "reward_model.center: scores say themselves where zero is. Remove it, or set learns to pairs."
+
+
+def _distill(recipe: DistillRecipe) -> Iterator[str]:
+    distill = recipe.distill
+    if distill.jsd_beta is not None and distill.divergence != "jsd":
+        yield f"distill.jsd_beta: {distill.divergence} has none. Remove it, or set distill.divergence to jsd."
+    if distill.top_k is not None and distill.targets != "cached":
+        yield "distill.top_k: live teachers give their whole distribution. Remove it, or set distill.targets to cached."

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ctrl-C and SIGTERM: the first one saves and stops the run, the second ends it at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+STOPPING = "\nstopping after this step and saving; press Ctrl-C again to end at once"
+
+
+class InterruptHandler:
+    """First SIGINT or SIGTERM: ask the ranks to save and stop. Second: end them."""
+
+    def __init__(self, stop_file: Path | None) -> None:
+        self._stop_file = stop_file
+        self._asked = False
+        self.ended = False
+        self._others = set(multiprocessing.active_children())  # of the caller: not ours to end
+        self._before: dict[int, Any] = {}
+        self._on_end: Callable[[], object] = lambda: None
+
+    def on_end(self, end: Callable[[], object]) -> None:
+        """What else ends the ranks, where they are not children of this process."""
+        self._on_end = end
+
+    def __enter__(self) -> InterruptHandler:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._end_ranks()
+
+    def _end_ranks(self) -> None:
+        for process in set(multiprocessing.active_children()) - self._others:
+            process.kill()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._stop_file is not None and not self._asked:
+            self._asked = True
+            self._stop_file.touch()
+            print(STOPPING, flush=True)
+        else:
+            self.ended = True
+            self._end_ranks()
+            self._on_end()

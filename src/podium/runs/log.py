@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run reports: to its metrics file, its loggers, the console, and as samples in its folder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+
+from podium.observe import (
+    Console,
+    EvaluationView,
+    Logger,
+    MetricsFile,
+    SampleView,
+    StepMetrics,
+    StepView,
+    open_loggers,
+)
+from podium.recipe import Recipe
+from podium.runs.folder import RunFolder
+from podium.runs.result import end_status
+
+
+def open_log(
+    stack: ExitStack, recipe: Recipe, folder: RunFolder, console: Console, *, step: int, is_main: bool = True
+) -> RunLog:
+    """The log of a run that begins after `step` steps, without what an earlier attempt wrote of later steps. Closed by
+    `stack`. Ranks other than the first write nothing."""
+    loggers: Sequence[Logger] = ()
+    metrics = None
+    if is_main:
+        loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=step or None)
+        for logger in loggers:
+            stack.callback(logger.close)
+        metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step))
+        folder.forget_samples_after(step)
+    return RunLog(recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step)
+
+
+class RunLog:
+    """Of one process. `metrics` is None, and the others are silent, on every rank but the first."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        *,
+        console: Console,
+        metrics: MetricsFile | None,
+        loggers: Sequence[Logger],
+        first_step: int,
+    ) -> None:
+        self._recipe, self._folder = recipe, folder
+        self._metrics, self._loggers, self.console = metrics, loggers, console
+        self._began_s, self._first_step = time.perf_counter(), first_step
+        self.last_loss: float | None = None
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """To the metrics file and all loggers."""
+        metrics = StepMetrics(step=step, time_s=time.time(), values=values)
+        if self._metrics is not None:
+            self._metrics.append(metrics)
+        for logger in self._loggers:
+            logger.log(metrics)
+
+    def step(self, view: StepView, values: Mapping[str, float]) -> None:
+        """A finished step: its metrics, and a line on the console with the time that is left."""
+        self.write(view.step, values)
+        self.last_loss = values.get("loss")
+        num_done = view.step - self._first_step
+        if num_done == 1:
+            self._folder.update(status="running")
+        seconds_per_step = (time.perf_counter() - self._began_s) / max(1, num_done)
+        self.console.step(replace(view, eta_s=seconds_per_step * (self._recipe.steps - view.step)))
+
+    def evaluation(self, view: EvaluationView, values: Mapping[str, float], answers: Sequence[SampleView]) -> None:
+        """A finished evaluation: its metrics, its place on the console, and its answers in the run folder."""
+        self.write(view.step, values)
+        self.console.evaluation(view)
+        if answers:
+            self._folder.samples(view.step, [asdict(answer) for answer in answers])
+            text = "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in view.samples)
+            for logger in self._loggers:
+                logger.text(view.step, "samples", text)
+
+    def finish(self, step: int) -> None:
+        """The run is over: all steps are done, or a stop was asked for."""
+        self._folder.stop_file.unlink(missing_ok=True)
+        self._folder.update(status=end_status(self._recipe, step), step=step)

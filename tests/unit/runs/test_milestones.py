@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a run saves and evaluates, and when it is stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.made_batches import on_policy_recipe
+from podium.errors import TrainingDivergedError
+from podium.runs.guards import DivergenceGuard
+from podium.runs.milestones import Milestones
+from podium.runs.result import end_status
+
+HELDOUT = "data.heldout=[{path: heldout.jsonl}]"
+
+
+@pytest.mark.parametrize(
+    ("every", "due"), [("null", []), ("1", [1, 2, 3, 4, 5, 6]), ("3", [3, 6]), ("7", [])], ids=["never", "1", "3", "7"]
+)
+def test_a_checkpoint_and_an_evaluation_are_due_at_every_nth_step(every: str, due: list[int]) -> None:
+    recipe = on_policy_recipe(f"checkpoint.every={every}", f"evaluation.every={every}", HELDOUT)
+    milestones = Milestones(recipe, 0, evaluates=True)
+
+    assert [step for step in range(1, 7) if milestones.save_is_due(step)] == due
+    assert [step for step in range(1, 7) if milestones.evaluation_is_due(step)] == due
+
+
+def test_a_run_without_heldout_data_never_evaluates() -> None:
+    milestones = Milestones(on_policy_recipe("evaluation.every=1", "steps=2", HELDOUT), 0, evaluates=False)
+
+    assert not any(milestones.evaluation_is_due(step) for step in (1, 2))
+    assert not milestones.last_evaluation_is_due(2)
+
+
+def test_the_last_step_is_evaluated_once_and_only_where_all_steps_are_done() -> None:
+    milestones = Milestones(on_policy_recipe("steps=4"), 0, evaluates=True)
+
+    assert not milestones.last_evaluation_is_due(3)
+    assert milestones.last_evaluation_is_due(4)
+    milestones.evaluated_step = 4
+    assert not milestones.last_evaluation_is_due(4)
+
+
+def test_an_evaluation_at_the_start_is_of_a_new_run() -> None:
+    milestones = Milestones(on_policy_recipe("evaluation.at_start=true", HELDOUT), 0, evaluates=True)
+
+    assert milestones.starts_with_evaluation(0)
+    assert not milestones.starts_with_evaluation(3)
+
+
+def test_a_run_is_finished_when_all_steps_are_done() -> None:
+    recipe = on_policy_recipe("steps=4")
+
+    assert [end_status(recipe, step) for step in (3, 4)] == ["stopped", "finished"]
+
+
+def test_a_finite_step_in_between_starts_the_count_anew() -> None:
+    guard = DivergenceGuard(2, Path("metrics.jsonl"), in_a_row=1)
+
+    guard.check(5, is_skipped=False, suspect="data")
+    guard.check(6, is_skipped=True, suspect="data")
+    with pytest.raises(TrainingDivergedError, match=r"steps 6 to 7 .*look at the data .*metrics\.jsonl"):
+        guard.check(7, is_skipped=True, suspect="data")
