@@ -24,8 +24,11 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/podium export demo/runs/arithmetic demo/export --stage sft  # what the recipes in examples/methods begin with
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
-test: lint types  ## what every change must pass
-	$(BIN)/python -m pytest -q -m "not slow and not gpu and not verl and not trl"
+FAST := not slow and not gpu and not verl and not trl
+
+test: lint types  ## what every change must pass: in two processes, then what needs ports, Ray or a steady clock
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(FAST) and not serial"
+	$(BIN)/python -m pytest -q -m "$(FAST) and serial"
 
 test-slow: $(INSTALLED)  ## the rest: several ranks, kills, restarts
 	$(BIN)/python -m pytest -q -m "slow and not gpu and not trl"

@@ -22,6 +22,14 @@ torch.set_num_threads(1)
 torch.backends.mkldnn.set_flags(False)
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+_TESTS = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests with Ray or process groups are serial: they use all processors, and two of them may choose one port."""
+    for item in items:
+        if item.path.is_relative_to(_TESTS / "cluster") or item.path.is_relative_to(_TESTS / "spmd"):
+            item.add_marker(pytest.mark.serial)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from helpers.clusters import Opener, drain, eventually, in_cluster, one_role, until_all_in
+from helpers.clusters import Opener, drain, eventually, in_cluster, inline_then_ray, one_role, until_all_in
 from helpers.processes import wait_until
 from helpers.roles import Batch, Counter, Request, Stubborn, Summer, UnbuildableWhile, ids, make_block
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, WorkerId, Workers
@@ -66,6 +66,7 @@ def test_calls_reach_all_or_one_and_are_answered_in_rank_order(open_cluster: Ope
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_calls_made_at_once_are_done_one_after_the_other_on_one_thread(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -81,6 +82,7 @@ def test_calls_made_at_once_are_done_one_after_the_other_on_one_thread(open_clus
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_colocated_roles_share_the_process_and_not_the_state(open_cluster: Opener) -> None:
     def role(name: str, start: int) -> RoleSpec:
         return RoleSpec(name=name, kind=Counter, pool="gen", mesh=MeshShape(replica=2), arguments=(start,))
@@ -186,6 +188,7 @@ def test_a_role_that_exits_does_not_take_the_controller_with_it(open_cluster: Op
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_what_is_not_a_public_method_of_the_role_is_refused_at_once(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -272,6 +275,7 @@ def test_columns_are_joined_to_their_rows_on_the_worker_however_both_were_cut(op
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_shards_may_be_empty_and_must_be_one_for_each_data_rank(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -295,6 +299,7 @@ def test_shards_may_be_empty_and_must_be_one_for_each_data_rank(open_cluster: Op
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_answers_that_do_not_add_up_are_refused_with_ids_and_workers(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -371,6 +376,7 @@ def test_a_stream_that_stops_is_given_up_with_a_report(open_cluster: Opener, tmp
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_the_spans_of_a_call_come_back_with_its_answer(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -422,6 +428,7 @@ def test_a_worker_with_other_code_than_the_controllers_says_so_when_it_is_built(
     )
 
 
+@inline_then_ray
 def test_a_pool_that_meets_needs_processes_and_a_pool_of_one_meets_nobody(open_cluster: Opener) -> None:
     alone = one_role(Counter, (5,), slots=1, collectives=True)
 
@@ -481,6 +488,7 @@ def test_an_idle_worker_that_ends_is_noticed_replaced_and_given_its_state(open_c
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_a_call_to_a_dead_worker_names_it(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -527,6 +535,7 @@ def test_a_worker_that_ends_in_a_call_fails_it_and_is_unheard_afterwards(open_cl
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_an_answer_of_an_old_incarnation_is_refused(open_cluster: Opener, tmp_path: Path) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -576,6 +585,7 @@ def test_blocks_that_a_stream_had_finished_stay_readable_when_its_worker_dies(
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_a_recovery_that_failed_can_be_tried_again(open_cluster: Opener, tmp_path: Path) -> None:
     file = tmp_path / "in the way"
 
@@ -596,6 +606,7 @@ def test_a_recovery_that_failed_can_be_tried_again(open_cluster: Opener, tmp_pat
     in_cluster(open_cluster, one_role(UnbuildableWhile, (str(file),)), body)
 
 
+@inline_then_ray
 def test_a_recovery_whose_restoring_failed_restores_when_it_is_tried_again(open_cluster: Opener) -> None:
     """Else the new worker would go on with the state that it was built with."""
 
@@ -620,6 +631,7 @@ def test_a_recovery_whose_restoring_failed_restores_when_it_is_tried_again(open_
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_two_recoveries_at_once_are_one(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)

@@ -125,6 +125,7 @@ def test_pools_of_one_link_that_die_together_come_back_together(open_on_ray: Ope
     in_cluster(open_on_ray, LAYOUT, body, limit_s=200)
 
 
+@pytest.mark.slow
 def test_all_workers_of_a_data_rank_get_its_shard_and_its_source_answers(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, judge = workers.role("policy", Summer), workers.role("judge", Summer)

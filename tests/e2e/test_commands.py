@@ -205,7 +205,7 @@ def test_harmless_changes_are_taken_and_change_no_loss(workspace: Workspace) -> 
     before = workspace.metric("sums", "loss")
 
     outcome = workspace.podium(
-        "resume", "runs/sums", "--step", "2", "--set", "checkpoint.keep=1", "--set", "data.workers=1"
+        "resume", "runs/sums", "--step", "2", "--set", "checkpoint.keep=1", "--set", "data.prefetch=1"
     )
 
     assert outcome.code == 0, outcome

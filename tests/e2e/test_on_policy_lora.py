@@ -95,7 +95,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", [each if each == "grpo" else pytest.param(each, marks=pytest.mark.slow) for each in METHODS]
+)
 def test_a_resumed_run_goes_on_bit_for_bit(workspace: Workspace, method: str) -> None:
     changes = {**METHODS[method], "checkpoint": {"every": 3, "background": False}, "model": adapted(workspace)}
     wanted = trained(workspace, rl_recipe(workspace, "whole", **changes, steps=5))

@@ -147,6 +147,7 @@ def test_a_stage_that_comes_to_the_same_weights_again_runs_nothing_behind_it(wor
     assert done(file, overrides=[*unshuffled, "stages.a.run.seed=7"]) == {"a": "trained", "b": "skipped"}
 
 
+@pytest.mark.slow  # tests/golden runs SFT and GRPO as a pipeline
 def test_stages_may_mix_programs_of_both_kinds(workspace: Workspace) -> None:
     (workspace.path / "rewards.py").write_text(REWARDS)
     grpo = {
@@ -229,7 +230,15 @@ def test_ctrl_c_stops_the_pipeline_and_says_how_to_go_on(workspace: Workspace, w
     assert losses(workspace.path / "runs" / "chain" / "b") == _unbroken(workspace)
 
 
-@pytest.mark.parametrize("moment", ["before the export", "in the export", "before the note", "before the record"])
+@pytest.mark.parametrize(
+    "moment",
+    [
+        pytest.param("before the export", marks=pytest.mark.slow),
+        "in the export",
+        pytest.param("before the note", marks=pytest.mark.slow),
+        "before the record",
+    ],
+)
 def test_a_pipeline_that_is_killed_around_an_export_trains_nothing_again(moment: str, workspace: Workspace) -> None:
     file = chain(workspace, steps=2)
     done(file)

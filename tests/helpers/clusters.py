@@ -9,6 +9,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+import pytest
+
 from helpers.processes import ray_workers, wait_until
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, Workers
 from podium.cluster.worker_pool import Timeouts
@@ -16,6 +18,12 @@ from podium.cluster.worker_pool import Timeouts
 Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
 Value = TypeVar("Value")
 Body = Callable[[Cluster, Workers], Awaitable[None]]
+
+
+# For contracts of the controller's side, which both clusters share: inline always, on Ray in the slow group.
+inline_then_ray = pytest.mark.parametrize(
+    "open_cluster", ["inline", pytest.param("ray", marks=pytest.mark.slow)], indirect=True
+)
 
 
 def in_cluster(

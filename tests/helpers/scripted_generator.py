@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from podium.cluster import WorkerContext
+from podium.data.splitmix import signed
 from podium.data.trajectories import TrajectoryId
 from podium.roles.generator import GeneratorRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.engine import Load
-from podium.rollout.randomness import signed, stream_key, uniforms_on_host
+from podium.rollout.randomness import stream_key, uniforms_on_host
 from podium.rollout.requests import Completion, Request
 
 

@@ -303,7 +303,7 @@ BAD: dict[str, Any] = {
     "max_new_tokens": {"new": 0},
     "top_p": {"top_p": 0.0},
     "allowed_tokens": {"allowed_tokens": frozenset()},
-    "nothing to draw": {"allowed_tokens": frozenset({5}), "logit_bias": {5: float("-inf")}},
+    "nothing to sample": {"allowed_tokens": frozenset({5}), "logit_bias": {5: float("-inf")}},
 }
 
 
@@ -394,10 +394,10 @@ def test_any_schedule_of_cancels_pauses_updates_and_naps_ends_every_request_once
     engine = engine_factory(rollout_folder, max_running=3, cache_bytes=400 * 1024)
     chance = random.Random(4)
     both = [Weights.of(by.model) for by in (judge, other_judge)]
-    requests = [ask(n, range(1, 3 + n % 50), new=chance.randint(1, 60)) for n in range(40)]
+    requests = [ask(n, range(1, 3 + n % 50), new=chance.randint(1, 60)) for n in range(24)]
 
     def disturb() -> None:
-        for n in range(24):
+        for n in range(16):
             wait_for_tokens(engine, 20 * n)
             match chance.choice(["cancel", "pause", "update", "nap"]):
                 case "cancel":

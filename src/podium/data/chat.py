@@ -95,14 +95,14 @@ class DocumentMaker:
     def prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Prompt | None:
         """The same of values that are named already."""
         try:
-            found = self._prompt(values, columns, row)
+            parts = self._prompt(values, columns, row)
         except ChatTemplateError as error:
             raise DataError(f"{row.where}: {error}") from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
-        if found is None:
+        if parts is None:
             return None
-        tokens, reference = found
+        tokens, reference = parts
         return Prompt(tokens=np.array(tokens, np.int32), reference=reference, values=values)
 
     def _marked(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> MarkedChat:
@@ -199,13 +199,15 @@ class DocumentMaker:
 
 
 def load_map(section: SourceSection, key: str) -> MapFunction | None:
+    """The source's `map` plug-in, if it has one."""
     return plugins.load(section.map, f"{key}.map") if section.map is not None else None
 
 
 def unreadable(row: Row, error: Exception) -> DataError:
+    """The error for a row that the tokenizer cannot read."""
     return DataError(
         f"{row.where}: the tokenizer cannot read it ({type(error).__name__}: {error}). Halves of surrogate pairs, "
-        "as in broken emoji, are the usual reason; mend or drop such rows with the source's `map`."
+        "as in broken emoji, are the usual reason; fix or drop such rows with the source's `map`."
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from podium.data.kinds import Message, check_values, parse_messages, parse_prompt_completion, shown
+from podium.data.kinds import Message, check_values, parse_messages, parse_prompt_completion, quoted
 from podium.data.rows import Row
 from podium.errors import DataError
 
@@ -81,8 +81,8 @@ def _is_conversation(value: Any) -> bool:
 
 def _require_same_prompt(prompt: Any, shared: list[Message], row: Row) -> None:
     """Whole conversations beside a `prompt`, as some datasets have them: the prompt says once more what they say."""
-    asked = [message.get("content") for message in shared if message["role"] == "user"]
-    if prompt in asked if isinstance(prompt, str) else parse_messages(prompt, "prompt", row) == shared:
+    user_texts = [message.get("content") for message in shared if message["role"] == "user"]
+    if prompt in user_texts if isinstance(prompt, str) else parse_messages(prompt, "prompt", row) == shared:
         return
     raise DataError(
         f"{row.where}: `chosen` and `rejected` are whole conversations, and `prompt` is not what they begin with. "
@@ -95,7 +95,7 @@ def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
             f"{row.where}: `chosen` or `rejected` is text where a whole conversation is needed, so where the "
-            "completion begins cannot be told. Give a `prompt` column with two texts, or two lists of messages."
+            "completion begins is ambiguous. Give a `prompt` column with two texts, or two lists of messages."
         )
     first, second = parse_messages(chosen, "chosen", row), parse_messages(rejected, "rejected", row)
     if first[:-1] != second[:-1]:
@@ -156,7 +156,7 @@ def _label(values: Mapping[str, Any], row: Row) -> float:
         )
     if label not in (True, False, 0, 1):
         raise DataError(
-            f"{row.where}: `label` must be true (desirable) or false, found {shown(label)}. Make it so with the "
+            f"{row.where}: `label` must be true (desirable) or false, found {quoted(label)}. Make it so with the "
             "source's `map`."
         )
     return float(label)
@@ -177,7 +177,7 @@ def _number(values: Mapping[str, Any], name: str, row: Row, default: float | Non
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
         raise DataError(
-            f"{row.where}: `{name}` must be a finite number, found {shown(value)}. Rename the column with the source's "
-            "`columns`, or mend it with its `map`."
+            f"{row.where}: `{name}` must be a finite number, found {quoted(value)}. Rename the column with the "
+            "source's `columns`, or fix it with its `map`."
         )
     return number

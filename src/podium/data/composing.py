@@ -12,15 +12,15 @@ from podium.data.documents import Example
 from podium.data.examples import MadeExample
 from podium.data.packing import compose_step
 from podium.data.state import DocumentCounts, LoaderState
-from podium.data.stream import Drawn, StreamPosition
+from podium.data.stream import StreamPosition, StreamRow
 from podium.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowChunk:
-    """Consecutive draws, and where the stream stands after them."""
+    """Consecutive rows of the stream, and where the stream stands after them."""
 
-    drawn: tuple[Drawn, ...]
+    rows: tuple[StreamRow, ...]
     position: StreamPosition
 
 
@@ -52,22 +52,23 @@ class StepComposer:
             return len(self._waiting) >= self._size.rows
         return len(self._waiting) >= self._window and self._num_waiting_inputs >= self._size.tokens
 
-    def add(self, chunk: RowChunk, made: Sequence[MadeExample | Dropped]) -> None:
+    def add(self, chunk: RowChunk, examples: Sequence[MadeExample | Dropped]) -> None:
+        """Takes in the examples of a chunk, and counts what was dropped."""
         counts = self._counts
         drawn_by_source, epochs = list(counts.drawn), list(counts.epochs)
         num_kept = num_truncated = 0
         dropped = dict.fromkeys(Dropped, 0)
-        for drawn, result in zip(chunk.drawn, made, strict=True):
-            if drawn.epoch != epochs[drawn.source]:
-                self._require_some_trained(drawn.source)
-                epochs[drawn.source] = drawn.epoch
-                self._made_in_epoch[drawn.source] = 0
-            drawn_by_source[drawn.source] += 1
+        for each, result in zip(chunk.rows, examples, strict=True):
+            if each.epoch != epochs[each.source]:
+                self._require_some_trained(each.source)
+                epochs[each.source] = each.epoch
+                self._made_in_epoch[each.source] = 0
+            drawn_by_source[each.source] += 1
             match result:
                 case MadeExample(example=example, truncated=truncated):
                     self._waiting.append(example)
                     self._num_waiting_inputs += example.num_inputs
-                    self._made_in_epoch[drawn.source] += 1
+                    self._made_in_epoch[each.source] += 1
                     num_kept += 1
                     num_truncated += truncated
                 case Dropped():
@@ -77,7 +78,7 @@ class StepComposer:
         self._position = chunk.position
         self._counts = replace(
             counts,
-            read=counts.read + len(chunk.drawn),
+            read=counts.read + len(chunk.rows),
             trained=counts.trained + num_kept,
             truncated=counts.truncated + num_truncated,
             dropped_overlong=counts.dropped_overlong + dropped[Dropped.OVERLONG],
@@ -118,6 +119,7 @@ def first_state(position: StreamPosition) -> LoaderState:
 
 
 def no_trained_token(name: str, counts: DocumentCounts) -> DataError:
+    """The error for a source of which every row was dropped."""
     return DataError(
         f"no trained token in the whole of {name}: every row was dropped (so far {counts.dropped_untrained} without a "
         f"trained token, {counts.dropped_overlong} overlong, {counts.dropped_by_map} by the map, over all sources). "

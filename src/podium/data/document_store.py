@@ -63,6 +63,7 @@ class DocumentStore:
 
     @property
     def is_complete(self) -> bool:
+        """Whether every part has been written."""
         return (self.folder / _COMPLETE).is_file()
 
     @property

@@ -32,6 +32,7 @@ class Document:
 
     @property
     def num_trained(self) -> int:
+        """Tokens with a loss."""
         return int(self.trained.sum())
 
 
@@ -45,10 +46,12 @@ class Example:
 
     @property
     def num_inputs(self) -> int:
+        """Input positions of all documents."""
         return sum(document.num_inputs for document in self.documents)
 
     @property
     def num_trained(self) -> int:
+        """Tokens with a loss, of all documents."""
         return sum(document.num_trained for document in self.documents)
 
 
@@ -64,10 +67,12 @@ class PackedBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Input positions of the micro-batch."""
         return len(self.tokens_T)
 
     @property
     def num_trained(self) -> int:
+        """Targets with a loss."""
         return int(np.count_nonzero(self.weights_T))
 
 
@@ -112,6 +117,7 @@ class SplitExamples:
 
     @property
     def parts(self) -> tuple[tuple[Example, ...], ...]:
+        """The examples of each micro-batch."""
         return tuple(tuple(self.examples[row] for row in part) for part in self.rows)
 
 

@@ -58,22 +58,22 @@ class ExampleMaker:
         values = named_values(row, columns, map)
         if values is None:
             return Dropped.BY_MAP
-        found = judged(values, self._shape, row)
-        made = []
-        for text in found.texts:
+        judgement = judged(values, self._shape, row)
+        parts = []
+        for text in judgement.texts:
             document = self._texts.document(text, columns, row)
             if isinstance(document, Dropped):
                 return document
-            made.append(document)
-        documents, truncated = tuple(each.document for each in made), any(each.truncated for each in made)
+            parts.append(document)
+        documents, truncated = tuple(each.document for each in parts), any(each.truncated for each in parts)
         if len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
             if truncated:
-                return Dropped.OVERLONG  # what told them apart was cut off
+                return Dropped.OVERLONG  # the difference was cut off
             raise DataError(
                 f"{row.where}: `chosen` and `rejected` are the same once the chat template and tokenizer had them, so "
                 "there is nothing to prefer. Remove the row, or drop it with the source's `map`."
             )
-        return MadeExample(example=Example(documents=documents, value=found.value), truncated=truncated)
+        return MadeExample(example=Example(documents=documents, value=judgement.value), truncated=truncated)
 
     def prompt_of(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
@@ -141,18 +141,20 @@ class SourcesMaker:
         self._remembered_tokens = 0
 
     def make(self, source: int, row: Row) -> MadeExample | Dropped:
+        """The example of a row, from memory if it was made before."""
         if self._maps[source] is not None:
             return self._maker.make(row, self._columns[source], self._maps[source])
-        found = self._remembered.get((source, row.place))
-        if found is not None:
-            return found
-        made = self._maker.make(row, self._columns[source])
+        remembered = self._remembered.get((source, row.place))
+        if remembered is not None:
+            return remembered
+        parts = self._maker.make(row, self._columns[source])
         if self._remembered_tokens < _MOST_REMEMBERED_TOKENS:
-            self._remembered[source, row.place] = made
+            self._remembered[source, row.place] = parts
             self._remembered_tokens += _TOKENS_PER_ENTRY + (
-                made.example.num_inputs if isinstance(made, MadeExample) else 0
+                parts.example.num_inputs if isinstance(parts, MadeExample) else 0
             )
-        return made
+        return parts
 
     def prompt_of(self, source: int, row: Row) -> Prompt | None:
+        """The prompt of a row, or None where it has none."""
         return self._maker.prompt_of(row, self._columns[source], self._maps[source])

@@ -36,9 +36,11 @@ class DataFile(Protocol):
     name: str
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """How many blocks there are to read."""
 
-    def read_block(self, index: int) -> list[Row]: ...
+    def read_block(self, index: int) -> list[Row]:
+        """The rows of one block."""
 
     def first_row(self) -> Row | None:
         """The first row, read without touching the rest of the file."""
@@ -50,10 +52,12 @@ def format_of(name: str) -> FileFormat | None:
 
 
 def known_suffixes() -> str:
+    """The file suffixes that are read, for error messages."""
     return ", ".join(_SUFFIXES)
 
 
 def open_file(name: str, file_format: FileFormat, key: str, block_bytes: int = BLOCK_BYTES) -> DataFile:
+    """Opens a file in the reader of its format."""
     match file_format:
         case "jsonl":
             return JsonlFile(name, key, block_bytes)
@@ -74,9 +78,11 @@ class JsonlFile:
 
     @cached_property
     def num_blocks(self) -> int:
+        """How many blocks there are to read."""
         return 1 if self._gzipped else max(1, -(-size_bytes(self.name) // self._block_bytes))
 
     def read_block(self, index: int) -> list[Row]:
+        """The rows of the lines that begin in one range of bytes."""
         if self._gzipped:
             return self._rows(_unzipped(self.name, self._key), None)
         begin, end = index * self._block_bytes, (index + 1) * self._block_bytes
@@ -93,6 +99,7 @@ class JsonlFile:
         return self._rows(data, begin)
 
     def first_row(self) -> Row | None:
+        """The first row, read without the rest of the file."""
         with _text_start(self.name, self._key) as stream:
             byte = 0
             for number, line in enumerate(stream, start=1):
@@ -118,7 +125,7 @@ class JsonlFile:
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             raise DataError(
-                f"{self._key}: {place}: not valid JSON ({reason}). Every line must be one JSON object; mend or remove "
+                f"{self._key}: {place}: not valid JSON ({reason}). Every line must be one JSON object; fix or remove "
                 "this line."
             ) from error
         if not isinstance(values, dict):
@@ -142,9 +149,11 @@ class CsvFile:
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks there are to read."""
         return len(self._cuts) - 1
 
     def read_block(self, index: int) -> list[Row]:
+        """The rows of one block."""
         if self.name.endswith(".gz"):
             with _text_start(self.name, self._key) as stream:
                 return list(self._rows(stream, header=None, first_line=1))
@@ -155,6 +164,7 @@ class CsvFile:
         return list(self._rows(io.BytesIO(data), header=self._header, first_line=first_line))
 
     def first_row(self) -> Row | None:
+        """The first row, read without the rest of the file."""
         with _text_start(self.name, self._key) as stream:
             return next(self._rows(stream, header=None, first_line=1), None)
 
@@ -233,15 +243,18 @@ class ParquetFile:
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks there are to read."""
         return len(self._rows_before) - 1
 
     def read_block(self, index: int) -> list[Row]:
+        """The rows of one block."""
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             values = self._parquet(stream).read_row_group(index).to_pylist()
         first = self._rows_before[index] + 1
         return [Row(row, f"{self.name}, row {first + offset}") for offset, row in enumerate(values)]
 
     def first_row(self) -> Row | None:
+        """The first row, read without the rest of the file."""
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             batches = self._parquet(stream).iter_batches(batch_size=1)
             rows = [row for batch in islice(batches, 1) for row in batch.to_pylist()]

@@ -47,10 +47,12 @@ class Input:
     fingerprint: str
 
     def values(self) -> dict[str, str]:
+        """The fields as plain values for JSON."""
         return asdict(self)
 
 
 def text_fingerprint(text: str) -> str:
+    """The fingerprint of a string."""
     return _digest([text.encode()])
 
 
@@ -66,8 +68,8 @@ def folder_fingerprint(folder: Path, *, weights: bool = True) -> str:
         for file in folder.iterdir()
         if file.is_file() and file.suffix in _MODEL_SUFFIXES and file.name not in _NOT_THE_MODEL
     )
-    kept = [file for file in files if weights or not file.name.endswith((".safetensors", ".safetensors.index.json"))]
-    return _digest(part for file in kept for part in (file.name.encode() + b"\0", *_content(str(file))))
+    counted = [file for file in files if weights or not file.name.endswith((".safetensors", ".safetensors.index.json"))]
+    return _digest(part for file in counted for part in (file.name.encode() + b"\0", *_content(str(file))))
 
 
 def source_fingerprint(section: SourceSection, key: str) -> str:
@@ -81,20 +83,20 @@ def source_fingerprint(section: SourceSection, key: str) -> str:
 def recipe_inputs(recipe: Recipe, model: Path) -> tuple[Input, ...]:
     """Everything outside a resolved recipe that it names: data, checkpoints, plug-ins, other files. `model` is the
     folder of model.path. Held-out data and what only records are listed too."""
-    found = []
+    inputs = []
     for key, value in _strings(recipe.model_dump(mode="json")):
         if key == "model.path":
             whole = recipe.model.init == "pretrained"
             content = folder_fingerprint(model, weights=whole)
-            found.append(Input(key=key, kind="weights", path=value, fingerprint=content))
+            inputs.append(Input(key=key, kind="weights", path=value, fingerprint=content))
         elif match := _DATA_PATH.match(key):
             sources = recipe.data.train if match[1] == "train" else recipe.data.heldout
             section = sources[int(match[2])]
             content = source_fingerprint(section, key.removesuffix(".path"))
-            found.append(Input(key=key, kind="data", path=value, fingerprint=content))
+            inputs.append(Input(key=key, kind="data", path=value, fingerprint=content))
         elif not key.startswith("run."):
-            found += _other_input(key, value)
-    return tuple(found)
+            inputs += _other_input(key, value)
+    return tuple(inputs)
 
 
 def recipe_fingerprint(recipe: Recipe, inputs: Iterable[Input]) -> str:

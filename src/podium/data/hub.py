@@ -25,9 +25,11 @@ class DatasetsSource:
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks there are to read."""
         return -(-len(self._dataset) // _ROWS_PER_BLOCK)
 
     def read_block(self, index: int) -> list[Row]:
+        """The rows of one block."""
         begin = index * _ROWS_PER_BLOCK
         columns: dict[str, list[Any]] = self._dataset[begin : begin + _ROWS_PER_BLOCK]
         names = list(columns)
@@ -37,6 +39,7 @@ class DatasetsSource:
         ]
 
     def fingerprint(self) -> str:
+        """The library's own fingerprint, with the number of rows."""
         return f"{self._dataset._fingerprint}-{len(self._dataset)}"
 
 
@@ -56,24 +59,24 @@ def open_dataset(section: SourceSection, key: str) -> DatasetsSource:
     try:
         if os.path.isdir(folder):
             loaded = datasets.load_from_disk(folder) if is_saved_dataset(folder) else None
-            found = datasets.load_dataset(folder, split=section.split) if loaded is None else loaded
+            dataset = datasets.load_dataset(folder, split=section.split) if loaded is None else loaded
         else:
             name, _, config = section.path.partition(":")
-            found = datasets.load_dataset(name, config or None, split=section.split)
+            dataset = datasets.load_dataset(name, config or None, split=section.split)
     except Exception as error:  # `datasets` raises what its builders and the network raise
         raise DataError(
             f"{key}: there is no file or folder {section.path}, and as a Hugging Face dataset with split "
             f"{section.split!r} it cannot be loaded ({type(error).__name__}: {error}). Check the path, the id "
             f"(owner/name or owner/name:config), {key}.split, and the network."
         ) from error
-    if isinstance(found, datasets.DatasetDict):
-        if section.split not in found:
-            listed = ", ".join(str(split) for split in found)
+    if isinstance(dataset, datasets.DatasetDict):
+        if section.split not in dataset:
+            listed = ", ".join(str(split) for split in dataset)
             raise DataError(f"{key}.split: {section.path} has no split {section.split!r}. It has: {listed}.")
-        found = found[section.split]
-    if len(found) == 0:
+        dataset = dataset[section.split]
+    if len(dataset) == 0:
         raise DataError(f"{key}: {section.path}, split {section.split!r}, has no rows. Choose another split or source.")
-    return DatasetsSource(section.path, found)
+    return DatasetsSource(section.path, dataset)
 
 
 def require_datasets(section: SourceSection, key: str) -> None:

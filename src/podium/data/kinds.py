@@ -62,7 +62,7 @@ def kind_of(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> 
     if present:
         kinds = " and ".join(name for kind in present for name in _KINDS[kind])
         raise DataError(
-            f"{row.where}: the row has {kinds} at once, and which is meant cannot be told. It has: "
+            f"{row.where}: the row has {kinds} at once, which is ambiguous. It has: "
             f"{_listed(values)}. Keep one kind with the source's `map`, or name one in its `columns`."
         )
     raise DataError(
@@ -84,9 +84,10 @@ def check_values(values: Mapping[str, Any], columns: Mapping[str, str], row: Row
 
 
 def parse_text(values: Mapping[str, Any], column: str, row: Row) -> str:
+    """The text of a column, which must be a string."""
     value = values[column]
     if not isinstance(value, str):
-        raise DataError(f"{row.where}: `{column}` must be a string, found {shown(value)}.")
+        raise DataError(f"{row.where}: `{column}` must be a string, found {quoted(value)}.")
     return value
 
 
@@ -101,7 +102,7 @@ def parse_prompt_completion(
         return parse_messages(prompt, "prompt", row), parse_messages(said, completion, row)
     raise DataError(
         f"{row.where}: `prompt` and `{completion}` must both be strings or both lists of messages, found "
-        f"{shown(prompt)} and {shown(said)}."
+        f"{quoted(prompt)} and {quoted(said)}."
     )
 
 
@@ -109,7 +110,7 @@ def parse_messages(value: Any, column: str, row: Row) -> list[Message]:
     """The messages without their empty fields (columnar formats fill a field that some message has with null)."""
     if not isinstance(value, list | tuple):
         raise DataError(
-            f"{row.where}: `{column}` must be a list of {{role, content}}, found {shown(value)}."
+            f"{row.where}: `{column}` must be a list of {{role, content}}, found {quoted(value)}."
             + (" CSV cannot hold lists; use JSONL or Parquet." if isinstance(value, str) else "")
         )
     if not value:
@@ -119,7 +120,7 @@ def parse_messages(value: Any, column: str, row: Row) -> list[Message]:
 
 def _parse_message(message: Any, name: str, row: Row) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{row.where}: {name} must be {{role, content}}, found {shown(message)}.")
+        raise DataError(f"{row.where}: {name} must be {{role, content}}, found {quoted(message)}.")
     filled = {key: value for key, value in message.items() if value is not None}
     role, content = filled.get("role"), filled.get("content")
     if role is None:
@@ -127,7 +128,7 @@ def _parse_message(message: Any, name: str, row: Row) -> Message:
         raise DataError(f"{row.where}: {name} has no `role`, only {_listed(filled)}.{hint}")
     if role not in _ROLES:
         raise DataError(
-            f"{row.where}: {name}.role is {shown(role)}; known are {', '.join(_ROLES)}. "
+            f"{row.where}: {name}.role is {quoted(role)}; known are {', '.join(_ROLES)}. "
             "Rename it with the source's `map`."
         )
     if isinstance(content, list | tuple | Mapping):
@@ -138,7 +139,7 @@ def _parse_message(message: Any, name: str, row: Row) -> Message:
     if content is None and not (role == "assistant" and filled.get("tool_calls")):
         raise DataError(f"{row.where}: {name} ({role}) has no `content`. Give a string; it may be empty.")
     if content is not None and not isinstance(content, str):
-        raise DataError(f"{row.where}: {name}.content must be a string, found {shown(content)}.")
+        raise DataError(f"{row.where}: {name}.content must be a string, found {quoted(content)}.")
     return filled
 
 
@@ -153,7 +154,7 @@ def parse_tools(values: Mapping[str, Any], row: Row) -> list[dict[str, Any]] | N
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{row.where}: `tools` must be a list of JSON schemas, found {shown(tools)}.")
+        raise DataError(f"{row.where}: `tools` must be a list of JSON schemas, found {quoted(tools)}.")
     return [dict(tool) for tool in tools]
 
 
@@ -168,11 +169,11 @@ def _hint(values: Mapping[str, Any]) -> str:
 
 
 def _listed(values: Mapping[str, Any]) -> str:
-    shown = [f"`{name}`" if value is not None else f"`{name}` (null)" for name, value in values.items()]
-    return ", ".join(shown) or "nothing"
+    columns = [f"`{name}`" if value is not None else f"`{name}` (null)" for name, value in values.items()]
+    return ", ".join(columns) or "nothing"
 
 
-def shown(value: Any) -> str:
+def quoted(value: Any) -> str:
     """Type and beginning of a value, for messages."""
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

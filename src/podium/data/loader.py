@@ -40,10 +40,12 @@ class StepExamples:
 
     @property
     def counts(self) -> DocumentCounts:
+        """The counts after this step."""
         return self.state.counts
 
     @property
     def num_trained(self) -> int:
+        """Tokens with a loss in this step."""
         return sum(example.num_trained for example in self.examples)
 
 
@@ -160,26 +162,26 @@ class StepLoader:
     def _add_chunk(self, maker: ChunkMaker, under_way: deque[RowChunk | Exception]) -> None:
         """Keeps all makers busy, and adds the oldest chunk to the packing buffer."""
         while len(under_way) < maker.capacity and not (under_way and isinstance(under_way[-1], Exception)):
-            under_way.append(self._drawn_chunk())
+            under_way.append(self._next_chunk())
             if isinstance(chunk := under_way[-1], RowChunk):
-                maker.submit([(drawn.source, drawn.row) for drawn in chunk.drawn])
+                maker.submit([(each.source, each.row) for each in chunk.rows])
         oldest = under_way.popleft()
         if isinstance(oldest, Exception):
             raise oldest
         self._doing = "tokenizing"
-        made = maker.result(self._stop.is_set)
-        if made is not None:
-            self._composer.add(oldest, made)
+        examples = maker.result(self._stop.is_set)
+        if examples is not None:
+            self._composer.add(oldest, examples)
 
-    def _drawn_chunk(self) -> RowChunk | Exception:
+    def _next_chunk(self) -> RowChunk | Exception:
         """A chunk, or the error met while reading it: raised only in its turn, so that reading ahead with many
         workers loses no step that comes before it."""
         self._doing = "reading rows"
         try:
-            drawn = tuple(self._stream.draw() for _ in range(self._chunk_rows))
+            rows = tuple(self._stream.draw() for _ in range(self._chunk_rows))
         except Exception as error:
             return error
-        return RowChunk(drawn=drawn, position=self._stream.position)
+        return RowChunk(rows=rows, position=self._stream.position)
 
     def _put(self, item: _Composed | _Failed) -> None:
         self._doing = "waiting for the trainer to take a step"

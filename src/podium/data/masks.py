@@ -45,6 +45,7 @@ class ChatRenderer:
         self._special_ids = special_ids(tokenizer)
 
     def tokens(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> list[int]:
+        """The tokens of the rendered chat."""
         return self._encode(self._text(messages, tools, generation_prompt=generation_prompt))
 
     def mark(self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
@@ -113,13 +114,13 @@ class ChatRenderer:
         if self._text(chat, tools, generation_prompt=False).startswith(text):
             raise ChatTemplateError(
                 f"messages[{count}]: the first characters of the turn melt into one token with what the template "
-                "writes before them, so where the turn begins cannot be told. Strip leading white space from the "
+                "writes before them, so where the turn begins is unknown. Strip leading white space from the "
                 f"content with the source's `map`. Or: {_WAYS_OUT}"
             )
         raise ChatTemplateError(
             f"the chat template cannot mark assistant turns: the first {count} messages rendered alone are not the "
             "beginning of the whole chat (templates that drop earlier reasoning do this), so which tokens the "
-            f"assistant wrote cannot be told exactly. {_WAYS_OUT}"
+            f"assistant wrote is not exactly known. {_WAYS_OUT}"
         )
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:

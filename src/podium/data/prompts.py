@@ -82,15 +82,15 @@ def prompt_parts(values: Mapping[str, Any], columns: Mapping[str, str], row: Row
         text = parse_text(values, kind, row)
         return PromptParts(messages=None, text=text, tools=None, reference=completion_text(completion, row))
     if kind == "prompt" and not isinstance(values["prompt"], list | tuple):
-        found = type(values["prompt"]).__name__
-        raise DataError(f"{row.where}: `prompt` must be a string or a list of {{role, content}}, found a {found}.")
+        type_name = type(values["prompt"]).__name__
+        raise DataError(f"{row.where}: `prompt` must be a string or a list of {{role, content}}, found a {type_name}.")
     messages = parse_messages(values[kind], kind, row)
     reference = completion_text(completion, row)
     if messages[-1]["role"] == "assistant":
         if completion is not None:
             raise DataError(
                 f"{row.where}: `prompt` ends in an assistant turn and there is a `completion` too, so which of "
-                "them is the answer cannot be told. Let `prompt` end in a user or tool turn."
+                "them is the answer is ambiguous. Let `prompt` end in a user or tool turn."
             )
         reference = messages[-1].get("content")
         messages = messages[:-1]
@@ -109,18 +109,18 @@ class PromptTokenizer:
         """A chat with the template's prompt for an answer, or a text that has not ended; errors name the row."""
         try:
             if messages is not None:
-                found = self._renderer.tokens(messages, tools, generation_prompt=True)
+                tokens = self._renderer.tokens(messages, tools, generation_prompt=True)
             else:
                 assert text is not None
-                found = self._unended(text)
+                tokens = self._unended(text)
         except ChatTemplateError as error:
             raise DataError(f"{row.where}: {error}") from error
         except (TypeError, UnicodeError) as error:
             raise DataError(
                 f"{row.where}: the tokenizer cannot read this prompt ({type(error).__name__}: {error}). Look for "
-                "broken characters in it (half an emoji, for instance); mend the row or take it out."
+                "broken characters in it (half an emoji, for instance); fix the row or remove it."
             ) from error
-        return np.array(found, np.int32)
+        return np.array(tokens, np.int32)
 
     def _unended(self, text: str) -> list[int]:
         tokens = list(self._tokenizer(text, verbose=False)["input_ids"])
@@ -142,16 +142,16 @@ def _kind(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> st
         present = [name for name in present if name in columns] or present
     if len(present) == 1:
         return present[0]
-    found = ", ".join(f"`{name}`" for name, value in values.items() if value is not None) or "nothing"
+    columns_found = ", ".join(f"`{name}`" for name, value in values.items() if value is not None) or "nothing"
     if present:
         raise DataError(
             f"{row.where}: the row has {' and '.join(f'`{name}`' for name in present)}, and which of them is the "
-            f"prompt cannot be told. Name one in the source's `columns`: {{{present[0]}: {present[0]}}} (for podium "
+            f"prompt is ambiguous. Name one in the source's `columns`: {{{present[0]}: {present[0]}}} (for podium "
             f"generate: --column {present[0]}={present[0]})."
         )
     raise DataError(
-        f"{row.where}: expected `messages`, `prompt` or `text`, found {found}. Say which column is the prompt in the "
-        "source's `columns`: {prompt: question} (for podium generate: --column prompt=question)."
+        f"{row.where}: expected `messages`, `prompt` or `text`, found {columns_found}. Say which column is the prompt "
+        "in the source's `columns`: {prompt: question} (for podium generate: --column prompt=question)."
     )
 
 

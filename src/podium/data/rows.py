@@ -35,6 +35,7 @@ class Row:
 
     @property
     def where(self) -> str:
+        """File and line or row, for error messages."""
         return str(self.place)
 
 

@@ -24,19 +24,21 @@ class ConversationEncoder:
         self._renderer = ChatRenderer(tokenizer)
 
     def chat(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """The tokens of a chat."""
         return self._renderer.tokens(messages, tools, generation_prompt=False)
 
     def text(self, text: str) -> list[int]:
+        """The tokens of a plain text."""
         return list(self._tokenizer(text, verbose=False)["input_ids"])
 
 
 def scored_document(tokens: Sequence[int], longest: int | None) -> Document:
     """The last `longest` tokens (None: all). The score is read at the last of them, so one more (which the model never
     sees) stands behind it."""
-    kept = list(tokens if longest is None else tokens[-longest:])
-    trained = np.zeros(len(kept) + 1, np.bool_)
+    kept_tokens = list(tokens if longest is None else tokens[-longest:])
+    trained = np.zeros(len(kept_tokens) + 1, np.bool_)
     trained[-1] = True
-    return Document(tokens=np.array([*kept, 0], np.int32), trained=trained)
+    return Document(tokens=np.array([*kept_tokens, 0], np.int32), trained=trained)
 
 
 class ConversationMaker:

@@ -26,9 +26,11 @@ class Source(Protocol):
     name: str
 
     @property
-    def num_blocks(self) -> int: ...
+    def num_blocks(self) -> int:
+        """How many blocks there are to read."""
 
-    def read_block(self, index: int) -> list[Row]: ...
+    def read_block(self, index: int) -> list[Row]:
+        """The rows of one block."""
 
     def fingerprint(self) -> str:
         """Changes when the data changed between a run and its resume."""
@@ -47,9 +49,11 @@ class FilesSource:
 
     @property
     def num_blocks(self) -> int:
+        """How many blocks there are to read."""
         return self._blocks_before[-1]
 
     def read_block(self, index: int) -> list[Row]:
+        """The rows of one block."""
         position = bisect.bisect_right(self._blocks_before, index) - 1
         file = self.files[position]
         try:
@@ -58,6 +62,7 @@ class FilesSource:
             raise DataError(f"{self._key}: {file.name} was there at the start and is gone. Put it back.") from error
 
     def fingerprint(self) -> str:
+        """The fingerprint of size, head and tail of each file."""
         return storage.fingerprint([file.name for file in self.files])
 
 
@@ -79,8 +84,8 @@ def first_row(section: SourceSection, key: str) -> Row | None:
             return None
         row = hub.first_saved_row(section, key)
     else:
-        found = (file.first_row() for file in _open_files(section, key))
-        row = next((row for row in found if row is not None), None)
+        first_rows = (file.first_row() for file in _open_files(section, key))
+        row = next((row for row in first_rows if row is not None), None)
     if row is None:
         raise _no_rows(section, key)
     return row
@@ -135,10 +140,10 @@ def _format(name: str, section: SourceSection, key: str) -> FileFormat:
     match section.format:
         case "jsonl" | "csv" | "parquet":
             return section.format
-    found = format_of(name)
-    if found is None:
+    file_format = format_of(name)
+    if file_format is None:
         raise DataError(
             f"{key}: the suffix of {name} does not say what it holds. Known are {known_suffixes()} (and .gz after "
             f"the text formats); or set {key}.format to jsonl, parquet or csv."
         )
-    return found
+    return file_format

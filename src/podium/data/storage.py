@@ -15,10 +15,12 @@ _SAMPLE_BYTES = 1 << 16
 
 
 def is_url(name: str) -> bool:
+    """Whether a path is an fsspec URL."""
     return "://" in name
 
 
 def is_glob(name: str) -> bool:
+    """Whether a path has wildcards."""
     return any(character in name for character in "*?[")
 
 
@@ -31,6 +33,7 @@ def open_binary(name: str) -> BinaryIO:
 
 
 def size_bytes(name: str) -> int:
+    """The size of a file."""
     if not is_url(name):
         return os.path.getsize(os.path.expanduser(name))
     file_system, path = _file_system(name)
@@ -38,6 +41,7 @@ def size_bytes(name: str) -> int:
 
 
 def is_folder(name: str) -> bool:
+    """Whether a path is a folder."""
     if not is_url(name):
         return os.path.isdir(os.path.expanduser(name))
     file_system, path = _file_system(name)
@@ -45,6 +49,7 @@ def is_folder(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
+    """Whether a path exists."""
     if not is_url(name):
         return os.path.exists(os.path.expanduser(name))
     file_system, path = _file_system(name)
@@ -53,8 +58,8 @@ def exists(name: str) -> bool:
 
 def list_files(name: str) -> list[str]:
     """The file itself, what a glob matches, or the visible files below a folder, in sorted order. Empty: none."""
-    found = _list_remote(name) if is_url(name) else _list_local(name)
-    return sorted(found)
+    names = _list_remote(name) if is_url(name) else _list_local(name)
+    return sorted(names)
 
 
 def fingerprint(names: Sequence[str]) -> str:

@@ -13,10 +13,8 @@ from numpy.typing import NDArray
 
 from podium.data.rows import Row
 from podium.data.sources import Source
+from podium.data.splitmix import GAMMA, mix
 from podium.errors import DataError
-
-_MASK = (1 << 64) - 1
-_GOLDEN = 0x9E3779B97F4A7C15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +35,8 @@ class StreamPosition:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Drawn:
-    """One draw: a row, which source it came from, and in which pass over that source."""
+class StreamRow:
+    """A row, the source that it comes from, and the epoch of that source."""
 
     row: Row
     source: int
@@ -67,7 +65,7 @@ class MixedStream:
             )
         total = sum(weights)
         self._bounds = [bound / total for bound in accumulate(weights)]
-        self._seed = _mixed(seed)
+        self._seed = mix(seed + GAMMA)
         self._draw = start.draw
         self._cursors = [
             _SourceCursor(source, index, seed, shuffle_rows if shuffle else None, place)
@@ -76,19 +74,21 @@ class MixedStream:
 
     @property
     def position(self) -> StreamPosition:
+        """Where the stream stands; a new stream continues from it."""
         return StreamPosition(draw=self._draw, sources=tuple(cursor.position for cursor in self._cursors))
 
-    def draw(self) -> Drawn:
+    def draw(self) -> StreamRow:
+        """The next row."""
         source = self._choice(self._draw)
         cursor = self._cursors[source]
         row = cursor.next()
         self._draw += 1
-        return Drawn(row=row, source=source, epoch=cursor.position.epoch)
+        return StreamRow(row=row, source=source, epoch=cursor.position.epoch)
 
     def _choice(self, draw: int) -> int:
         if len(self._bounds) == 1:
             return 0
-        uniform = (_mixed(self._seed + draw * _GOLDEN) >> 11) / (1 << 53)
+        uniform = (mix(self._seed + (draw + 1) * GAMMA) >> 11) / (1 << 53)
         return min(bisect.bisect_right(self._bounds, uniform), len(self._bounds) - 1)
 
 
@@ -150,11 +150,3 @@ def _permutation(count: int, *key: int) -> NDArray[np.int64]:
     """The same on every machine and NumPy version: raw bits of a counter-based generator, sorted."""
     bits = np.random.Philox(seed=np.random.SeedSequence(key)).random_raw(count)
     return np.argsort(bits, kind="stable")
-
-
-def _mixed(value: int) -> int:
-    """A well-mixed 64-bit hash of a counter (the finalizer of splitmix64)."""
-    value = (value + _GOLDEN) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

@@ -79,14 +79,14 @@ class TaskReader:
 
     def _task(self, source: int, values: Mapping[str, Any], row: Row) -> Task:
         parts = prompt_parts(values, self._columns[source], row)
-        found = _reference(values, row)
+        reference = _reference(values, row)
         name = values.get("data_source")
         return Task(
             source=str(name) if name is not None else self._names[source],
             messages=None if parts.messages is None else tuple(parts.messages),
             text=parts.text,
             tools=parts.tools,
-            reference=parts.reference if found is None else found,
+            reference=parts.reference if reference is None else reference,
             row=dict(values),
             place=row.place,
         )
@@ -109,7 +109,7 @@ class PromptEncoder:
         return tokens
 
     @staticmethod
-    def shown(task: Task) -> str:
+    def text(task: Task) -> str:
         """The prompt as a person reads it."""
         if task.messages is not None:
             return as_text(task.messages)
@@ -145,6 +145,7 @@ class TaskCursor:
 
     @property
     def position(self) -> TaskPosition:
+        """Where the cursor stands; a new cursor continues from it."""
         return TaskPosition(next_draw=self._next_draw, stream=self._stream.position)
 
     @property

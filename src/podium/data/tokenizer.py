@@ -165,9 +165,9 @@ def parted_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[frozenset[int], 
 
 def stop_tokens(tokenizer: Any, folder: Path) -> frozenset[int]:
     """Where an answer ends: the tokenizer's end token and those of the model's generation config."""
-    found: set[int] = set()
+    stops: set[int] = set()
     if tokenizer.eos_token_id is not None:
-        found.add(int(tokenizer.eos_token_id))
+        stops.add(int(tokenizer.eos_token_id))
     file = folder / "generation_config.json"
     if file.is_file():
         try:
@@ -177,5 +177,5 @@ def stop_tokens(tokenizer: Any, folder: Path) -> frozenset[int]:
                 f"{file} does not hold a JSON object ({error}), so where answers end is not known. Restore it from "
                 "where the model came from, or remove it."
             ) from error
-        found |= {int(end) for end in (ends if isinstance(ends, list) else [ends] if ends is not None else [])}
-    return frozenset(found)
+        stops |= {int(end) for end in (ends if isinstance(ends, list) else [ends] if ends is not None else [])}
+    return frozenset(stops)

@@ -46,10 +46,12 @@ class TrajectoryIds:
 
     @classmethod
     def of(cls, ids: Iterable[TrajectoryId]) -> Self:
+        """From single ids."""
         return cls(np.array([tuple(map(operator.index, each)) for each in ids], np.int64).reshape(-1, 4))
 
     @classmethod
     def concatenate(cls, parts: Sequence[TrajectoryIds]) -> TrajectoryIds:
+        """One after another."""
         if len(parts) == 1:
             return parts[0]
         return cls(np.concatenate([part.array_N4 for part in parts]) if parts else np.empty((0, 4), np.int64))
@@ -71,6 +73,7 @@ class TrajectoryIds:
         return TrajectoryIds, (self.array_N4,)
 
     def take(self, positions: NDArray[np.integer[Any]]) -> TrajectoryIds:
+        """The ids at these positions."""
         return TrajectoryIds(self.array_N4[positions])
 
     def same_as(self, other: TrajectoryIds) -> bool:
@@ -86,6 +89,7 @@ class TrajectoryIds:
         return np.lexsort((attempt, branch, sample, draw)).astype(np.int64)
 
     def sorted(self) -> TrajectoryIds:
+        """The same ids in ascending order."""
         return self.take(self.order)
 
     def repeated(self) -> TrajectoryIds:
@@ -106,9 +110,9 @@ class TrajectoryIds:
         run = np.cumsum(starts) - 1
         # The sort is stable, so of each run of equal ids the one that stands here comes first.
         first = order[starts]
-        found = np.where(first < len(self), first, -1)[run]
+        sorted_positions = np.where(first < len(self), first, -1)[run]
         positions = np.empty(len(both), np.int64)
-        positions[order] = found
+        positions[order] = sorted_positions
         return positions[len(self) :]
 
     def without(self, others: TrajectoryIds) -> TrajectoryIds:
@@ -131,18 +135,23 @@ class Rows(Protocol):
     """What can be stored, cut and joined by row: each row belongs to one trajectory."""
 
     @property
-    def ids(self) -> TrajectoryIds: ...
+    def ids(self) -> TrajectoryIds:
+        """The trajectory of each row."""
 
     @property
-    def lengths_N(self) -> Ints: ...
+    def lengths_N(self) -> Ints:
+        """Tokens of each row."""
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """The size in memory."""
 
-    def take(self, rows: Ints) -> Self: ...
+    def take(self, rows: Ints) -> Self:
+        """The rows at these positions."""
 
     @classmethod
-    def concatenate(cls, parts: Sequence[Self]) -> Self: ...
+    def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """One after another."""
 
 
 RowsT = TypeVar("RowsT", bound=Rows)
@@ -245,6 +254,7 @@ class TokenColumn(_Jagged):
 
     @classmethod
     def like(cls, rows: TrajectoryBlock | TokenColumn, values_T: NDArray[Any]) -> TokenColumn:
+        """A column with the ids and lengths of these rows."""
         return cls(ids=rows.ids, offsets=rows.offsets, values_T=values_T)
 
 
@@ -273,17 +283,21 @@ class RowColumn:
 
     @property
     def lengths_N(self) -> Ints:
+        """One value for each row."""
         return np.ones(len(self.ids), np.int64)
 
     @property
     def nbytes(self) -> int:
+        """The size in memory."""
         return self.ids.array_N4.nbytes + self.values_N.nbytes
 
     def take(self, rows: Ints) -> RowColumn:
+        """The rows at these positions."""
         return RowColumn(ids=self.ids.take(rows), values_N=self.values_N[rows])
 
     @classmethod
     def concatenate(cls, parts: Sequence[RowColumn]) -> RowColumn:
+        """One after another."""
         return cls(
             ids=TrajectoryIds.concatenate([part.ids for part in parts]),
             values_N=np.concatenate([part.values_N for part in parts]),

@@ -28,12 +28,14 @@ class ChunkMaker(Protocol):
 
     capacity: int  # how many chunks may be under way
 
-    def submit(self, rows: RowsOfSources) -> None: ...
+    def submit(self, rows: RowsOfSources) -> None:
+        """Queues a chunk of rows."""
 
     def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
         """The oldest chunk's documents; None when stopped meanwhile."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends the processes, if there are any."""
 
 
 class InlineMaker:
@@ -46,18 +48,20 @@ class InlineMaker:
         self._waiting: deque[RowsOfSources] = deque()
 
     def submit(self, rows: RowsOfSources) -> None:
+        """Queues a chunk of rows."""
         self._waiting.append(rows)
 
     def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
-        made: list[MadeExample | Dropped] = []
+        """Makes the oldest chunk now."""
+        examples: list[MadeExample | Dropped] = []
         for source, row in self._waiting.popleft():
             if is_stopped():
                 return None
-            made.append(self._maker.make(source, row))
-        return made
+            examples.append(self._maker.make(source, row))
+        return examples
 
     def close(self) -> None:
-        return None
+        """Does nothing: there is no process to end."""
 
 
 class WorkerPool:
@@ -83,6 +87,7 @@ class WorkerPool:
         self._num_received = 0
 
     def submit(self, rows: RowsOfSources) -> None:
+        """Sends a chunk of rows to the next worker."""
         assert self._num_submitted - self._num_received < self.capacity
         number = self._num_submitted % self.capacity
         try:
@@ -92,6 +97,7 @@ class WorkerPool:
         self._num_submitted += 1
 
     def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
+        """Waits for the oldest chunk; None when stopped meanwhile."""
         number = self._num_received % self.capacity
         pipe, process = self._pipes[number], self._processes[number]
         while not is_stopped():
@@ -104,11 +110,12 @@ class WorkerPool:
             self._num_received += 1
             if isinstance(answer, BaseException):
                 raise answer
-            made: list[MadeExample | Dropped] = answer
-            return made
+            examples: list[MadeExample | Dropped] = answer
+            return examples
         return None
 
     def close(self) -> None:
+        """Ends the worker processes."""
         for process in self._processes:
             process.terminate()
         for process in self._processes:

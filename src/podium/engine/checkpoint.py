@@ -187,8 +187,8 @@ class CheckpointWriter:
         if self._beside is None:
             superfluous = to_remove(saved, keep=self._keep, keep_best=self._keep_best)
         else:
-            kept = {each.step for each in saved_steps(self._beside)} | {step}
-            superfluous = [each for each in saved if each.step not in kept]
+            kept_steps = {each.step for each in saved_steps(self._beside)} | {step}
+            superfluous = [each for each in saved if each.step not in kept_steps]
         for old in superfluous:
             shutil.rmtree(old.folder, ignore_errors=True)
         for aside in self._folder.glob(f"{_SUPERSEDED}*"):
@@ -198,13 +198,13 @@ class CheckpointWriter:
 
 def saved_steps(folder: Path) -> list[SavedStep]:
     """Complete checkpoints, oldest first. Partial ones are not listed: they never became checkpoints."""
-    found = []
+    steps = []
     for path in sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()):
         loss = None
         with contextlib.suppress(CheckpointError):  # a damaged one is listed, and found out when it is opened
             loss = _read_json(path / "checkpoint.json").get("heldout_loss")
-        found.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
-    return found
+        steps.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
+    return steps
 
 
 def set_aside_later(folder: Path, step: int) -> list[int]:
@@ -226,11 +226,11 @@ def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:
 
 def to_remove(saved: Sequence[SavedStep], *, keep: int, keep_best: bool) -> list[SavedStep]:
     """All but the newest `keep` and, if asked, the best; pure."""
-    kept = {each.step for each in list(saved)[-keep:]}
+    kept_steps = {each.step for each in list(saved)[-keep:]}
     best = best_step(saved) if keep_best else None
     if best is not None:
-        kept.add(best.step)
-    return [each for each in saved if each.step not in kept]
+        kept_steps.add(best.step)
+    return [each for each in saved if each.step not in kept_steps]
 
 
 class CheckpointReader:
@@ -249,12 +249,15 @@ class CheckpointReader:
 
     @property
     def step(self) -> int:
+        """The step after which it was saved."""
         return int(self.record["step"])
 
     def extras(self) -> Extras:
+        """Values and arrays that were saved beside the tensors."""
         return Extras(values=self.record["extras"], arrays=load_file(self.folder / "extras.safetensors"))
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The full shape of each saved tensor."""
         return {name: tuple(part["shape"]) for index in self._indexes for name, part in index["pieces"].items()}
 
     def load(self, pieces: Sequence[Piece]) -> None:
@@ -287,12 +290,12 @@ class CheckpointReader:
         for index in self._indexes:
             expected.update(index["files"])
         with ThreadPoolExecutor(8) as pool:
-            found = dict(zip(expected, pool.map(lambda name: _fingerprint(self.folder / name), expected), strict=True))
-        for name, wanted in expected.items():
-            if found[name] != wanted:
+            actual_files = list(pool.map(lambda name: _fingerprint(self.folder / name), expected))
+        for (name, wanted), actual in zip(expected.items(), actual_files, strict=True):
+            if actual != wanted:
                 raise CheckpointError(
-                    f"{self.folder / name} is damaged: {found[name]['bytes']} bytes with checksum "
-                    f"{found[name]['crc32']}, written were {wanted['bytes']} bytes with checksum {wanted['crc32']}."
+                    f"{self.folder / name} is damaged: {actual['bytes']} bytes with checksum {actual['crc32']}, "
+                    f"written were {wanted['bytes']} bytes with checksum {wanted['crc32']}."
                 )
 
 

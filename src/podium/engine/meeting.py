@@ -115,26 +115,27 @@ def use_interface_of(host: str) -> str:
 
 
 def chosen_interface() -> str:
+    """The interface that gloo uses: its environment variable, or torch's choice."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "(torch's choice)")
 
 
 def interface_of(host: str) -> str:
     """The network interface that has the address."""
-    found: dict[str, str] = {}
+    names_by_address: dict[str, str] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:
                 packed = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
             except OSError:
                 continue  # an interface without an IPv4 address
-            found[socket.inet_ntoa(packed[20:24])] = name
-    if host not in found:
+            names_by_address[socket.inet_ntoa(packed[20:24])] = name
+    if host not in names_by_address:
         raise RendezvousError(
             f"no network interface of this node has the address {host}; there are "
-            f"{', '.join(f'{name} ({address})' for address, name in found.items())}. Start Ray here with "
+            f"{', '.join(f'{name} ({address})' for address, name in names_by_address.items())}. Start Ray here with "
             "--node-ip-address set to one of them, or set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME."
         )
-    return found[host]
+    return names_by_address[host]
 
 
 def first_line(error: BaseException) -> str:

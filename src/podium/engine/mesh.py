@@ -29,6 +29,7 @@ class Mesh:
 
     @property
     def is_main(self) -> bool:
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
     def sum(self, values: Tensor) -> Tensor:
@@ -46,6 +47,7 @@ class Mesh:
         return values
 
     def barrier(self) -> None:
+        """Waits for all ranks."""
         if self.world > 1:
             dist.barrier()
 
@@ -61,18 +63,18 @@ def check_devices(placement: PlacementSection, ranks: int) -> None:
     """More ranks than devices is refused before anything starts."""
     kind = device_kind(placement)
     if kind == "cuda":
-        found = torch.cuda.device_count()
-        if found == 0:
+        available = torch.cuda.device_count()
+        if available == 0:
             raise LaunchError(
                 "placement.device: cuda is asked for and this machine has no CUDA device. Use cpu or auto."
             )
     else:
-        found = os.cpu_count() or 1
-    if ranks > found:
+        available = os.cpu_count() or 1
+    if ranks > available:
         what = "CUDA devices" if kind == "cuda" else "CPU cores"
         raise LaunchError(
-            f"placement.devices: {ranks} ranks are asked for and this machine has {found} {what}. "
-            f"Each rank needs one of its own; use --devices {found} or fewer."
+            f"placement.devices: {ranks} ranks are asked for and this machine has {available} {what}. "
+            f"Each rank needs one of its own; use --devices {available} or fewer."
         )
 
 

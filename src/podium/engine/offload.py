@@ -43,6 +43,7 @@ class OffloadedTensors:
 
     @property
     def is_away(self) -> bool:
+        """Whether the tensors are in host memory."""
         return self._is_away
 
     @torch.no_grad()

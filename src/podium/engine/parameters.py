@@ -26,6 +26,7 @@ class TrainedParameter:
 
     @property
     def has_own_master(self) -> bool:
+        """Whether the float32 master is another tensor than the parameter."""
         return self.master.dtype != self.parameter.dtype
 
     def publish(self) -> None:

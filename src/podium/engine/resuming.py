@@ -23,10 +23,12 @@ def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
 
 
 def weight_pieces(parameters: Iterable[TrainedParameter]) -> list[Piece]:
+    """This rank's parts of the weights."""
     return [Piece(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape) for each in parameters]
 
 
 def buffer_pieces(model: Any) -> list[Piece]:
+    """This rank's parts of the persistent buffers."""
     return [
         Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
         for name, buffer in persistent_buffers(model).items()

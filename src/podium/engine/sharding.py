@@ -143,7 +143,7 @@ def _spread(
     holds. A single device keeps parameters in the dtype that they compute in, so that forward, backward and generation
     read them without casting; sharded ones that have masters are float32 themselves and cast as they are gathered. The
     frozen base of an adapter has no masters."""
-    kept = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
+    other_dtype = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
     with_masters = {
         name
         for name, parameter in model.hf.named_parameters()
@@ -153,7 +153,9 @@ def _spread(
         set_dtypes(model.hf, dict.fromkeys(with_masters, torch.float32))
     _prepare_layers(model, section, mesh.device)
     if mesh.devices is not None:
-        _shard(model, mesh, dtype, {parameter for name, parameter in model.hf.named_parameters() if name in kept})
+        _shard(
+            model, mesh, dtype, {parameter for name, parameter in model.hf.named_parameters() if name in other_dtype}
+        )
     model.to_empty(device=mesh.device)
     model.hf.tie_weights()
     restore_buffers(model.hf)

@@ -65,6 +65,7 @@ class PendingReport:
             self._values = values
 
     def resolve(self) -> StepReport:
+        """Waits for the device and returns the report."""
         if self._event is not None:
             self._event.synchronize()
         loss, grad_norm, skipped, stops, differs, *sums = self._values.tolist()
@@ -234,8 +235,8 @@ class TrainEngine:
             seen.append(tuple(rest))
             if len(micro_batches) > 1:
                 self._add_in_float32(sums)
-        found = {id(each): self._gradient(each, sums) for each in self._trained}
-        gradients = {key: gradient for key, gradient in found.items() if gradient is not None}
+        by_parameter = {id(each): self._gradient(each, sums) for each in self._trained}
+        gradients = {key: gradient for key, gradient in by_parameter.items() if gradient is not None}
         self._sum_replicated(gradients)
         return total, gradients, seen
 

@@ -98,8 +98,8 @@ def _require_noted(note: Path, base: Path, path: str, key: str) -> None:
         parts = {part: str(wanted[part]) for part in ("config", "weights")}
     except (ValueError, KeyError, TypeError) as error:
         raise ModelError(f"{key}: {note} is damaged ({error}). Export the adapter again.") from error
-    found = base_identity(base)
-    differing = [part for part in parts if parts[part] != found[part]]
+    identity = base_identity(base)
+    differing = [part for part in parts if parts[part] != identity[part]]
     if differing:
         raise _other(note.parent, key, str(wanted.get("path")), path, f"the {' and the '.join(differing)} differ")
 

@@ -127,6 +127,7 @@ class PackedCausalLM(TrainedModule):
 
     @property
     def head_weight(self) -> Tensor:
+        """The weight of the language-model head."""
         return self.hf.get_output_embeddings().weight  # type: ignore[no-any-return]
 
 
@@ -140,6 +141,7 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
 
 
 def padded_vocabulary(vocab_size: int, multiple: int) -> int:
+    """The number of rows of the padded embedding."""
     return -(-vocab_size // multiple) * multiple
 
 
@@ -192,10 +194,10 @@ def padded_parameters(model: PackedCausalLM) -> dict[str, int]:
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     """The decoder layers: what is sharded, compiled and checkpointed one by one."""
     names = set(model._no_split_modules or ())
-    found = [module for module in model.modules() if type(module).__name__ in names]
-    if not found:
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
         raise UnsupportedModelError(f"{type(model).__name__} does not say what its layers are (_no_split_modules).")
-    return found
+    return layers
 
 
 def longest_packable(config: Any) -> int | None:

@@ -15,6 +15,7 @@ class CpuSettings:
     measured: str = ""
 
     def apply(self) -> None:
+        """Sets torch's threads and oneDNN in this process."""
         import torch
 
         torch.set_num_threads(self.threads)

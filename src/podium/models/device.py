@@ -61,8 +61,8 @@ def choose_cpu_settings(
             candidate.apply()
             times[candidate] = _best_of(work, repeats=3)
     chosen = min(times, key=lambda each: times[each] * (1.0 if each.threads == 1 else _THREADS_MUST_PAY))
-    shown = ", ".join(f"{each} {1e3 * time_s:.1f} ms" for each, time_s in times.items())
-    return dataclasses.replace(chosen, measured=shown if len(times) > 1 else "as the recipe says")
+    measured_times = ", ".join(f"{each} {1e3 * time_s:.1f} ms" for each, time_s in times.items())
+    return dataclasses.replace(chosen, measured=measured_times if len(times) > 1 else "as the recipe says")
 
 
 def _best_of(work: Callable[[], object], repeats: int) -> float:

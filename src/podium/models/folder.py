@@ -26,10 +26,10 @@ def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -
         raise ModelError(f"{key}: {path} is a file. Give the folder that holds config.json.")
     read_config(folder, key)
     if weights and not list(folder.glob("*.safetensors")):
-        found = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
+        other_files = ", ".join(sorted(file.name for file in folder.glob("*.bin"))[:3])
         hint = (
-            f" It has {found}: convert those to safetensors first."
-            if found
+            f" It has {other_files}: convert those to safetensors first."
+            if other_files
             else " Use model.init: random to start from the config alone."
         )
         raise ModelError(f"{key}: {path} has no *.safetensors weights.{hint}")

@@ -58,6 +58,7 @@ def inject(model: PreTrainedModel, section: LoraSection, *, is_scalar: bool = Fa
 
 
 def has_adapter(model: nn.Module) -> bool:
+    """Whether the model has a low-rank adapter."""
     return any(is_adapter(name) for name, _ in model.named_parameters())
 
 
@@ -102,9 +103,11 @@ class InitialAdapter:
         self._shapes = {name: tuple(each.shape) for name, each in model.named_parameters() if is_adapter(name)}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shape of each adapter tensor."""
         return self._shapes
 
     def read(self, name: str, box: Box) -> Tensor:
+        """A part of one initial tensor."""
         shape = self._shapes[name]
         if ".lora_B." in name:
             return torch.zeros(box.shape)

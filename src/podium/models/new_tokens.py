@@ -74,6 +74,7 @@ class GrownWeights:
         self._names = {name for name, value in named.items() if any(value is weight for weight in weights)}
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes with the rows of the new tokens."""
         shapes = dict(self._source.shapes())
         for name in self._names & shapes.keys():
             rows, *rest = shapes[name]
@@ -81,6 +82,7 @@ class GrownWeights:
         return shapes
 
     def read(self, name: str, box: Box) -> Tensor:
+        """A part of a tensor, with the new rows where it has any."""
         if name not in self._names:
             return self._source.read(name, box)
         old = self._source.read(name, Box.whole(self._source.shapes()[name])).float()

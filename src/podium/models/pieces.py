@@ -18,21 +18,26 @@ class Box:
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
+        """The box of a whole tensor."""
         return cls((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """The size in every dimension."""
         return tuple(stop - start for start, stop in zip(self.starts, self.stops, strict=True))
 
     @property
     def is_empty(self) -> bool:
+        """Whether it holds no element."""
         return any(size <= 0 for size in self.shape)
 
     def slices(self, origin: Sequence[int] | None = None) -> tuple[slice, ...]:
+        """Indices of the box in a tensor that begins at `origin`."""
         base = origin or (0,) * len(self.starts)
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.starts, self.stops, base, strict=True))
 
     def overlap(self, other: Box) -> Box:
+        """What both boxes hold; may be empty."""
         return Box(
             tuple(map(max, self.starts, other.starts)),
             tuple(map(min, self.stops, other.stops)),

@@ -28,6 +28,7 @@ class TrainedModule(nn.Module):
         self._dropout = dropout
 
     def train(self, mode: bool = True) -> Self:
+        """Sets train mode; layers follow only with `dropout`."""
         super().train(mode and self._dropout)
         self.training = mode
         if mode and not self._dropout:

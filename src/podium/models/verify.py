@@ -35,6 +35,7 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
+        """Whether both differences are within tolerance."""
         return self.largest <= TOLERANCE[self.dtype] and self.mean <= MEAN_TOLERANCE[self.dtype]
 
     def __str__(self) -> str:
@@ -98,14 +99,14 @@ def self_check(
         ours = model(batch, None, kind="scores")
         theirs = model(batch, None, kind="plain")
     model.train()
-    found = compare(type(model.hf).__name__, ours, theirs, dtype)
-    if not found.agrees:
+    comparison = compare(type(model.hf).__name__, ours, theirs, dtype)
+    if not comparison.agrees:
         raise UnsupportedModelError(
-            f"{found}. Packed documents would be trained wrongly with this architecture, so it is not supported. "
+            f"{comparison}. Packed documents would be trained wrongly with this architecture, so it is not supported. "
             "Layers that mix tokens outside of attention (linear attention, state space) are the usual reason."
         )
     _check_reach(model, windows, max_length or int(model.hf.config.get_text_config().max_position_embeddings))
-    return found
+    return comparison
 
 
 def _check_reach(model: PackedCausalLM | PackedScalarLM, windows: list[int | None], max_length: int) -> None:

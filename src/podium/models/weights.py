@@ -24,9 +24,11 @@ from podium.models.pieces import Box, Piece
 class WeightSource(Protocol):
     """Named tensors of which parts can be read."""
 
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The full shape of each tensor."""
 
-    def read(self, name: str, box: Box) -> Tensor: ...
+    def read(self, name: str, box: Box) -> Tensor:
+        """A part of one tensor."""
 
 
 class MemoryWeights:
@@ -36,9 +38,11 @@ class MemoryWeights:
         self._tensors = tensors
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The full shape of each tensor."""
         return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
+        """A part of one tensor."""
         return self._tensors[name][box.slices()]
 
 
@@ -70,12 +74,14 @@ class CheckpointWeights:
         self._map_names()
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The full shape of each tensor."""
         shapes = {name: self._shapes[source] for name, source in self._plain.items()}
         known = self._state()
         shapes.update({name: tuple(known[name].shape) for name in self._converted})
         return shapes
 
     def read(self, name: str, box: Box) -> Tensor:
+        """A part of one tensor."""
         if name in self._plain:
             source = self._plain[name]
             with _opened(self._files[source]) as file:
@@ -117,8 +123,8 @@ class CheckpointWeights:
             for source, pattern in conversion.sources:
                 with _opened(self._files[source]) as file:
                     converter.add_tensor(name, source, pattern, file.get_tensor(source))
-            made = converter.convert(name, model=self._model, config=self._model.config)
-            self._cache = (name, {key: v[0] if isinstance(v, list) else v for key, v in made.items()})
+            converted = converter.convert(name, model=self._model, config=self._model.config)
+            self._cache = (name, {key: v[0] if isinstance(v, list) else v for key, v in converted.items()})
         return self._cache[1][name]
 
 

@@ -65,6 +65,7 @@ class EvaluationView:
     samples: Sequence[SampleView] = ()
 
     def headline(self) -> str:
+        """The evaluation in one line."""
         parts = [f"evaluation at step {self.step}"]
         if self.heldout_loss is not None:
             parts.append(f"held-out loss {self.heldout_loss:.4f}")
@@ -104,19 +105,26 @@ class Console(Protocol):
 class SilentConsole:
     """For every rank but the first."""
 
-    def header(self, lines: Sequence[str]) -> None: ...
+    def header(self, lines: Sequence[str]) -> None:
+        """Prints nothing."""
 
-    def step(self, view: StepView) -> None: ...
+    def step(self, view: StepView) -> None:
+        """Prints nothing."""
 
-    def doing(self, what: str | None) -> None: ...
+    def doing(self, what: str | None) -> None:
+        """Prints nothing."""
 
-    def evaluation(self, view: EvaluationView) -> None: ...
+    def evaluation(self, view: EvaluationView) -> None:
+        """Prints nothing."""
 
-    def note(self, text: str) -> None: ...
+    def note(self, text: str) -> None:
+        """Prints nothing."""
 
-    def warning(self, text: str) -> None: ...
+    def warning(self, text: str) -> None:
+        """Prints nothing."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Prints nothing."""
 
 
 class PlainConsole:
@@ -128,10 +136,12 @@ class PlainConsole:
         self._first = True
 
     def header(self, lines: Sequence[str]) -> None:
+        """Prints what the run is."""
         for line in aligned(lines):
             self._write(line)
 
     def step(self, view: StepView) -> None:
+        """Prints the first step, the last, and every `log_every`-th."""
         # The first step says that the run has begun, the last one how it ended.
         if self._first or view.step % self._log_every == 0 or view.step == view.num_steps:
             facts = "  ".join(f"{label} {value}" for label, value in view.facts())
@@ -139,21 +149,26 @@ class PlainConsole:
             self._write(f"step {view.step:>{width}}/{view.num_steps}  {facts}")
         self._first = False
 
-    def doing(self, what: str | None) -> None: ...
+    def doing(self, what: str | None) -> None:
+        """Prints nothing: a log has no line that changes."""
 
     def evaluation(self, view: EvaluationView) -> None:
+        """Prints an evaluation."""
         self._write(view.headline())
         for sample in view.samples:
             for line in _sample_lines(sample):
                 self._write("  " + line)
 
     def note(self, text: str) -> None:
+        """Prints a line."""
         self._write(text)
 
     def warning(self, text: str) -> None:
+        """Prints a warning."""
         self._write(f"warning: {text}")
 
     def close(self) -> None:
+        """Flushes what is written."""
         self._stream.flush()
 
     def _write(self, line: str) -> None:

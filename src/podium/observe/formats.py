@@ -37,5 +37,5 @@ def duration(seconds: float) -> str:
 
 def one_line(text: str, *, limit: int = 200) -> str:
     """Model output made safe for a terminal: control characters are written out, a long text is cut."""
-    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+    printable = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return printable if len(printable) <= limit else printable[: limit - 1] + "…"

@@ -62,6 +62,7 @@ class MetricsFile:
         self._file.flush()
 
     def close(self) -> None:
+        """Closes the file."""
         self._file.close()
 
     def __enter__(self) -> Self:

@@ -18,13 +18,16 @@ class TensorBoardLogger:
         self._writer = _summary_writer()(log_dir=str(folder / "tensorboard"), purge_step=purge_step)
 
     def log(self, metrics: StepMetrics) -> None:
+        """Writes the metrics of one step."""
         for name, value in metrics.values.items():
             self._writer.add_scalar(name, value, metrics.step, walltime=metrics.time_s)
 
     def text(self, step: int, name: str, text: str) -> None:
+        """Writes a text."""
         self._writer.add_text(name, text, step)
 
     def close(self) -> None:
+        """Flushes and closes the event file."""
         self._writer.close()
 
 

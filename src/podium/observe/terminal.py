@@ -33,12 +33,14 @@ class TerminalConsole:
         self._drawn_at = -_REFRESH_S
 
     def header(self, lines: Sequence[str]) -> None:
+        """Prints what the run is."""
         for line in aligned(lines):
             label, colon, value = line.partition(": ")
             self._print(Text.assemble((label + colon, "dim"), value) if colon else Text(line, style="bold"))
         self._print(Text())
 
     def step(self, view: StepView) -> None:
+        """Draws the progress line, at most once per refresh interval."""
         self._last, self._doing = view, None
         now = time.monotonic()
         if now - self._drawn_at >= _REFRESH_S or view.step == view.num_steps:
@@ -46,10 +48,12 @@ class TerminalConsole:
             self._drawn_at = now
 
     def doing(self, what: str | None) -> None:
+        """Shows what takes time beside steps."""
         self._doing = what
         self._draw()
 
     def evaluation(self, view: EvaluationView) -> None:
+        """Prints an evaluation."""
         self._doing = None
         self._print(Text(view.headline(), style="cyan"))
         if view.samples:
@@ -57,9 +61,11 @@ class TerminalConsole:
         self._draw()
 
     def note(self, text: str) -> None:
+        """Prints a line."""
         self._print(Text(text))
 
     def warning(self, text: str) -> None:
+        """Prints a warning."""
         self._print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def close(self) -> None:
@@ -101,13 +107,13 @@ class TerminalConsole:
 
 def _fitting(facts: Sequence[tuple[str, str]], doing: str | None, width: int) -> Text:
     """The facts on one line; on a narrow terminal the less important ones give way."""
-    kept = list(facts)
+    shown_facts = list(facts)
     for dropped in ("", *_DROPPED_FIRST):
-        kept = [(label, value) for label, value in kept if label != dropped]
+        shown_facts = [(label, value) for label, value in shown_facts if label != dropped]
         text = Text(no_wrap=True, overflow="ellipsis")
         if doing is not None:
             text.append(f"{doing} …  ", style="magenta")
-        for label, value in kept:
+        for label, value in shown_facts:
             text.append(f"{label} ", style="dim").append(value, style="bold red" if label == "skipped" else "")
             text.append("  ")
         text.right_crop(2)

@@ -117,7 +117,7 @@ class Grader:
         return Sample(
             id=id,
             group=id.draw,
-            prompt_text=self._encoder.shown(task),
+            prompt_text=self._encoder.text(task),
             messages=task.messages,
             answer=text.answer,
             reference=task.reference,

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from podium.data.splitmix import GAMMA, mix_tensor, signed
 from podium.models.pieces import Box
 
 # The inner weights of one block stay in the cache of a CPU core; a kernel on a GPU reads them through its own.
@@ -88,7 +89,7 @@ def _one_pass(bits: Tensor, first: int) -> Tensor:
 
 @functools.cache
 def inner_weights(device: torch.device) -> Tensor:
-    return _mixed(torch.arange(BLOCK, dtype=torch.int64, device=device)) | 1
+    return _odd_weights(torch.arange(BLOCK, dtype=torch.int64, device=device))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -96,17 +97,9 @@ def outer_weights(first: int, count: int, device: torch.device) -> Tensor:
     """One for each block that the elements from index `first` on touch. Kept: a dozen small kernels for each tensor of
     a model would take longer than reading its weights."""
     blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, dtype=torch.int64, device=device)
-    return _mixed(blocks + _OUTER_SALT) | 1
+    return _odd_weights(blocks + _OUTER_SALT)
 
 
-def _mixed(values: Tensor) -> Tensor:
-    """Neighbouring numbers become unlike ones (the finaliser of splitmix64), the same on every device: int64
-    arithmetic wraps around, and a shift is made logical by its mask."""
-    values = (values + 1) * -0x61C8_8646_80B5_83EB
-    values = _shifted_in(values, 30) * -0x40A7_B892_E31B_1A47
-    values = _shifted_in(values, 27) * -0x6B2F_B644_ECCE_EE15
-    return _shifted_in(values, 31)
-
-
-def _shifted_in(values: Tensor, shift: int) -> Tensor:
-    return values ^ ((values >> shift) & ((1 << (64 - shift)) - 1))
+def _odd_weights(numbers: Tensor) -> Tensor:
+    """Pseudo-random odd weights of consecutive numbers, the same on every device."""
+    return mix_tensor((numbers + 1) * signed(GAMMA)) | 1

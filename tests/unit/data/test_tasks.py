@@ -211,8 +211,8 @@ def test_a_chat_is_encoded_with_the_generation_prompt_and_shown_for_people(tmp_p
 
     assert tokens.dtype == np.int32
     assert tokenizer.decode(tokens.tolist()) == "<|im_start|>user\nwhat is 1+2?<|im_end|><|im_start|>assistant\n"
-    assert encoder.shown(alone) == "what is 1+2?"
-    assert encoder.shown(longer) == "user: what is 1+2?\nassistant: 3\nuser: what is 1+2?"
+    assert encoder.text(alone) == "what is 1+2?"
+    assert encoder.text(longer) == "user: what is 1+2?\nassistant: 3\nuser: what is 1+2?"
 
 
 def test_a_text_is_encoded_with_its_beginning_and_without_an_end(tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_a_text_is_encoded_with_its_beginning_and_without_an_end(tmp_path: Path)
     encoder = PromptEncoder(tokenizer)
 
     assert tokenizer.decode(encoder.encode(task).tolist()) == "<s>1+2="
-    assert encoder.shown(task) == "1+2="
+    assert encoder.text(task) == "1+2="
 
 
 def test_tools_of_the_row_reach_the_template(tmp_path: Path) -> None:

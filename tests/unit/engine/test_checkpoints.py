@@ -291,6 +291,7 @@ def test_a_disk_that_does_not_answer_is_said_after_the_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_end = threading.Event()
+    monkeypatch.setattr(checkpoint, "_SLACK_S", 0.0)
     monkeypatch.setattr(checkpoint, "save_tensors", lambda *_: may_end.wait(20))
     made = writer(tmp_path, timeout_s=0.05)
     made.save(1, pieces(), EXTRAS, heldout_loss=None)

@@ -461,6 +461,7 @@ def test_a_cancelled_grading_ends_at_once_and_its_thread_after_the_call(gate: th
     assert called == ["0"]
 
 
+@pytest.mark.serial
 @pytest.mark.parametrize("kind", ["sync", "async", "verifier"])
 def test_ten_thousand_samples_take_well_under_a_second_on_an_idle_machine(kind: str) -> None:
     async def awaited(answer: str) -> float:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from podium.data.splitmix import signed
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters
@@ -27,7 +28,7 @@ from podium.rollout.native.runner import Runner, SamplingTable, StepResult, make
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.native.sizing import choose_sizes
 from podium.rollout.native.stop_strings import Decode, completed_string
-from podium.rollout.randomness import signed, stream_key
+from podium.rollout.randomness import stream_key
 from podium.rollout.requests import Completion, Request, failed
 from podium.weights.held import all_tensors, fill_held, held_tensors
 from podium.weights.receiving import Verified, check_manifest, verify_in_place

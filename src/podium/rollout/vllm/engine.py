@@ -297,7 +297,7 @@ class VllmEngine:
             self._cache_is_soiled = True
             why = "the model's logits were not numbers (NaN): its weights have diverged or were damaged."
         else:
-            why = "logit_bias and allowed_tokens leave nothing to draw. Allow some token."
+            why = "logit_bias and allowed_tokens leave nothing to sample. Allow some token."
         self._end(answer, answer.completion("error", error=f"at token {len(answer.tokens)} of the answer {why}"))
 
     def _abort(self, answer: _Answer) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from podium.rollout.randomness import FIRST, GOLDEN, SECOND, stream_key
+from podium.data.splitmix import GAMMA, mix
+from podium.rollout.randomness import stream_key
 from podium.rollout.requests import Request
 
 # Where a request's seed travels: in vLLM's own place for seeds it would make generators of its own.
 SEED = "podium_seed"
-_WORD = (1 << 64) - 1
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 
 
@@ -57,7 +57,4 @@ def sampling_params(request: Request, *, max_length: int) -> Any:
 
 def position_seed(key: int, position: int) -> int:
     """One number for the draw of the token at this position; those of neighbours are unlike each other."""
-    word = (key + position * GOLDEN) & _WORD
-    word = ((word ^ (word >> 30)) * FIRST) & _WORD
-    word = ((word ^ (word >> 27)) * SECOND) & _WORD
-    return (word ^ (word >> 31)) >> 1
+    return mix(key + position * GAMMA) >> 1

@@ -18,6 +18,8 @@ from podium.data.trajectories import TrajectoryId
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Completion
 
+pytestmark = pytest.mark.serial  # waits for other threads or processes, by the clock
+
 
 @contextmanager
 def reading(engine: NativeEngine) -> Iterator[Future[list[Completion]]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found by attack: an install proves the whole model that will draw, not only what came."""
+"""An install checks the whole model that will sample, not only the tensors that arrived."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_buffer_without_dimensions_is_installed() -> None:
 
 
 @pytest.mark.parametrize("damage", ["[]", '{"weight_map": []}', "null"])
-def test_a_damaged_index_of_files_is_told(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_index_of_files_is_reported(tmp_path: Path, damage: str) -> None:
     sent = Sent({"a": torch.ones(3)})
     transfer = ByFile(version=replace(sent.version, number=1), folder=tmp_path)
     send_by_file(transfer, sent)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was found by attack: one request's trouble is not another's, and no failure is followed by wrong answers."""
+"""A request that fails affects no other request, and no failure is followed by wrong answers."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def test_an_evaluation_without_answers_says_why(learner: Learner, qwen3_folder: 
 
 
 @pytest.mark.parametrize("rollout", [{"memory_gib": 1e5}, {"memory_gib": 1e-9}, {"max_length": 8}])
-def test_a_size_that_cannot_be_had_is_told_before_the_first_step(qwen3_folder: Path, rollout: dict[str, float]) -> None:
+def test_an_unavailable_size_is_reported_before_the_first_step(qwen3_folder: Path, rollout: dict[str, float]) -> None:
     """Prompts of 5 tokens and 4 new ones are 9."""
     with pytest.raises(PodiumError, match="rollout"):
         answerer(qwen3_folder, **rollout)
@@ -304,6 +304,6 @@ def test_a_start_that_leaves_nothing_takes_nothing_from_the_next(
         assert (0, 0) in file
 
 
-def test_an_id_that_is_none_is_told_where_the_request_is_made() -> None:
+def test_an_invalid_id_is_refused_where_the_request_is_made() -> None:
     with pytest.raises(RolloutError, match="TrajectoryId"):
         Request(id=(0, 1), prompt=np.arange(3, dtype=np.int32), sampling=Sampling(max_new_tokens=1))  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defects of on-policy training that a hostile reader found: what each of these tests shows has been mended."""
+"""On-policy recipes: contradictory settings are refused, and each option reaches the part that reads it."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ RECIPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("narrowed", [{"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_a_correction_does_not_make_a_narrowed_draw_right(narrowed: dict[str, Any]) -> None:
+def test_a_correction_does_not_allow_truncated_sampling(narrowed: dict[str, Any]) -> None:
     """Behaviour log-probs are of the whole softmax, so that the policy over the sampler would come out as 1."""
     rollout = {**RECIPE.get("rollout", {}), **narrowed}
     with pytest.raises(RecipeError, match=rf"rollout\.{next(iter(narrowed))}: grpo has no such key"):
         parse_recipe({**RECIPE, "rollout": rollout, "algorithm": {"correction": {}}})
 
 
-def test_a_loss_of_ones_own_is_the_same_for_all_optimizer_steps_of_an_update(tmp_path: Path) -> None:
+def test_a_custom_loss_is_the_same_for_all_optimizer_steps_of_an_update(tmp_path: Path) -> None:
     """An editor saves the file while an update runs: the loss of a run must not change in the middle of it."""
     file = tmp_path / "own_loss.py"
     body = (
@@ -133,7 +133,7 @@ class World:
 """
 
 
-def test_an_environment_of_ones_own_plays_chats(workspace: Workspace) -> None:
+def test_a_custom_environment_plays_chats(workspace: Workspace) -> None:
     """The first thing in docs/environments.md: a class with reset and step, and prompts that are chats."""
     (workspace.path / "world.py").write_text(WORLD)
     recipe = rl_recipe(workspace, "chats", steps=1, reward=[], environment={"environment": "world.py:World"})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hostile use once broke: each of these hung, answered wrongly, or blamed the wrong one."""
+"""Roles and callers that misbehave: every call ends in time, with the right answer or an error that names the cause."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from threading import Lock
 import numpy as np
 import pytest
 
-from helpers.clusters import Opener, drain, in_cluster, one_role
+from helpers.clusters import Opener, drain, in_cluster, inline_then_ray, one_role
 from helpers.roles import Counter, Request, Summer, ids, make_block
 from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, WorkerContext, WorkerId, Workers
 from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
@@ -21,6 +21,7 @@ from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, S
 COUNTERS = one_role(Counter, (5,), slots=2)
 
 
+@inline_then_ray
 def test_only_the_owner_reaches_new_workers_before_their_state_is_back(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -72,6 +73,7 @@ def test_a_recovery_waits_for_nobody_beyond_its_deadline(open_cluster: Opener) -
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray
 def test_a_trajectory_in_two_shards_is_refused_before_any_work(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -121,6 +123,7 @@ def test_exceptions_that_are_not_errors_or_too_long_or_without_text_are_the_role
     in_cluster(open_cluster, one_role(Strange, (5,), slots=1), body)
 
 
+@inline_then_ray
 def test_waiting_control_calls_do_not_keep_a_worker_from_saying_where_it_is(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -260,6 +263,7 @@ def test_streams_keep_ranks_in_step_and_end_in_time(open_on_ray: Opener) -> None
     in_cluster(open_on_ray, layout, body, limit_s=150)
 
 
+@inline_then_ray
 def test_a_closed_cluster_says_so(open_cluster: Opener) -> None:
     async def main() -> None:
         async with open_cluster() as cluster:
