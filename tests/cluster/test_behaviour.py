@@ -20,7 +20,7 @@ from helpers.roles import Batch, Counter, Request, Stubborn, Summer, Unbuildable
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, WorkerId, Workers
 from podium.cluster.host import RoleHost, parameters_of
 from podium.cluster.layout import public_methods
-from podium.cluster.orders import Build, Settle
+from podium.cluster.messages import Build, Settle
 from podium.data.trajectories import TrajectoryId, TrajectoryIds
 from podium.errors import (
     ClusterError,

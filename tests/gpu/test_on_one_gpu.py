@@ -20,13 +20,13 @@ from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras,
 from podium.engine.mesh import Mesh, join
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.sharding import place
 from podium.engine.train_step import TrainEngine
 from podium.models.attention import packed_attention
 from podium.models.head import HeadSpec, fused_token_loss
 from podium.models.packing import Packing
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 from podium.models.verify import self_check
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
 
@@ -171,15 +171,15 @@ def test_a_checkpoint_comes_back_bit_for_bit(folder: Path, tmp_path: Path) -> No
     engine = make_engine(folder, dtype="bfloat16")
     train(engine, (1, 2))
     writer = CheckpointWriter(tmp_path, engine.mesh, keep=1, keep_best=False, background=True, timeout_s=60)
-    writer.save(2, checkpoint_pieces(engine), Extras(values={"updates": 2}, arrays={}), heldout_loss=None)
-    wanted = [piece.local.clone() for piece in checkpoint_pieces(engine)]
+    writer.save(2, checkpoint_shards(engine), Extras(values={"updates": 2}, arrays={}), heldout_loss=None)
+    wanted = [piece.local.clone() for piece in checkpoint_shards(engine)]
     (unbroken,), _ = train(engine, (3,))  # training goes on while it is written
     writer.wait()
 
     reader = newest_usable(tmp_path)
     restored = make_engine(folder, dtype="bfloat16", checkpoint=reader)
     restore_optimizer(restored, reader)
-    for piece, tensor in zip(checkpoint_pieces(restored), wanted, strict=True):
+    for piece, tensor in zip(checkpoint_shards(restored), wanted, strict=True):
         assert torch.equal(piece.local, tensor), piece.name
     (again,), _ = train(restored, (3,))
     assert again == pytest.approx(unbroken, rel=1e-5)

@@ -18,7 +18,7 @@ from podium.data.documents import Document, PackedBatch, pack
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
 from podium.engine.mesh import Mesh, join, leave
 from podium.engine.parameters import TrainedParameter
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.errors import DataError
 from podium.models.verify import self_check
@@ -70,7 +70,7 @@ def group_rank(place: RankPlace, task: GroupTask) -> GroupResult:
             restore_optimizer(engine, reader)
             loaded = whole_state(engine)
         writer = CheckpointWriter(task.save, mesh, keep=1, keep_best=False, background=True, timeout_s=60)
-        writer.save(2, checkpoint_pieces(engine), EMPTY, heldout_loss=None)
+        writer.save(2, checkpoint_shards(engine), EMPTY, heldout_loss=None)
         writer.wait()
         mesh.barrier()
         return GroupResult(

@@ -18,7 +18,7 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
 from podium.engine.checkpoint import CheckpointWriter, newest_usable
 from podium.engine.mesh import join, leave
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import load_config
 from podium.models.packing import to_device
@@ -77,7 +77,7 @@ def rank(place: RankPlace, base: Path, adapter: Path, out: Path) -> Seen:
         poisoned.data.copy_(kept)
         verify_in_place(copy.tensors, weights.describe(2))
         writer = CheckpointWriter(out, mesh, keep=1, keep_best=False, background=False, timeout_s=60)
-        writer.save(2, checkpoint_pieces(engine), EMPTY, heldout_loss=None)
+        writer.save(2, checkpoint_shards(engine), EMPTY, heldout_loss=None)
         low = make_engine(base, mesh, optimizer=OPTIMIZER, lora=lora, dtype="bfloat16")
         named = list(low.model.hf.named_parameters())
         dtypes = tuple({each.dtype for name, each in named if ("lora" in name) == want} for want in (False, True))

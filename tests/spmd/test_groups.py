@@ -14,7 +14,7 @@ from helpers.ranks import OPTIMIZER, GroupResult, GroupTask, group_rank, two_ste
 from helpers.tiny import save_tiny_model
 from podium import api
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.spmd.launch import launch
 
@@ -51,7 +51,7 @@ def one(folder: Path, two: GroupResult) -> dict[str, Tensor]:
     engine = loaded(folder, "by-two")
     (folder / "by-one").mkdir()
     writer = CheckpointWriter(folder / "by-one", engine.mesh, keep=1, keep_best=False, background=False, timeout_s=60)
-    writer.save(2, checkpoint_pieces(engine), Extras(values={"updates": 2}, arrays={}), heldout_loss=None)
+    writer.save(2, checkpoint_shards(engine), Extras(values={"updates": 2}, arrays={}), heldout_loss=None)
     return whole_state(engine)
 
 

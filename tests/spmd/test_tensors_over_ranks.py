@@ -18,7 +18,7 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.engine import sharding
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
 from podium.engine.mesh import Mesh, join, leave
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.sharding import PackedModel
 from podium.engine.train_step import TrainEngine
 from podium.errors import UnsupportedModelError
@@ -76,7 +76,7 @@ def rank(place: RankPlace, folder: Path) -> Seen:
         norm = norm_of(held)
         losses = two_steps(held)
         writer = CheckpointWriter(folder / "saved", mesh, keep=1, keep_best=False, background=False, timeout_s=60)
-        writer.save(2, checkpoint_pieces(held), Extras(values={"updates": 3}, arrays={}))
+        writer.save(2, checkpoint_shards(held), Extras(values={"updates": 3}, arrays={}))
         mesh.barrier()
         vision = make_engine(folder / "gemma3_multimodal", mesh, optimizer=OPTIMIZER)
         before = whole_state(vision)

@@ -7,11 +7,11 @@ from podium.cluster.identity import Coordinates, WorkerId
 from podium.cluster.layout import Layout, Pool, RayCluster, Resources, RoleSpec
 from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
 from podium.cluster.objects import ObjectScope, RowRefs, Stored
-from podium.cluster.results import Answer, Computed, Merged, Metric, ShardResult, stored_rows
+from podium.cluster.results import CallResult, Computed, Merged, Metric, ShardResult, stored_rows
 from podium.cluster.worker_context import WorkerContext
 
 __all__ = [
-    "Answer",
+    "CallResult",
     "Cluster",
     "Computed",
     "Coordinates",

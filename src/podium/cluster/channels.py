@@ -12,7 +12,7 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.orders import Invoke, OpenChannel, Reply
+from podium.cluster.messages import Invoke, OpenChannel, Reply
 from podium.cluster.worker_pool import WorkerPool
 from podium.errors import ClusterError, DeadlineError, RoleError
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from podium.cluster.deadlines import Deadline
 from podium.cluster.identity import WorkerId
-from podium.cluster.orders import Failure, Reply
+from podium.cluster.messages import Failure, Reply
 from podium.cluster.transport import GoneError
 from podium.errors import DeadlineError, RoleError, WorkerDiedError
 

@@ -15,9 +15,9 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry, RoleMesh
+from podium.cluster.messages import Invoke, Reply, RowsHead
 from podium.cluster.objects import Shelf, Stored
-from podium.cluster.orders import Invoke, Reply, RowsHead
-from podium.cluster.results import Answer, Computed, Merged, ShardResult, Span, merge
+from podium.cluster.results import CallResult, Computed, Merged, ShardResult, Span, merge
 from podium.cluster.transport import ByReference, GoneError, Transport
 from podium.cluster.worker_pool import WorkerPool
 from podium.data.trajectories import RowsT, TrajectoryIds
@@ -107,26 +107,26 @@ class RoleGroup(Generic[RoleT]):
 
     async def call_all(
         self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> tuple[Answer[Result], ...]:
+    ) -> tuple[CallResult[Result], ...]:
         """The same call on every worker; answers in rank order."""
         return await self._call(self.workers, method, args, kwargs)
 
     async def call_one(
         self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Answer[Result]:
+    ) -> CallResult[Result]:
         """A call on the worker of one rank of the role's mesh. Not for methods that meet others in collectives."""
         return (await self._call((self._at(rank),), method, args, kwargs))[0]
 
     async def control_all(
         self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> tuple[Answer[Result], ...]:
+    ) -> tuple[CallResult[Result], ...]:
         """The same call on every worker's control thread: answered while work is busy, for instance to pause or cancel
         it. The role makes the two thread-safe."""
         return await self._call(self.workers, method, args, kwargs, control=True)
 
     async def control_one(
         self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
-    ) -> Answer[Result]:
+    ) -> CallResult[Result]:
         """The same on one worker."""
         return (await self._call((self._at(rank),), method, args, kwargs, control=True))[0]
 
@@ -282,7 +282,7 @@ class RoleGroup(Generic[RoleT]):
         kwargs: dict[str, Any],
         *,
         control: bool = False,
-    ) -> tuple[Answer[Result], ...]:
+    ) -> tuple[CallResult[Result], ...]:
         name, worker_pool, mesh = self._name(method), self._worker_pool(), self.mesh
         members = [worker_pool.member(worker) for worker in workers]  # nothing is sent to some if one is dead
         if len(members) > 1:
@@ -296,7 +296,7 @@ class RoleGroup(Generic[RoleT]):
                 pending.append(Pending(worker=member.worker, answer=send(order, *args, **kwargs)))
         replies = await self._gather(pending, name, worker_pool, in_step=not control)
         return tuple(
-            Answer(
+            CallResult(
                 worker=worker,
                 coordinates=mesh.coordinates(worker.index),
                 value=reply.value,

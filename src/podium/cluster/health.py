@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from podium.cluster.identity import WorkerId
-from podium.cluster.orders import Beat, Whereabouts
+from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.spans import ThreadPlace
 
 _FRAMES_SHOWN = 6

@@ -22,7 +22,7 @@ import numpy as np
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import public_methods
 from podium.cluster.meshes import RoleMesh
-from podium.cluster.orders import (
+from podium.cluster.messages import (
     Beat,
     Build,
     Connect,

@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from podium.cluster.host import RoleHost
 from podium.cluster.layout import Pool
+from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.objects import InlineStored, Stored
-from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.engine.addresses import DeviceKind

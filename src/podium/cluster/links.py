@@ -11,7 +11,7 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.orders import Connect, Disconnect, OpenMeeting, Order, Reply
+from podium.cluster.messages import Connect, Disconnect, OpenMeeting, Order, Reply
 from podium.cluster.worker_pool import WorkerPool
 from podium.errors import ClusterError
 

@@ -23,8 +23,8 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.joined_ray import check_reachable, join_ray
 from podium.cluster.layout import Pool, RayCluster
 from podium.cluster.local_ray import LocalRay
+from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.objects import Stored
-from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
 from podium.cluster.ray_compat import available_resources_per_node, death_reason
@@ -231,7 +231,7 @@ class RayTransport:
         """All answers, if they come within a moment; else None, and each is awaited for itself."""
         if self._waiting >= _MOST_WAITING:
             return None
-        refs = [answer.ref for answer in answers if isinstance(answer, _Answer)]
+        refs = [answer.ref for answer in answers if isinstance(answer, _PendingReply)]
         assert len(refs) == len(answers)
         self._waiting += 1
         try:
@@ -324,8 +324,8 @@ class RayProcess:
         while True:
             yield await self._answer(await self._next(items))
 
-    def _answer(self, ref: Any) -> _Answer:
-        return _Answer(self, ref)
+    def _answer(self, ref: Any) -> _PendingReply:
+        return _PendingReply(self, ref)
 
     async def answer(self, ref: Any) -> Any:
         """Awaits an object of Ray; its errors become Podium's."""
@@ -381,7 +381,7 @@ class RayWorkerHandle:
         return self._process.control(order, *arguments, **named)
 
 
-class _Answer(Awaitable[Any]):
+class _PendingReply(Awaitable[Any]):
     """What a worker will say: to be awaited, or got together with others."""
 
     def __init__(self, process: RayProcess, ref: Any) -> None:

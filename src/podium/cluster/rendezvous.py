@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from podium.cluster.meshes import AXES, RoleMesh
-from podium.cluster.orders import Connect, Join
+from podium.cluster.messages import Connect, Join
 from podium.engine.addresses import DeviceKind
 from podium.engine.meeting import (
     MeetingServer,

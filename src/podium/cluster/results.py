@@ -51,7 +51,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer(Generic[Value]):
+class CallResult(Generic[Value]):
     """One worker's answer to a call of `call_all` or `call_one`."""
 
     worker: WorkerId

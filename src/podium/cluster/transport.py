@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from podium.cluster.layout import Pool
+from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.objects import Stored
-from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo
 from podium.errors import ClusterError, WorkerDiedError

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from podium.cluster.host import RoleHost, extend_import_path
-from podium.cluster.orders import Beat, Handshake, Invoke, Order, Reply, Whereabouts
+from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer

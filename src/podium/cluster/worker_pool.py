@@ -19,7 +19,7 @@ from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
-from podium.cluster.orders import Beat, Build, Handshake, Import, Join, OpenMeeting, Order, Reply, Settle, Whereabouts
+from podium.cluster.messages import Beat, Build, Handshake, Import, Join, OpenMeeting, Order, Reply, Settle, Whereabouts
 from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.cluster.silence import Silence
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport

@@ -27,7 +27,7 @@ DEFAULT_PROMPTS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Evaluation:
+class OnPolicyEvaluation:
     """One evaluation. `score` is the mean reward of the greedy answers."""
 
     score: float
@@ -41,7 +41,7 @@ def heldout_limit(generation: GenerationSection | None, most: int | None) -> int
     return asked if most is None else min(asked, most)
 
 
-class Evaluator:
+class OnPolicyEvaluator:
     """Answers the held-out prompts with the newest weights, greedily and (for pass@k) by samples, and grades the
     answers. Held-out episodes count in no step."""
 
@@ -49,7 +49,7 @@ class Evaluator:
         self._parts, self._devices, self._episodes = parts, devices, episodes
         self._prompts = numbered(parts.heldout)
 
-    async def evaluate(self, step: int) -> Evaluation:
+    async def evaluate(self, step: int) -> OnPolicyEvaluation:
         """After `step` steps."""
         parts, began_s = self._parts, time.perf_counter()
         parts.log.console.doing("evaluating")
@@ -62,7 +62,7 @@ class Evaluator:
         parts.log.console.doing(None)
         return replace(evaluation, view=replace(evaluation.view, seconds=time.perf_counter() - began_s))
 
-    async def _evaluate(self, step: int, objects: ObjectScope) -> Evaluation:
+    async def _evaluate(self, step: int, objects: ObjectScope) -> OnPolicyEvaluation:
         recipe, rollout = self._parts.recipe, self._parts.recipe.rollout
         generation = recipe.evaluation.generation or SampledGenerationSection()
         longest = generation.max_new_tokens or rollout.max_new_tokens
@@ -87,7 +87,7 @@ def summarise(
     tasks: Sequence[Task],
     solved_at: float,
     pass_at: Mapping[str, float],
-) -> Evaluation:
+) -> OnPolicyEvaluation:
     """Held-out answers and their scores in numbers, and as they are shown; pure."""
     scores_N = scores.scores_N
     metrics = {"heldout/score": float(scores_N.mean()), "heldout/length": float(rollouts.note.sampled_N.mean())}
@@ -107,7 +107,7 @@ def summarise(
         num_scored=len(scores_N),
         samples=views,
     )
-    return Evaluation(score=metrics["heldout/score"], metrics=metrics, view=view)
+    return OnPolicyEvaluation(score=metrics["heldout/score"], metrics=metrics, view=view)
 
 
 def numbered(tasks: Sequence[Task]) -> list[DrawnTask]:

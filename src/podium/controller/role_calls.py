@@ -29,7 +29,7 @@ from podium.roles.stages import (
 )
 
 
-class Policy:
+class PolicyRole:
     """The model that is trained."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
@@ -64,7 +64,7 @@ class Policy:
             return await learning
 
 
-class Reference:
+class ReferenceRole:
     """The model that the KL term compares the policy with: a role of its own, or the policy without its adapter."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, kl: KlSection) -> None:
@@ -92,7 +92,7 @@ class Reference:
         return step.kl_coefficient * by_name[self._kl.estimator or "k1"]
 
 
-class Teacher:
+class TeacherRole:
     """A model that the policy is distilled from."""
 
     def __init__(
@@ -110,7 +110,7 @@ class Teacher:
         return step.hold(logprobs)
 
 
-class Critic:
+class CriticRole:
     """PPO's value model."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, handle: CriticHandle) -> None:

@@ -10,9 +10,9 @@ from podium.algorithms.kl import adaptive_coefficient
 from podium.cluster import ObjectScope
 from podium.controller.devices import Devices
 from podium.controller.episodes import Episodes
-from podium.controller.evaluation import Evaluation, Evaluator
+from podium.controller.evaluation import OnPolicyEvaluation, OnPolicyEvaluator
 from podium.controller.parts import OnPolicyParts, RecipeT_co
-from podium.controller.role_calls import Critic, Policy, Reference, Teacher
+from podium.controller.role_calls import CriticRole, PolicyRole, ReferenceRole, TeacherRole
 from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.controller.step_log import StepLog
@@ -31,17 +31,17 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._kl, roles = parts.recipe.full_algorithm.kl, parts.roles
         self._devices = devices = Devices(parts)
         self._episodes = Episodes(parts, devices, state)
-        self._evaluator = Evaluator(parts, devices, self._episodes)
+        self._evaluator = OnPolicyEvaluator(parts, devices, self._episodes)
         self._milestones = Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
-        self._evaluation: Evaluation | None = None
-        self.policy = Policy(parts, devices, state)
-        self.reference = Reference(parts, devices, self._kl) if self._kl is not None else None
-        self.critic = Critic(parts, devices, roles.critic) if roles.critic is not None else None
+        self._evaluation: OnPolicyEvaluation | None = None
+        self.policy = PolicyRole(parts, devices, state)
+        self.reference = ReferenceRole(parts, devices, self._kl) if self._kl is not None else None
+        self.critic = CriticRole(parts, devices, roles.critic) if roles.critic is not None else None
         teachers = self.recipe.teacher_sections
         total = sum(teacher.weight for teacher in teachers)
         self.teachers = tuple(
-            Teacher(parts, devices, scorer, section.weight / total)
+            TeacherRole(parts, devices, scorer, section.weight / total)
             for scorer, section in zip(roles.teachers, teachers, strict=True)
         )
 
@@ -111,7 +111,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         return self._parts.log.last_loss
 
     @property
-    def evaluation(self) -> Evaluation | None:
+    def evaluation(self) -> OnPolicyEvaluation | None:
         """The last one."""
         return self._evaluation
 

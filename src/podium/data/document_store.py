@@ -43,7 +43,7 @@ def document_key(document: Document) -> tuple[int, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _DocumentLocation:
     file: str
     start: int
     stop: int
@@ -54,7 +54,7 @@ class DocumentStore:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._places: dict[tuple[int, int], _Place] = {}
+        self._places: dict[tuple[int, int], _DocumentLocation] = {}
         self._open_files: dict[str, Any] = {}
         self._num_parts = 0
         while (self.folder / f"part-{self._num_parts:05d}.json").is_file():
@@ -140,7 +140,7 @@ class DocumentStore:
             file = self._opened(name)
             keys, offsets = file.get_tensor(_KEYS), file.get_tensor(_OFFSETS).tolist()
             for at, (high, low) in enumerate(keys.tolist()):
-                self._places[high, low] = _Place(name, offsets[at], offsets[at + 1])
+                self._places[high, low] = _DocumentLocation(name, offsets[at], offsets[at + 1])
 
     def _files_of(self, part: int) -> list[str]:
         note = f"part-{part:05d}.json"

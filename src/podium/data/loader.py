@@ -19,7 +19,7 @@ from podium.data.examples import MakerSpec
 from podium.data.sources import Source
 from podium.data.state import DocumentCounts, LoaderState, decode, encode
 from podium.data.stream import MixedStream
-from podium.data.workers import ChunkMaker, InlineMaker, WorkerPool
+from podium.data.workers import ChunkMaker, InlineMaker, TokenizerPool
 from podium.errors import DataError
 
 __all__ = ["DocumentCounts", "LoaderState", "StepExamples", "StepLoader", "StepSize", "decode", "encode"]
@@ -144,7 +144,7 @@ class StepLoader:
         maker: ChunkMaker | None = None
         try:
             self._doing = "loading the tokenizer"
-            maker = WorkerPool(self._spec, self._num_workers) if self._num_workers else InlineMaker(self._spec)
+            maker = TokenizerPool(self._spec, self._num_workers) if self._num_workers else InlineMaker(self._spec)
             under_way: deque[RowChunk | Exception] = deque()
             while not self._stop.is_set():
                 if not self._composer.is_ready:

@@ -64,7 +64,7 @@ class InlineMaker:
         """Does nothing: there is no process to end."""
 
 
-class WorkerPool:
+class TokenizerPool:
     """Makes them in `num_workers` processes, in turn: chunk i goes to worker i modulo their number.
 
     Each worker has one chunk under way. It waits only for its pipe; it is freed by the next chunk, by `close`, and by

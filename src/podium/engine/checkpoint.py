@@ -32,7 +32,7 @@ from torch import Tensor
 
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
-from podium.models.pieces import Box, Piece
+from podium.models.tensor_shards import Box, TensorShard
 
 _FORMAT = 1
 _PARTIAL = ".partial-"
@@ -80,7 +80,9 @@ class CheckpointWriter:
         self._failure: BaseException | None = None
         self._attempt = 0
 
-    def save(self, step: int, pieces: Sequence[Piece], extras: Extras, *, heldout_loss: float | None = None) -> None:
+    def save(
+        self, step: int, pieces: Sequence[TensorShard], extras: Extras, *, heldout_loss: float | None = None
+    ) -> None:
         """Copies the pieces off the device, then writes them in a background thread while training goes on."""
         self.wait()
         self._attempt += 1
@@ -132,7 +134,7 @@ class CheckpointWriter:
         self,
         partial: Path,
         step: int,
-        pieces: list[Piece],
+        pieces: list[TensorShard],
         staged: dict[str, Tensor],
         extras: Extras,
         heldout_loss: float | None,
@@ -260,7 +262,7 @@ class CheckpointReader:
         """The full shape of each saved tensor."""
         return {name: tuple(part["shape"]) for index in self._indexes for name, part in index["pieces"].items()}
 
-    def load(self, pieces: Sequence[Piece]) -> None:
+    def load(self, pieces: Sequence[TensorShard]) -> None:
         """Fills every piece from whichever ranks wrote it: the number of ranks then and now may differ."""
         shapes = self.shapes()
         for piece in pieces:

@@ -11,8 +11,8 @@ from podium.engine.parameters import TrainedParameter
 from podium.errors import CheckpointError, ModelError
 from podium.models.buffers import persistent_buffers
 from podium.models.causal_lm import PackedCausalLM
-from podium.models.pieces import Box, Piece
 from podium.models.scalar import PackedScalarLM
+from podium.models.tensor_shards import Box, TensorShard
 from podium.models.weights import WeightSource, base_name, fill, is_adapter
 
 
@@ -27,9 +27,10 @@ class Filling:
         named = [name for name, _ in model.hf.named_parameters()]
         assert named == [each.name for each in parameters], "a parameter without an owner would never be filled"
         self._undefined = {
-            each.name: Piece(name=each.name, local=each.master, box=each.box, shape=each.shape) for each in parameters
+            each.name: TensorShard(name=each.name, local=each.master, box=each.box, shape=each.shape)
+            for each in parameters
         } | {
-            name: Piece(name=name, local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+            name: TensorShard(name=name, local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
             for name, buffer in self._buffers.items()
         }
 
@@ -37,7 +38,7 @@ class Filling:
         """Names (in the model) of what has no values yet: of an adapter, or of everything else."""
         return [name for name in self._undefined if is_adapter(name) == adapter]
 
-    def piece(self, name: str) -> Piece:
+    def piece(self, name: str) -> TensorShard:
         """This rank's part of a tensor, under its name in a checkpoint of the base."""
         return replace(self._undefined[name], name=base_name(name))
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -10,10 +10,10 @@ from podium.engine.checkpoint import CheckpointReader
 from podium.engine.parameters import TrainedParameter
 from podium.engine.train_step import TrainEngine
 from podium.models.buffers import persistent_buffers
-from podium.models.pieces import Box, Piece
+from podium.models.tensor_shards import Box, TensorShard
 
 
-def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
+def checkpoint_shards(engine: TrainEngine) -> list[TensorShard]:
     """Masters and moments of this rank, as parts of whole tensors, and what belongs to the weights without being
     trained: parameters that the architecture freezes, and persistent buffers. (The base of an adapter does not: it is
     in the model's own folder.)"""
@@ -22,15 +22,18 @@ def checkpoint_pieces(engine: TrainEngine) -> list[Piece]:
     ]  # fmt: skip
 
 
-def weight_pieces(parameters: Iterable[TrainedParameter]) -> list[Piece]:
+def weight_pieces(parameters: Iterable[TrainedParameter]) -> list[TensorShard]:
     """This rank's parts of the weights."""
-    return [Piece(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape) for each in parameters]
+    return [
+        TensorShard(name=f"weight/{each.name}", local=each.master, box=each.box, shape=each.shape)
+        for each in parameters
+    ]
 
 
-def buffer_pieces(model: Any) -> list[Piece]:
+def buffer_pieces(model: Any) -> list[TensorShard]:
     """This rank's parts of the persistent buffers."""
     return [
-        Piece(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
+        TensorShard(name=f"buffer/{name}", local=buffer, box=Box.whole(buffer.shape), shape=tuple(buffer.shape))
         for name, buffer in persistent_buffers(model).items()
     ]
 
@@ -42,11 +45,11 @@ def restore_optimizer(engine: TrainEngine, checkpoint: CheckpointReader) -> None
     engine.optimizer.set_updates(values["updates"], values.get("missed_updates"))
 
 
-def _moment_pieces(engine: TrainEngine) -> list[Piece]:
+def _moment_pieces(engine: TrainEngine) -> list[TensorShard]:
     optimizer = engine.optimizer
     moments = (("first_moment", optimizer.first_moments), ("second_moment", optimizer.second_moments))
     return [
-        Piece(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape)
+        TensorShard(name=f"{kind}/{each.name}", local=tensor, box=each.box, shape=each.shape)
         for kind, tensors in moments
         for each, tensor in zip(optimizer.trained, tensors, strict=True)
     ]

@@ -20,9 +20,9 @@ from podium.models.buffers import persistent_buffers, restore_buffers
 from podium.models.causal_lm import PackedCausalLM, build, load_config, padded_parameters
 from podium.models.lora import HEAD, adapter_source, require_adapter_of
 from podium.models.new_tokens import with_new_tokens
-from podium.models.pieces import Box, Piece
 from podium.models.precision import set_dtypes
 from podium.models.scalar import PackedScalarLM, build_scalar
+from podium.models.tensor_shards import Box, TensorShard
 from podium.models.weights import CheckpointWeights, MemoryWeights, WeightSource, fill
 from podium.recipe import ModelSection
 
@@ -116,7 +116,7 @@ def place_scalar(
     return model, saved
 
 
-def _fill_head(head: Piece, sources: list[WeightSource], folder: Path, *, can_be_new: bool) -> None:
+def _fill_head(head: TensorShard, sources: list[WeightSource], folder: Path, *, can_be_new: bool) -> None:
     """From the first that has one of this shape."""
     for source in sources:
         if source.shapes().get(head.name) == head.shape:

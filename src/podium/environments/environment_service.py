@@ -39,7 +39,7 @@ class End:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class EnvironmentResponse:
     """The result of a call. `value` (which may be None) counts unless there is an `error`."""
 
     value: Any = None
@@ -61,7 +61,7 @@ class EnvironmentService:
         """Schemas of the recipe's tools."""
         return [tool.schema for tool in load_tools(self._section.tools)] if self._section.tools else []
 
-    async def answer(self, order: Begin | Take | End, tell: Callable[[Any], None]) -> Reply:
+    async def answer(self, order: Begin | Take | End, tell: Callable[[Any], None]) -> EnvironmentResponse:
         """Runs one call of an episode's environment; what it raises becomes the reply's error."""
         place = order.place
         MARK.set(Mark(self._activity, place))
@@ -80,7 +80,7 @@ class EnvironmentService:
                         await call_within(self._section.timeout_s, environment.close)
         except Exception as raised:  # the environment is the user's code
             error = _text(raised)
-        return Reply(
+        return EnvironmentResponse(
             value=value,
             error=error,
             closes=_closes(self._environments.get(place)),

@@ -17,7 +17,7 @@ from typing import Self
 from podium.data.trajectories import TrajectoryId
 from podium.environments.activity import Mark
 from podium.environments.lanes import AsyncLane, SyncLane, Work
-from podium.environments.rewards import Outcome, Reward, Sample
+from podium.environments.rewards import Reward, RewardResult, Sample
 
 CallId = tuple[int, int]
 """One call of a batch: position of the reward, and position among its calls."""
@@ -52,12 +52,12 @@ class Observer:
 
     mark: Callable[[CallId], Mark]
     on_calls: Callable[[Sequence[int]], None]  # how many calls each reward has
-    on_settled: Callable[[CallId, list[Outcome]], None]
-    known: Mapping[CallId, list[Outcome] | str] = field(default_factory=dict)
+    on_settled: Callable[[CallId, list[RewardResult]], None]
+    known: Mapping[CallId, list[RewardResult] | str] = field(default_factory=dict)
     alone: Sequence[CallId] = ()
 
 
-class Grader:
+class EpisodeGrader:
     """Grades batch after batch; asynchronous functions keep their event loop between batches. Close it in the end.
 
     `also_scored`: other rewards (a reward model's) are added to the total elsewhere, so that a sample to which no
@@ -124,7 +124,7 @@ class Grader:
         for (reward, call), result in observer.known.items():
             if reward == at:
                 count = len(batches[call])
-                work.results[call] = [Outcome(None, result)] * count if isinstance(result, str) else result
+                work.results[call] = [RewardResult(None, result)] * count if isinstance(result, str) else result
         return work
 
     async def _run(self, at: int, work: Work) -> None:
@@ -178,7 +178,7 @@ class Grader:
     def _gave_up(self, count: int) -> str:
         return f"was not called, after {count} calls of this batch that did not return in {self._timeout_s:g} s"
 
-    def _graded(self, sample: Sample, outcomes: Sequence[Outcome]) -> Grade:
+    def _graded(self, sample: Sample, outcomes: Sequence[RewardResult]) -> Grade:
         values = tuple(outcome.value for outcome in outcomes)
         failures = tuple(outcome.failure for outcome in outcomes)
         total, error = self._total(sample, outcomes)
@@ -196,7 +196,7 @@ class Grader:
             },
         )
 
-    def _total(self, sample: Sample, outcomes: Sequence[Outcome]) -> tuple[float | None, str | None]:
+    def _total(self, sample: Sample, outcomes: Sequence[RewardResult]) -> tuple[float | None, str | None]:
         own, terms, failed = sample.environment_reward, [], []
         for reward, (value, failure, _) in zip(self._rewards, outcomes, strict=True):
             if value is not None:
@@ -215,9 +215,9 @@ class Grader:
         return total, None
 
 
-def _spread(calls: Sequence[Sequence[int]], work: Work, count: int) -> list[Outcome]:
+def _spread(calls: Sequence[Sequence[int]], work: Work, count: int) -> list[RewardResult]:
     """The outcome of each sample, from those of the calls."""
-    by_sample: list[Outcome] = [Outcome(None)] * count
+    by_sample: list[RewardResult] = [RewardResult(None)] * count
     for call, outcomes in zip(calls, work.results, strict=True):
         assert outcomes is not None
         for position, outcome in zip(call, outcomes, strict=True):
@@ -227,7 +227,7 @@ def _spread(calls: Sequence[Sequence[int]], work: Work, count: int) -> list[Outc
 
 async def grade(rewards: Sequence[Reward], samples: Sequence[Sample], *, timeout_s: float) -> list[Grade]:
     """One batch, by a grader of its own."""
-    async with Grader(rewards, timeout_s=timeout_s) as grader:
+    async with EpisodeGrader(rewards, timeout_s=timeout_s) as grader:
         return await grader.grade(samples)
 
 

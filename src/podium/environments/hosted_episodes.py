@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.data.tasks import Task
-from podium.environments.environment_service import Begin, End, EnvironmentService, Misfit, Reply, Take
+from podium.environments.environment_service import Begin, End, EnvironmentResponse, EnvironmentService, Misfit, Take
 from podium.environments.output_cap import OutputCap
 from podium.environments.protocol import BoundedEnvironment, CallFailedError, EpisodeLostError, Turn
 from podium.environments.user_process import ProcessLostError, UserProcess
@@ -48,7 +48,7 @@ class _Process:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Place:
+class _EpisodeSlot:
     host: _Process
     number: int
 
@@ -92,7 +92,7 @@ class EnvironmentHost:
             for each in list(tier):
                 self._end(each, "the runner is closed")
 
-    async def acquire(self, losses: int) -> _Place:
+    async def acquire(self, losses: int) -> _EpisodeSlot:
         """A place for an episode that was lost so many times. Waits for one to become free."""
         room = self._room[losses]
         if room is not None:
@@ -104,7 +104,7 @@ class EnvironmentHost:
                 )
             usable = (each for each in self._processes[losses] if each.free and not each.retired)
             host = next(usable, None) or self._added(losses)
-            place = _Place(host, host.free.pop())
+            place = _EpisodeSlot(host, host.free.pop())
             host.num_episodes += 1
             await host.process.ready()
         except BaseException:
@@ -113,7 +113,7 @@ class EnvironmentHost:
             raise
         return place
 
-    def release(self, place: _Place, losses: int, *, is_free: bool) -> None:
+    def release(self, place: _EpisodeSlot, losses: int, *, is_free: bool) -> None:
         """The episode is over, or lost with its process. A place in which code still runs is not used again."""
         room, host = self._room[losses], place.host
         if room is not None:
@@ -125,14 +125,14 @@ class EnvironmentHost:
         if host.process.lost is not None or (host.retired and not host.num_episodes):
             self._end(host, "it was replaced")
 
-    def blames(self, lost: ProcessLostError, place: _Place, losses: int) -> bool:
+    def blames(self, lost: ProcessLostError, place: _EpisodeSlot, losses: int) -> bool:
         """Whether this episode ended the process: it was alone in it, or the only one whose code was running."""
         blamed = losses + 1 == len(self._num_places) or set(lost.suspects) == {place.number}
         self._num_failed += int(blamed)
         place.host.retired = True
         return blamed
 
-    def note(self, place: _Place, reply: Reply) -> None:
+    def note(self, place: _EpisodeSlot, reply: EnvironmentResponse) -> None:
         """Retires a process in which too many calls hang."""
         place.host.num_overdue = reply.num_overdue
         if reply.num_overdue >= MOST_OVERDUE:
@@ -167,7 +167,7 @@ class HostedEnvironment(BoundedEnvironment):
 
     def __init__(self, host: EnvironmentHost, *, losses: int) -> None:
         self._host, self._losses = host, losses
-        self._place: _Place | None = None
+        self._place: _EpisodeSlot | None = None
         self._closes, self._is_free = False, True
 
     async def reset(self, task: Task, /) -> Any:
@@ -205,7 +205,7 @@ class HostedEnvironment(BoundedEnvironment):
         assert place is not None
         is_free, self._is_free = self._is_free, False  # also when the caller stops waiting
         try:
-            reply: Reply = await place.host.process.call(order, slot=place.number)
+            reply: EnvironmentResponse = await place.host.process.call(order, slot=place.number)
         except ProcessLostError as lost:
             if self._host.blames(lost, place, self._losses):
                 raise CallFailedError(lost.cause) from lost

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from podium.environments.grading import MOST_HANGING, CallId, Grade
 from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import Calls, GradeBatch, Graded, RewardService, RewardSpec, Settled
-from podium.environments.rewards import Outcome, Sample
+from podium.environments.rewards import RewardResult, Sample
 from podium.environments.user_process import ProcessLostError, UserProcess
 
 
@@ -65,7 +65,7 @@ class _Progress:
     """Results of one batch over all attempts at it."""
 
     def __init__(self) -> None:
-        self.known: dict[CallId, list[Outcome] | str] = {}
+        self.known: dict[CallId, list[RewardResult] | str] = {}
         self.alone: list[CallId] = []
         self.num_lost = 0
         self._num_in_a_row = 0  # losses with no result in between

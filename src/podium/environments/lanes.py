@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from podium.environments.activity import Mark
-from podium.environments.rewards import Outcome, Reward, Sample
+from podium.environments.rewards import Reward, RewardResult, Sample
 from podium.errors import PodiumError
 
 # Asynchronous calls under way at the same time: enough for a remote judge, and not an attack on it.
@@ -36,12 +36,12 @@ class Work:
         batches: Sequence[Sequence[Sample]],
         *,
         marks: Callable[[int], Mark] | None = None,
-        on_settled: Callable[[int, list[Outcome]], None] | None = None,
+        on_settled: Callable[[int, list[RewardResult]], None] | None = None,
     ) -> None:
         """`marks` gives what is around each call, by position; `on_settled` hears of each result, in any thread."""
         self.reward = reward
         self.batches = batches
-        self.results: list[list[Outcome] | None] = [None] * len(batches)
+        self.results: list[list[RewardResult] | None] = [None] * len(batches)
         self._marks, self._on_settled = marks, on_settled
 
     @property
@@ -58,13 +58,13 @@ class Work:
 
     def fail(self, position: int, failure: str) -> None:
         """Sets a failure as the result of one call."""
-        self.results[position] = [Outcome(None, failure)] * len(self.batches[position])
+        self.results[position] = [RewardResult(None, failure)] * len(self.batches[position])
 
     def only(self, position: int) -> Work:
         """One call of this work for itself; its result is this work's too."""
         marks = self._marks
 
-        def settled(_: int, outcomes: list[Outcome]) -> None:
+        def settled(_: int, outcomes: list[RewardResult]) -> None:
             self.results[position] = outcomes
             self.tell(position)
 
@@ -81,11 +81,11 @@ class Work:
             if result is None:
                 self.fail(position, failure)
 
-    def failed(self, position: int, error: BaseException) -> list[Outcome]:
+    def failed(self, position: int, error: BaseException) -> list[RewardResult]:
         """The outcomes of a call that raised."""
-        return [Outcome(None, _describe_error(error))] * len(self.batches[position])
+        return [RewardResult(None, _describe_error(error))] * len(self.batches[position])
 
-    def called(self, position: int) -> list[Outcome]:
+    def called(self, position: int) -> list[RewardResult]:
         """Makes the call here and now."""
         batch = self.batches[position]
         try:
@@ -97,7 +97,7 @@ class Work:
         except BaseException as error:  # user code: exit() must not end the grading either
             return self.failed(position, error)
 
-    async def awaited(self, position: int) -> list[Outcome]:
+    async def awaited(self, position: int) -> list[RewardResult]:
         """Calls an asynchronous reward function and awaits its outcomes."""
         batch = self.batches[position]
         try:
@@ -169,7 +169,7 @@ class AsyncLane:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._overdue: list[asyncio.Task[list[Outcome]]] = []
+        self._overdue: list[asyncio.Task[list[RewardResult]]] = []
         self._thread = threading.Thread(target=self._run, name="reward event loop", daemon=True)
         self._thread.start()
         self._blocked = False
@@ -233,13 +233,13 @@ class _OpenCalls:
 
     def __init__(
         self, work: Work, loop: asyncio.AbstractEventLoop, timeout_s: float, too_slow: str,
-        overdue: list[asyncio.Task[list[Outcome]]],
+        overdue: list[asyncio.Task[list[RewardResult]]],
     ) -> None:  # fmt: skip
         self._work, self._loop = work, loop
         self._timeout_s, self._too_slow = timeout_s, too_slow
         self._overdue = overdue
         self._waiting = iter([position for position, result in enumerate(work.results) if result is None])
-        self._open: dict[asyncio.Task[list[Outcome]], int] = {}
+        self._open: dict[asyncio.Task[list[RewardResult]], int] = {}
         self._num_settled = self._num_beats = 0
         self._left = False
         self._lock = threading.Lock()  # between the loop's thread and `leave`
@@ -278,7 +278,7 @@ class _OpenCalls:
                 self._open[task] = position
             task.add_done_callback(self._finished)
 
-    async def _timed(self, position: int) -> list[Outcome]:
+    async def _timed(self, position: int) -> list[RewardResult]:
         # The deadline counts from here and not from the task's creation: others may have had the loop in between.
         task = asyncio.current_task()
         assert task is not None
@@ -288,7 +288,7 @@ class _OpenCalls:
         finally:
             timer.cancel()
 
-    def _finished(self, task: asyncio.Task[list[Outcome]]) -> None:
+    def _finished(self, task: asyncio.Task[list[RewardResult]]) -> None:
         with self._lock:
             position = self._open.pop(task, None)
             if position is None or self._left:
@@ -300,7 +300,7 @@ class _OpenCalls:
         self._work.tell(position)
         self._go_on()
 
-    def _late(self, task: asyncio.Task[list[Outcome]]) -> None:
+    def _late(self, task: asyncio.Task[list[RewardResult]]) -> None:
         with self._lock:
             position = self._open.pop(task, None)
             if position is None or self._left:

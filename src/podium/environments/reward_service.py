@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from podium.environments.activity import Activity, Mark
-from podium.environments.grading import CallId, Grade, Grader, Observer
-from podium.environments.rewards import Outcome, Sample, build_rewards
+from podium.environments.grading import CallId, EpisodeGrader, Grade, Observer
+from podium.environments.rewards import RewardResult, Sample, build_rewards
 from podium.recipe import RewardSection
 
 _TELL_EVERY_S = 0.05
@@ -34,7 +34,7 @@ class GradeBatch:
 
     purpose: str
     samples: Sequence[Sample]
-    known: Mapping[CallId, list[Outcome] | str] = field(default_factory=dict)
+    known: Mapping[CallId, list[RewardResult] | str] = field(default_factory=dict)
     alone: Sequence[CallId] = ()
     careful: bool = False
 
@@ -50,7 +50,7 @@ class Calls:
 class Settled:
     """Results of calls since the last time."""
 
-    results: tuple[tuple[CallId, list[Outcome]], ...]
+    results: tuple[tuple[CallId, list[RewardResult]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class RewardService:
     def __init__(self, activity: Activity, spec: RewardSpec) -> None:
         self._activity = activity
         self._graders = {
-            purpose: Grader(build_rewards(sections, key), timeout_s=spec.timeout_s, also_scored=spec.also_scored)
+            purpose: EpisodeGrader(build_rewards(sections, key), timeout_s=spec.timeout_s, also_scored=spec.also_scored)
             for purpose, (sections, key) in spec.sections.items()
         }
 
@@ -95,10 +95,10 @@ class _News:
 
     def __init__(self, loop: asyncio.AbstractEventLoop, tell: Callable[[Any], None], *, careful: bool) -> None:
         self._loop, self._tell, self._careful = loop, tell, careful
-        self._waiting: deque[tuple[CallId, list[Outcome]]] = deque()
+        self._waiting: deque[tuple[CallId, list[RewardResult]]] = deque()
         self._timer = loop.call_later(_TELL_EVERY_S, self._tick)
 
-    def add(self, call: CallId, outcomes: list[Outcome]) -> None:
+    def add(self, call: CallId, outcomes: list[RewardResult]) -> None:
         """From the thread of any lane."""
         self._waiting.append((call, outcomes))
         if self._careful and threading.current_thread() is not threading.main_thread():

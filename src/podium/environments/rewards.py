@@ -20,13 +20,13 @@ from podium.environments.verifiers import bind_verifier, load_verifier
 from podium.errors import PodiumError, RecipeError
 from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
 
-__all__ = ["Outcome", "Reward", "Sample", "build_rewards", "check_rewards", "reward_names"]
+__all__ = ["Reward", "RewardResult", "Sample", "build_rewards", "check_rewards", "reward_names"]
 
 _MAX_REPR = 60
 _OF_VERIFIERS = Signature(style="podium", per="sample", names=("answer", "reference"))
 
 
-class Outcome(NamedTuple):
+class RewardResult(NamedTuple):
     """The result of a reward for one sample. With neither value nor failure, the reward does not apply to it."""
 
     value: float | None
@@ -68,7 +68,7 @@ class Reward:
         """What the function returns for one call's samples; an awaitable where it is asynchronous."""
         return self.function(**self.signature.arguments(samples), **self.options)
 
-    def outcomes(self, returned: Any, count: int) -> list[Outcome]:
+    def outcomes(self, returned: Any, count: int) -> list[RewardResult]:
         """What was returned for `count` samples, made sense of."""
         if self.per == "sample":
             return [self._outcome(returned)]
@@ -79,27 +79,27 @@ class Reward:
             failure = f"returned {len(values)} values for {count} samples"
         else:
             return [self._outcome(value) for value in values]
-        return [Outcome(None, failure)] * count
+        return [RewardResult(None, failure)] * count
 
-    def _outcome(self, returned: Any) -> Outcome:
+    def _outcome(self, returned: Any) -> RewardResult:
         if type(returned) is float and math.isfinite(returned):  # nearly always
-            return Outcome(returned)
+            return RewardResult(returned)
         extras = None
         if isinstance(returned, Mapping):
             if "score" not in returned:
-                return Outcome(None, f"returned a dict without `score`; it has {', '.join(map(str, returned))}")
+                return RewardResult(None, f"returned a dict without `score`; it has {', '.join(map(str, returned))}")
             numbers = {str(name): _number(value) for name, value in returned.items() if name != "score"}
             extras = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
             returned = returned["score"]
         if returned is None:
             # TRL's way to say that a function has no opinion on a sample; elsewhere it is a forgotten return.
-            return Outcome(None, None if self.signature.style == "trl" else "returned None", extras)
+            return RewardResult(None, None if self.signature.style == "trl" else "returned None", extras)
         value = _number(returned)
         if value is None:
-            return Outcome(None, f"returned {_clipped(returned)}, which is not a number", extras)
+            return RewardResult(None, f"returned {_clipped(returned)}, which is not a number", extras)
         if not math.isfinite(value):
-            return Outcome(None, f"returned {'NaN' if math.isnan(value) else value}", extras)
-        return Outcome(value, None, extras)
+            return RewardResult(None, f"returned {'NaN' if math.isnan(value) else value}", extras)
+        return RewardResult(value, None, extras)
 
 
 def build_rewards(sections: Sequence[RewardSection], key: str = "reward") -> tuple[Reward, ...]:

@@ -34,7 +34,7 @@ _PROBE_TOOL = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
+class TranscriptSpan:
     """Tokens that joined the conversation together: the prompt, an answer, or a reply of the environment."""
 
     tokens_L: Tokens
@@ -45,7 +45,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Reply:
+class EnvironmentReply:
     """What an environment's messages add to a transcript, and the rendering that the next reply continues."""
 
     tokens_L: Tokens
@@ -82,7 +82,7 @@ class Transcript:
         self._length = self.num_prompt_tokens
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[TranscriptSpan, ...]:
         """Prompt, answers and replies, in order."""
         return tuple(self._pieces)
 
@@ -109,7 +109,7 @@ class Transcript:
                 "every token needs one of each, and an answer one token at least."
             )
         self._add(
-            Piece(
+            TranscriptSpan(
                 tokens_L=np.asarray(tokens_L, np.int32),
                 logprobs_L=np.asarray(logprobs_L, np.float32),
                 versions_L=np.asarray(versions_L, np.int32),
@@ -118,12 +118,12 @@ class Transcript:
             )
         )
 
-    def reply(self, messages: Sequence[Message]) -> Reply:
+    def reply(self, messages: Sequence[Message]) -> EnvironmentReply:
         """What these messages would add behind the last answer, the prompt for the next answer included."""
         assert self._pieces[-1].sampled, "a reply follows an answer"
         if self._shadow is None:
             text = "".join(str(message.get("content", "")) for message in messages)
-            return Reply(tokens_L=self._tokenizer.continuation(text), shadow=(), rendered="")
+            return EnvironmentReply(tokens_L=self._tokenizer.continuation(text), shadow=(), rendered="")
         form = self._tokenizer.form_before(str(messages[0]["role"]), self._tools)
         shadow = (*self._shadow, form.message(messages), *messages)
         rendered = self._tokenizer.render(shadow, self._tools)
@@ -132,9 +132,9 @@ class Transcript:
             self._rendered = self._tokenizer.render(self._shadow, self._tools)
         tokens = self._tokenizer.encode_behind(self._tokenizer.tail(self._rendered, rendered, form))
         tokens = tokens[self._tokenizer.already_said(self._pieces[-1], tokens) :]
-        return Reply(tokens_L=np.array(tokens, np.int32), shadow=shadow, rendered=rendered)
+        return EnvironmentReply(tokens_L=np.array(tokens, np.int32), shadow=shadow, rendered=rendered)
 
-    def add_reply(self, reply: Reply) -> None:
+    def add_reply(self, reply: EnvironmentReply) -> None:
         """Adds the environment's reply to the last answer."""
         if self._shadow is not None:
             self._shadow, self._rendered = reply.shadow, reply.rendered
@@ -152,7 +152,7 @@ class Transcript:
             turn_ends=tuple(int(end) - 1 for end, piece in zip(ends, self._pieces, strict=True) if piece.sampled),
         )
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: TranscriptSpan) -> None:
         self._pieces.append(piece)
         self._length += len(piece.tokens_L)
 
@@ -250,7 +250,7 @@ class TurnTokenizer:
         before, both = self._stand_in_tokens, self._renderer.encode(_STAND_IN + text)
         return both[len(before) :] if both[: len(before)] == before else self._renderer.encode(text)
 
-    def already_said(self, answer: Piece, tail_L: Sequence[int]) -> int:
+    def already_said(self, answer: TranscriptSpan, tail_L: Sequence[int]) -> int:
         """How many tokens of what the template writes behind the answer are the answer's own last ones. An answer that
         was cut off has none of them, and the template's end of turn is added behind it, untrained."""
         said, special = answer.tokens_L.tolist(), self._renderer.special_ids
@@ -371,8 +371,8 @@ class _Renderer(ChatRenderer):
         return self._template(tools)
 
 
-def _unsampled(tokens_L: Tokens) -> Piece:
-    return Piece(
+def _unsampled(tokens_L: Tokens) -> TranscriptSpan:
+    return TranscriptSpan(
         tokens_L=tokens_L,
         logprobs_L=np.zeros(len(tokens_L), np.float32),
         versions_L=np.full(len(tokens_L), -1, np.int32),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from podium.errors import ModelError
 from podium.models.adapter_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, require_base, require_peft, write_base
 from podium.models.folder import local_folder
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 from podium.models.weights import MemoryWeights, WeightSource, is_adapter
 from podium.recipe import ModelSection
 from podium.recipe.schema import LoraSection

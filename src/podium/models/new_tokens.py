@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from podium.data.tokenizer import load_tokenizer, without_new_tokens
 from podium.errors import ModelError
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 from podium.models.weights import WeightSource
 from podium.recipe import ModelSection
 

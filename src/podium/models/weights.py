@@ -18,7 +18,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from podium.errors import ModelError
-from podium.models.pieces import Box, Piece
+from podium.models.tensor_shards import Box, TensorShard
 
 
 class WeightSource(Protocol):
@@ -134,7 +134,7 @@ class _Conversion:
     sources: list[tuple[str, str]]
 
 
-def fill(pieces: Iterable[Piece], source: WeightSource, *, padded_rows: Mapping[str, int]) -> None:
+def fill(pieces: Iterable[TensorShard], source: WeightSource, *, padded_rows: Mapping[str, int]) -> None:
     """Copies every piece; `padded_rows` tells for some names how many leading rows are real, the rows
     behind them become zero."""
     shapes = source.shapes()

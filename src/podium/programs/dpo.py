@@ -57,7 +57,7 @@ _LABEL_SUMS = ("correct", "desirable", "reward_desirable", "reward_undesirable",
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Rows:
+class RowLogprobs:
     """What a loss sees of a micro-batch: of each row's documents the summed log-prob, the reference's, and how many
     tokens were summed up. Columns are documents of the row: chosen and rejected, or the only one."""
 
@@ -67,7 +67,7 @@ class Rows:
     values_R: Tensor
 
 
-RowLoss = Callable[[Rows], Tensor]
+RowLoss = Callable[[RowLogprobs], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -84,7 +84,7 @@ class PreferenceObjective:
 
     def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
         rows = self.rows
-        seen = Rows(
+        seen = RowLogprobs(
             logprobs_R=rows.of_documents(rows.summed(logprobs_C)),
             references_R=() if self.references_D is None else rows.of_documents(self.references_D),
             tokens_R=rows.of_documents(rows.counts_D),
@@ -149,7 +149,7 @@ class PreferenceMethod:
         margin = means["reward_chosen"] - means["reward_rejected"]
         return {"accuracy": sums["correct"] / count, "reward_margin": margin, **means}
 
-    def _loss(self, rows: Rows, baseline: Tensor | None, tally: Tally) -> Tensor:
+    def _loss(self, rows: RowLogprobs, baseline: Tensor | None, tally: Tally) -> Tensor:
         section = self._section
         if isinstance(section, KtoPreference):
             assert baseline is not None
@@ -183,7 +183,7 @@ class PreferenceMethod:
         )
         return loss_R
 
-    def _labelled(self, rows: Rows, section: KtoPreference, baseline: Tensor, tally: Tally) -> Tensor:
+    def _labelled(self, rows: RowLogprobs, section: KtoPreference, baseline: Tensor, tally: Tally) -> Tensor:
         desirable_R = rows.values_R > 0.5
         ratio_R = rows.logprobs_R[0] - rows.references_R[0]
         (reward_R,) = self._rewards(rows)
@@ -196,7 +196,7 @@ class PreferenceMethod:
             desirable_weight=section.desirable_weight, undesirable_weight=section.undesirable_weight,
         )  # fmt: skip
 
-    def _rewards(self, rows: Rows) -> tuple[Tensor, ...]:
+    def _rewards(self, rows: RowLogprobs) -> tuple[Tensor, ...]:
         """What the policy says that each document is worth; to ipo, which averages, that is per token."""
         beta = self._section.beta
         if rows.references_R:

@@ -69,17 +69,17 @@ class PipelineRecipe(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reference:
+class StageReference:
     """`${stage.NAME}` at a key of a recipe."""
 
     key: str
     stage: str
 
 
-def references(values: Mapping[str, Any]) -> list[Reference]:
+def references(values: Mapping[str, Any]) -> list[StageReference]:
     """All of a stage's, in the order in which they stand."""
     found = ((key, _REFERENCE.match(text)) for key, text in _texts(values))
-    return [Reference(key=key, stage=match[1]) for key, match in found if match]
+    return [StageReference(key=key, stage=match[1]) for key, match in found if match]
 
 
 def reference_problems(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
@@ -133,7 +133,7 @@ def find_cycle(parents: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
     return ()
 
 
-def _wrong_target(reference: Reference, own: str, stages: Sequence[str]) -> str | None:
+def _wrong_target(reference: StageReference, own: str, stages: Sequence[str]) -> str | None:
     target = reference.stage
     if reference.key.split(".")[0] == "data":
         return f"${{stage.{target}}} is a folder of weights, and data is asked for here. Name a file or dataset."
@@ -148,7 +148,7 @@ def _wrong_target(reference: Reference, own: str, stages: Sequence[str]) -> str 
     return None
 
 
-def _wrong_kind(reference: Reference, values: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
+def _wrong_kind(reference: StageReference, values: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """A language model where a score is asked for, or the other way round; else it is told after hours, or never."""
     key, is_scorer = reference.key, target.get("program") == "reward_model"
     goes_on = key == "model.path" and values.get("program") == "reward_model"

@@ -20,7 +20,7 @@ from podium.recipe.loading import (
     read_values,
     recipe_or_problems,
 )
-from podium.recipe.pipeline import NAME, PipelineRecipe, Reference, reference_problems, references, written_out
+from podium.recipe.pipeline import NAME, PipelineRecipe, StageReference, reference_problems, references, written_out
 from podium.recipe.programs import BUILT_IN, CUSTOM, AnyRecipe
 from podium.recipe.recipes import Recipe
 from podium.recipe.resolving import located
@@ -95,7 +95,7 @@ def unmade_stage_recipe(pipeline: PipelineRecipe, stage: str) -> Recipe:
     return stage_recipe(pipeline, stage, places, Path(pipeline.run.folder) / (pipeline.run.name or "pipeline"))
 
 
-def references_of(pipeline: PipelineRecipe, stage: str) -> list[Reference]:
+def references_of(pipeline: PipelineRecipe, stage: str) -> list[StageReference]:
     return references(pipeline.merged(stage))
 
 

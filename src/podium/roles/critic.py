@@ -23,7 +23,7 @@ from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.scoring import values
 from podium.engine.sharding import place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
@@ -159,7 +159,7 @@ class CriticRank(Critic):
         optimizer = self._engine.optimizer
         counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
         extras = Extras(values={**values, **counts}, arrays={})
-        self._writer.save(step, checkpoint_pieces(self._engine), extras)
+        self._writer.save(step, checkpoint_shards(self._engine), extras)
 
     def finish_saving(self) -> None:
         self._writer.wait()

@@ -15,7 +15,7 @@ from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
-from podium.cluster import Answer, Metric, RoleGroup, RowRefs, ShardResult
+from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.tasks import DrawnTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
@@ -71,7 +71,7 @@ class GeneratorHandle:
             yield block
 
     @asynccontextmanager
-    async def serving(self) -> AsyncIterator[asyncio.Task[tuple[Answer[tuple[Metric, ...]], ...]]]:
+    async def serving(self) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:
         """Generators answer episode runners inside; the task has their metrics afterwards."""
         await self._group.call_all(Generator.begin_serving)
         serving = asyncio.create_task(self._group.within(PHASE_S).call_all(Generator.serve))

@@ -18,7 +18,7 @@ from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import Mesh, adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.scoring import score
 from podium.engine.sharding import compute_dtype, place
 from podium.engine.train_step import TrainEngine
@@ -135,7 +135,7 @@ class LearnerRank(Learner):
         optimizer = self.engine.optimizer
         counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
         extras = Extras(values={**values, **counts}, arrays={})
-        self._writer.save(step, checkpoint_pieces(self.engine), extras)
+        self._writer.save(step, checkpoint_shards(self.engine), extras)
 
     def finish_saving(self) -> None:
         self._writer.wait()

@@ -19,7 +19,7 @@ from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLo
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter, Extras
 from podium.engine.mesh import Mesh
-from podium.engine.resuming import checkpoint_pieces
+from podium.engine.resuming import checkpoint_shards
 from podium.engine.schedule import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.models.cost import ModelCost
@@ -328,7 +328,7 @@ class SpmdRun(Generic[RecipeT_co]):
                 },
                 arrays=arrays,
             )
-            self._parts.writer.save(self._step, checkpoint_pieces(self.engine), extras)
+            self._parts.writer.save(self._step, checkpoint_shards(self.engine), extras)
             self._milestones.saved_step = self._step
 
     def _finish(self) -> None:

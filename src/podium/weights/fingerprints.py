@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from podium.data.splitmix import GAMMA, mix_tensor, signed
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 
 # The inner weights of one block stay in the cache of a CPU core; a kernel on a GPU reads them through its own.
 BLOCK = 1 << 17

@@ -19,7 +19,7 @@ from podium.engine.sharding import local_box, local_tensor
 from podium.models.buffers import persistent_buffers
 from podium.models.causal_lm import PackedCausalLM, padded_parameters
 from podium.models.lora import has_adapter
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 from podium.weights.fingerprints import piece_fingerprint, unsigned
 from podium.weights.versions import TensorSpec, WeightVersion
 from podium.weights.weight_transfers import BUCKET_BYTES, large, plan_buckets

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from podium.errors import WeightMismatchError
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 from podium.weights.fingerprints import partial_fingerprint, piece_fingerprint, unsigned
 from podium.weights.transports import Delivery, torch_dtype
 from podium.weights.versions import TensorSpec, WeightVersion

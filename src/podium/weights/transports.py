@@ -46,7 +46,7 @@ class Arrival(Delivery, Protocol):
     def moved_bytes(self) -> int: ...
 
 
-class Link(Protocol):
+class TransferLink(Protocol):
     """A process group as a transport needs it; a link between pools of workers is one."""
 
     @property
@@ -68,7 +68,7 @@ class GroupLink:
         return tensor
 
 
-def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[str], Link]) -> Arrival | None:
+def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[str], TransferLink]) -> Arrival | None:
     """The receiving end of a transfer; None where nothing travels. `link` finds a link by its name."""
     match transfer:
         case Shared():
@@ -83,7 +83,7 @@ def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[
             assert_never(other)
 
 
-def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: Link, device: torch.device) -> int:
+def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: TransferLink, device: torch.device) -> int:
     """Bytes put on the link: by its source; the sender's other ranks help to gather and only listen. Collective over
     the link."""
     is_source, moved = link.rank == transfer.source, 0
@@ -105,7 +105,7 @@ def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: Link, devi
 class BroadcastArrival:
     """What comes over a link. Whoever stops early still takes part to the end: others wait for it."""
 
-    def __init__(self, transfer: ByBroadcast, link: Link, device: torch.device) -> None:
+    def __init__(self, transfer: ByBroadcast, link: TransferLink, device: torch.device) -> None:
         self._transfer, self._link, self._device = transfer, link, device
         self.moved_bytes = 0
 
@@ -311,7 +311,7 @@ class _Staging:
         return self._shared[: bucket.nbytes]
 
 
-def _broadcast(buffer: Tensor, transfer: ByBroadcast, link: Link) -> Tensor:
+def _broadcast(buffer: Tensor, transfer: ByBroadcast, link: TransferLink) -> Tensor:
     for part in buffer.split(transfer.bucket_bytes):
         link.broadcast(part, transfer.source)
     return buffer

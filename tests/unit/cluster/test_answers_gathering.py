@@ -11,7 +11,7 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.health import WhereReport
 from podium.cluster.identity import WorkerId
-from podium.cluster.orders import Failure, Reply
+from podium.cluster.messages import Failure, Reply
 from podium.cluster.transport import GoneError
 from podium.errors import DataError, DeadlineError, RoleError, WorkerDiedError
 

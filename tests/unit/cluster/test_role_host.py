@@ -13,7 +13,7 @@ from podium.cluster.host import RoleHost, parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import public_methods
 from podium.cluster.meshes import MeshShape, RoleMesh
-from podium.cluster.orders import Build, Disconnect, Import, Invoke, Settle
+from podium.cluster.messages import Build, Disconnect, Import, Invoke, Settle
 from podium.cluster.results import Computed
 from podium.cluster.worker_context import WorkerContext
 from podium.errors import ClusterError, DataError

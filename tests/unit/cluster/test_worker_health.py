@@ -5,7 +5,7 @@ import pytest
 
 from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, remedy, worker_health
 from podium.cluster.identity import WorkerId
-from podium.cluster.orders import Beat, Whereabouts
+from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.spans import ThreadPlace
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 from podium.recipe import OptimizerSection
 
 SHAPES = ((5, 3), (3,), (2, 3, 4), (1,))

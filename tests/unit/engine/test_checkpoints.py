@@ -28,24 +28,24 @@ from podium.engine.checkpoint import (
     to_remove,
 )
 from podium.errors import CheckpointError
-from podium.models.pieces import Box, Piece
+from podium.models.tensor_shards import Box, TensorShard
 
 EXTRAS = Extras(values={"updates": 7, "loader": {"epoch": 1}}, arrays={"buffer": np.arange(5, dtype=np.int32)})
 
 
-def pieces(fill: float = 0.0) -> list[Piece]:
+def pieces(fill: float = 0.0) -> list[TensorShard]:
     tensors = {
         "weight/a": torch.arange(12.0).reshape(4, 3) + fill,
         "weight/b": torch.full((5,), 2.5 + fill),
         "weight/scalar": torch.tensor(3.0 + fill),
     }
     return [
-        Piece(name=name, local=tensor, box=Box.whole(tensor.shape), shape=tuple(tensor.shape))
+        TensorShard(name=name, local=tensor, box=Box.whole(tensor.shape), shape=tuple(tensor.shape))
         for name, tensor in tensors.items()
     ]
 
 
-def blank() -> list[Piece]:
+def blank() -> list[TensorShard]:
     made = pieces()
     for piece in made:
         piece.local.fill_(-1.0)
@@ -81,7 +81,7 @@ def test_what_is_saved_comes_back_bit_for_bit(tmp_path: Path, background: bool) 
 def test_a_part_of_a_tensor_is_read_alone(tmp_path: Path) -> None:
     save(tmp_path, 1)
     local = torch.zeros(2, 3)
-    newest_usable(tmp_path).load([Piece(name="weight/a", local=local, box=Box((1, 0), (3, 3)), shape=(4, 3))])
+    newest_usable(tmp_path).load([TensorShard(name="weight/a", local=local, box=Box((1, 0), (3, 3)), shape=(4, 3))])
     assert local.tolist() == [[4, 5, 6], [7, 8, 9]]
 
 
@@ -252,10 +252,10 @@ def test_a_step_that_was_not_saved_is_answered_with_those_that_were(tmp_path: Pa
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     reader = newest_usable(tmp_path)
-    wider = Piece(name="weight/a", local=torch.zeros(4, 5), box=Box.whole((4, 5)), shape=(4, 5))
+    wider = TensorShard(name="weight/a", local=torch.zeros(4, 5), box=Box.whole((4, 5)), shape=(4, 5))
     with pytest.raises(CheckpointError, match=r"weight/a has shape \(4, 3\) there and \(4, 5\) in this run"):
         reader.load([wider])
-    other = Piece(name="weight/z", local=torch.zeros(1), box=Box.whole((1,)), shape=(1,))
+    other = TensorShard(name="weight/z", local=torch.zeros(1), box=Box.whole((1,)), shape=(1,))
     with pytest.raises(CheckpointError, match="belongs to another model"):
         reader.load([other])
 

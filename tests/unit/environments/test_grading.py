@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.data.trajectories import TrajectoryId
-from podium.environments.grading import Grade, Grader, grade, overlong_penalty
+from podium.environments.grading import EpisodeGrader, Grade, grade, overlong_penalty
 from podium.environments.protocol import is_async
 from podium.environments.rewards import Reward, Sample, build_rewards
 from podium.environments.signatures import fit_signature
@@ -223,7 +223,7 @@ def test_none_of_a_trl_function_leaves_the_sum_to_the_others() -> None:
 
 def test_a_sample_to_which_nothing_applies_is_worth_0_where_a_reward_model_scores_it_too() -> None:
     async def run() -> list[Grade]:
-        async with Grader([reward(lambda completions: [None])], timeout_s=PATIENT_S, also_scored=True) as grader:
+        async with EpisodeGrader([reward(lambda completions: [None])], timeout_s=PATIENT_S, also_scored=True) as grader:
             return await grader.grade(samples(1))
 
     [one] = asyncio.run(run())
@@ -255,7 +255,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_rest_goes_on(gate: threading.E
         return 1.0
 
     async def run() -> tuple[list[Grade], int, int]:
-        async with Grader([reward(slow, name="slow")], timeout_s=SOON_S) as grader:
+        async with EpisodeGrader([reward(slow, name="slow")], timeout_s=SOON_S) as grader:
             grades = await grader.grade(samples(6))
             hanging = grader.num_stuck
             gate.set()
@@ -282,7 +282,7 @@ def test_every_call_has_the_whole_deadline_for_itself() -> None:
 
 def test_a_reward_that_always_hangs_is_given_up(gate: threading.Event) -> None:
     async def run() -> tuple[list[Grade], int]:
-        async with Grader([reward(lambda answer: gate.wait(60))], timeout_s=0.05, most_hanging=3) as grader:
+        async with EpisodeGrader([reward(lambda answer: gate.wait(60))], timeout_s=0.05, most_hanging=3) as grader:
             return await grader.grade(samples(50)), grader.num_stuck
 
     grades, num_stuck = asyncio.run(run())
@@ -329,7 +329,7 @@ def test_an_asynchronous_call_that_never_returns_is_cancelled() -> None:
         return 1.0
 
     async def run() -> tuple[list[Grade], int]:
-        async with Grader([reward(judge)], timeout_s=SOON_S) as grader:
+        async with EpisodeGrader([reward(judge)], timeout_s=SOON_S) as grader:
             grades, end_s = await grader.grade(samples(3)), time.monotonic() + 10.0
             while grader.num_stuck and time.monotonic() < end_s:  # it is cancelled in another thread
                 await asyncio.sleep(0.01)
@@ -351,7 +351,7 @@ def test_an_asynchronous_call_that_will_not_be_cancelled_is_stuck() -> None:
         return 1.0
 
     async def run() -> tuple[list[Grade], int]:
-        async with Grader([reward(judge)], timeout_s=SOON_S) as grader:
+        async with EpisodeGrader([reward(judge)], timeout_s=SOON_S) as grader:
             return await grader.grade(samples(3)), grader.num_stuck
 
     grades, num_stuck = asyncio.run(run())
@@ -369,7 +369,7 @@ def test_an_asynchronous_call_that_blocks_its_loop_is_told_and_the_others_are_ma
         return 1.0
 
     async def run() -> tuple[list[Grade], int]:
-        async with Grader([reward(judge)], timeout_s=SOON_S) as grader:
+        async with EpisodeGrader([reward(judge)], timeout_s=SOON_S) as grader:
             return await grader.grade(samples(5)), grader.num_stuck
 
     grades, num_stuck = asyncio.run(run())
@@ -396,7 +396,7 @@ def test_asynchronous_functions_keep_their_loop_between_batches() -> None:
         return 1.0
 
     async def run() -> None:
-        async with Grader([reward(judge)], timeout_s=PATIENT_S) as grader:
+        async with EpisodeGrader([reward(judge)], timeout_s=PATIENT_S) as grader:
             await grader.grade(samples(2))
             await grader.grade(samples(2))
             assert asyncio.get_running_loop() not in loops
@@ -445,7 +445,7 @@ def test_a_cancelled_grading_ends_at_once_and_its_thread_after_the_call(gate: th
         return 1.0
 
     async def run() -> None:
-        async with Grader([reward(slow, name="cancelled")], timeout_s=PATIENT_S) as grader:
+        async with EpisodeGrader([reward(slow, name="cancelled")], timeout_s=PATIENT_S) as grader:
             task = asyncio.create_task(grader.grade(samples(3)))
             await asyncio.to_thread(begun.wait, 10)
             task.cancel()

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from podium.data.trajectories import TrajectoryId
-from podium.environments.rewards import Outcome, Reward, Sample, build_rewards, check_rewards, reward_names
+from podium.environments.rewards import Reward, RewardResult, Sample, build_rewards, check_rewards, reward_names
 from podium.environments.signatures import Signature
 from podium.errors import PodiumError, RecipeError
 from podium.recipe.on_policy import FunctionReward, ModelReward, VerifierReward
@@ -62,7 +62,7 @@ def test_a_verifier_is_a_reward_by_its_own_name() -> None:
     [reward] = build_rewards([VerifierReward(verifier="numeric", options={"tolerance": 1})])
 
     assert reward.name == "numeric"
-    assert reward.outcomes(reward.call([sample(answer="it is 4")]), 1) == [Outcome(1.0)]
+    assert reward.outcomes(reward.call([sample(answer="it is 4")]), 1) == [RewardResult(1.0)]
 
 
 def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
@@ -178,7 +178,7 @@ def test_a_dict_of_verl_has_further_numbers() -> None:
 
     [outcome] = returning(style="verl").outcomes(returned, 1)
 
-    assert outcome == Outcome(1.0, None, {"acc": 1.0, "format": 0.5, "3": 4.0})
+    assert outcome == RewardResult(1.0, None, {"acc": 1.0, "format": 0.5, "3": 4.0})
 
 
 @pytest.mark.parametrize(
@@ -210,8 +210,8 @@ def test_a_batch_of_wrong_form_fails_as_a_whole(returned: Any, failure: str) -> 
 def test_one_bad_number_of_a_batch_is_one_failure() -> None:
     outcomes = returning("group").outcomes([1.0, float("nan"), None], 3)
 
-    assert outcomes == [Outcome(1.0), Outcome(None, "returned NaN"), Outcome(None, "returned None")]
+    assert outcomes == [RewardResult(1.0), RewardResult(None, "returned NaN"), RewardResult(None, "returned None")]
 
 
 def test_none_in_trl_s_style_says_that_the_reward_does_not_apply() -> None:
-    assert returning("batch", "trl").outcomes([1.0, None], 2) == [Outcome(1.0), Outcome(None)]
+    assert returning("batch", "trl").outcomes([1.0, None], 2) == [RewardResult(1.0), RewardResult(None)]

@@ -18,14 +18,14 @@ from helpers.tiny import SUPPORTED, VOCABULARY, save_tiny_model
 from podium import api
 from podium.engine import filling
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
-from podium.engine.resuming import checkpoint_pieces, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import TrainEngine
 from podium.errors import ModelError, UnsupportedModelError
 from podium.models import causal_lm
 from podium.models.buffers import computed_buffers, persistent_buffers, restore_buffers
 from podium.models.causal_lm import load_config, padded_parameters
-from podium.models.pieces import Piece
+from podium.models.tensor_shards import TensorShard
 from podium.recipe import ModelSection
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import check_manifest, verify_in_place
@@ -65,7 +65,9 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 def saved(engine: TrainEngine, folder: Path, *, without: str = "") -> Path:
     """A checkpoint of the engine; `without`: as it was written before this tensor was saved."""
     writer = CheckpointWriter(folder, one_rank(), keep=1, keep_best=False, background=False, timeout_s=60)
-    pieces: list[Piece] = [piece for piece in checkpoint_pieces(engine) if not without or without not in piece.name]
+    pieces: list[TensorShard] = [
+        piece for piece in checkpoint_shards(engine) if not without or without not in piece.name
+    ]
     writer.save(1, pieces, Extras(values={"updates": 1}, arrays={}))
     return folder
 
@@ -100,7 +102,7 @@ def test_loaded_published_and_copied_tensors_are_those_of_transformers(
 def test_a_resumed_model_has_every_tensor_of_its_checkpoint(tmp_path: Path, name: str, dtype: str) -> None:
     engine = make_engine(save_tiny_model(name, tmp_path / "base"), dtype=dtype)
     draw = torch.Generator().manual_seed(5)
-    for piece in checkpoint_pieces(engine):
+    for piece in checkpoint_shards(engine):
         piece.local.copy_(torch.rand(piece.local.shape, generator=draw))
     for each in (*engine.optimizer.trained, *engine.frozen):
         each.publish()
@@ -108,7 +110,7 @@ def test_a_resumed_model_has_every_tensor_of_its_checkpoint(tmp_path: Path, name
     resumed = make_engine(tmp_path / "base", dtype=dtype, checkpoint=reader)
     restore_optimizer(resumed, reader)
     assert_same(state(resumed.model.hf), state(engine.model.hf))
-    pairs = zip(checkpoint_pieces(resumed), checkpoint_pieces(engine), strict=True)
+    pairs = zip(checkpoint_shards(resumed), checkpoint_shards(engine), strict=True)
     assert all(mine.name == theirs.name and torch.equal(mine.local, theirs.local) for mine, theirs in pairs)
 
 

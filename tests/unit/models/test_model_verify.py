@@ -13,7 +13,7 @@ import transformers
 from helpers.engines import make_engine
 from helpers.tiny import SUPPORTED, save_tiny_model, tiny_config
 from podium import api
-from podium.engine.resuming import checkpoint_pieces
+from podium.engine.resuming import checkpoint_shards
 from podium.errors import UnsupportedModelError
 from podium.models import packing
 from podium.models.buffers import persistent_buffers
@@ -123,7 +123,7 @@ def test_a_buffer_of_the_checkpoint_is_loaded(tmp_path: Path) -> None:
     loaded = persistent_buffers(engine.model.hf)
     assert list(loaded) == [name]
     assert loaded[name].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4])
-    saved = {piece.name: piece.local for piece in checkpoint_pieces(engine)}
+    saved = {piece.name: piece.local for piece in checkpoint_shards(engine)}
     assert torch.equal(saved[f"buffer/{name}"], loaded[name])
 
 

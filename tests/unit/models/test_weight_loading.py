@@ -19,7 +19,7 @@ from helpers.tiny import save_tiny_model
 from podium.engine.sharding import place
 from podium.errors import ModelError, UnsupportedModelError
 from podium.models.causal_lm import build, load_config, padded_vocabulary
-from podium.models.pieces import Box, Piece
+from podium.models.tensor_shards import Box, TensorShard
 from podium.models.weights import MemoryWeights, fill
 from podium.recipe import ModelSection
 
@@ -159,14 +159,14 @@ def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
 def test_a_rank_reads_only_its_rows_and_zeroes_the_padding_in_them() -> None:
     whole = torch.arange(10.0).reshape(5, 2)
     local = torch.full((4, 2), -1.0)
-    place = Piece(name="rows", local=local, box=Box((3, 0), (7, 2)), shape=(8, 2))
+    place = TensorShard(name="rows", local=local, box=Box((3, 0), (7, 2)), shape=(8, 2))
     fill(iter([place]), MemoryWeights({"rows": whole}), padded_rows={"rows": 5})
     assert local.tolist() == [[6, 7], [8, 9], [0, 0], [0, 0]]
 
 
 def test_a_rank_that_holds_only_padding_gets_zeros() -> None:
     local = torch.full((2, 2), -1.0)
-    place = Piece(name="rows", local=local, box=Box((6, 0), (8, 2)), shape=(8, 2))
+    place = TensorShard(name="rows", local=local, box=Box((6, 0), (8, 2)), shape=(8, 2))
     fill(iter([place]), MemoryWeights({"rows": torch.ones(5, 2)}), padded_rows={"rows": 5})
     assert local.tolist() == [[0, 0], [0, 0]]
 

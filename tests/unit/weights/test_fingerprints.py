@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from podium.models.pieces import Box
+from podium.models.tensor_shards import Box
 from podium.weights import fingerprints
 from podium.weights.fingerprints import BLOCK, fingerprint, partial_fingerprint, piece_fingerprint, unsigned
 

@@ -43,7 +43,7 @@ class SlotRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
+class QuerySpan:
     """Tokens [first, first + count) of the forward are the last `count` of the first `length` of a sequence."""
 
     first: int
@@ -53,7 +53,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PackedPieces:
+class PackedSpans:
     """All pieces of a forward on CUDA, for one variable-length call."""
 
     first: int  # where they begin in the forward
@@ -74,8 +74,8 @@ class CachedStep:
     offset_T: Tensor
     slot_runs: Sequence[SlotRun] = ()
     lengths_N: Tensor | None = None  # of the rows of the slot runs, this forward's token included
-    pieces: Sequence[Piece] = ()
-    packed: PackedPieces | None = None
+    pieces: Sequence[QuerySpan] = ()
+    packed: PackedSpans | None = None
     repeats: Tensor | None = None  # tokens of the forward behind `page_T`: which of the others each one repeats
     masks: dict[tuple[int, int, int | None], Tensor] = field(default_factory=dict)  # shared by the layers
     places: dict[int, Tensor] = field(default_factory=dict)
@@ -164,7 +164,7 @@ class CachedStep:
         self,
         layer: LayerCache,
         query: Tensor,
-        piece: Piece,
+        piece: QuerySpan,
         scaling: float | None,
         window: int | None,
         softcap: float | None,
@@ -187,7 +187,7 @@ class CachedStep:
             )
         return out[0, :, : piece.count].transpose(0, 1)
 
-    def _piece_mask(self, piece: Piece, rows: int, keys: int, window: int | None) -> Tensor:
+    def _piece_mask(self, piece: QuerySpan, rows: int, keys: int, window: int | None) -> Tensor:
         """[rows, keys] for the last tokens of a sequence: 0 where one sees, -inf where it does not. Surplus rows see
         what the last one sees."""
         known = self.masks.get((piece.first, rows, window))
@@ -205,7 +205,7 @@ class CachedStep:
         self,
         layer: LayerCache,
         q: Tensor,
-        piece: Piece,
+        piece: QuerySpan,
         scaling: float | None,
         window: int | None,
         softcap: float | None,
@@ -229,7 +229,7 @@ class CachedStep:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        packed: PackedPieces,
+        packed: PackedSpans,
         scaling: float | None,
         window: int | None,
     ) -> Tensor:
@@ -263,7 +263,7 @@ def _whole_rows(query: Tensor, multiple: int) -> Tensor:
     return torch.cat([query, last.expand(*last.shape[:-2], missing, last.shape[-1])], dim=-2)
 
 
-def _sequence(store: Tensor, piece: Piece, keys: int) -> Tensor:
+def _sequence(store: Tensor, piece: QuerySpan, keys: int) -> Tensor:
     """[1, K, keys, E] of one sequence: a view of its slot, or its blocks one after the other."""
     if len(piece.blocks) == 1 and keys <= store.shape[2]:
         block = int(piece.blocks[0])
@@ -273,11 +273,11 @@ def _sequence(store: Tensor, piece: Piece, keys: int) -> Tensor:
     return F.pad(found, (0, 0, 0, keys - found.shape[2])) if found.shape[2] < keys else found
 
 
-def _sees_all(piece: Piece, window: int | None) -> bool:
+def _sees_all(piece: QuerySpan, window: int | None) -> bool:
     return piece.count == 1 and (window is None or piece.length <= window)
 
 
-def _trailing_mask(piece: Piece, window: int | None, device: torch.device) -> Tensor:
+def _trailing_mask(piece: QuerySpan, window: int | None, device: torch.device) -> Tensor:
     """[queries, keys] for the last tokens of a sequence."""
     keys = torch.arange(piece.length, device=device)
     distance = keys[piece.length - piece.count :, None] - keys[None, :]

@@ -64,7 +64,7 @@ class ResizedHolding:
         self.bytes.untyped_storage().resize_(0)
 
 
-class _Place(ctypes.Structure):
+class _MemoryLocation(ctypes.Structure):
     _fields_ = [("type", ctypes.c_int), ("id", ctypes.c_int)]
 
 
@@ -74,14 +74,14 @@ class _Properties(ctypes.Structure):
     _fields_ = [
         ("type", ctypes.c_int),
         ("handle_types", ctypes.c_int),
-        ("place", _Place),
+        ("place", _MemoryLocation),
         ("unused", ctypes.c_void_p),
         ("flags", ctypes.c_ubyte * 8),
     ]
 
 
 class _Access(ctypes.Structure):
-    _fields_ = [("place", _Place), ("flags", ctypes.c_int)]
+    _fields_ = [("place", _MemoryLocation), ("flags", ctypes.c_int)]
 
 
 _PINNED, _DEVICE, _READ_AND_WRITE, _RECOMMENDED = 1, 1, 3, 1
@@ -103,7 +103,7 @@ class MappedHolding:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         torch.cuda.init()
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
-        place = _Place(_DEVICE, device.index if device.index is not None else torch.cuda.current_device())
+        place = _MemoryLocation(_DEVICE, device.index if device.index is not None else torch.cuda.current_device())
         self._properties = _Properties(type=_PINNED, place=place)
         self._access = _Access(place=place, flags=_READ_AND_WRITE)
         unit = ctypes.c_size_t()

@@ -21,7 +21,7 @@ from podium.models.causal_lm import PackedCausalLM
 from podium.models.cost import has_experts
 from podium.models.device import onednn_off
 from podium.models.head import next_token_scores
-from podium.rollout.native.attention import CachedStep, PackedPieces, Piece, SlotRun
+from podium.rollout.native.attention import CachedStep, PackedSpans, QuerySpan, SlotRun
 from podium.rollout.native.cache import KVCache
 from podium.rollout.native.rows import Rows, RowTable
 from podium.rollout.native.sampling import LogitsProcessing, SampledTokens, sample
@@ -238,7 +238,7 @@ class EagerRunner:
             self._segments = (key, segments(slots, lengths_N))
         return self._segments[1]
 
-    def _pieces(self, decode: Rows, chunks: Sequence[Chunk]) -> list[Piece]:
+    def _pieces(self, decode: Rows, chunks: Sequence[Chunk]) -> list[QuerySpan]:
         """Prompts, and without slots every decode row, are read sequence by sequence."""
         rows, first, pieces = self._rows, len(decode), []
         if not self._slots:
@@ -249,11 +249,11 @@ class EagerRunner:
             first += chunk.stop - chunk.start
         return pieces
 
-    def _piece(self, row: int, first: int, count: int, length: int) -> Piece:
+    def _piece(self, row: int, first: int, count: int, length: int) -> QuerySpan:
         blocks = self._rows.blocks_RM[row, : -(-length // self._rows.block_size)]
-        return Piece(first=first, count=count, length=length, blocks=self.moved(blocks))
+        return QuerySpan(first=first, count=count, length=length, blocks=self.moved(blocks))
 
-    def _packed(self, chunks: Sequence[Chunk]) -> PackedPieces:
+    def _packed(self, chunks: Sequence[Chunk]) -> PackedSpans:
         counts = np.array([chunk.stop - chunk.start for chunk in chunks])
         lengths = np.array([chunk.stop for chunk in chunks])
         block = offset = None
@@ -262,7 +262,7 @@ class EagerRunner:
             row = np.repeat([chunk.row for chunk in chunks], lengths)
             block = self.moved(self._rows.blocks_RM[row, at // self._rows.block_size])
             offset = self.moved(at % self._rows.block_size)
-        return PackedPieces(
+        return PackedSpans(
             first=0,
             query_bounds=self.moved(np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)),
             key_bounds=self.moved(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)),

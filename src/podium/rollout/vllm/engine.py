@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, eq=False)
-class _Answer:
+class _RunningSequence:
     """One request under way, and what has been drawn for it."""
 
     request: Request
@@ -68,8 +68,8 @@ class VllmEngine:
         self._settings = settings
         self._has_tokenizer = has_tokenizer(settings.folder)
         self._lock = FairLock()
-        self._answers: dict[TrajectoryId, _Answer] = {}
-        self._by_handle: dict[str, _Answer] = {}
+        self._answers: dict[TrajectoryId, _RunningSequence] = {}
+        self._by_handle: dict[str, _RunningSequence] = {}
         self._ready: deque[Completion] = deque()
         self._handles = itertools.count()
         self._version = settings.version
@@ -227,7 +227,7 @@ class VllmEngine:
         problem = self._problem(request)
         if problem is None:
             # A copy: the caller's array may be written to later.
-            answer = _Answer(replace(request, prompt=request.prompt.astype(np.int32)), "")
+            answer = _RunningSequence(replace(request, prompt=request.prompt.astype(np.int32)), "")
             try:
                 self._start(answer)
             except ValueError as error:  # what vLLM alone knows to be wrong
@@ -251,7 +251,7 @@ class VllmEngine:
             )
         return limits(request, has_tokenizer=self._has_tokenizer)
 
-    def _start(self, answer: _Answer) -> None:
+    def _start(self, answer: _RunningSequence) -> None:
         answer.handle = f"{next(self._handles)}"
         # With the version in it a cached prefix is never found by answers that begin under other weights.
         prompt = compat.token_prompt(answer.request.prompt.tolist(), cache_salt=f"version {self._version}")
@@ -273,7 +273,7 @@ class VllmEngine:
             self._engine.collective_rpc("podium_clean_cache")
             self._cache_is_soiled = False
 
-    def _advance(self, answer: _Answer, output: Any) -> None:
+    def _advance(self, answer: _RunningSequence, output: Any) -> None:
         [part] = output.outputs
         drawn, logprobs = list(part.token_ids), part.logprobs.logprobs if part.token_ids else []
         if drawn and not answer.tokens:
@@ -290,7 +290,7 @@ class VllmEngine:
         if part.finish_reason is not None:
             self._end(answer, _finished(answer, part))
 
-    def _end_broken(self, answer: _Answer, *, is_nan: bool, still_inside: bool) -> None:
+    def _end_broken(self, answer: _RunningSequence, *, is_nan: bool, still_inside: bool) -> None:
         if still_inside:
             self._abort(answer)
         if is_nan:
@@ -300,11 +300,11 @@ class VllmEngine:
             why = "logit_bias and allowed_tokens leave nothing to sample. Allow some token."
         self._end(answer, answer.completion("error", error=f"at token {len(answer.tokens)} of the answer {why}"))
 
-    def _abort(self, answer: _Answer) -> None:
+    def _abort(self, answer: _RunningSequence) -> None:
         self._preemptions += compat.num_preemptions(self._engine, answer.handle)
         self._engine.abort_request([answer.handle])
 
-    def _end(self, answer: _Answer, completion: Completion) -> None:
+    def _end(self, answer: _RunningSequence, completion: Completion) -> None:
         del self._answers[answer.request.id], self._by_handle[answer.handle]
         self._finished += 1
         self._ready.append(completion)
@@ -372,7 +372,7 @@ class VllmEngine:
         return self._capacity.cache_bytes + sum(weights)
 
 
-def _finished(answer: _Answer, part: Any) -> Completion:
+def _finished(answer: _RunningSequence, part: Any) -> Completion:
     match part.finish_reason:
         case "stop":
             return answer.completion("stop", stop=part.stop_reason)

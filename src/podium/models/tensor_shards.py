@@ -45,7 +45,7 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
+class TensorShard:
     """The part of one named tensor that this rank holds. Saving reads `local`; loading fills it in place."""
 
     name: str
