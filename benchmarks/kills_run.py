@@ -306,7 +306,8 @@ def ledger_of(run: Path) -> list[list[Any]]:
         return []
     with closing(sqlite3.connect(run / "episodes.sqlite")) as ledger_file:
         rows = ledger_file.execute(
-            "SELECT draw, sample, branch, step, state, finish, version, tokens, reward FROM episodes ORDER BY 1, 2, 3"
+            "SELECT prompt_index, sample, branch, step, state, finish, version, tokens, reward FROM episodes "
+            "ORDER BY 1, 2, 3"
         ).fetchall()
     return [list(each) for each in rows]
 

@@ -158,11 +158,11 @@ def full_batch(native: Native, rows: int, prompt: int, new: int) -> dict[str, fl
         while not done.wait(0.02):
             load = native.engine.load()
             if load.running == rows and load.waiting == 0:
-                seen.append((time.perf_counter(), load.drawn_tokens))
+                seen.append((time.perf_counter(), load.generated_tokens))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    before = native.engine.load().drawn_tokens
+    before = native.engine.load().generated_tokens
     for _ in native.engine.results(deadline_s=60.0):
         pass
     done.set()

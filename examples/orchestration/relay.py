@@ -110,7 +110,7 @@ class Learner:
 
 
 def _sampled(ids: TrajectoryIds) -> TrajectoryBlock:
-    lengths_N = np.array([4 + each.draw * each.sample % 7 for each in ids])
+    lengths_N = np.array([4 + each.prompt_index * each.sample % 7 for each in ids])
     total = int(lengths_N.sum())
     return TrajectoryBlock(
         ids=ids,

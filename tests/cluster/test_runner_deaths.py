@@ -15,7 +15,7 @@ from helpers.clusters import Opener, in_cluster
 from helpers.scripted_generator import ScriptedGenerator
 from helpers.tiny import save_tiny_folder, tiny_tokenizer
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, Workers
-from podium.data.tasks import DrawnTask, Task
+from podium.data.tasks import IndexedTask, Task
 from podium.data.trajectories import TrajectoryBlock
 from podium.recipe import ModelSection
 from podium.recipe.on_policy import EnvironmentSection
@@ -78,10 +78,10 @@ def _layout(folder: Path, model: Path, flag: Path, runners: int) -> Layout:
     )  # fmt: skip
 
 
-def _prompts() -> list[DrawnTask]:
+def _prompts() -> list[IndexedTask]:
     return [
-        DrawnTask(
-            draw=draw, epoch=0,
+        IndexedTask(
+            prompt_index=draw, epoch=0,
             task=Task(
                 source="test", messages=({"role": "user", "content": "?"},), text=None, tools=None, reference=None,
                 row={"draw": draw}, place="here",
@@ -102,7 +102,7 @@ def _played(opener: Opener, folder: Path, model: Path, flag: Path, runners: int)
         handle = RunnerHandle(workers, workers.role("runner", EpisodeRunner), generator, warn=warnings.append)
         plan = SamplingPlan(max_new_tokens=8, temperature=1.0, seed=5)
         blocks = [block async for block in handle.generate(_prompts(), _SAMPLES, plan)]
-        tasks = {prompt.draw: prompt.task for prompt in _prompts()}
+        tasks = {prompt.prompt_index: prompt.task for prompt in _prompts()}
         rollouts = Rollouts.of(blocks, tasks, step=1, version=0)
         block: TrajectoryBlock = rollouts.rows.read()
         found.append((rollouts, block))

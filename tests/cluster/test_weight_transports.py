@@ -117,7 +117,7 @@ async def stored(policy: RoleGroup[Policy], transfer: ByStore) -> ByStore:
     references: dict[int, Readable] = {}
     async for block in policy.stream_sharded(Policy.stream, shards):
         assert block.stored is not None
-        references[block.ids[0].draw] = block.stored
+        references[block.ids[0].prompt_index] = block.stored
     return replace(transfer, stored=tuple(references[number] for number in range(len(transfer.buckets))))
 
 

@@ -26,7 +26,7 @@ ALWAYS = {
     "staleness/mean", "staleness/max", "loss", "grad_norm", "skipped", "optimizer_steps", "entropy", "kl/behavior",
     "clip/high", "clip/low", "clip/fraction", "ratio/mean", "ratio/max", "ratio/ess", "advantage/mean",
     "advantage/std", "gap/mean", "gap/max", "imbalance", "micro_steps", "trained_tokens", "step_s", "idle_s", "tokens",
-    "tokens_per_s", "rollout/drawn_tokens", "rollout/tokens_per_s", "update/tokens_per_s", "mfu", "update/mfu",
+    "tokens_per_s", "rollout/generated_tokens", "rollout/tokens_per_s", "update/tokens_per_s", "mfu", "update/mfu",
     "time/rollout_s", "time/grade_s", "time/update_s", "time/publish_s", "prompts/too_long", "epoch",
 }  # fmt: skip
 EPISODES = 16  # of one step of `rl_recipe`
@@ -93,7 +93,7 @@ def test_grpo_records_every_step_every_episode_and_a_checkpoint(workspace: Works
         assert all(math.isfinite(value) for value in line.values())
         assert line["episodes"] == line["episodes/learned_from"] == EPISODES
         assert line["groups"] == 4
-        assert line["rollout/drawn_tokens"] == line["trained_tokens"] == line["response/mean"] * EPISODES
+        assert line["rollout/generated_tokens"] == line["trained_tokens"] == line["response/mean"] * EPISODES
         assert line["gap/max"] < 1e-4  # the engine draws from the very policy that is trained
         assert line["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
         assert line["time/rollout_s"] + line["time/update_s"] < line["step_s"]
@@ -307,7 +307,7 @@ def test_methods_are_combinations_of_pieces(workspace: Workspace, name: str) -> 
         case "correction":
             assert found[1]["correction/mean"] > 0
         case "no truncated":
-            assert found[1]["trained_tokens"] < found[1]["rollout/drawn_tokens"]
+            assert found[1]["trained_tokens"] < found[1]["rollout/generated_tokens"]
 
 
 def test_a_reward_model_scores_beside_a_function(workspace: Workspace, reward_model: Path) -> None:

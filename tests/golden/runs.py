@@ -183,7 +183,7 @@ def _ledger(run: Path) -> str | None:
     file = run / "episodes.sqlite"
     if not file.exists():
         return None
-    columns = "draw, sample, branch, step, state, finish, version, tokens, reward"
+    columns = "prompt_index, sample, branch, step, state, finish, version, tokens, reward"
     with contextlib.closing(sqlite3.connect(file)) as ledger:
         rows = ledger.execute(f"SELECT {columns} FROM episodes ORDER BY 1, 2, 3").fetchall()
     assert rows

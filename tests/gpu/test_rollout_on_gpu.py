@@ -143,7 +143,7 @@ def test_in_float32_graphs_and_plain_torch_draw_the_same_tokens(
     eager, captured = (answers(opened(trainer, decode=way), requests) for way in ("eager", "captured"))
     same = [eager[id].tokens_L.tolist() == captured[id].tokens_L.tolist() for id in eager]
     assert sum(same) >= len(same) - 1  # a random number may lie on the border of two tokens
-    assert gap(trainer, [each for each in captured.values() if each.id.draw == 0]).largest < 1e-3
+    assert gap(trainer, [each for each in captured.values() if each.id.prompt_index == 0]).largest < 1e-3
 
 
 def test_captured_graphs_stay_right_over_three_cycles_of_update_and_rollout(
@@ -238,7 +238,7 @@ def test_an_in_flight_update_splits_an_answer_between_versions(
     published = PublishedWeights(trainer.model, trainer.optimizer.trained, mesh, torch.bfloat16)
     engine.submit([ask(0, 20, 20), ask(1, 20, 100)])
     results = engine.results(deadline_s=60.0)
-    assert next(results).id.draw == 0
+    assert next(results).id.prompt_index == 0
     update(trainer, 5)
     engine.install(published.describe(1), None)
     (found,) = list(results)

@@ -23,7 +23,7 @@ from podium.cluster.identity import Coordinates
 from podium.cluster.objects import InlineStored, RowRefs
 from podium.cluster.results import Metric, ShardResult
 from podium.data.costs import SequenceCost
-from podium.data.tasks import DrawnTask
+from podium.data.tasks import IndexedTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, ValueColumns
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import DistanceNote, EpisodeNote, Residency, SamplingPlan, UpdatePlan
@@ -46,7 +46,7 @@ WRONG, RIGHT = 10, 11
 
 def drawn(id: TrajectoryId, chance: float) -> bool:
     """The same episode draws the same number, whatever it is drawn with."""
-    return bool(np.random.default_rng([7, id.draw, id.sample]).random() < chance)
+    return bool(np.random.default_rng([7, id.prompt_index, id.sample]).random() < chance)
 
 
 @dataclass(kw_only=True)
@@ -112,17 +112,17 @@ class FakeGenerator(_Placed):
         return 4
 
     async def generate(
-        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan
+        self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan
     ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
-        self._works("generate", tuple(prompt.draw for prompt in prompts), samples, plan)
+        self._works("generate", tuple(prompt.prompt_index for prompt in prompts), samples, plan)
         for first in reversed(range(0, len(prompts), 2)):
             answers = [
-                self._answer(TrajectoryId(prompt.draw, sample), plan)
+                self._answer(TrajectoryId(prompt.prompt_index, sample), plan)
                 for prompt in prompts[first : first + 2]
                 for sample in range(samples)
             ]
             counted = Metric(
-                name="drawn_tokens", value=float(sum(each.num_tokens for each in answers)), reduction="sum"
+                name="generated_tokens", value=float(sum(each.num_tokens for each in answers)), reduction="sum"
             )
             result = make_result(answers, metrics=(counted,))
             yield replace(result, note=self._bandit.environment(result.note))
@@ -131,12 +131,12 @@ class FakeGenerator(_Placed):
         """One token that counts, and up to two behind it."""
         error = self._bandit.spoils(id)
         if error is not None:
-            return make_answer(id.draw, id.sample, tokens=(), finish="error", error=error)
+            return make_answer(id.prompt_index, id.sample, tokens=(), finish="error", error=error)
         right = self._chance > 0.5 if plan.temperature == 0 else self._bandit.is_right(id, self._chance)
         chance = self._chance if right else 1 - self._chance
         behind = [9] * (id.sample % 3)
         return make_answer(
-            id.draw, id.sample, tokens=[RIGHT if right else WRONG, *behind], version=self._version,
+            id.prompt_index, id.sample, tokens=[RIGHT if right else WRONG, *behind], version=self._version,
             logprobs=[math.log(max(chance, 1e-9)), *(0.0 for _ in behind)],
             finish="length" if self._bandit.is_truncated(id) else "stop",
         )  # fmt: skip

@@ -97,7 +97,8 @@ def make_rollouts(
     metrics: tuple[Metric, ...] = (),
 ) -> Rollouts:
     tasks = {
-        each.id.draw: make_task(each.id.draw, source=(sources or {}).get(each.id.draw, "sums")) for each in answers
+        each.id.prompt_index: make_task(each.id.prompt_index, source=(sources or {}).get(each.id.prompt_index, "sums"))
+        for each in answers
     }
     return Rollouts.of([make_result(answers, metrics=metrics)], tasks, step=step, version=version)
 

@@ -423,11 +423,12 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
 
 
 def ledger(run: Path) -> list[tuple[Any, ...]]:
-    """(draw, sample, branch, attempt, step, state, tokens, reward) of every episode, in order of id."""
+    """(prompt_index, sample, branch, attempt, step, state, tokens, reward) of every episode, in order of id."""
     file = sqlite3.connect(run / "episodes.sqlite")
     try:
         return file.execute(
-            "SELECT draw, sample, branch, attempt, step, state, tokens, reward FROM episodes ORDER BY 1, 2, 3, 4"
+            "SELECT prompt_index, sample, branch, attempt, step, state, tokens, reward FROM episodes "
+            "ORDER BY 1, 2, 3, 4"
         ).fetchall()
     finally:
         file.close()

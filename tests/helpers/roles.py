@@ -41,14 +41,16 @@ def ids(draws: range, samples: int = 2) -> TrajectoryIds:
 
 
 def length_of(each: TrajectoryId) -> int:
-    return 1 + (7 * each.draw + 3 * each.sample) % 11
+    return 1 + (7 * each.prompt_index + 3 * each.sample) % 11
 
 
 def make_block(wanted: TrajectoryIds) -> TrajectoryBlock:
     """Trajectory (d, s) has `length_of` tokens, all of value 100·d + s."""
     lengths = [length_of(each) for each in wanted]
     total = sum(lengths)
-    tokens = [np.full(length, 100 * each.draw + each.sample) for each, length in zip(wanted, lengths, strict=True)]
+    tokens = [
+        np.full(length, 100 * each.prompt_index + each.sample) for each, length in zip(wanted, lengths, strict=True)
+    ]
     return TrajectoryBlock(
         ids=wanted,
         offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),

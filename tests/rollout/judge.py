@@ -65,7 +65,7 @@ def in_background(work: Callable[[], Any]) -> Future[Any]:
 def wait_for_tokens(engine: RolloutEngine, count: int) -> None:
     """Until the engine has drawn so many in all. `load` waits for its turn, so this goes step by step."""
     until = time.monotonic() + DEADLINE_S
-    while engine.load().drawn_tokens < count:
+    while engine.load().generated_tokens < count:
         assert time.monotonic() < until, f"{count} tokens were not drawn in time"
 
 

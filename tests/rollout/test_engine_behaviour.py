@@ -71,7 +71,7 @@ def test_requests_may_come_while_results_are_read(engine: RolloutEngine) -> None
     engine.submit([ask(0, new=30)])
     results = engine.results(deadline_s=DEADLINE_S)
     other = in_background(lambda: (wait_for_tokens(engine, 3), engine.submit([ask(1, new=3)])))
-    assert [completion.id.draw for completion in results] == [1, 0]
+    assert [completion.id.prompt_index for completion in results] == [1, 0]
     other.result(DEADLINE_S)
 
 
@@ -124,7 +124,7 @@ def test_a_pause_that_lasts_longer_than_the_deadline_raises(engine: RolloutEngin
     engine.pause()
     with pytest.raises(RolloutError, match="paused"):
         list(engine.results(deadline_s=0.05))
-    assert engine.load().drawn_tokens == 0
+    assert engine.load().generated_tokens == 0
     engine.resume()
     assert len(list(engine.results(deadline_s=DEADLINE_S))) == 1
 
@@ -132,18 +132,18 @@ def test_a_pause_that_lasts_longer_than_the_deadline_raises(engine: RolloutEngin
 def test_a_pause_stops_drawing_and_going_on_gives_the_same_tokens(engine: RolloutEngine) -> None:
     request = ask(0, new=LONG)
     expected = answer(engine, request).tokens_L.tolist()
-    before = engine.load().drawn_tokens
+    before = engine.load().generated_tokens
 
     def pause() -> int:
         wait_for_tokens(engine, before + 5)
         engine.pause()
-        return engine.load().drawn_tokens
+        return engine.load().generated_tokens
 
     engine.submit([request])
     pausing = in_background(pause)
     with pytest.raises(RolloutError, match="paused"):
         list(engine.results(deadline_s=0.2))
-    assert before + 5 <= pausing.result(DEADLINE_S) == engine.load().drawn_tokens < before + LONG
+    assert before + 5 <= pausing.result(DEADLINE_S) == engine.load().generated_tokens < before + LONG
     engine.resume()
     [completion] = engine.results(deadline_s=DEADLINE_S)
     assert completion.tokens_L.tolist() == expected
@@ -196,10 +196,10 @@ def test_what_begins_after_an_update_finds_nothing_of_older_weights(
     # One ends at once and hands control to this thread; one goes on; one has not begun.
     engine.submit([ask(2, new=1), ask(3, LONG_PROMPT, new=LONG), ask(4, LONG_PROMPT, new=20)])
     results = engine.results(deadline_s=DEADLINE_S)
-    assert next(results).id.draw == 2
+    assert next(results).id.prompt_index == 2
     engine.install(weights.version(new), weights, in_flight=in_flight)
     engine.submit([ask(5, LONG_PROMPT, new=20)])
-    found = {completion.id.draw: completion for completion in results}
+    found = {completion.id.prompt_index: completion for completion in results}
     for draw in (4, 5):
         completion = found[draw]
         np.testing.assert_allclose(completion.logprobs_L, other_judge.logprobs_L(completion), atol=1e-4)
@@ -250,10 +250,10 @@ def test_wrong_weights_are_refused_and_nothing_is_drawn_until_right_ones_come(
     with pytest.raises(RolloutError, match=r"down_proj|q_proj|ends before|sender is gone") as refusal:
         engine.install(weights.version(old + 1), wrong)
     assert isinstance(refusal.value, WeightMismatchError) or broken is _interrupted
-    drawn = engine.load().drawn_tokens
+    drawn = engine.load().generated_tokens
     with pytest.raises(RolloutError):
         list(engine.results(deadline_s=0.2))
-    assert engine.load().drawn_tokens == drawn
+    assert engine.load().generated_tokens == drawn
     engine.install(weights.version(old + 2), weights)
     [completion] = engine.results(deadline_s=DEADLINE_S)
     cut = int((completion.versions_L == old).sum())
@@ -272,10 +272,10 @@ def test_sleeping_keeps_answers_under_way(engine: RolloutEngine) -> None:
     freed = engine.sleep()
     assert freed.measured_bytes >= 0
     assert freed.accounted_bytes >= 0
-    drawn = engine.load().drawn_tokens
+    drawn = engine.load().generated_tokens
     with pytest.raises(RolloutError, match="sleep"):
         list(engine.results(deadline_s=0.05))
-    assert engine.load().drawn_tokens == drawn
+    assert engine.load().generated_tokens == drawn
     taken = engine.wake()
     assert taken.accounted_bytes == freed.accounted_bytes
     found = collected(engine.results(deadline_s=DEADLINE_S))
@@ -369,7 +369,7 @@ def test_capacity_says_what_was_asked_for(engine_factory: EngineFactory, rollout
 def test_load_counts(engine_factory: EngineFactory, rollout_folder: Path) -> None:
     engine = engine_factory(rollout_folder, max_running=2)
     idle = engine.load()
-    assert (idle.waiting, idle.running, idle.cache_tokens_used, idle.finished, idle.drawn_tokens) == (0, 0, 0, 0, 0)
+    assert (idle.waiting, idle.running, idle.cache_tokens_used, idle.finished, idle.generated_tokens) == (0, 0, 0, 0, 0)
     engine.submit([ask(0, LONG_PROMPT, new=2)] + [ask(n, LONG_PROMPT, new=20) for n in range(1, 5)])
     assert engine.load().waiting + engine.load().running == 5
     results = engine.results(deadline_s=DEADLINE_S)
@@ -381,7 +381,7 @@ def test_load_counts(engine_factory: EngineFactory, rollout_folder: Path) -> Non
     assert len(list(results)) == 4
     done = engine.load()
     assert (done.waiting, done.running, done.cache_tokens_used, done.finished) == (0, 0, 0, 5)
-    assert done.drawn_tokens == 2 + 4 * 20
+    assert done.generated_tokens == 2 + 4 * 20
     # The last token of a prompt draws the first of its answer, and may be counted with neither.
     assert 5 * len(LONG_PROMPT) - 5 <= done.prefilled_tokens + done.reused_tokens <= 5 * len(LONG_PROMPT)
     assert done.reused_tokens > 0

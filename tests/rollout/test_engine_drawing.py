@@ -51,7 +51,7 @@ def test_answers_of_several_temperatures_in_one_batch_keep_their_own(engine: Rol
     temperatures = [0.0, 0.5, 1.0, 1.9]
     found = answers(engine, [ask(n, new=10, temperature=each) for n, each in enumerate(temperatures)])
     for completion in found.values():
-        expected_L = judge.logprobs_L(completion, temperature=temperatures[completion.id.draw] or 1.0)
+        expected_L = judge.logprobs_L(completion, temperature=temperatures[completion.id.prompt_index] or 1.0)
         np.testing.assert_allclose(completion.logprobs_L, expected_L, atol=1e-4)
 
 
@@ -66,7 +66,7 @@ def test_whatever_narrows_the_draw_the_logprobs_stay_those_of_the_policy(engine:
         ask(6, stop_tokens=frozenset({4}), min_new_tokens=6),
     ]
     for completion in answers(engine, requests).values():
-        expected_L = judge.logprobs_L(completion, temperature=requests[completion.id.draw].sampling.temperature)
+        expected_L = judge.logprobs_L(completion, temperature=requests[completion.id.prompt_index].sampling.temperature)
         np.testing.assert_allclose(completion.logprobs_L, expected_L, atol=1e-4)
 
 

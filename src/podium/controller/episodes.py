@@ -10,7 +10,7 @@ from podium.controller.devices import Devices
 from podium.controller.grading import HeldoutScores, grade_rollouts, heldout_scores, without_failed
 from podium.controller.parts import OnPolicyParts
 from podium.controller.state import RunState
-from podium.data.tasks import DrawnTask
+from podium.data.tasks import IndexedTask
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import GradedRollouts, Rollouts
@@ -35,7 +35,7 @@ class Episodes:
         return await self._grade(await self.generate(prompts, samples, self._sampling, step, objects))
 
     async def generate(
-        self, prompts: Sequence[DrawnTask], samples: int, sampling: SamplingPlan, step: int, objects: ObjectScope
+        self, prompts: Sequence[IndexedTask], samples: int, sampling: SamplingPlan, step: int, objects: ObjectScope
     ) -> Rollouts:
         """Episodes of these prompts. Generators get the newest weights first, if they do not have them."""
         roles, version = self._parts.roles, self._state.version
@@ -43,7 +43,7 @@ class Episodes:
         await self._devices.publish(version)
         async with self._devices.phase("rollout"):
             blocks = [block async for block in source.generate(prompts, samples, sampling)]
-        tasks = {prompt.draw: prompt.task for prompt in prompts}
+        tasks = {prompt.prompt_index: prompt.task for prompt in prompts}
         rollouts = Rollouts.of(blocks, tasks, step=step, version=version)
         objects.hold(rollouts.rows)
         return rollouts

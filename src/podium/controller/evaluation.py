@@ -15,7 +15,7 @@ from podium.controller.episodes import Episodes
 from podium.controller.grading import HeldoutScores
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import pass_at_k, powers_up_to
-from podium.data.tasks import DrawnTask, Task
+from podium.data.tasks import IndexedTask, Task
 from podium.observe import EvaluationView, SampleView
 from podium.recipe import GenerationSection, OnPolicyRecipe
 from podium.recipe.schema import SampledGenerationSection
@@ -95,10 +95,10 @@ def summarise(
     metrics["heldout/truncated"] = float(rollouts.truncated_N.mean())
     metrics |= _by_source(scores_N, rollouts)
     metrics |= pass_at
-    draws = rollouts.group_N.tolist()
+    prompt_indices = rollouts.group_N.tolist()
     views = tuple(
-        SampleView(prompt=prompt, answer=answer, reference=tasks[draw].reference, score=score)
-        for (prompt, answer), draw, score in zip(scores.texts, draws, scores_N.tolist(), strict=False)
+        SampleView(prompt=prompt, answer=answer, reference=tasks[prompt_index].reference, score=score)
+        for (prompt, answer), prompt_index, score in zip(scores.texts, prompt_indices, scores_N.tolist(), strict=False)
     )
     view = EvaluationView(
         step=step,
@@ -110,13 +110,13 @@ def summarise(
     return OnPolicyEvaluation(score=metrics["heldout/score"], metrics=metrics, view=view)
 
 
-def numbered(tasks: Sequence[Task]) -> list[DrawnTask]:
+def numbered(tasks: Sequence[Task]) -> list[IndexedTask]:
     """Held-out tasks under numbers of their own."""
-    return [DrawnTask(draw=number, epoch=0, task=task) for number, task in enumerate(tasks)]
+    return [IndexedTask(prompt_index=number, epoch=0, task=task) for number, task in enumerate(tasks)]
 
 
 def _by_source(scores_N: np.ndarray, rollouts: Rollouts) -> dict[str, float]:
-    sources_N = np.array([rollouts.tasks[draw].source for draw in rollouts.group_N.tolist()])
+    sources_N = np.array([rollouts.tasks[prompt_index].source for prompt_index in rollouts.group_N.tolist()])
     names = sorted(set(sources_N.tolist()))
     if len(names) < 2:
         return {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every episode's life in one SQLite file: drawn, graded, consumed by which step; exactly once."""
+"""Every episode's life in one SQLite file: sampled, graded, consumed by which step; exactly once."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from podium.errors import RunFolderError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS episodes (
-  draw INTEGER NOT NULL, sample INTEGER NOT NULL, branch INTEGER NOT NULL, attempt INTEGER NOT NULL,
+  prompt_index INTEGER NOT NULL, sample INTEGER NOT NULL, branch INTEGER NOT NULL, attempt INTEGER NOT NULL,
   step INTEGER NOT NULL, source TEXT NOT NULL, state TEXT NOT NULL, finish TEXT NOT NULL,
   version INTEGER NOT NULL, tokens INTEGER NOT NULL, reward REAL,
-  PRIMARY KEY (draw, sample, branch, attempt)
+  PRIMARY KEY (prompt_index, sample, branch, attempt)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_step ON episodes (step);
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for the steps of a run: drawn in order, too long ones left out and counted, from a position that is saved."""
+"""Prompts for the steps of a run, in order, from a position that is saved. Too long ones are left out and counted."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from podium.data.tasks import DrawnTask, PromptEncoder, TaskCursor
+from podium.data.tasks import IndexedTask, PromptEncoder, TaskCursor
 from podium.errors import DataError
 from podium.recipe import OnPolicyRecipe
 
@@ -17,9 +17,9 @@ _PATIENCE = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ahead:
-    """Prompts that were drawn before their step (or why they could not be), and how things stood before."""
+    """Prompts that were sampled before their step (or why they could not be), and how things stood before."""
 
-    found: list[DrawnTask] | Exception
+    found: list[IndexedTask] | Exception
     state: dict[str, Any]
     metrics: dict[str, float]
 
@@ -48,36 +48,36 @@ class PromptSource:
         self._has_taken = state is not None
         self._ahead: _Ahead | None = None
 
-    def take(self, count: int) -> list[DrawnTask]:
+    def take(self, count: int) -> list[IndexedTask]:
         """The next prompts that leave room for an answer."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             if isinstance(ahead.found, Exception):
                 raise ahead.found
-            assert len(ahead.found) == count, f"{len(ahead.found)} prompts were drawn ahead and {count} are taken"
+            assert len(ahead.found) == count, f"{len(ahead.found)} prompts were sampled ahead and {count} are taken"
             return ahead.found
-        return self._drawn(count)
+        return self._generated(count)
 
-    def draw_ahead(self, count: int) -> None:
+    def take_ahead(self, count: int) -> None:
         """Draws the next prompts already, while others work; state and metrics stay those of before. What is wrong with
         a prompt is told by `take`: the step that is under way has no part in it."""
         if self._ahead is None:
             state, metrics = self.state(), self.metrics()
             try:
-                found: list[DrawnTask] | Exception = self._drawn(count)
+                found: list[IndexedTask] | Exception = self._generated(count)
             except Exception as error:  # a source's `map` is the user's code
                 found = error
             self._ahead = _Ahead(found=found, state=state, metrics=metrics)
 
-    def _drawn(self, count: int) -> list[DrawnTask]:
-        taken: list[DrawnTask] = []
+    def _generated(self, count: int) -> list[IndexedTask]:
+        taken: list[IndexedTask] = []
         in_a_row = 0
         while len(taken) < count:
-            drawn = self._cursor.take(1)[0]
-            length = len(self._encoder.encode(drawn.task))
+            sampled = self._cursor.take(1)[0]
+            length = len(self._encoder.encode(sampled.task))
             if length <= self._room:
-                taken.append(drawn)
-                self._epoch, in_a_row, self._has_taken = drawn.epoch, 0, True
+                taken.append(sampled)
+                self._epoch, in_a_row, self._has_taken = sampled.epoch, 0, True
                 continue
             self._left_out, in_a_row = self._left_out + 1, in_a_row + 1
             told = (
@@ -86,11 +86,11 @@ class PromptSource:
             )
             if self._overlong == "error":
                 raise DataError(
-                    f"{drawn.task.where}: {told}. Lower rollout.max_new_tokens, or set data.overlong to drop."
+                    f"{sampled.task.where}: {told}. Lower rollout.max_new_tokens, or set data.overlong to drop."
                 )
             if in_a_row >= _PATIENCE or (not self._has_taken and self._cursor.has_gone_through):
                 raise DataError(
-                    f"data.train: all prompts are too long: of {in_a_row} in a row, the last ({drawn.task.where}) is "
+                    f"data.train: all prompts are too long: of {in_a_row} in a row, the last ({sampled.task.where}) is "
                     f"like the others: {told}. Lower rollout.max_new_tokens or raise data.max_length."
                 )
         return taken
@@ -101,7 +101,7 @@ class PromptSource:
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}
 
     def state(self) -> dict[str, Any]:
-        """Where the next prompts come from, those drawn ahead first."""
+        """Where the next prompts come from, those sampled ahead first."""
         if self._ahead is not None:
             return self._ahead.state
         return {"cursor": self._cursor.state(), "left_out": self._left_out}

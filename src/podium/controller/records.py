@@ -59,7 +59,7 @@ def _rewards(record: StepRecord) -> dict[str, float]:
         found |= _spread(f"reward/{name}", values[np.isfinite(values)])
     if np.any(graded.shaping_N):
         found["reward/shaping/mean"] = float(graded.shaping_N.mean())
-    sources_N = np.array([graded.rollouts.tasks[draw].source for draw in graded.group_N.tolist()])
+    sources_N = np.array([graded.rollouts.tasks[prompt_index].source for prompt_index in graded.group_N.tolist()])
     if len(set(sources_N.tolist())) > 1:
         for source in sorted(set(sources_N.tolist())):
             found[f"reward/source/{source}/mean"] = float(rewards_N[sources_N == source].mean())
@@ -114,9 +114,9 @@ def _episodes(record: StepRecord) -> dict[str, float]:
             "response/min": float(note.sampled_N.min()),
             "prompt/mean": float((rollouts.rows.lengths_N - note.sampled_N).mean()),
         }
-        drawn = rollouts.version - note.version_N[note.version_N >= 0]
-        found["staleness/mean"] = float(drawn.mean()) if len(drawn) else 0.0
-        found["staleness/max"] = float(drawn.max(initial=0))
+        sampled = rollouts.version - note.version_N[note.version_N >= 0]
+        found["staleness/mean"] = float(sampled.mean()) if len(sampled) else 0.0
+        found["staleness/max"] = float(sampled.max(initial=0))
         if note.turns_N.max() > 1:
             found["turns/mean"] = float(note.turns_N.mean())
             found["turns/max"] = float(note.turns_N.max())
@@ -189,7 +189,7 @@ def _distance(record: StepRecord) -> dict[str, float]:
 
 def _speed(record: StepRecord) -> dict[str, float]:
     rollouts, report = record.graded.rollouts, record.report
-    drawn = rollouts.metrics.get("drawn_tokens", 0.0)
+    sampled = rollouts.metrics.get("generated_tokens", 0.0)
     seconds, step_s = record.seconds, max(record.step_s, 1e-9)
     tokens = float(rollouts.rows.lengths_N.sum())
     found = {
@@ -197,13 +197,13 @@ def _speed(record: StepRecord) -> dict[str, float]:
         "idle_s": record.idle_s,
         "tokens": tokens,
         "tokens_per_s": tokens / step_s,
-        "rollout/drawn_tokens": drawn,
+        "rollout/generated_tokens": sampled,
         "rollout/reused_tokens": rollouts.metrics.get("reused_tokens", 0.0),
         "rollout/preemptions": rollouts.metrics.get("preemptions", 0.0),
         "rollout/cache_used": rollouts.metrics.get("cache_used", 0.0),
     }
     if seconds.get("rollout"):
-        found["rollout/tokens_per_s"] = drawn / seconds["rollout"]
+        found["rollout/tokens_per_s"] = sampled / seconds["rollout"]
     if report is not None and seconds.get("update"):
         found["update/tokens_per_s"] = float(record.used.rollouts.rows.lengths_N.sum()) / seconds["update"]
         found["mfu"] = report.flops / step_s / record.peak_flops
@@ -242,7 +242,7 @@ def _records(
         EpisodeRecord(
             id=id,
             step=step,
-            source=rollouts.tasks[id.draw].source,
+            source=rollouts.tasks[id.prompt_index].source,
             state=states[row],
             finish=FINISHES[int(note.finish_N[row])],
             version=int(note.version_N[row]),

@@ -60,7 +60,7 @@ class PolicyRole:
             learning = asyncio.create_task(self._parts.roles.policy.update(batch, plan, seed=recipe.run.seed))
             await asyncio.sleep(0)  # the learners' call is sent first
             if batch.step < recipe.steps:
-                self._parts.prompts.draw_ahead(recipe.rollout.prompts_per_step)
+                self._parts.prompts.take_ahead(recipe.rollout.prompts_per_step)
             return await learning
 
 

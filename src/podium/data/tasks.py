@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an on-policy program learns on: rows read as tasks, drawn for ever from a position that can be saved."""
+"""What an on-policy program learns on: rows read as tasks, without end, from a position that can be saved."""
 
 from __future__ import annotations
 
@@ -48,19 +48,20 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class DrawnTask:
-    """One draw of the run: numbers only ever grow, so that a draw names its task and its random numbers for good."""
+class IndexedTask:
+    """A prompt of the run. Its index only ever grows, over epochs too: it names the prompt's group and its random
+    numbers for good."""
 
-    draw: int
+    prompt_index: int
     epoch: int  # of the task's source
     task: Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPosition:
-    """The number of the next draw, and where its row is."""
+    """The index of the next prompt, and where its row is."""
 
-    next_draw: int
+    next_index: int
     stream: StreamPosition
 
 
@@ -118,7 +119,7 @@ class PromptEncoder:
 
 
 class TaskCursor:
-    """Tasks drawn by weight from several sources for ever, from a position that can be saved and restored exactly."""
+    """An endless mix of tasks of several sources by weight, from a position that can be saved and restored exactly."""
 
     def __init__(
         self, sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool, shuffle_rows: int,
@@ -132,7 +133,7 @@ class TaskCursor:
             seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows,
             position=None if position is None else position.stream,
         )  # fmt: skip
-        self._next_draw = 0 if position is None else position.next_draw
+        self._next_index = 0 if position is None else position.next_index
 
     @classmethod
     def restore(
@@ -146,7 +147,7 @@ class TaskCursor:
     @property
     def position(self) -> TaskPosition:
         """Where the cursor stands; a new cursor continues from it."""
-        return TaskPosition(next_draw=self._next_draw, stream=self._stream.position)
+        return TaskPosition(next_index=self._next_index, stream=self._stream.position)
 
     @property
     def has_gone_through(self) -> bool:
@@ -157,16 +158,16 @@ class TaskCursor:
         """The position as plain values, for a checkpoint."""
         stream = self._stream.position
         return {
-            "next_draw": self._next_draw,
+            "next_index": self._next_index,
             "stream_draw": stream.draw,
             "sources": [[place.epoch, place.block, place.row] for place in stream.sources],
         }
 
-    def take(self, count: int) -> list[DrawnTask]:
+    def take(self, count: int) -> list[IndexedTask]:
         """The next `count` tasks. A row that `map` drops takes no number."""
         return [self._next() for _ in range(count)]
 
-    def _next(self) -> DrawnTask:
+    def _next(self) -> IndexedTask:
         before = [place.epoch for place in self._stream.position.sources]
         while True:
             drawn = self._stream.draw()
@@ -177,8 +178,8 @@ class TaskCursor:
             after = self._stream.position.sources
             if all(now.epoch >= then + 2 for now, then in zip(after, before, strict=True)):
                 raise _all_dropped(self._key)
-        self._next_draw += 1
-        return DrawnTask(draw=self._next_draw - 1, epoch=drawn.epoch, task=task)
+        self._next_index += 1
+        return IndexedTask(prompt_index=self._next_index - 1, epoch=drawn.epoch, task=task)
 
 
 def read_tasks(sections: Sequence[SourceSection], key: str, limit: int | None) -> list[Task]:
@@ -262,7 +263,7 @@ def _decoded(state: Mapping[str, Any]) -> TaskPosition:
     try:
         places = [tuple(operator.index(number) for number in place) for place in state["sources"]]
         return TaskPosition(
-            next_draw=operator.index(state["next_draw"]),
+            next_index=operator.index(state["next_index"]),
             stream=StreamPosition(
                 draw=operator.index(state["stream_draw"]),
                 sources=tuple(SourcePosition(epoch=epoch, block=block, row=row) for epoch, block, row in places),

@@ -22,13 +22,13 @@ Ints = NDArray[np.int64]
 class TrajectoryId(NamedTuple):
     """One trajectory of a run. A new attempt at the same episode is another trajectory and has another id."""
 
-    draw: int
+    prompt_index: int
     sample: int
     branch: int = 0
     attempt: int = 0
 
     def __str__(self) -> str:
-        return f"{self.draw}.{self.sample}" + (f".{self.branch}" if self.branch else "") + f"#{self.attempt}"
+        return f"{self.prompt_index}.{self.sample}" + (f".{self.branch}" if self.branch else "") + f"#{self.attempt}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class TrajectoryIds:
     def __post_init__(self) -> None:
         if self.array_N4.ndim != 2 or self.array_N4.shape[1] != 4 or self.array_N4.dtype != np.int64:
             raise DataError(
-                f"trajectory ids are an int64 array of (draw, sample, branch, attempt) rows, not "
+                f"trajectory ids are an int64 array of (prompt_index, sample, branch, attempt) rows, not "
                 f"{self.array_N4.dtype} of shape {self.array_N4.shape}."
             )
 
@@ -83,10 +83,10 @@ class TrajectoryIds:
     @cached_property
     def order(self) -> Ints:
         """Positions in ascending order of id; equal ids keep their order."""
-        draw, sample, branch, attempt = self.array_N4.T
+        prompt_index, sample, branch, attempt = self.array_N4.T
         if _ascends(self.array_N4):
             return np.arange(len(self))
-        return np.lexsort((attempt, branch, sample, draw)).astype(np.int64)
+        return np.lexsort((attempt, branch, sample, prompt_index)).astype(np.int64)
 
     def sorted(self) -> TrajectoryIds:
         """The same ids in ascending order."""
@@ -260,7 +260,7 @@ class TokenColumn(_Jagged):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValueColumns(_Jagged):
-    """What a critic says of each token: the value of the state that it was drawn in, and what follows from that."""
+    """What a critic says of each token: the value of the state that it was sampled in, and what follows from that."""
 
     values_T: NDArray[np.float32]
     advantages_T: NDArray[np.float32]

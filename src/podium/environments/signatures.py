@@ -27,14 +27,14 @@ class Sample:
     """
 
     id: TrajectoryId
-    group: int  # the prompt's draw: samples of one group answer the same task
+    group: int  # the prompt's index: samples of one group answer the same task
     prompt_text: str
     messages: Sequence[Message] | None  # of the prompt, where it is a chat
     answer: str
     reference: str | None
     row: Mapping[str, Any]
     source: str
-    num_tokens: int  # that the policy drew
+    num_tokens: int  # that the policy sampled
     truncated: bool = False
     tokens: Tokens | None = None  # of the answer
     turns: Sequence[Message] | None = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of an engine as trajectories: prompt and answer end to end, with who drew which token. Torch-free."""
+"""Answers of an engine as trajectories: prompt and answer end to end, with who sampled which token. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
     """Rows in ascending order of id, and what the controller learns of them."""
     answers = sorted(answers, key=lambda each: each.id)
     prompts = np.array([len(each.prompt) for each in answers], np.int64)
-    drawn = np.array([each.num_tokens for each in answers], np.int64)
-    lengths = np.stack([prompts, drawn], axis=1).reshape(-1)
+    sampled = np.array([each.num_tokens for each in answers], np.int64)
+    lengths = np.stack([prompts, sampled], axis=1).reshape(-1)
     is_drawn_T = np.repeat(np.tile([False, True], len(answers)), lengths)
     block = TrajectoryBlock(
         ids=TrajectoryIds.of([each.id for each in answers]),
-        offsets=np.concatenate([[0], np.cumsum(prompts + drawn)]).astype(np.int64),
+        offsets=np.concatenate([[0], np.cumsum(prompts + sampled)]).astype(np.int64),
         tokens_T=_joined([part for each in answers for part in (each.prompt, each.tokens_L)], np.int32),
         loss_mask_T=is_drawn_T,
         behavior_logprobs_T=_laid(is_drawn_T, [each.logprobs_L for each in answers], 0.0, np.float32),
@@ -41,8 +41,8 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
     )
     note = EpisodeNote(
         finish_N=np.array([FINISHES.index(each.finish) for each in answers], np.int8),
-        sampled_N=drawn,
-        trained_N=drawn,
+        sampled_N=sampled,
+        trained_N=sampled,
         turns_N=np.ones(len(answers), np.int64),
         version_N=np.array([int(each.versions_L.min()) if each.num_tokens else -1 for each in answers], np.int64),
         environment_N=np.full(len(answers), np.nan),

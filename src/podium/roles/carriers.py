@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.cluster.objects import RowRefs
-from podium.data.tasks import DrawnTask, Task
+from podium.data.tasks import IndexedTask, Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
 from podium.recipe import AlgorithmSection
 
@@ -33,7 +33,7 @@ TRUNCATED = tuple(FINISHES.index(each) for each in ("length", "cancelled", "turn
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingPlan:
-    """How the episodes of one call are drawn; stop tokens are the worker's tokenizer's."""
+    """How the episodes of one call are sampled; stop tokens are the worker's tokenizer's."""
 
     max_new_tokens: int
     temperature: float
@@ -48,16 +48,16 @@ class SamplingPlan:
 class PromptShard:
     """Prompts for one data rank of generators, each to be answered `samples` times."""
 
-    prompts: tuple[DrawnTask, ...]
+    prompts: tuple[IndexedTask, ...]
     samples: int
     attempt: int = 0
 
     @cached_property
     def ids(self) -> TrajectoryIds:
-        draws = np.array([prompt.draw for prompt in self.prompts], np.int64)
-        array = np.zeros((len(draws) * self.samples, 4), np.int64)
-        array[:, 0] = np.repeat(draws, self.samples)
-        array[:, 1] = np.tile(np.arange(self.samples), len(draws))
+        prompt_indices = np.array([prompt.prompt_index for prompt in self.prompts], np.int64)
+        array = np.zeros((len(prompt_indices) * self.samples, 4), np.int64)
+        array[:, 0] = np.repeat(prompt_indices, self.samples)
+        array[:, 1] = np.tile(np.arange(self.samples), len(prompt_indices))
         array[:, 3] = self.attempt
         return TrajectoryIds(array)
 
@@ -102,10 +102,10 @@ class EpisodeNote:
     """What the controller learns of each row of a block of episodes, in the block's order."""
 
     finish_N: NDArray[np.int8]  # position in FINISHES
-    sampled_N: Ints  # tokens that the policy drew
+    sampled_N: Ints  # tokens that the policy sampled
     trained_N: Ints  # tokens that count in the loss
     turns_N: Ints
-    version_N: Ints  # the oldest version that drew a token of it; -1 where none was drawn
+    version_N: Ints  # the oldest version that sampled a token of it; -1 where none was sampled
     environment_N: Floats  # the environment's rewards in sum; NaN where there is no environment
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     errors: Mapping[int, str] = field(default_factory=dict)  # by row
@@ -162,7 +162,7 @@ class GradeShard:
     """Episodes for one grader: where their tokens are, and the tasks that they answer."""
 
     rows: RowRefs[TrajectoryBlock]
-    tasks: Mapping[int, Task]  # by draw
+    tasks: Mapping[int, Task]  # by prompt index
     truncated_N: NDArray[np.bool_]
     environment_N: Floats
     show: int = 0  # of how many rows the texts are told too

@@ -107,7 +107,7 @@ class EpisodeRunner:
             timeout_s=section.timeout_s,
         )
         jobs = [
-            EpisodeJob(id=TrajectoryId(prompt.draw, sample, 0, shard.attempt), task=prompt.task)
+            EpisodeJob(id=TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt), task=prompt.task)
             for prompt in shard.prompts
             for sample in range(shard.samples)
         ]
@@ -129,9 +129,9 @@ class EpisodeRunner:
             )  # fmt: skip
             async with aclosing(episodes):
                 async for episode in episodes:
-                    groups.setdefault(episode.id.draw, []).append(episode)
-                    if len(groups[episode.id.draw]) == shard.samples:
-                        ready += groups.pop(episode.id.draw)
+                    groups.setdefault(episode.id.prompt_index, []).append(episode)
+                    if len(groups[episode.id.prompt_index]) == shard.samples:
+                        ready += groups.pop(episode.id.prompt_index)
                         if groups and time.monotonic() - sent > _BLOCK_EVERY_S:
                             yield self._computed(ready)
                             ready, sent = [], time.monotonic()
@@ -170,7 +170,7 @@ class EnginePolicy:
         """Waits for the generator, whose loop has a deadline of its own for every call."""
         if self._broken is not None:
             raise self._broken
-        rank = request.id.draw % len(self._channel)
+        rank = request.id.prompt_index % len(self._channel)
         waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = waiting
         self._new[rank].append(self._request(request))

@@ -54,17 +54,17 @@ class GeneratorRank(Generator):
         before, began = self._engine.load(), time.perf_counter()
         with self._context.span("submitting"):
             self._engine.submit(self._requests(shard, plan))
-        waiting = {prompt.draw: shard.samples for prompt in shard.prompts}
+        waiting = {prompt.prompt_index: shard.samples for prompt in shard.prompts}
         groups: dict[int, list[Completion]] = {}
         ready: list[Completion] = []
         sent = time.perf_counter()
         self._peak_tokens = 0
         for answer in self._engine.results(deadline_s=self._spec.deadline_s):
             self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
-            groups.setdefault(answer.id.draw, []).append(answer)
-            if len(groups[answer.id.draw]) < waiting[answer.id.draw]:
+            groups.setdefault(answer.id.prompt_index, []).append(answer)
+            if len(groups[answer.id.prompt_index]) < waiting[answer.id.prompt_index]:
                 continue
-            ready += groups.pop(answer.id.draw)
+            ready += groups.pop(answer.id.prompt_index)
             if groups and time.perf_counter() - sent > _BLOCK_EVERY_S:
                 yield self._computed(ready, ())
                 ready, sent = [], time.perf_counter()
@@ -173,7 +173,7 @@ class GeneratorRank(Generator):
         for prompt in shard.prompts:
             tokens = self._encoder.encode(prompt.task)
             for sample in range(shard.samples):
-                id = TrajectoryId(prompt.draw, sample, 0, shard.attempt)
+                id = TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt)
                 requests.append(Request(id=id, prompt=tokens, sampling=sampling, seed=plan.seed))
         return requests
 
@@ -183,10 +183,10 @@ class GeneratorRank(Generator):
 
     def _metrics(self, before: Load, seconds: float) -> tuple[Metric, ...]:
         after = self._engine.load()
-        drawn = after.drawn_tokens - before.drawn_tokens
+        sampled = after.generated_tokens - before.generated_tokens
         held = self._engine.capacity.cache_tokens
         return (
-            Metric(name="drawn_tokens", value=float(drawn), reduction="sum"),
+            Metric(name="generated_tokens", value=float(sampled), reduction="sum"),
             Metric(
                 name="prefilled_tokens", value=float(after.prefilled_tokens - before.prefilled_tokens), reduction="sum"
             ),

@@ -112,11 +112,11 @@ class Grader:
 
     def _sample(self, shard: GradeShard, row: int, text: EpisodeText) -> Sample:
         id = shard.ids[row]
-        task = shard.tasks[id.draw]
+        task = shard.tasks[id.prompt_index]
         environment = float(shard.environment_N[row])
         return Sample(
             id=id,
-            group=id.draw,
+            group=id.prompt_index,
             prompt_text=self._encoder.text(task),
             messages=task.messages,
             answer=text.answer,

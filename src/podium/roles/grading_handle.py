@@ -133,10 +133,10 @@ class RewardModelHandle:
 def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:
     """Some rows of a batch, with the tasks that they answer."""
     taken = rollouts.rows.take(rows)
-    draws = set(taken.ids.array_N4[:, 0].tolist())
+    prompt_indices = set(taken.ids.array_N4[:, 0].tolist())
     return GradeShard(
         rows=taken,
-        tasks={draw: rollouts.tasks[draw] for draw in draws},
+        tasks={prompt_index: rollouts.tasks[prompt_index] for prompt_index in prompt_indices},
         truncated_N=rollouts.truncated_N[rows],
         environment_N=rollouts.note.environment_N[rows],
         show=show,
@@ -145,6 +145,6 @@ def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:
 
 def group_parts(group_N: Ints, count: int) -> list[Ints]:
     """Rows for each of `count` graders, groups whole, in stretches of about as many groups."""
-    draws, group = np.unique(group_N, return_inverse=True)
-    owner: Sequence[int] | np.ndarray = np.arange(len(draws)) * count // max(1, len(draws))
+    prompt_indices, group = np.unique(group_N, return_inverse=True)
+    owner: Sequence[int] | np.ndarray = np.arange(len(prompt_indices)) * count // max(1, len(prompt_indices))
     return [np.flatnonzero(np.asarray(owner)[group] == rank) for rank in range(count)]

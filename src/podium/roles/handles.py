@@ -17,7 +17,7 @@ from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
-from podium.data.tasks import DrawnTask
+from podium.data.tasks import IndexedTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import (
@@ -62,7 +62,7 @@ class GeneratorHandle:
         return self._group.mesh.shape.num_data_ranks
 
     async def generate(
-        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
+        self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
     ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
         """Blocks of finished groups, as they come. Prompts are dealt out in turn: how long answers get is not known."""
         dealt = [tuple(prompts[first :: self.num_engines]) for first in range(self.num_engines)]
@@ -333,12 +333,12 @@ async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transf
 
 def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> Ints:
     """Which mini-batch each episode is in: groups stay whole where there are enough of them."""
-    draws, group = np.unique(group_N, return_inverse=True)
-    units = len(draws) if len(draws) >= count else len(group_N)
+    prompt_indices, group = np.unique(group_N, return_inverse=True)
+    units = len(prompt_indices) if len(prompt_indices) >= count else len(group_N)
     shuffled = order.permutation(units)
     dealt = np.empty(units, np.int64)
     dealt[shuffled] = np.arange(units) * count // units
-    return dealt[group] if units == len(draws) and len(draws) >= count else dealt
+    return dealt[group] if units == len(prompt_indices) and len(prompt_indices) >= count else dealt
 
 
 def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) -> tuple[Ints, list[tuple[int, int]]]:

@@ -104,7 +104,7 @@ class Learner(ABC):
     @abstractmethod
     def score(self, shard: ScoreShard, temperature: float, base: bool = False) -> Computed[TokenColumn]:
         """Log-probs of the sampled tokens under the weights of this moment, or with `base` under those that its adapter
-        adapts; and how far each episode's are from those of the policy that drew them."""
+        adapts; and how far each episode's are from those of the policy that sampled them."""
 
     @abstractmethod
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
@@ -267,7 +267,7 @@ class ScorerSpec:
     model: ModelSection
     folder: Path
     max_tokens: int
-    seed: int  # where its weights are drawn
+    seed: int  # where its weights are sampled
     policy: ModelSection | None = None  # whose tokens it scores; None: its own
     checkpoints: Path | None = None  # of a reference that is refreshed
     beside: Path | None = None  # checkpoints of the policy: it is kept as long as its policy
@@ -280,7 +280,7 @@ class Scorer(ABC):
 
     @abstractmethod
     def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
-        """Log-probs of the sampled tokens, and how far each episode's are from those of the policy that drew them."""
+        """Log-probs of the sampled tokens, and how far each episode's are from the policy's that sampled them."""
 
     @abstractmethod
     def copy_from(self, role: str) -> None:

@@ -244,7 +244,7 @@ class PolicyUpdate:
             return torch.from_numpy(np.ascontiguousarray(values_T[places_S])).to(device)
 
         objective = PolicyObjective(
-            # What is imitated counts as data does, whatever it was drawn with.
+            # What is imitated counts as data does, whatever it was sampled with.
             temperature=plan.temperature if plan.loss == "policy" else 1.0,
             entropy=plan.algorithm.entropy if plan.loss == "policy" else 0.0,
             ties_tokens=plan.loss == "policy" and plan.algorithm.loss_spans_tokens,
@@ -414,7 +414,7 @@ def _statistics(micro: _Micro, logprobs_S: Tensor, plan: UpdatePlan) -> PolicySt
 
 
 def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> LogprobGap:
-    """Engine against learner over tokens that the current weights drew, as the first optimizer step saw them."""
+    """Engine against learner over tokens that the current weights sampled, as the first optimizer step saw them."""
     parts = []
     for micro, logprobs_S, _ in seen:
         if not micro.is_first:

@@ -48,8 +48,11 @@ class RewardModelRank(RewardModel):
 
     def score(self, shard: GradeShard) -> Computed[TokenColumn]:
         texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
-        draws = shard.ids.array_N4[:, 0].tolist()
-        documents = [self._document(shard.tasks[draw], text) for draw, text in zip(draws, texts, strict=True)]
+        prompt_indices = shard.ids.array_N4[:, 0].tolist()
+        documents = [
+            self._document(shard.tasks[prompt_index], text)
+            for prompt_index, text in zip(prompt_indices, texts, strict=True)
+        ]
         return Computed(done=shard.ids, note=self._scores(documents))
 
     def hold(self, residency: Residency) -> MemoryChange:

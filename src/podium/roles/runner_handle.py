@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from podium.cluster import RoleGroup, ShardResult, Workers
-from podium.data.tasks import DrawnTask
+from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock
 from podium.errors import WorkerDiedError
 from podium.roles.carriers import PromptShard, SamplingPlan
@@ -33,7 +33,7 @@ class RunnerHandle:
         self._warn, self._warned = warn, set[str]()
 
     async def generate(
-        self, prompts: Sequence[DrawnTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
+        self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
     ) -> AsyncIterator[Block]:
         """As the generators' own, with an environment between the turns."""
         count = self._group.mesh.shape.num_data_ranks
@@ -97,7 +97,7 @@ class RunnerHandle:
                 self._warn(f"{str(error).splitlines()[0]} Its unfinished episodes are run again.")
             await self._generator.forget(str(worker))
             await self._workers.recover(worker.pool)
-            left = tuple(prompt for prompt in shard.prompts if prompt.draw not in finished)
+            left = tuple(prompt for prompt in shard.prompts if prompt.prompt_index not in finished)
             shard = PromptShard(prompts=left, samples=shard.samples, attempt=shard.attempt + 1)
 
     def _show(self, warnings: Sequence[str]) -> None:

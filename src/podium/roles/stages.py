@@ -36,7 +36,7 @@ class Rollouts:
     version: int  # of the newest weights when they were asked for
     rows: RowRefs[TrajectoryBlock]
     note: EpisodeNote  # in the order of the rows
-    tasks: Mapping[int, Task]  # by draw
+    tasks: Mapping[int, Task]  # by prompt index
     metrics: Mapping[str, float]
 
     @classmethod
@@ -59,7 +59,7 @@ class Rollouts:
 
     @property
     def group_N(self) -> Ints:
-        """The draw of each episode: episodes of one draw are a group."""
+        """The prompt index of each episode: episodes of one prompt are a group."""
         return self.rows.ids.array_N4[:, 0]
 
     @property
@@ -68,12 +68,12 @@ class Rollouts:
 
     def take(self, positions: Ints) -> Rollouts:
         rows = self.rows.take(positions)
-        draws = set(rows.ids.array_N4[:, 0].tolist())
+        prompt_indices = set(rows.ids.array_N4[:, 0].tolist())
         return replace(
             self,
             rows=rows,
             note=self.note.take(positions),
-            tasks={draw: task for draw, task in self.tasks.items() if draw in draws},
+            tasks={prompt_index: task for prompt_index, task in self.tasks.items() if prompt_index in prompt_indices},
         )
 
     @classmethod
@@ -82,7 +82,7 @@ class Rollouts:
         if len(parts) == 1:
             return parts[0]
         order = TrajectoryIds.concatenate([part.rows.ids for part in parts]).order
-        tasks = {draw: task for part in parts for draw, task in part.tasks.items()}
+        tasks = {prompt_index: task for part in parts for prompt_index, task in part.tasks.items()}
         totals: dict[str, float] = {}
         for part in parts:
             for name, value in part.metrics.items():

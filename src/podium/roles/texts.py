@@ -22,7 +22,7 @@ class EpisodeText:
     answer: str
     turns: tuple[tuple[bool, str], ...]  # (whether the policy said it, text)
     num_sampled: int
-    tokens: NDArray[np.int32]  # that the policy drew
+    tokens: NDArray[np.int32]  # that the policy sampled
 
 
 class TextReader:
@@ -39,9 +39,9 @@ class TextReader:
         places = np.flatnonzero(sampled)
         if not len(places):
             return EpisodeText(answer="", turns=(), num_sampled=0, tokens=tokens[:0])
-        behind, drawn = tokens[places[0] :], sampled[places[0] :]
-        edges = [0, *(np.flatnonzero(np.diff(drawn)) + 1).tolist(), len(drawn)]
-        turns = tuple((bool(drawn[first]), self._text(behind[first:last])) for first, last in pairwise(edges))
+        behind, sampled = tokens[places[0] :], sampled[places[0] :]
+        edges = [0, *(np.flatnonzero(np.diff(sampled)) + 1).tolist(), len(sampled)]
+        turns = tuple((bool(sampled[first]), self._text(behind[first:last])) for first, last in pairwise(edges))
         answer = next(text for is_policy, text in reversed(turns) if is_policy)
         return EpisodeText(answer=answer, turns=turns, num_sampled=len(places), tokens=tokens[sampled])
 

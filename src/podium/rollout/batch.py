@@ -89,7 +89,7 @@ class _Batch:
             answers=len(wanted),
             finishes=dict(finishes),
             new_answers=len(missing),
-            new_tokens=work.load.drawn_tokens if work else 0,
+            new_tokens=work.load.generated_tokens if work else 0,
             prefilled_tokens=work.load.prefilled_tokens if work else 0,
             reused_tokens=work.load.reused_tokens if work else 0,
             seconds=work.seconds if work else 0.0,
@@ -113,7 +113,7 @@ class _Batch:
             began = time.perf_counter()
             with self._shown(engine, before, len(wanted)):
                 for completion in _answered(engine, requests):
-                    prompt = by_row[completion.id.draw]
+                    prompt = by_row[completion.id.prompt_index]
                     self._file.write(_record(completion, prompt, tokenizer, job))
                     self._finished += 1
             return _Work(load=engine.load(), seconds=time.perf_counter() - began)
@@ -154,7 +154,7 @@ class _Batch:
         )
         return (
             Request(
-                id=TrajectoryId(draw=key.row, sample=key.sample),
+                id=TrajectoryId(prompt_index=key.row, sample=key.sample),
                 prompt=by_row[key.row].tokens,
                 sampling=sampling,
                 seed=job.seed,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 InFlight = Literal["recompute", "keep"]
 """What an update does to answers under way. `recompute`: their cache is computed anew, so that every later token is
-drawn from the new weights exactly as the learner would score it. `keep`: it is kept, which is cheaper and leaves keys
+sampled from the new weights exactly as the learner would score it. `keep`: it is kept, which is cheaper and leaves keys
 and values of older weights under newer tokens."""
 
 
@@ -26,7 +26,7 @@ class Capacity:
 
     vocab_size: int
     max_length: int  # prompt and answer together
-    max_running: int  # answers that are drawn at the same time
+    max_running: int  # answers that are sampled at the same time
     cache_tokens: int
     cache_bytes: int
 
@@ -40,7 +40,7 @@ class Load:
     cache_tokens_used: int  # held by answers under way, a shared prompt counted once
     cache_tokens_kept: int  # of finished ones, given up when room is needed
     finished: int
-    drawn_tokens: int
+    generated_tokens: int
     prefilled_tokens: int
     reused_tokens: int  # prompt tokens that needed no prefill
     preemptions: int
@@ -70,7 +70,7 @@ class RolloutEngine(Protocol):
         engine that is paused or asleep and stays so for longer raises, and says why."""
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
-        """Ends these answers with what has been drawn so far; ids that are not under way are left alone."""
+        """Ends these answers with what has been sampled so far; ids that are not under way are left alone."""
 
     def pause(self) -> None:
         """Draws no more tokens until `resume`. What is under way keeps its place and its cache."""
@@ -85,7 +85,7 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Number of the weights that draw now."""
+        """Number of the weights that sample now."""
 
     def sleep(self) -> MemoryChange:
         """Frees the device memory that generation needs and training does not. Answers under way keep their tokens and

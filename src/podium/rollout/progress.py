@@ -61,7 +61,7 @@ class Progress:
         self._left = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
         self._began = time.monotonic()
-        self._drawn = deque([(self._began, load().drawn_tokens)])
+        self._generated = deque([(self._began, load().generated_tokens)])
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -91,13 +91,13 @@ class Progress:
 
     def _line(self) -> str:
         now, load = time.monotonic(), self._load()
-        self._drawn.append((now, load.drawn_tokens))
-        while len(self._drawn) > 2 and now - self._drawn[0][0] > _RATE_OVER_S:
-            self._drawn.popleft()
-        then, drawn = self._drawn[0]
+        self._generated.append((now, load.generated_tokens))
+        while len(self._generated) > 2 and now - self._generated[0][0] > _RATE_OVER_S:
+            self._generated.popleft()
+        then, sampled = self._generated[0]
         return describe(
             self._standing(),
             load,
-            tokens_per_s=(load.drawn_tokens - drawn) / max(now - then, 1e-9),
+            tokens_per_s=(load.generated_tokens - sampled) / max(now - then, 1e-9),
             elapsed_s=now - self._began,
         )

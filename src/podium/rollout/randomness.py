@@ -16,9 +16,9 @@ from podium.data.trajectories import TrajectoryId
 
 
 def stream_key(seed: int, id: TrajectoryId) -> int:
-    """A 64-bit key of (seed, draw, sample, branch). The attempt is left out: another attempt draws the same."""
+    """A 64-bit key of (seed, prompt index, sample, branch). Another attempt has the same: it is left out."""
     key = 0
-    for part in (seed, id.draw, id.sample, id.branch):
+    for part in (seed, id.prompt_index, id.sample, id.branch):
         key = mix(key + GAMMA + part)
     return key
 

@@ -25,7 +25,7 @@ _LARGEST_BIAS = 1e6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn. The defaults draw from the policy itself: temperature 1, nothing cut off."""
+    """How tokens are sampled. The defaults sample from the policy itself: temperature 1, nothing cut off."""
 
     max_new_tokens: int
     min_new_tokens: int = 0  # stop tokens and stop strings do not end an answer before
@@ -41,8 +41,8 @@ class Sampling:
 
     @property
     def changes_the_policy(self) -> bool:
-        """Whether something narrows or bends the draw from softmax(logits / temperature). Temperature 0 does neither,
-        though it draws nothing: whoever weighs tokens by their log-probs must not train on greedy ones."""
+        """Whether something narrows or bends the sample from softmax(logits / temperature). Temperature 0 does neither,
+        though it samples nothing: whoever weighs tokens by their log-probs must not train on greedy ones."""
         return (
             self.top_k > 0
             or self.top_p < 1.0
@@ -74,7 +74,7 @@ class Sampling:
         if any(math.isnan(bias) or bias > _LARGEST_BIAS for bias in self.logit_bias.values()):
             yield f"logit_bias has a value that is not a number or above {_LARGEST_BIAS:g}; -inf forbids a token."
         if self.allowed_tokens is not None and not self.allowed_tokens:
-            yield "allowed_tokens is empty, so no token could be drawn. Leave it out to allow all."
+            yield "allowed_tokens is empty, so no token could be sampled. Leave it out to allow all."
         named = {"stop_tokens": self.stop_tokens, "logit_bias": self.logit_bias, "allowed_tokens": self.allowed_tokens}
         for name, tokens in named.items():
             unknown = sorted(token for token in tokens or () if not 0 <= token < vocab_size)
@@ -85,7 +85,7 @@ class Sampling:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """One answer wanted. Its random stream is keyed by seed, id (without the attempt) and position in the sequence, so
-    what it was batched with changes nothing, and a second attempt draws the same tokens from the same weights."""
+    what it was batched with changes nothing, and a second attempt samples the same tokens from the same weights."""
 
     id: TrajectoryId
     prompt: Tokens
@@ -94,7 +94,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, TrajectoryId):
-            raise RolloutError(f"a request's id is a TrajectoryId (draw, sample, ...), not {self.id!r}.")
+            raise RolloutError(f"a request's id is a TrajectoryId (prompt_index, sample, ...), not {self.id!r}.")
 
     def problem(self, *, vocab_size: int, max_length: int) -> str | None:
         """Why this cannot be served by a model of this vocabulary and context, or None."""
@@ -120,13 +120,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """An answer, finished or cut short. Tokens that were drawn are never thrown away, whatever ended it."""
+    """An answer, finished or cut short. Tokens that were sampled are never thrown away, whatever ended it."""
 
     id: TrajectoryId
     prompt: Tokens
     tokens_L: NDArray[np.int32]
     logprobs_L: NDArray[np.float32]  # log softmax(logits / temperature) over the real vocabulary; temperature 0 as 1
-    versions_L: NDArray[np.int32]  # of the weights that drew each token
+    versions_L: NDArray[np.int32]  # of the weights that sampled each token
     finish: Finish
     stop: int | str | None = None  # the stop token or stop string that ended it
     error: str | None = None  # with finish `error`: what was wrong with this request

@@ -29,7 +29,7 @@ from podium.weights.whole_copy import WholeCopy
 _DEADLINE_S = 600.0
 # Of the memory that is free, a whole copy may take this share.
 _COPY_SHARE = 0.6
-# Compiling the layers for decoding takes half a minute; fewer tokens are drawn sooner without.
+# Compiling the layers for decoding takes half a minute; fewer tokens are sampled sooner without.
 _WORTH_COMPILING = 200_000
 
 
@@ -98,7 +98,7 @@ class Answerer:
             if self._leaving is not None:
                 self._leaving.restore()
             self._engine.model.train()
-        merged = {each.id.draw: each for part in mesh.gather(done) for each in part}
+        merged = {each.id.prompt_index: each for part in mesh.gather(done) for each in part}
         for row, each in sorted(merged.items()):
             if each.error is not None:  # on all ranks alike
                 raise RolloutError(f"evaluation.generation: held-out prompt {row} cannot be answered: {each.error}")

@@ -209,7 +209,7 @@ class SpmdRun(Generic[RecipeT_co]):
         )
 
     def _seed(self, number: int) -> None:
-        """Random streams are keyed by (seed, step, rank): nothing of them needs saving, and a resumed run draws the
+        """Random streams are keyed by (seed, step, rank): nothing of them needs saving, and a resumed run samples the
         same numbers."""
         key = np.random.SeedSequence([self.recipe.run.seed, number, self._mesh.rank]).generate_state(2)
         torch.manual_seed(int(key[0]))

@@ -62,7 +62,7 @@ def verify_rank(where: RankPlace, task: VerifyTask) -> Comparison:
 
 
 def _with_random_weights(folder: Path, scratch: Path, trust_remote_code: bool) -> Path:
-    """A config alone is verified on weights drawn from a fixed seed."""
+    """A config alone is verified on weights sampled from a fixed seed."""
     torch.manual_seed(0)
     config = load_config(folder, trust_remote_code=trust_remote_code)
     try:

@@ -135,7 +135,9 @@ def write_run(folder: Path, *, attempt: int = 0, loss: float = 0.5) -> Path:
     lines = [{"step": 1, "loss": loss, "step_s": 0.1 * attempt, "time_s": 5.0}, {"step": 1, "score": 0.25}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     file = sqlite3.connect(folder / "episodes.sqlite")
-    file.execute("CREATE TABLE episodes (draw, sample, branch, attempt, step, state, finish, version, tokens, reward)")
+    file.execute(
+        "CREATE TABLE episodes (prompt_index, sample, branch, attempt, step, state, finish, version, tokens, reward)"
+    )
     file.execute("INSERT INTO episodes VALUES (0, 1, 0, ?, 1, 'consumed', 'stop', 0, 6, 0.5)", (attempt,))
     file.commit()
     file.close()

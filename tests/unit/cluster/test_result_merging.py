@@ -268,7 +268,7 @@ def test_rows_from_some_and_none_from_others_are_refused():
 
 def test_blocks_of_a_stream_are_joined_by_ascending_id():
     rows = stored_rows([GOOD[1], GOOD[0]])
-    assert [each.draw for each in rows.ids] == [0, 1, 1, 2, 3]
+    assert [each.prompt_index for each in rows.ids] == [0, 1, 1, 2, 3]
     assert len(stored_rows([])) == 0
 
 

@@ -64,7 +64,7 @@ def counted(*draws):
 
 
 def draws_of(refs):
-    return [each.draw for each in refs.ids]
+    return [each.prompt_index for each in refs.ids]
 
 
 def check(refs, draws):

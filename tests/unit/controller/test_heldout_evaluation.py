@@ -27,7 +27,7 @@ def test_how_many_held_out_prompts_are_answered(prompts: int | None, most: int |
 
 
 def test_held_out_tasks_have_numbers_of_their_own() -> None:
-    assert [(each.draw, each.epoch) for each in numbered([make_task(5), make_task(9)])] == [(0, 0), (1, 0)]
+    assert [(each.prompt_index, each.epoch) for each in numbered([make_task(5), make_task(9)])] == [(0, 0), (1, 0)]
 
 
 def _evaluated(folder: Path, generation: str, *overrides: str, heldout: int = 4, **changes: Any) -> Trial:
@@ -65,7 +65,7 @@ def test_samples_are_drawn_too_for_pass_at_k(tmp_path: Path) -> None:
     trial = _evaluated(
         tmp_path, "{prompts: 4, samples: 3, temperature: 0.7}",
         # Held-out prompts 0 and 1 are solved by one of three samples, 2 by all, 3 by none.
-        is_right=lambda id, chance: {0: id.sample == 1, 1: id.sample == 2, 2: True, 3: False}.get(id.draw, False),
+        is_right=lambda id, chance: {0: id.sample == 1, 1: id.sample == 2, 2: True}.get(id.prompt_index, False),
     )  # fmt: skip
 
     found = _heldout(trial)
@@ -109,7 +109,7 @@ def test_an_answer_that_cannot_be_scored_is_worth_nothing_and_told(tmp_path: Pat
     trial = Trial(tmp_path, "steps=1", heldout=4, bandit=Bandit(log_odds=2.0))
     # Draws 0 and on are of the step, and then again of the evaluation.
     trial.bandit.fails = lambda id: (
-        "no luck" if id.draw == 1 and len(trial.bandit.calls("grade")) == 2 else None
+        "no luck" if id.prompt_index == 1 and len(trial.bandit.calls("grade")) == 2 else None
     )  # the second grading is the evaluation's
 
     trial.run()

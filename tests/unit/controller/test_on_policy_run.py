@@ -24,7 +24,7 @@ groups/solve_rate groups/uniform episodes episodes/failed episodes/dropped episo
 response/mean response/max response/min prompt/mean staleness/mean staleness/max loss grad_norm skipped optimizer_steps
 entropy kl/behavior kl/behavior_k1 clip/high clip/low clip/dual clip/fraction ratio/mean ratio/max ratio/ess
 advantage/mean advantage/std gap/mean gap/max imbalance micro_steps trained_tokens step_s idle_s tokens tokens_per_s
-rollout/drawn_tokens rollout/reused_tokens rollout/preemptions rollout/cache_used rollout/tokens_per_s
+rollout/generated_tokens rollout/reused_tokens rollout/preemptions rollout/cache_used rollout/tokens_per_s
 update/tokens_per_s mfu update/mfu time/rollout_s time/grade_s time/update_s time/publish_s time/other_s
 prompts/too_long epoch
 """
@@ -68,7 +68,7 @@ def test_every_step_is_one_line_of_metrics_with_every_name(hundred: Done) -> Non
     # Samples 0 to 3 of a prompt have 1, 2, 3 and 1 tokens, behind a prompt of 2.
     assert trial.metric("response/mean")[1] == 1.75
     assert trial.metric("tokens")[1] == trial.metric("trained_tokens")[1] == 16 * 3.75
-    assert trial.metric("rollout/drawn_tokens")[1] == 28.0
+    assert trial.metric("rollout/generated_tokens")[1] == 28.0
 
 
 def test_the_epoch_of_a_step_is_that_of_its_own_prompts(hundred: Done) -> None:
@@ -77,7 +77,7 @@ def test_the_epoch_of_a_step_is_that_of_its_own_prompts(hundred: Done) -> None:
 
 
 def test_every_episode_is_in_the_ledger_exactly_once(hundred: Done) -> None:
-    found = hundred.trial.episodes("draw, sample, branch, attempt, step, state, version, finish, source")
+    found = hundred.trial.episodes("prompt_index, sample, branch, attempt, step, state, version, finish, source")
 
     assert len(found) == 1600
     assert {row[:4] for row in found} == {(draw, sample, 0, 0) for draw in range(400) for sample in range(4)}
@@ -115,7 +115,7 @@ def test_checkpoints_are_saved_when_due_and_at_the_end(tmp_path: Path) -> None:
     saves = trial.bandit.saves["policy"]
     assert list(saves) == [4, 8, 10]
     assert [saves[step]["episodes"] for step in saves] == [64, 128, 160]
-    assert [saves[step]["cursor"]["cursor"]["next_draw"] for step in saves] == [16, 32, 40]
+    assert [saves[step]["cursor"]["cursor"]["next_index"] for step in saves] == [16, 32, 40]
     assert saves[4]["recipe"]["steps"] == 10
     assert saves[4]["kl_coefficient"] is None
     assert trial.bandit.journal[-1] == ("finish_saving", "policy")
@@ -129,8 +129,8 @@ def test_a_checkpoint_has_the_position_before_what_was_drawn_ahead(tmp_path: Pat
     draws = [entry[2] for entry in trial.bandit.calls("generate")]
     assert [draw for drawn in draws for draw in drawn] == list(range(sum(map(len, draws))))
     saves = trial.bandit.saves["policy"]
-    found = trial.episodes("step, MAX(draw) + 1", "GROUP BY step")
-    assert [(step, saves[step]["cursor"]["cursor"]["next_draw"]) for step in (1, 2, 3)] == found
+    found = trial.episodes("step, MAX(prompt_index) + 1", "GROUP BY step")
+    assert [(step, saves[step]["cursor"]["cursor"]["next_index"]) for step in (1, 2, 3)] == found
 
 
 def test_a_prompt_that_cannot_be_used_ends_the_run_before_its_own_step(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_a_resumed_run_draws_what_the_unbroken_one_would_have(tmp_path: Path) ->
     ]
     assert second.bandit.calls("share")[0] == ("share", "generator", 3)
     assert [line.step for line in second.lines] == [1, 2, 3, 4, 5, 6]
-    ids = "draw, sample, branch, attempt, step"
+    ids = "prompt_index, sample, branch, attempt, step"
     assert second.episodes(ids) == whole.episodes(ids)
 
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from helpers.made_batches import on_policy_recipe
 from helpers.trials import CountingEncoder
 from podium.controller.prompts import PromptSource
-from podium.data.tasks import DrawnTask
+from podium.data.tasks import IndexedTask
 from podium.errors import DataError
 
 # 64 tokens in all, 8 of them for the answer: a prompt of 56 fits, one of 57 does not.
@@ -34,7 +34,7 @@ def _source(folder: Path, lengths: list[int], *overrides: str, state: Any = None
     return PromptSource(recipe, CountingEncoder(), state)  # type: ignore[arg-type]
 
 
-def _numbers(drawn: list[DrawnTask]) -> list[int]:
+def _numbers(drawn: list[IndexedTask]) -> list[int]:
     return [each.task.row["number"] for each in drawn]
 
 
@@ -44,7 +44,7 @@ def test_prompts_come_in_order_and_begin_again(tmp_path: Path) -> None:
     drawn = source.take(4)
 
     assert _numbers(drawn) == [0, 1, 2, 0]
-    assert [each.draw for each in drawn] == [0, 1, 2, 3]
+    assert [each.prompt_index for each in drawn] == [0, 1, 2, 3]
     assert source.metrics() == {"prompts/too_long": 0.0, "epoch": 1.0}
 
 
@@ -55,7 +55,7 @@ def test_a_prompt_without_room_for_an_answer_is_left_out_and_counted(tmp_path: P
 
     assert _numbers(drawn) == [0, 2, 0]
     # A draw that is left out keeps its number, so that numbers never mean two prompts.
-    assert [each.draw for each in drawn] == [0, 2, 4]
+    assert [each.prompt_index for each in drawn] == [0, 2, 4]
     assert source.metrics() == {"prompts/too_long": 2.0, "epoch": 1.0}
 
 
@@ -134,8 +134,8 @@ def test_what_is_drawn_ahead_comes_next_and_is_not_yet_gone(tmp_path: Path) -> N
     source.take(1)
     before = source.state()
 
-    source.draw_ahead(2)
-    source.draw_ahead(2)  # once is enough
+    source.take_ahead(2)
+    source.take_ahead(2)  # once is enough
 
     assert source.state() == before
     assert _numbers(source.take(2)) == [1, 2]
@@ -165,14 +165,14 @@ def test_a_saved_position_goes_on_exactly(
         unbroken = _source(Path(folder), lengths, *overrides)
         unbroken.take(before)
         if ahead:
-            unbroken.draw_ahead(after)
+            unbroken.take_ahead(after)
         state = json.loads(json.dumps(unbroken.state()))
         rest = unbroken.take(after)
         resumed = _source(Path(folder), lengths, *overrides, state=state)
         again = resumed.take(after)
 
-    assert [(each.draw, each.epoch, each.task.row) for each in again] == [
-        (each.draw, each.epoch, each.task.row) for each in rest
+    assert [(each.prompt_index, each.epoch, each.task.row) for each in again] == [
+        (each.prompt_index, each.epoch, each.task.row) for each in rest
     ]
     assert resumed.metrics() == unbroken.metrics()
     assert resumed.state() == unbroken.state()

@@ -180,7 +180,7 @@ def test_ppo_goes_on_when_every_group_is_dropped(tmp_path: Path) -> None:
 def test_expert_iteration_imitates_the_shortest_solved_episode_of_each_prompt(tmp_path: Path) -> None:
     trial = Trial(
         tmp_path, "program=expert_iteration", "steps=1",
-        bandit=Bandit(is_right=lambda id, chance: id.draw != 2 and id.sample > 0),
+        bandit=Bandit(is_right=lambda id, chance: id.prompt_index != 2 and id.sample > 0),
     )  # fmt: skip
 
     trial.run()

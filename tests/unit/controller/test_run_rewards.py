@@ -23,7 +23,7 @@ ONE_STEP = "steps=1"
 
 def _mixed_where(*draws: int) -> Any:
     """Groups of these draws are half right, the others all right."""
-    return lambda id, chance: id.draw not in draws or id.sample % 2 == 0
+    return lambda id, chance: id.prompt_index not in draws or id.sample % 2 == 0
 
 
 def _failing(*ids: tuple[int, int]) -> Any:
@@ -50,7 +50,7 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(tmp_path: Path) -
     (line,) = trial.lines
     wanted = {"episodes": 32, "episodes/learned_from": 16, "groups": 8, "groups/uniform": 0.5, "groups/solved_all": 0.5}
     assert {name: line.values[name] for name in wanted} == wanted
-    assert line.values["rollout/drawn_tokens"] == 8 * 7
+    assert line.values["rollout/generated_tokens"] == 8 * 7
 
 
 def test_what_is_left_over_of_a_refill_is_not_learned_from(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_what_is_left_over_of_a_refill_is_not_learned_from(tmp_path: Path) -> No
     assert [entry[2] for entry in trial.bandit.calls("generate")] == [(0, 1, 2, 3), (4, 5)]
     ((_, train_batch),) = trial.bandit.updates
     assert np.unique(train_batch.rollouts.group_N).tolist() == [1, 2, 3, 4]
-    assert set(trial.episodes("draw")) == {(draw,) for draw in range(6)}
+    assert set(trial.episodes("prompt_index")) == {(draw,) for draw in range(6)}
 
 
 def test_refills_stop_after_max_refills_and_the_step_goes_on_with_what_it_has(tmp_path: Path) -> None:

@@ -203,14 +203,14 @@ def test_the_learners_own_distance_goes_before_that_of_the_rollouts() -> None:
 
 
 def test_speeds_are_over_the_time_of_their_phase() -> None:
-    drawn = Metric(name="drawn_tokens", value=12.0, reduction="sum")
+    drawn = Metric(name="generated_tokens", value=12.0, reduction="sum")
     graded = make_graded(REWARDS, GROUPS, lengths=[2] * 6, metrics=(drawn,))  # 6 rows of 4 tokens
     record = _record(
         graded, graded.take(np.array([0, 1])), report=make_report(flops=4e6), seconds={"rollout": 0.5, "update": 0.25}
     )
 
     wanted = {
-        "step_s": 2.0, "idle_s": 0.5, "tokens": 24, "tokens_per_s": 12, "rollout/drawn_tokens": 12,
+        "step_s": 2.0, "idle_s": 0.5, "tokens": 24, "tokens_per_s": 12, "rollout/generated_tokens": 12,
         "rollout/tokens_per_s": 24, "update/tokens_per_s": 32, "mfu": 2.0, "update/mfu": 16.0, "time/rollout_s": 0.5,
         "time/update_s": 0.25,
     }  # fmt: skip
@@ -244,7 +244,7 @@ def test_ledger_records_have_what_was_dropped_with_a_failure() -> None:
 
     found = ledger_records(graded, graded, step=2)
 
-    told = [(each.id.draw, each.id.sample, each.state, each.reward) for each in found]
+    told = [(each.id.prompt_index, each.id.sample, each.state, each.reward) for each in found]
     assert told == [(3, 0, "consumed", 1.0), (3, 1, "consumed", 0.0), (5, 0, "dropped", None), (5, 1, "failed", None)]
 
 

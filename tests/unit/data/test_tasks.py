@@ -303,8 +303,8 @@ def test_a_restored_cursor_draws_the_very_same_tasks(
 
 @pytest.mark.parametrize(
     "state",
-    [{}, {"next_draw": 1}, {"next_draw": "x", "stream_draw": 1, "sources": [[0, 0, 0]]},
-     {"next_draw": 1, "stream_draw": 1, "sources": [[0, 0]]}, {"next_draw": 1, "stream_draw": 1, "sources": 3}],
+    [{}, {"next_index": 1}, {"next_index": "x", "stream_draw": 1, "sources": [[0, 0, 0]]},
+     {"next_index": 1, "stream_draw": 1, "sources": [[0, 0]]}, {"next_index": 1, "stream_draw": 1, "sources": 3}],
 )  # fmt: skip
 def test_a_position_that_is_none_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
     section = SourceSection(path=write(tmp_path / "a.jsonl", {"prompt": "a"}))

@@ -147,7 +147,7 @@ def test_ids_of_another_shape_or_kind_are_refused(array, shown):
     with pytest.raises(DataError) as refused:
         TrajectoryIds(array)
     assert str(refused.value) == (
-        f"trajectory ids are an int64 array of (draw, sample, branch, attempt) rows, not {shown}."
+        f"trajectory ids are an int64 array of (prompt_index, sample, branch, attempt) rows, not {shown}."
     )
 
 

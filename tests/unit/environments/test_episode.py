@@ -405,7 +405,7 @@ class Together:
 
 def test_a_thousand_episodes_run_at_the_same_time() -> None:
     def line(request: TurnRequest) -> str:
-        number = request.id.draw
+        number = request.id.prompt_index
         return str(number * 3) if request.turn else ASK.replace("23", "3").replace("17", f"{number}")
 
     async def times(a: int, b: int) -> int:
@@ -420,8 +420,8 @@ def test_a_thousand_episodes_run_at_the_same_time() -> None:
     began = time.monotonic()
     episodes = play_all(make, jobs(1000), Together(1000, ScriptedPolicy(TOKENIZER, line)))
     assert time.monotonic() - began < 15  # some 2 s on a free core
-    assert sorted(episode.id.draw for episode in episodes) == list(range(1000))
-    assert all(episode.answer == str(3 * episode.id.draw) for episode in episodes)
+    assert sorted(episode.id.prompt_index for episode in episodes) == list(range(1000))
+    assert all(episode.answer == str(3 * episode.id.prompt_index) for episode in episodes)
     assert all(episode.messages[2]["content"] == episode.answer for episode in episodes)
 
 
@@ -432,7 +432,7 @@ def test_no_more_than_the_concurrency_are_under_way_and_jobs_are_read_as_places_
     def reading() -> Iterator[EpisodeJob]:
         nonlocal most
         for job in jobs(50):
-            begun.append(job.id.draw)
+            begun.append(job.id.prompt_index)
             most = max(most, len(begun) - policy.ended)
             yield job
 
@@ -462,7 +462,7 @@ def test_one_bad_environment_in_many_spoils_only_its_own_episode() -> None:
 
     limits = EpisodeLimits(max_turns=4, max_new_tokens=100, timeout_s=0.3)
     episodes = play_all(make, jobs(40), says("42"), limits=limits)
-    errors = {episode.id.draw: str(episode.error) for episode in episodes if episode.finish == "error"}
+    errors = {episode.id.prompt_index: str(episode.error) for episode in episodes if episode.finish == "error"}
     assert set(errors) == {5, 7, 8}
     assert errors[5] == "the environment cannot be made: FileNotFoundError: no map"
     assert len(episodes) == 40
@@ -471,7 +471,7 @@ def test_one_bad_environment_in_many_spoils_only_its_own_episode() -> None:
 def test_finished_episodes_come_out_before_a_broken_policys_exception() -> None:
     class Failing(ScriptedPolicy):
         async def answer(self, request: TurnRequest, /) -> TurnAnswer:
-            if request.id.draw == 3:
+            if request.id.prompt_index == 3:
                 raise ConnectionError("gone")
             return await super().answer(request)
 
@@ -480,7 +480,7 @@ def test_finished_episodes_come_out_before_a_broken_policys_exception() -> None:
         running = run_episodes(SingleTurn, jobs(10), Failing(TOKENIZER, ["1"]), TURNS, limits=LIMITS, concurrency=1)
         try:
             async for episode in running:
-                seen.append(episode.id.draw)  # noqa: PERF401 -- what came before the exception counts
+                seen.append(episode.id.prompt_index)  # noqa: PERF401 -- what came before the exception counts
         except ConnectionError:
             seen.append(-1)
         assert len(asyncio.all_tasks()) == 1
@@ -499,7 +499,7 @@ def test_a_caller_that_stops_early_leaves_nothing_running() -> None:
 
     class Endless(ScriptedPolicy):
         async def answer(self, request: TurnRequest, /) -> TurnAnswer:
-            if request.id.draw > 0:
+            if request.id.prompt_index > 0:
                 await asyncio.Event().wait()
             return await super().answer(request)
 
@@ -507,7 +507,7 @@ def test_a_caller_that_stops_early_leaves_nothing_running() -> None:
         running = run_episodes(Patient, jobs(5), Endless(TOKENIZER, ["42"]), TURNS, limits=LIMITS, concurrency=5)
         async with asyncio.timeout(30), contextlib.aclosing(running) as episodes:
             async for episode in episodes:
-                assert episode.id.draw == 0
+                assert episode.id.prompt_index == 0
                 break
         assert len(asyncio.all_tasks()) == 1
 

@@ -65,12 +65,12 @@ def run(what: EnvironmentSection, count: int, policy: Any = None, output: Output
 
 
 def failed(episodes: Sequence[Episode]) -> dict[int, str | None]:
-    return {episode.id.draw: episode.error for episode in episodes if episode.finish == "error"}
+    return {episode.id.prompt_index: episode.error for episode in episodes if episode.finish == "error"}
 
 
 def assert_same(left: Sequence[Episode], right: Sequence[Episode], but: Sequence[int] = ()) -> None:
     for one, other in zip(left, right, strict=True):
-        if one.id.draw in but:
+        if one.id.prompt_index in but:
             continue
         assert (one.finish, one.turn_rewards, one.messages) == (other.finish, other.turn_rewards, other.messages)
         for name in ("tokens_T", "loss_mask_T", "behavior_logprobs_T", "versions_T"):
@@ -128,7 +128,7 @@ def test_a_tool_that_ends_or_blocks_its_process_fails_its_episode(tool: str, why
     )
 
     def line(request: TurnRequest) -> str:
-        word = "exit" if request.id.draw == 1 else "fine"
+        word = "exit" if request.id.prompt_index == 1 else "fine"
         call = f'<tool_call>{{"name": "{tool}", "arguments": {{"word": "{word}"}}}}</tool_call>'
         return call if request.turn == 0 else "done"
 
@@ -141,14 +141,14 @@ def test_a_tool_that_ends_or_blocks_its_process_fails_its_episode(tool: str, why
 
 def test_episodes_that_were_lost_by_anothers_fault_are_the_same_as_without_it() -> None:
     """Their answers are not even generated again."""
-    policy = ScriptedPolicy(TOKENIZER, lambda request: f"draw {request.id.draw} turn {request.turn}")
+    policy = ScriptedPolicy(TOKENIZER, lambda request: f"draw {request.id.prompt_index} turn {request.turn}")
 
     after = run(section("Blocking", how="exit", bad=[3]), 6, policy)
 
     expected = run(section("Blocking", how="exit", bad=[]), 6, ScriptedPolicy(TOKENIZER, policy._lines))
     assert list(failed(after)) == [3]
     assert_same(after, expected, but=[3])
-    asked = [(request.id.draw, request.turn) for request in policy.requests]
+    asked = [(request.id.prompt_index, request.turn) for request in policy.requests]
     assert len(asked) == len(set(asked))
 
 

@@ -148,7 +148,7 @@ def test_a_custom_function_cannot_change_the_rewards_that_are_recorded(tmp_path:
 
 def _kept(graded: GradedRollouts, per_prompt: int, solved_at: float = 1.0) -> list[tuple[int, int]]:
     kept = graded.take(best_solved(graded, solved_at=solved_at, per_prompt=per_prompt))
-    return [(id.draw, id.sample) for id in kept.rollouts.rows.ids]
+    return [(id.prompt_index, id.sample) for id in kept.rollouts.rows.ids]
 
 
 def test_the_best_solved_episodes_of_each_prompt_are_kept() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.made_batches import make_task
-from podium.data.tasks import DrawnTask
+from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryId
 from podium.roles.carriers import EpisodeNote, PromptShard, TurnRewards
 
@@ -120,7 +120,9 @@ def test_counts_that_only_some_blocks_have_are_joined_too() -> None:
 
 def test_a_shard_of_prompts_knows_the_ids_of_its_episodes() -> None:
     shard = PromptShard(
-        prompts=tuple(DrawnTask(draw=draw, epoch=0, task=make_task(draw)) for draw in (4, 9)), samples=2, attempt=1
+        prompts=tuple(IndexedTask(prompt_index=draw, epoch=0, task=make_task(draw)) for draw in (4, 9)),
+        samples=2,
+        attempt=1,
     )
 
     assert list(shard.ids) == [

@@ -49,7 +49,7 @@ def test_a_shard_has_the_tasks_of_its_rows_only() -> None:
 
     assert list(shard.tasks) == [1, 3]
     assert shard.truncated_N.tolist() == [True, True]
-    assert [id.draw for id in shard.ids] == [1, 3]
+    assert [id.prompt_index for id in shard.ids] == [1, 3]
     assert shard.show == 2
 
 

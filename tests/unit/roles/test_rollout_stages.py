@@ -71,7 +71,7 @@ def test_taking_rows_takes_their_tasks_along() -> None:
 
 def test_joined_batches_are_in_order_and_their_metrics_add_up() -> None:
     used = [Metric(name="cache_used", value=value, reduction="max") for value in (0.7, 0.4)]
-    drawn = [Metric(name="drawn_tokens", value=value, reduction="sum") for value in (3.0, 5.0)]
+    drawn = [Metric(name="generated_tokens", value=value, reduction="sum") for value in (3.0, 5.0)]
     first = make_rollouts([make_answer(1), make_answer(9)], metrics=(used[0], drawn[0]))
     second = make_rollouts([make_answer(4, tokens=[1, 2, 3])], metrics=(used[1], drawn[1]))
 
@@ -79,7 +79,7 @@ def test_joined_batches_are_in_order_and_their_metrics_add_up() -> None:
 
     assert joined.group_N.tolist() == [1, 4, 9]
     assert joined.note.sampled_N.tolist() == [1, 3, 1]
-    assert joined.metrics == {"cache_used": 0.7, "drawn_tokens": 8.0}
+    assert joined.metrics == {"cache_used": 0.7, "generated_tokens": 8.0}
     assert sorted(joined.tasks) == [1, 4, 9]
 
 

@@ -101,7 +101,7 @@ class NativeEngine:
         self._arrivals = 0
         self._paused = self._asleep = self._closed = False
         self._refusal: str | None = None
-        self._finished = self._drawn = self._prefilled = self._reused = 0
+        self._finished = self._generated = self._prefilled = self._reused = 0
 
     # What is asked
 
@@ -289,7 +289,7 @@ class NativeEngine:
             cache_tokens_used=self._block_manager.num_held * block,
             cache_tokens_kept=self._block_manager.num_kept * block,
             finished=self._finished,
-            drawn_tokens=self._drawn,
+            generated_tokens=self._generated,
             prefilled_tokens=self._prefilled,
             reused_tokens=self._reused,
             preemptions=self._scheduler.preemptions,
@@ -352,13 +352,13 @@ class NativeEngine:
 
     def _take_in_one(self, launched: _Launched) -> None:
         plan, table = launched.plan, self._rows
-        drawn = launched.result.read()
+        sampled = launched.result.read()
         # A row that has ended since sampled a token too many: it is not counted.
         same_B = table.epoch_R[plan.sample_rows] == plan.sample_epochs
-        sound_B = same_B & np.isfinite(drawn.logprobs_B)
+        sound_B = same_B & np.isfinite(sampled.logprobs_B)
         rows_B = plan.sample_rows[sound_B]
-        table.append(rows_B, drawn.tokens_B[sound_B], drawn.logprobs_B[sound_B], launched.version)
-        self._drawn += len(rows_B)
+        table.append(rows_B, sampled.tokens_B[sound_B], sampled.logprobs_B[sound_B], launched.version)
+        self._generated += len(rows_B)
         for row in plan.sample_rows[same_B & ~sound_B].tolist():
             self._end_broken(row)
         stopped_B = table.at_a_stop(rows_B)
@@ -402,9 +402,9 @@ class NativeEngine:
             sequence = table.sequences[row]
             assert sequence is not None
             assert self._decode is not None
-            drawn = table.tokens_RL[row, table.prompt_R[row] : table.known_R[row]]
+            sampled = table.tokens_RL[row, table.prompt_R[row] : table.known_R[row]]
             try:
-                found = completed_string(drawn, sequence.request.sampling.stop_strings, self._decode)
+                found = completed_string(sampled, sequence.request.sampling.stop_strings, self._decode)
             except Exception as error:  # the tokenizer is not ours
                 broken = self._scheduler.end(row)
                 why = f"the tokenizer cannot decode the answer to look for stop strings ({error!r})."

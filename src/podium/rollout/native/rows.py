@@ -44,11 +44,11 @@ class Sequence:
         return self.request.id
 
     def completion(self, finish: Finish, *, stop: int | str | None = None, error: str | None = None) -> Completion:
-        drawn = len(self.tokens) - len(self.logprobs)
+        sampled = len(self.tokens) - len(self.logprobs)
         return Completion(
             id=self.id,
-            prompt=self.tokens[:drawn].copy(),  # the caller's array may have been written to since
-            tokens_L=self.tokens[drawn:].copy(),
+            prompt=self.tokens[:sampled].copy(),  # the caller's array may have been written to since
+            tokens_L=self.tokens[sampled:].copy(),
             logprobs_L=self.logprobs.copy(),
             versions_L=self.versions.copy(),
             finish=finish,
@@ -97,22 +97,22 @@ class RowTable:
     def admit(self, sequence: Sequence, block_table: BlockTable) -> int:
         """Gives a sequence a row."""
         row = self._free.pop()
-        size, drawn = len(sequence.tokens), len(sequence.logprobs)
+        size, sampled = len(sequence.tokens), len(sequence.logprobs)
         self._widen(max(size + 1, min(sequence.limit, 2 * _FIRST_WIDTH)))
         self.sequences[row] = sequence
         sequence.row, sequence.block_table = row, block_table
         sampling = sequence.request.sampling
         self.length_R[row] = self.known_R[row] = size
         self.fed_R[row] = block_table.reused
-        self.prompt_R[row] = size - drawn
+        self.prompt_R[row] = size - sampled
         self.limit_R[row] = sequence.limit
-        self.earliest_R[row] = min(size - drawn + max(sampling.min_new_tokens, 1), sequence.limit + 1)
+        self.earliest_R[row] = min(size - sampled + max(sampling.min_new_tokens, 1), sequence.limit + 1)
         self.seated_R[row] = size
         self.set_blocks(row, block_table)
         self.arrival_R[row] = sequence.arrival
         self.tokens_RL[row, :size] = sequence.tokens
-        self.logprobs_RL[row, size - drawn : size] = sequence.logprobs
-        self.versions_RL[row, size - drawn : size] = sequence.versions
+        self.logprobs_RL[row, size - sampled : size] = sequence.logprobs
+        self.versions_RL[row, size - sampled : size] = sequence.versions
         self.has_strings_R[row] = bool(sampling.stop_strings)
         self._set_stops(row, sampling.stop_tokens)
         return row

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _RunningSequence:
-    """One request under way, and what has been drawn for it."""
+    """One request under way, and what has been sampled for it."""
 
     request: Request
     handle: str  # its name inside vLLM
@@ -75,9 +75,9 @@ class VllmEngine:
         self._version = settings.version
         self._paused = self._asleep = self._closed = False
         self._cache_is_soiled = False  # with NaN
-        self._refusal: str | None = None  # why the weights in place must not draw
+        self._refusal: str | None = None  # why the weights in place must not sample
         self._failure: str | None = None  # what broke the engine for good
-        self._finished = self._drawn = self._prefilled = self._reused = self._preemptions = 0
+        self._finished = self._generated = self._prefilled = self._reused = self._preemptions = 0
         self._engine = make_engine(settings)
         self._capacity = self._measure()
 
@@ -202,7 +202,7 @@ class VllmEngine:
                 cache_tokens_used=state.cache_tokens_used,
                 cache_tokens_kept=state.cache_tokens_kept,
                 finished=self._finished,
-                drawn_tokens=self._drawn,
+                generated_tokens=self._generated,
                 prefilled_tokens=self._prefilled,
                 reused_tokens=self._reused,
                 preemptions=self._preemptions + state.preemptions,
@@ -275,18 +275,18 @@ class VllmEngine:
 
     def _advance(self, answer: _RunningSequence, output: Any) -> None:
         [part] = output.outputs
-        drawn, logprobs = list(part.token_ids), part.logprobs.logprobs if part.token_ids else []
-        if drawn and not answer.tokens:
+        sampled, logprobs = list(part.token_ids), part.logprobs.logprobs if part.token_ids else []
+        if sampled and not answer.tokens:
             answer.reused_tokens = output.num_cached_tokens or 0
             self._reused += answer.reused_tokens
             self._prefilled += len(answer.request.prompt) - answer.reused_tokens
         if not all(map(math.isfinite, logprobs)):
             self._end_broken(answer, is_nan=any(map(math.isnan, logprobs)), still_inside=part.finish_reason is None)
             return
-        answer.tokens += drawn
+        answer.tokens += sampled
         answer.logprobs += logprobs
-        answer.versions += [self._version] * len(drawn)
-        self._drawn += len(drawn)
+        answer.versions += [self._version] * len(sampled)
+        self._generated += len(sampled)
         if part.finish_reason is not None:
             self._end(answer, _finished(answer, part))
 
@@ -321,8 +321,8 @@ class VllmEngine:
             self._start(answer)
 
     def _mark(self) -> tuple[int, int]:
-        """Changes with every step that computes something: draws, or prompt that is taken in."""
-        return self._drawn, compat.computed_tokens(self._engine)
+        """Changes with every step that computes something: samples, or prompt that is taken in."""
+        return self._generated, compat.computed_tokens(self._engine)
 
     def _why_still(self) -> str | None:
         if self._asleep:
@@ -350,7 +350,7 @@ class VllmEngine:
         if left <= 0:
             raise RolloutError(
                 f"no answer advanced for {deadline_s:g} s, and {len(self._answers)} are under way. The engine is "
-                f"{reason or 'running, and vLLM draws nothing'}."
+                f"{reason or 'running, and vLLM prompt_indices nothing'}."
             )
         if reason is not None:
             self._lock.wait_for_another(seen, timeout_s=left)

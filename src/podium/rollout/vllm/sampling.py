@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Podium's way of asking for a draw in vLLM's words."""
+"""Podium's sampling settings as vLLM's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def limits(request: Request, *, has_tokenizer: bool) -> str | None:
     sampling = request.sampling
     if sampling.temperature and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
         return (
-            f"temperature is {sampling.temperature}, and vLLM draws with 0 or values from {_LOWEST_TEMPERATURE} to "
+            f"temperature is {sampling.temperature}, and vLLM samples with 0 or values from {_LOWEST_TEMPERATURE} to "
             f"{_HIGHEST_TEMPERATURE}. Use one of those, or the native engine."
         )
     if sampling.stop_strings and not has_tokenizer:
@@ -28,7 +28,7 @@ def limits(request: Request, *, has_tokenizer: bool) -> str | None:
 
 
 def sampling_params(request: Request, *, max_length: int) -> Any:
-    """vLLM's SamplingParams for this request: one answer, its tokens in parts as they are drawn, no text."""
+    """vLLM's SamplingParams for this request: one answer, its tokens in parts as they are sampled, no text."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     wanted = request.sampling
@@ -45,7 +45,7 @@ def sampling_params(request: Request, *, max_length: int) -> Any:
         logit_bias=dict(wanted.logit_bias) or None,
         allowed_token_ids=None if wanted.allowed_tokens is None else sorted(wanted.allowed_tokens),
         extra_args={SEED: stream_key(request.seed, request.id)},
-        logprobs=0,  # of the drawn token only
+        logprobs=0,  # of the sampled token only
         flat_logprobs=True,
         ignore_eos=True,  # an answer ends where the request says, not where the checkpoint says
         detokenize=bool(wanted.stop_strings),
@@ -56,5 +56,5 @@ def sampling_params(request: Request, *, max_length: int) -> Any:
 
 
 def position_seed(key: int, position: int) -> int:
-    """One number for the draw of the token at this position; those of neighbours are unlike each other."""
+    """One seed for the token at this position; those of neighbours are unlike each other."""
     return mix(key + position * GAMMA) >> 1

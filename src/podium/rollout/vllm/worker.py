@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Podium adds to vLLM's worker: weights that arrive in parts, and draws and log-probs in Podium's meaning.
+"""What Podium adds to vLLM's worker: weights that arrive in parts, and samples and log-probs in Podium's meaning.
 
 vLLM mixes the class into its own worker by name (`worker_extension_cls`) and calls it on every rank. Written for the
 workers of the vLLM versions in docs/vllm.md.
@@ -62,8 +62,8 @@ class PodiumWorker:
 
 class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when types are checked
     """vLLM's sampler with two changes. Log-probs are those of softmax(logits / temperature) before anything is cut off
-    or penalised, which none of vLLM's modes gives. And each draw has its own generator, seeded by request and position:
-    vLLM's generators count draws, which goes wrong when a request is computed anew in parts."""
+    or penalised, which none of vLLM's modes gives. And each token has a generator of its own, by request and position:
+    vLLM's generators count samples, which goes wrong when a request is computed anew in parts."""
 
     def __init__(self, worker: PodiumWorker) -> None:
         super().__init__(logprobs_mode="raw_logprobs")
@@ -93,8 +93,8 @@ class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when t
         return processed_NV
 
     def gather_logprobs(self, logprobs_NV: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        """Of the drawn tokens only; their ranks, for which vLLM compiles a kernel, are wanted by nobody. Where bias and
-        allowed tokens leave nothing to draw the log-prob is made infinite, which tells the engine."""
+        """Of the sampled tokens only; their ranks, for which vLLM compiles a kernel, are not wanted. Where bias and
+        allowed tokens leave nothing to sample the log-prob is made infinite, which tells the engine."""
         logprobs_N1 = logprobs_NV.gather(-1, token_ids.unsqueeze(-1))
         if self._empty_N is not None:
             logprobs_N1 = logprobs_N1.masked_fill(self._empty_N.unsqueeze(-1), torch.inf)

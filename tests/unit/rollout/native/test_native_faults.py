@@ -20,7 +20,7 @@ def test_a_request_larger_than_the_whole_cache_is_refused_and_the_others_go_on(l
     """40 tokens of cache; prompt and answer of 41 can never be held, those of 40 can, alone."""
     engine = learner.engine(block_size=4, memory_gib=cache_gib(learner, 40, block_size=4))
     found = sequences(engine, [ask(0, 21, new=20), ask(1, 20, new=20), ask(2, 3, new=4)])
-    errors = {id.draw: each.error for id, each in found.items() if each.finish == "error"}
+    errors = {id.prompt_index: each.error for id, each in found.items() if each.finish == "error"}
     assert list(errors) == [0]
     assert errors[0] == (
         "prompt and answer may take 41 tokens and the whole cache has room for 40. Lower max_new_tokens, or raise "
@@ -97,7 +97,7 @@ def test_one_request_that_breaks_does_not_touch_the_one_beside_it(own_learner: L
         own_learner.model.hf.get_input_embeddings().weight.detach().nan_to_num()
     )
     found = sequences(own_learner.engine(**way), [ask(0, [5, 200, 6, 8]), sound])
-    assert {id.draw: each.finish for id, each in found.items()} == {0: "error", 1: "length"}
+    assert {id.prompt_index: each.finish for id, each in found.items()} == {0: "error", 1: "length"}
     assert found[sound.id].tokens_L.tolist() == wanted.tokens_L.tolist()
 
 

@@ -39,7 +39,7 @@ def free(learner: Learner) -> Completion:
 
 
 def stopped(learner: Learner, free: Completion, decode: Any, **how: Any) -> Completion:
-    return sequence(learner.engine(decode=decode), ask(free.id.draw, 5, new=12, **how))
+    return sequence(learner.engine(decode=decode), ask(free.id.prompt_index, 5, new=12, **how))
 
 
 def test_a_string_over_three_tokens_ends_the_answer_with_the_third(learner: Learner, free: Completion) -> None:

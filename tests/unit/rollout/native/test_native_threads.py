@@ -59,8 +59,8 @@ class Meddler:
                 self.engine.cancel(ids)
             case 1:
                 self.engine.pause()
-                drawn = self.engine.load().drawn_tokens
-                assert self.engine.load().drawn_tokens == drawn
+                drawn = self.engine.load().generated_tokens
+                assert self.engine.load().generated_tokens == drawn
                 self.engine.resume()
             case 2:
                 self.version += 1
@@ -110,9 +110,9 @@ def test_a_call_from_another_thread_takes_effect_between_two_steps_of_a_busy_eng
     long = ask(0, 5, new=240)
     engine.submit([long])
     with reading(engine) as found:
-        until(lambda: engine.load().drawn_tokens >= 3)
+        until(lambda: engine.load().generated_tokens >= 3)
         engine.cancel([long.id])
-        drawn = engine.load().drawn_tokens
+        drawn = engine.load().generated_tokens
         (completion,) = found.result(DEADLINE_S)
     assert completion.finish == "cancelled"
     assert 3 <= completion.num_tokens == drawn < 240

@@ -107,7 +107,7 @@ def test_what_begins_beside_an_answer_of_older_weights_finds_nothing_of_it(
     prompt = ask(0, 40).prompt
     engine.submit([ask(1, 3, new=1), ask(0, prompt, new=12)])
     results = engine.results(deadline_s=DEADLINE_S)
-    assert next(results).id.draw == 1
+    assert next(results).id.prompt_index == 1
     assert 3 < engine.load().prefilled_tokens < 43
     own_learner.change(1.3)
     engine.install(own_learner.describe(1), None, in_flight=in_flight)

@@ -107,7 +107,7 @@ def test_a_prompt_that_is_no_row_of_token_ids_is_an_error_of_its_request(learner
     odd = Request(id=TrajectoryId(1, 0), prompt=ODD_PROMPTS[kind], sampling=Sampling(max_new_tokens=4))
     engine = learner.engine()
     engine.submit([ask(0), odd, ask(2)])
-    found = {each.id.draw: each.finish for each in read(engine)}
+    found = {each.id.prompt_index: each.finish for each in read(engine)}
     assert (found[0], found[2]) == ("length", "length")
     assert found[1] == "error" or kind == "a list"
 
@@ -185,7 +185,7 @@ def test_a_tokenizer_that_fails_ends_its_answer_and_no_other(learner: Learner) -
         found = read(engine, seconds=5.0)
     except ValueError:
         found = read(engine, seconds=5.0)
-    assert {each.id.draw: each.num_tokens for each in found}[1] == 8
+    assert {each.id.prompt_index: each.num_tokens for each in found}[1] == 8
 
 
 # Stop strings
