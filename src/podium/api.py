@@ -296,7 +296,7 @@ def _train(prepared: Prepared) -> RunResult:
     from podium.programs import spmd  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
-    under = place_under_torchrun()
+    under, program = place_under_torchrun(), _built_in(spmd.PROGRAMS, made)
     assert made.run.name is not None
     path = Path(made.run.folder) / made.run.name
     _check_launcher(made, under)
@@ -305,7 +305,7 @@ def _train(prepared: Prepared) -> RunResult:
         folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(_built_in(spmd.PROGRAMS, made), prepared, made, folder, resume_step=None)
+    return _launch(program, prepared, made, folder, resume_step=None)
 
 
 def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
