@@ -170,7 +170,7 @@ async def relay(cluster: Cluster, *, ranks: int) -> None:
 
     workers.restore_with("policy", restore)
     for step in range(3):
-        with cluster.step(step) as objects:
+        with cluster.scope(f"step {step}") as objects:
             prompts = [_prompts(range(4 * step, 4 * step + 2)), _prompts(range(4 * step + 2, 4 * step + 4))]
             blocks = [block async for block in generator.stream_sharded(Generator.generate, prompts)]
             rows = objects.hold(stored_rows(blocks))

@@ -183,7 +183,6 @@ CHANGES = {
     "algorithm.clip_high=0.3": "algorithm.clip_high: 0.2 -> 0.3",
     "run.seed=7": "run.seed: 0 -> 7",
     "rollout.samples_per_prompt=8": "rollout.samples_per_prompt: 4 -> 8",
-    "program=expert_iteration": "program: 'grpo' -> 'expert_iteration'",
 }
 
 
@@ -194,6 +193,8 @@ def test_what_would_make_another_run_of_it_is_refused(workspace: Workspace) -> N
     for change, told in CHANGES.items():
         outcome = workspace.podium("resume", "runs/run", "--step", "1", "--set", change)
         workspace.refused(outcome, "runs/run cannot be resumed exactly", told, left=("run",))
+    outcome = workspace.podium("resume", "runs/run", "--step", "1", "--set", "program=expert_iteration")
+    workspace.refused(outcome, "runs/run/recipe.yaml", "algorithm.loss", left=("run",))  # keys of another program
 
     assert numbers(run) == before
     assert [each.step for each in saved_steps(run / "checkpoints")] == [1, 2]

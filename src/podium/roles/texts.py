@@ -43,7 +43,7 @@ class TextReader:
         edges = [0, *(np.flatnonzero(np.diff(sampled)) + 1).tolist(), len(sampled)]
         turns = tuple((bool(sampled[first]), self._text(behind[first:last])) for first, last in pairwise(edges))
         answer = next(text for is_policy, text in reversed(turns) if is_policy)
-        return EpisodeText(answer=answer, turns=turns, num_sampled=len(places), tokens=tokens[sampled])
+        return EpisodeText(answer=answer, turns=turns, num_sampled=len(places), tokens=behind[sampled])
 
     def _text(self, tokens: NDArray[np.int32]) -> str:
         return answer_text(self._tokenizer, tokens.tolist())

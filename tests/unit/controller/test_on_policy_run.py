@@ -46,6 +46,7 @@ def hundred(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return Done(trial=trial, run=trial.run(), seconds=time.perf_counter() - began)
 
 
+@pytest.mark.serial
 def test_a_hundred_steps_take_about_a_second_and_learn(hundred: Done) -> None:
     trial, rewards = hundred.trial, hundred.trial.metric("reward/mean")
 

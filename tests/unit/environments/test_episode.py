@@ -403,6 +403,7 @@ class Together:
         return await self._inner.answer(request)
 
 
+@pytest.mark.serial
 def test_a_thousand_episodes_run_at_the_same_time() -> None:
     def line(request: TurnRequest) -> str:
         number = request.id.prompt_index
