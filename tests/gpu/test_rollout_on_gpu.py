@@ -306,9 +306,9 @@ def test_random_streams_are_those_of_the_cpu() -> None:
     assert torch.equal(uniforms(keys.cuda(), positions.cuda()).cpu(), uniforms(keys, positions))
 
 
-def test_the_drawing_kernel_draws_what_torch_draws() -> None:
+def test_the_sampling_kernel_samples_what_torch_samples() -> None:
     from podium.rollout.native.kernels import sample_on_device
-    from podium.rollout.native.sampling import draw
+    from podium.rollout.native.sampling import sample
 
     torch.manual_seed(0)
     logits = torch.randn(64, 151_936 + 64, device=CUDA) * 3
@@ -318,7 +318,7 @@ def test_the_drawing_kernel_draws_what_torch_draws() -> None:
     sample_on_device(
         logits, temperatures, marks, vocab_size=151_936, scale=1.0, softcap=None, tokens_B=tokens, logprobs_B=logprobs
     )
-    wanted = draw(logits[:, :151_936].clone(), temperatures, marks)
+    wanted = sample(logits[:, :151_936].clone(), temperatures, marks)
     same = tokens == wanted.tokens_B
     assert same.float().mean() > 0.95  # float32 sums on one side, float64 on the other
     torch.testing.assert_close(logprobs[same], wanted.logprobs_B[same], atol=1e-4, rtol=1e-4)

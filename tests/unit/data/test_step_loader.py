@@ -224,13 +224,13 @@ def test_a_long_wait_is_logged_with_its_reason(folder, caplog, monkeypatch):
 def test_workers_end_when_their_parent_is_killed(folder):
     code = (
         "import sys, multiprocessing\n"
-        "from podium.data.workers import WorkerPool\n"
+        "from podium.data.workers import TokenizerPool\n"
         "from podium.data.examples import MakerSpec\n"
         "from podium.recipe import ModelSection, SourceSection\n"
         "if __name__ == '__main__':\n"
         "    spec = MakerSpec(model=ModelSection(path=sys.argv[1]), sections=(SourceSection(path='x.jsonl'),),\n"
         "                     key='data.train', trained='assistant', max_length=9, overlong='drop')\n"
-        "    pool = WorkerPool(spec, 1)\n"
+        "    pool = TokenizerPool(spec, 1)\n"
         "    pool.submit([])\n"
         "    assert pool.result(lambda: False) == []\n"
         "    print('ready', flush=True)\n"

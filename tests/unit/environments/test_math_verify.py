@@ -20,7 +20,7 @@ from podium.environments.reward_service import RewardSpec
 from podium.environments.rewards import Sample, check_rewards
 from podium.environments.verifiers import math_verify
 from podium.errors import DataError, MissingExtraError
-from podium.recipe import RewardSection
+from podium.recipe import VerifierReward
 
 needs_math_verify = pytest.mark.skipif(
     importlib.util.find_spec("math_verify") is None, reason="math-verify is not installed: pip install 'podium[math]'"
@@ -95,7 +95,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setitem(sys.modules, "math_verify", None)
 
     with pytest.raises(MissingExtraError, match=r"reward\.1\.verifier: .*pip install 'podium\[math\]'"):
-        check_rewards([RewardSection(verifier="numeric"), RewardSection(verifier="math_verify")])
+        check_rewards([VerifierReward(verifier="numeric"), VerifierReward(verifier="math_verify")])
 
 
 def test_a_check_does_not_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,7 +103,7 @@ def test_a_check_does_not_import_it(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
 
-    check_rewards([RewardSection(verifier="math_verify")])
+    check_rewards([VerifierReward(verifier="math_verify")])
 
     assert "math_verify" not in sys.modules
 
@@ -122,7 +122,7 @@ def test_a_tower_of_exponents_fails_at_the_time_limit_and_the_others_are_graded(
 
 
 async def _graded(answers: list[str], *, reference: str, timeout_s: float) -> list[Grade]:
-    sections = (RewardSection(verifier="math_verify"),)
+    sections = (VerifierReward(verifier="math_verify"),)
     spec = RewardSpec(sections={"train": (sections, "reward")}, timeout_s=timeout_s, also_scored=False)
     samples = [
         Sample(
