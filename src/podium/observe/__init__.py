@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run shows and records: metrics, loggers, the console, and where the time went. Torch-free at import."""
 
-from podium.observe.console import Console, EvaluationView, SampleView, SilentConsole, StepView, open_console
+from podium.observe.console import Console, EvaluationView, SampleView, SilentConsole, StepView
 from podium.observe.loggers import Logger, open_loggers
 from podium.observe.metrics import MetricsFile, StepMetrics, read_metrics
+from podium.observe.opening import open_console
 from podium.observe.start_up import StartUpLog
 from podium.observe.timing import CauseTime, Stopwatch, TimeSummary
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TextIO
@@ -173,18 +172,6 @@ class PlainConsole:
 
     def _write(self, line: str) -> None:
         print(line, file=self._stream, flush=True)
-
-
-def open_console(*, rank: int, log_every: int = 1, stream: TextIO | None = None) -> Console:
-    """The console that fits: silent beside rank 0, live on a terminal, plain otherwise."""
-    if rank != 0:
-        return SilentConsole()
-    stream = stream if stream is not None else sys.stdout
-    if stream.isatty():
-        from podium.observe.terminal import TerminalConsole
-
-        return TerminalConsole(stream)
-    return PlainConsole(stream, log_every=log_every)
 
 
 def aligned(lines: Sequence[str]) -> list[str]:
