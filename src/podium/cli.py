@@ -42,8 +42,8 @@ Overrides = Annotated[
 Devices = Annotated[int | None, typer.Option(help="Ranks on this machine; short for --set placement.devices=N.", min=1)]
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(version("podium"))
         raise typer.Exit
 
@@ -133,11 +133,11 @@ def verify(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
 ) -> None:
     """Compare Podium's packed, sharded, compiled forward with plain transformers."""
-    found = api.verify(
+    agreement = api.verify(
         model, devices=devices, device=device, dtype=dtype, compile=compile, trust_remote_code=trust_remote_code
     )
-    typer.echo(str(found))
-    if not found.agrees:
+    typer.echo(str(agreement))
+    if not agreement.agrees:
         typer.echo("unsupported: Podium would train this architecture wrongly, so it refuses to.", err=True)
         raise typer.Exit(1)
 
@@ -272,7 +272,7 @@ def _section(kind: type[SectionKind], **values: object) -> SectionKind:
 
 def _unescaped(text: str) -> str:
     """A shell does not turn \\n into a new line, and who types it means one."""
-    return re.sub(r"\\([ntr\\])", lambda found: {"n": "\n", "t": "\t", "r": "\r"}.get(found[1], "\\"), text)
+    return re.sub(r"\\([ntr\\])", lambda match: {"n": "\n", "t": "\t", "r": "\r"}.get(match[1], "\\"), text)
 
 
 def _report(result: object) -> None:

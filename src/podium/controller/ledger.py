@@ -77,15 +77,15 @@ class Ledger:
     def count(self, state: str | None = None) -> int:
         where = "" if state is None else " WHERE state = ?"
         with self._using:
-            found: int = self._file.execute(
+            count: int = self._file.execute(
                 f"SELECT COUNT(*) FROM episodes{where}", () if state is None else (state,)
             ).fetchone()[0]
-        return found
+        return count
 
     def last_step(self) -> int:
         with self._using:
-            found: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
-        return found or 0
+            step: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
+        return step or 0
 
     def close(self) -> None:
         with self._using:

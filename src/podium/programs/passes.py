@@ -116,10 +116,10 @@ def _part(store: DocumentStore, documents: list[Document], mesh: Mesh, compute: 
     columns: dict[str, list[NDArray[Any]]] = {}
     for part in plan.rows(mesh.rank)[0]:
         packed = pack_examples([Example(documents=(documents[row],)) for row in part.tolist()])
-        sizes, found = compute(packed)
+        sizes, batch_columns = compute(packed)
         mine += packed.documents
         lengths += sizes
-        for name, values in found.items():
+        for name, values in batch_columns.items():
             columns.setdefault(name, []).append(values)
     store.write(mesh.rank, mine, lengths, {name: np.concatenate(values) for name, values in columns.items()})
     mesh.barrier()

@@ -86,7 +86,7 @@ def decide(facts: StageFacts) -> Action:
 def run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, verbs: Verbs) -> PipelineResult:
     """Brings every stage to its end, in order; the first Ctrl-C ends it at the next step, to be gone on with."""
     console, watch, outcomes = PlainConsole(sys.stdout, log_every=1), Stopwatch(), list[StageOutcome]()
-    with folder.made():
+    with folder.create_and_hold():
         folder.begin(recipe)
         order = recipe.order()
         for number, name in enumerate(order, start=1):
@@ -194,9 +194,9 @@ def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
                 folder.note(name, replace(folder.record(name), status=status))
             folder.update(status=status)
         # The stage's own advice is to resume it alone; the pipeline goes on from here.
-        kept = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]
+        notes = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]
         error.__notes__ = [
-            *kept,
+            *notes,
             f"this was stage {name}. Go on with: podium resume {folder.path} (what is done is not run again)",
         ]
         raise

@@ -78,8 +78,10 @@ class TurnRewards:
         """Those of these rows, counted anew."""
         place = np.full(int(max(rows.max(initial=-1), self.row_K.max(initial=-1))) + 1, -1, np.int64)
         place[rows] = np.arange(len(rows))
-        kept = place[self.row_K] >= 0
-        return TurnRewards(row_K=place[self.row_K[kept]], token_K=self.token_K[kept], reward_K=self.reward_K[kept])
+        is_kept_K = place[self.row_K] >= 0
+        return TurnRewards(
+            row_K=place[self.row_K[is_kept_K]], token_K=self.token_K[is_kept_K], reward_K=self.reward_K[is_kept_K]
+        )
 
     def by_row(self) -> TurnRewards:
         """The same in the order of the rows, those of one row in the order they are in."""

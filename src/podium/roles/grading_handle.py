@@ -89,11 +89,11 @@ class GraderHandle:
                 continue
             self._show(note.warnings)
             return note
-        told = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         columns = len(self._rewards) if purpose == "train" else 1
         return GradeNote(
             values_NR=np.full((len(shard.rows), columns), np.nan),
-            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed twice: {told}"),
+            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed twice: {reason}"),
         )
 
     def _show(self, warnings: Sequence[str]) -> None:

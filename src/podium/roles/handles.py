@@ -134,8 +134,8 @@ class LearnerHandle:
         algorithm = plan.algorithm
         order = np.random.default_rng([seed, plan.step])
         mini_batch_N = deal_mini_batches(train_batch.rollouts.group_N, algorithm.mini_batches, order)
-        kept, absent = without_idle(train_batch, plan, mini_batch_N)
-        train_batch, mini_batch_N = train_batch.take(kept), mini_batch_N[kept]
+        kept_rows, absent = without_idle(train_batch, plan, mini_batch_N)
+        train_batch, mini_batch_N = train_batch.take(kept_rows), mini_batch_N[kept_rows]
         rollouts = train_batch.rollouts
         split = self.split(rollouts.rows.lengths_N, mini_batch_N)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
@@ -386,10 +386,10 @@ def even_parts(lengths_N: Ints, count: int) -> list[Ints]:
 
 def joined_distance(results: Sequence[ShardResult[TokenColumn]], rows: RowRefs[TrajectoryBlock]) -> DistanceNote:
     """The notes of all ranks in the order of the rows."""
-    found = [result for result in results if len(result.ids)]
-    ids = np.concatenate([rows.ids.positions_of(result.ids) for result in found])
+    non_empty = [result for result in results if len(result.ids)]
+    ids = np.concatenate([rows.ids.positions_of(result.ids) for result in non_empty])
     back = np.argsort(ids)
-    notes: list[DistanceNote] = [result.note for result in found]
+    notes: list[DistanceNote] = [result.note for result in non_empty]
     return DistanceNote(
         k1_N=np.concatenate([note.k1_N for note in notes])[back],
         k2_N=np.concatenate([note.k2_N for note in notes])[back],

@@ -114,8 +114,8 @@ class Request:
         if low < 0 or high >= vocab_size:
             wrong = low if low < 0 else high
             return f"the prompt has token {wrong}, and the vocabulary ends at token {vocab_size - 1}."
-        found = list(self.sampling.problems(vocab_size))
-        return " ".join(found) if found else None
+        problems = list(self.sampling.problems(vocab_size))
+        return " ".join(problems) if problems else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

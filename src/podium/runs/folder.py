@@ -175,8 +175,8 @@ class RunFolder:
         """A resumed run answers the later evaluations again."""
         if self.samples_file.exists():
             lines = self.samples_file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_atomically(self.samples_file, "".join(kept))
+            kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            write_atomically(self.samples_file, "".join(kept_lines))
 
     def cpu_settings(self, num_ranks: int) -> CpuSettings | None:
         """What a run on so many ranks computes with on CPU, if it has begun. A resumed run keeps it: the number of
@@ -245,8 +245,8 @@ def write_atomically(path: Path, text: str) -> None:
 def _versions() -> dict[str, str]:
     """Of Python and what Podium computes with."""
     names = ("podium", "torch", "transformers", "numpy")
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(Exception):
-            found[name] = version(name)
-    return {"python": platform.python_version(), **found}
+            versions[name] = version(name)
+    return {"python": platform.python_version(), **versions}

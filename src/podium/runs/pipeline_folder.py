@@ -61,8 +61,8 @@ class PipelineFolder:
             raise RecipeError("run.name: a recipe that was not read from a file needs a name for its folder.")
         folder = cls(path=Path(recipe.run.folder) / recipe.run.name)
         if folder.path.exists() and not is_pipeline_folder(folder.path):
-            found = {path.name for path in folder.path.iterdir()} if folder.path.is_dir() else {folder.path.name}
-            if found - _OF_A_START:
+            names = {path.name for path in folder.path.iterdir()} if folder.path.is_dir() else {folder.path.name}
+            if names - _OF_A_START:
                 raise RunFolderError(
                     f"{folder.path} exists already and is not a pipeline's. Choose another name with --set run.name=..."
                 )
@@ -85,7 +85,7 @@ class PipelineFolder:
                 )
         return parse_pipeline(overridden(read_values(self.recipe_file), overrides), origin=str(self.recipe_file))
 
-    def made(self) -> contextlib.AbstractContextManager[None]:
+    def create_and_hold(self) -> contextlib.AbstractContextManager[None]:
         """Makes the folder if need be, and keeps other processes out of it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -93,8 +93,8 @@ def _fits(tensor: Tensor, spec: TensorSpec) -> bool:
 
 def _compare(version: WeightVersion, sums: list[Tensor]) -> None:
     values = unsigned(torch.stack(sums)) if sums else []
-    found = {spec.name: value for spec, value in zip(version.manifest, values, strict=True)}
-    differing = version.differing(found)
+    fingerprints = {spec.name: value for spec, value in zip(version.manifest, values, strict=True)}
+    differing = version.differing(fingerprints)
     if differing:
         more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
         raise WeightMismatchError(

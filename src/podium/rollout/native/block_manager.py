@@ -213,13 +213,13 @@ class BlockManager:
 
     def _longest_match(self, tokens: Tokens) -> tuple[list[_Node], _Node | None, int]:
         """(full blocks that match, the block behind them that shares most, how many tokens of it)."""
-        node, found, at = self._root, list[_Node](), 0
+        node, matched, at = self._root, list[_Node](), 0
         while at + self.block_size <= len(tokens):
             child = node.children.get(tokens[at : at + self.block_size].tobytes())
             if child is None:
                 break
             node, at = child, at + self.block_size
-            found.append(child)
+            matched.append(child)
         rest, best, most = tokens[at:], None, 0
         if len(rest):
             first = rest[0]
@@ -229,7 +229,7 @@ class BlockManager:
                 shared = common_prefix(child.tokens, rest)
                 if shared > most:
                     best, most = child, shared
-        return found, best, most
+        return matched, best, most
 
     def _insert(self, block_table: BlockTable, tokens: Tokens) -> None:
         if block_table.age != self._age:  # part of it was computed before all was forgotten

@@ -104,13 +104,13 @@ class KVCache:
         begin = 0
         for shape in dict.fromkeys(shapes):
             members = [index for index, each in enumerate(shapes) if each == shape]
-            for width, found in ((shape.key_width, keys), (shape.value_width, values)):
+            for width, tensors in ((shape.key_width, keys), (shape.value_width, values)):
                 size = (len(members), num_blocks, shape.heads, block_size, width)
                 end = begin + math.prod(size) * dtype.itemsize
                 store = storage[begin:end].view(dtype).view(size)
                 begin = end
                 self._stores.append(store)
-                found.update(zip(members, store.unbind(0), strict=True))
+                tensors.update(zip(members, store.unbind(0), strict=True))
         self.layers = [LayerCache(keys=keys[index], values=values[index]) for index in range(len(shapes))]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

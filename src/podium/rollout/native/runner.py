@@ -201,13 +201,13 @@ class EagerRunner:
     def processings(self, rows: Rows) -> list[LogitsProcessing]:
         """For the rows of a step that do not sample from the plain distribution."""
         table = self._rows
-        found = []
+        processings = []
         for at in np.flatnonzero(self._sampling.processed_R[rows]).tolist():
             row = int(rows[at])
             sequence = table.sequences[row]
             assert sequence is not None
             length = int(table.length_R[row]) - 1
-            found.append(
+            processings.append(
                 LogitsProcessing(
                     row=at,
                     sampling=sequence.request.sampling,
@@ -215,7 +215,7 @@ class EagerRunner:
                     num_new=length - int(table.prompt_R[row]),
                 )
             )
-        return found + [found[at] for at in self._repeats(len(found))]
+        return processings + [processings[at] for at in self._repeats(len(processings))]
 
     def _slot_runs(self, decode: Rows, lengths_N: Rows) -> list[SlotRun]:
         if not self._slots or not len(decode):

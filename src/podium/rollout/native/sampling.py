@@ -120,9 +120,9 @@ def _reshape(logits_V: Tensor, each: LogitsProcessing) -> None:
         logits_V[where] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits_V.dtype, device=device)
     if sampling.allowed_tokens is not None:
         allowed = torch.tensor(sorted(sampling.allowed_tokens), device=device)
-        kept = logits_V[allowed]
+        allowed_logits = logits_V[allowed]
         logits_V.fill_(float("-inf"))
-        logits_V[allowed] = kept
+        logits_V[allowed] = allowed_logits
     if each.num_new < sampling.min_new_tokens and sampling.stop_tokens:
         logits_V[torch.tensor(sorted(sampling.stop_tokens), device=device)] = float("-inf")
 

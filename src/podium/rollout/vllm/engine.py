@@ -240,9 +240,9 @@ class VllmEngine:
 
     def _problem(self, request: Request) -> str | None:
         capacity = self._capacity
-        found = request.problem(vocab_size=capacity.vocab_size, max_length=capacity.max_length)
-        if found is not None:
-            return found
+        problem = request.problem(vocab_size=capacity.vocab_size, max_length=capacity.max_length)
+        if problem is not None:
+            return problem
         length = min(len(request.prompt) + request.sampling.max_new_tokens, capacity.max_length)
         if length > capacity.cache_tokens:
             return (
