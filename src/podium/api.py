@@ -333,7 +333,7 @@ def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
-    """Looks at all stages first, so that a mistake in the last one is told before the first one runs."""
+    """Looks at all stages first, so that a mistake in the last one is reported before the first one runs."""
     from podium.engine.checkpoint import newest_usable
     from podium.spmd.launch import place_under_torchrun
 
@@ -369,7 +369,7 @@ def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
     run = pipeline.run(stage or order[-1])
     if not run.path.is_dir():
         raise RunFolderError(
-            f"stage {run.path.name} of {folder} has not been run yet. Go on with `podium resume {folder}`, or export "
+            f"stage {run.path.name} of {folder} has not been run yet. Run `podium resume {folder}`, or export "
             "another one with --stage."
         )
     return RunFolder.open(run.path)
@@ -434,7 +434,7 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
             folder.discard_if_never_begun()
             folder.mark_failed(error)
             if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
-                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and go on.") from error
+                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and continue.") from error
             raise
 
 
@@ -442,7 +442,7 @@ def _fingerprints(prepared: Prepared) -> dict[str, str]:
     """Of what a resumed run must find as it was: data with its `map`, weights, config, tokenizer, new tokens."""
     recipe = prepared.recipe
     # Weights too: references, teachers and the base of an adapter are read again, and are in no checkpoint of the run.
-    # Code of rewards and environments may be mended: what it raised is often why a run is resumed.
+    # Code of rewards and environments may be fixed: what it raised is often why a run is resumed.
     matters = what_matters(recipe)
     read = [each for each in prepared.inputs if each.key in matters]
     fingerprints = {each.path: each.fingerprint for each in read if each.kind != "code" or each.key.startswith("data.")}

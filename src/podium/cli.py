@@ -68,7 +68,7 @@ def resume(
     run: RunPath,
     overrides: Overrides = None,
     devices: Devices = None,
-    step: Annotated[int | None, typer.Option(help="Checkpoint to go on from; default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Checkpoint to resume from; default: the newest.")] = None,
 ) -> None:
     """Continue a run exactly where it stopped."""
     _report(api.resume(run, overrides=_with_devices(overrides, devices), step=step))
@@ -177,7 +177,7 @@ def generate(
         list[str] | None, typer.Option(help="prompt=question reads the column question as the prompt.")
     ] = None,
 ) -> None:
-    """Answer every prompt of a file with a model; broken off, the same command goes on."""
+    """Answer every prompt of a file with a model; after an interruption, the same command continues."""
     from podium.rollout.requests import Sampling
 
     sampling = Sampling(
@@ -291,7 +291,7 @@ def _report(result: object) -> None:
         typer.echo(f"finished at step {result.step}: {result.folder}")
         typer.echo(f"  export it with: podium export {result.folder} OUT")
     else:
-        typer.echo(f"stopped at step {result.step}; go on with: podium resume {result.folder}")
+        typer.echo(f"stopped at step {result.step}; continue with: podium resume {result.folder}")
 
 
 def _report_pipeline(result: PipelineResult) -> None:
@@ -301,7 +301,7 @@ def _report_pipeline(result: PipelineResult) -> None:
         typer.echo(f"  export its last stage with: podium export {result.folder} OUT")
     else:
         stage = result.stages[-1].name
-        typer.echo(f"stopped at step {result.step} of stage {stage}; go on with: podium resume {result.folder}")
+        typer.echo(f"stopped at step {result.step} of stage {stage}; continue with: podium resume {result.folder}")
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ class PromptSource:
         return self._generated(count)
 
     def take_ahead(self, count: int) -> None:
-        """Draws the next prompts already, while others work; state and metrics stay those of before. What is wrong with
-        a prompt is told by `take`: the step that is under way has no part in it."""
+        """Takes the next prompts already, while others work; state and metrics stay those of before. `take` raises what
+        is wrong with a prompt: the step that is under way has no part in it."""
         if self._ahead is None:
             state, metrics = self.state(), self.metrics()
             try:

@@ -78,7 +78,7 @@ class EvaluationView:
 
 
 class Console(Protocol):
-    """Told what happens; decides how it looks."""
+    """Receives what happens; decides how it looks."""
 
     def header(self, lines: Sequence[str]) -> None:
         """What the run is, before its first step. `label: value` lines are aligned."""

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass over the data before training: what a reference or teachers say of every document, computed once for all runs
-that would ask the same of the same data. Broken off, it goes on where it was."""
+that would ask the same of the same data. An interrupted pass continues where it was."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def stored_pass(run: SpmdRun[SpmdRecipe], folder: Path, what: str, prepare: Call
         if mesh.is_main:
             stack.enter_context(store.held())
         mesh.barrier()
-        store = DocumentStore(folder)  # another run may have gone on with it until now
+        store = DocumentStore(folder)  # another run may have continued it until now
         _fill(store, run, prepare(), tell)
     return store
 
@@ -131,5 +131,5 @@ def _stop_together(run: SpmdRun[SpmdRecipe], store: DocumentStore) -> None:
     if any(run.engine.mesh.gather(run.stop_requested)):
         raise RunStoppedError(
             f"stopped before the first step, after {len(store)} documents of the pass over the data. The same command "
-            f"goes on from there ({store.folder})."
+            f"continues from there ({store.folder})."
         )

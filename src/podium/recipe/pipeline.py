@@ -149,7 +149,7 @@ def _wrong_target(reference: StageReference, own: str, stages: Sequence[str]) ->
 
 
 def _wrong_kind(reference: StageReference, values: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
-    """A language model where a score is asked for, or the other way round; else it is told after hours, or never."""
+    """A language model where a score is asked for, or the other way round; else it shows after hours, or never."""
     key, is_scorer = reference.key, target.get("program") == "reward_model"
     goes_on = key == "model.path" and values.get("program") == "reward_model"
     if is_scorer and not goes_on and _TAKES_LANGUAGE.match(key) and not _TAKES_SCORES.match(key):

@@ -22,7 +22,7 @@ class LoraSection(Section):
     )
     rank_stabilized: Switch = Field(False, description="Scale by alpha / sqrt(rank) instead.")
     adapter: Place | None = Field(
-        None, description="Folder of an adapter of this base to go on from; its config sets rank, alpha and targets."
+        None, description="Folder of an adapter of this base to continue from; its config sets rank, alpha and targets."
     )
 
 

@@ -167,7 +167,7 @@ class GradeShard:
     tasks: Mapping[int, Task]  # by prompt index
     truncated_N: NDArray[np.bool_]
     environment_N: Floats
-    show: int = 0  # of how many rows the texts are told too
+    show: int = 0  # of how many rows the texts are reported too
 
     @property
     def ids(self) -> TrajectoryIds:

@@ -53,7 +53,7 @@ class Mailboxes:
             return [id for id, owner in self._owners.items() if owner == runner]
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will be answered: whoever fetches hears why."""
+        """Nothing more is answered: a caller that fetches gets this error."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()

@@ -179,7 +179,7 @@ class _Batch:
         except KeyboardInterrupt as error:
             done = sum(key in self._file for key in wanted)
             error.add_note(
-                f"stopped: {done} of {len(wanted)} answers are in {self._job.out}; the same command goes on from there"
+                f"stopped: {done} of {len(wanted)} answers are in {self._job.out}; the same command continues there"
                 if done
                 else "stopped before the first answer; nothing was written"
             )

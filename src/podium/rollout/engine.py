@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of rollout engines. Whoever generates talks to this and does not know which engine is behind it."""
+"""The protocol of rollout engines. Callers talk to this and do not know which engine is behind it."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class RolloutEngine(Protocol):
         """Draws no more tokens until `resume`. What is under way keeps its place and its cache."""
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
         """Takes weights of `version`, between two steps. None: they are in place already (the learner's own tensors).

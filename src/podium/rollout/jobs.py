@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `podium generate` is asked for, and what it reports. Torch-free: a mistake is told before anything is loaded."""
+"""What `podium generate` takes and reports. Torch-free: a mistake is reported before anything is loaded."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class RunFolder:
         if not folder.path.exists() or folder._was_never_begun():
             return
         begun = any(folder.checkpoints.glob("step-*"))
-        first = "It has no checkpoint to go on from: remove it"
+        first = "It has no checkpoint to resume from: remove it"
         if begun or is_pipeline_folder(folder.path):
             first = f"Continue it with `podium resume {folder.path}`"
         raise RunFolderError(f"{folder.path} exists already. {first}, or choose another name with --set run.name=...")
@@ -145,14 +145,14 @@ class RunFolder:
                 shutil.rmtree(self.path)
 
     def mark_failed(self, error: BaseException) -> None:
-        """Says so in run.json, and adds to the error how to go on."""
+        """Says so in run.json, and adds to the error how to continue."""
         with contextlib.suppress(OSError, RunFolderError):
             if self.path.exists():
                 self.update(status="failed")
                 steps = sorted(path.name for path in self.checkpoints.glob("step-*"))
                 if steps:
                     step = int(steps[-1].removeprefix("step-"))
-                    error.add_note(f"go on from the checkpoint of step {step} with: podium resume {self.path}")
+                    error.add_note(f"continue from the checkpoint of step {step} with: podium resume {self.path}")
 
     def _was_never_begun(self) -> bool:
         """Left by a process that was killed before the first step, and held by none."""
@@ -217,7 +217,7 @@ def held(path: Path) -> Iterator[None]:
                     raise RunFolderError(
                         f"{path} is being run by another process right now. Wait for it, or end it first."
                     ) from error
-            time.sleep(_LOCK_PAUSE_S)  # whoever only looks whether it is held lets go at once
+            time.sleep(_LOCK_PAUSE_S)  # a process that only looks whether it is held lets go at once
         yield
 
 

@@ -134,7 +134,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _status(path: Path, state: Mapping[str, Any]) -> str:
     status = str(state.get("status"))
     if status in ("starting", "running") and not is_held(path):
-        return f"broken off (go on with: podium resume {path})"
+        return f"interrupted (continue with: podium resume {path})"
     return status
 
 

@@ -135,7 +135,7 @@ class SpmdRun(Generic[RecipeT_co]):
 
     @contextmanager
     def preparing(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Work before the first step, told to the user and accounted for; gives what tells how far it is."""
+        """Work before the first step, reported to the user and timed; yields a function that reports progress."""
         console = self._parts.log.console
         with self._parts.watch.span("preparation"):
             console.note(what)

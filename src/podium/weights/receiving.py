@@ -25,7 +25,7 @@ class Verified:
         self._delivery, self._version = delivery, version
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Raises after the last tensor if any differs. Whoever has installed them must not generate with them."""
+        """Raises after the last tensor if any differs. An engine that installed them must not generate with them."""
         sums: list[Tensor] = []
         arriving = self._delivery.tensors()
         try:

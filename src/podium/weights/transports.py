@@ -103,7 +103,7 @@ def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: TransferLi
 
 
 class BroadcastArrival:
-    """What comes over a link. Whoever stops early still takes part to the end: others wait for it."""
+    """What comes over a link. A rank that stops early still takes part to the end: others wait for it."""
 
     def __init__(self, transfer: ByBroadcast, link: TransferLink, device: torch.device) -> None:
         self._transfer, self._link, self._device = transfer, link, device
@@ -169,8 +169,8 @@ def send_by_file(transfer: ByFile, weights: Delivery, *, is_sender: bool = True)
 
 
 class _PartialFolder:
-    """Files of one version that are being written. A failure is told at the end: others are gathering with this rank,
-    and would wait for it."""
+    """Files of one version that are being written. A failure is reported at the end: others are gathering with this
+    rank, and would wait for it."""
 
     def __init__(self, transfer: ByFile) -> None:
         self._transfer, self._path = transfer, transfer.path.with_name(transfer.path.name + ".partial")

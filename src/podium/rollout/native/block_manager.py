@@ -247,7 +247,7 @@ class BlockManager:
                 parent = mine
                 continue
             # The same tokens in another block: only that one is remembered, and nothing is built on a block that this
-            # sequence does not hold, so that whoever holds a block holds all before it.
+            # sequence does not hold, so that the holder of a block holds all before it.
             if part.tobytes() in parent.children:
                 return
             node = _Node(tokens=part.copy(), block=block, parent=parent)

@@ -178,7 +178,7 @@ class NativeEngine:
             self._paused = True
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
         with self._lock:
             self._paused = False
 
@@ -311,7 +311,7 @@ class NativeEngine:
     @torch.inference_mode()
     def _advance(self) -> None:
         """Launches the next step and takes in what earlier ones sampled. If it fails, all begin again from what the
-        host has seen, so that a caller who removes the reason can go on."""
+        host has seen, so that a caller who removes the reason can continue."""
         if self._model.training:
             self._model.eval()
         try:
