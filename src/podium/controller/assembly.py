@@ -88,6 +88,7 @@ async def assemble(
 
 
 def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwatch) -> RunResult:
+    """The result of a run as the API returns it."""
     return RunResult(
         folder=folder.path,
         status=end_status(run.recipe, run.num_committed),

@@ -96,6 +96,7 @@ class PromptSource:
         return taken
 
     def metrics(self) -> dict[str, float]:
+        """Prompts left out as too long, and the epoch."""
         if self._ahead is not None:
             return self._ahead.metrics
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}

@@ -41,6 +41,7 @@ def load_any_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe |
 
 
 def is_pipeline(values: Mapping[str, Any]) -> bool:
+    """Whether the values of a file are a pipeline's and not one recipe's."""
     return values.get("program") == "pipeline" or "stages" in values
 
 
@@ -96,6 +97,7 @@ def unmade_stage_recipe(pipeline: PipelineRecipe, stage: str) -> Recipe:
 
 
 def references_of(pipeline: PipelineRecipe, stage: str) -> list[StageReference]:
+    """References of one stage to other stages, defaults included."""
     return references(pipeline.merged(stage))
 
 

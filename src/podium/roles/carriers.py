@@ -54,6 +54,7 @@ class PromptShard:
 
     @cached_property
     def ids(self) -> TrajectoryIds:
+        """Ids of all episodes: every sample of every prompt."""
         prompt_indices = np.array([prompt.prompt_index for prompt in self.prompts], np.int64)
         array = np.zeros((len(prompt_indices) * self.samples, 4), np.int64)
         array[:, 0] = np.repeat(prompt_indices, self.samples)
@@ -72,6 +73,7 @@ class TurnRewards:
 
     @classmethod
     def none(cls) -> TurnRewards:
+        """No rewards at all."""
         return cls(row_K=np.empty(0, np.int64), token_K=np.empty(0, np.int64), reward_K=np.empty(0))
 
     def take(self, rows: Ints) -> TurnRewards:
@@ -115,6 +117,7 @@ class EpisodeNote:
     warnings: tuple[str, ...] = ()  # for the console; the same one is shown once
 
     def take(self, rows: Ints) -> EpisodeNote:
+        """The note of these rows, in this order."""
         place = {int(row): at for at, row in enumerate(rows)}
         return EpisodeNote(
             finish_N=self.finish_N[rows],
@@ -137,6 +140,7 @@ class EpisodeNote:
 
     @classmethod
     def concatenate(cls, parts: Sequence[EpisodeNote]) -> EpisodeNote:
+        """The notes of several shards as one."""
         firsts = np.cumsum([0, *(len(part.finish_N) for part in parts)]).tolist()
         return cls(
             finish_N=np.concatenate([part.finish_N for part in parts]),
@@ -171,6 +175,7 @@ class GradeShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to grade."""
         return self.rows.ids
 
 
@@ -193,6 +198,7 @@ class ScoreShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to score."""
         return self.rows.ids
 
 
@@ -217,6 +223,7 @@ class ValueShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to estimate values of."""
         return self.rows.ids
 
 
@@ -236,6 +243,7 @@ class UpdateShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to train on."""
         return self.rows.ids
 
 

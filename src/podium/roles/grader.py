@@ -40,6 +40,7 @@ class GraderSpec:
 
     @classmethod
     def of(cls, recipe: OnPolicyRecipe) -> GraderSpec:
+        """The grader that a recipe asks for."""
         return cls(
             model=recipe.model,
             rewards=recipe.reward,

@@ -117,6 +117,7 @@ class RewardModelHandle:
         self._group = group.within(PHASE_S)
 
     async def score(self, rollouts: Rollouts) -> Floats:
+        """One score for each episode."""
         parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.num_data_ranks)
         shards = [shard_of(rollouts, part) for part in parts]
         merged = await self._group.call_sharded(RewardModel.score, shards)
@@ -127,6 +128,7 @@ class RewardModelHandle:
         return scores
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        """Sets the residency on all ranks."""
         return tuple(answer.value for answer in await self._group.call_all(RewardModel.hold, residency))
 
 

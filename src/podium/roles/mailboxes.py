@@ -23,6 +23,7 @@ class Mailboxes:
         self._failure: BaseException | None = None
 
     def open(self) -> None:
+        """Empties all boxes and accepts requests from now on."""
         with self._changed:
             self._closing, self._failure = False, None
             self._owners.clear()
@@ -59,6 +60,7 @@ class Mailboxes:
             self._changed.notify_all()
 
     def deliver(self, answer: Completion) -> None:
+        """Puts an answer into the box of the runner that asked for it."""
         with self._changed:
             self._boxes.setdefault(self._owners.pop(answer.id), []).append(answer)
             self._changed.notify_all()

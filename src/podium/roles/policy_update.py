@@ -58,6 +58,7 @@ class PolicyObjective:
     kl_coefficient: float
 
     def tokens(self, logprobs_C: Tensor, part: slice) -> PolicyTokens:
+        """What the loss reads about one part of the trained tokens."""
         return PolicyTokens(
             logprobs_S=logprobs_C,
             old_logprobs_S=self.old_S[part],

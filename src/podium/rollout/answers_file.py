@@ -47,6 +47,7 @@ class AnswerRecord:
     logprobs: list[float] | None = None
 
     def line(self) -> bytes:
+        """The record as a JSON line."""
         always = ("row", "sample", "prompt", "answer", "finish", "stop", "num_prompt_tokens", "num_tokens")
         values: dict[str, Any] = {name: getattr(self, name) for name in always}
         for name in ("reference", "error", "tokens", "logprobs"):

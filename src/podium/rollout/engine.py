@@ -95,9 +95,11 @@ class RolloutEngine(Protocol):
         """Takes it back."""
 
     @property
-    def capacity(self) -> Capacity: ...
+    def capacity(self) -> Capacity:
+        """Sizes of context, vocabulary and cache."""
 
-    def load(self) -> Load: ...
+    def load(self) -> Load:
+        """How busy the engine is."""
 
     def close(self) -> None:
         """Ends the engine and frees all it holds."""

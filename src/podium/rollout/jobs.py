@@ -72,10 +72,12 @@ class GenerationSummary:
 
     @property
     def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def errors(self) -> int:
+        """Number of answers that failed."""
         return self.finishes.get("error", 0)
 
     def lines(self) -> list[str]:

@@ -132,6 +132,7 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
+        """Number of generated tokens."""
         return len(self.tokens_L)
 
 

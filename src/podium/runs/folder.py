@@ -33,18 +33,22 @@ class RunFolder:
 
     @property
     def recipe_file(self) -> Path:
+        """The resolved recipe."""
         return self.path / "recipe.yaml"
 
     @property
     def metrics_file(self) -> Path:
+        """Metrics, one JSON line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def samples_file(self) -> Path:
+        """Answers of evaluations, one JSON line each."""
         return self.path / "samples.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of all checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -116,9 +120,11 @@ class RunFolder:
         return folder
 
     def recipe(self) -> Recipe:
+        """The run's resolved recipe."""
         return load_recipe(self.recipe_file)
 
     def state(self) -> dict[str, Any]:
+        """The content of run.json."""
         try:
             values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -127,6 +133,7 @@ class RunFolder:
 
     @property
     def status(self) -> Status:
+        """The run's status in run.json."""
         status: Status = self.state()["status"]
         return status
 
@@ -136,6 +143,7 @@ class RunFolder:
         write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
 
     def write_recipe(self, recipe: Recipe) -> None:
+        """Replaces the run's recipe file."""
         write_atomically(self.recipe_file, dump_recipe(recipe))
 
     def discard_if_never_begun(self) -> None:
@@ -191,12 +199,14 @@ class RunFolder:
         self.update(cpu={"ranks": num_ranks, "threads": settings.threads, "onednn": settings.onednn})
 
     def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+        """Appends the answers of one evaluation to samples.jsonl."""
         with self.samples_file.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
 
 
 def is_pipeline_folder(path: str | Path) -> bool:
+    """Whether the folder is a pipeline's."""
     return (Path(path) / PIPELINE_STATE).is_file()
 
 
@@ -234,6 +244,7 @@ def is_held(path: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file: readers see the old text or the new one, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)

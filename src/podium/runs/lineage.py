@@ -42,10 +42,12 @@ class Prepared:
 
     @functools.cached_property
     def inputs(self) -> tuple[Input, ...]:
+        """All files that the recipe reads, with their fingerprints."""
         return recipe_inputs(self.recipe, self.model)
 
     @functools.cached_property
     def fingerprint(self) -> str:
+        """Of the recipe and its inputs."""
         return recipe_fingerprint(self.recipe, self.inputs)
 
     def lineage(self, before: Mapping[str, Any] | None = None, *, step: int = 0) -> dict[str, Any]:

@@ -40,6 +40,7 @@ class PipelineFolder:
 
     @property
     def recipe_file(self) -> Path:
+        """The pipeline's recipe."""
         return self.path / "recipe.yaml"
 
     @property
@@ -99,6 +100,7 @@ class PipelineFolder:
         self.update(status="running", order=list(recipe.order()), parents=recipe.parents())
 
     def state(self) -> dict[str, Any]:
+        """The content of pipeline.json."""
         try:
             values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
             problem = _damage(values)
@@ -119,6 +121,7 @@ class PipelineFolder:
         write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
 
     def record(self, stage: str) -> StageRecord:
+        """What is noted of a stage; empty for one that never ran."""
         known: Mapping[str, Any] = self.state().get("stages", {}).get(stage, {})
         return StageRecord(**known)
 

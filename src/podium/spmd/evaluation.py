@@ -44,6 +44,7 @@ class Evaluation:
 
     @property
     def heldout_loss(self) -> float:
+        """Mean loss on the held-out data."""
         return self.measured["loss"]
 
 

@@ -175,6 +175,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._last_record = time.perf_counter() if evaluate or save else self._last_record
 
     def result(self) -> RunResult:
+        """The result of the run as the API returns it."""
         evaluation = self._evaluation
         return RunResult(
             folder=self._parts.folder.path,

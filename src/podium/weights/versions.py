@@ -24,6 +24,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -40,6 +41,7 @@ class WeightVersion:
 
     @property
     def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
         return sum(spec.nbytes for spec in self.manifest)
 
     @property

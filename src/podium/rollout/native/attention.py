@@ -92,6 +92,7 @@ class CachedStep:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
+        """Writes keys and values into the cache and attends over each sequence."""
         layer = self.layers[id(module)]
         self._write(layer.keys, key)
         self._write(layer.values, value)

@@ -92,6 +92,7 @@ class BlockManager:
         return self._remember
 
     def blocks_for(self, tokens: int) -> int:
+        """Number of blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
     def begin(self, tokens: Tokens, room: int) -> BlockTable | None:
@@ -189,6 +190,7 @@ class BlockManager:
         return max((len(self._nodes[block].tokens) for block in blocks if block in self._nodes), default=0)
 
     def holders(self, block: int) -> int:
+        """Number of sequences that use a block."""
         return self._holders[block]
 
     def common_with_remembered(self, tokens: Tokens) -> int:

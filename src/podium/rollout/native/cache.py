@@ -31,6 +31,7 @@ class LayerShape:
 
     @property
     def elements(self) -> int:
+        """Numbers that one token takes in this layer."""
         return self.heads * (self.key_width + self.value_width)
 
 
@@ -86,6 +87,7 @@ def attention_layers(model: PackedCausalLM, device: torch.device) -> tuple[list[
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes that one token takes in all layers."""
     return sum(shape.elements for shape in shapes) * dtype.itemsize
 
 

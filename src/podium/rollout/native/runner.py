@@ -52,12 +52,14 @@ class Runner(Protocol):
     def lag(self) -> int:
         """Steps that may be launched before the first of them is read."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def run(self, plan: StepPlan) -> StepResult:
+        """Launches one step."""
 
     def forget_addresses(self) -> None:
         """Weights or cache lie elsewhere from now on."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Frees what the runner holds."""
 
 
 class SamplingTable:
@@ -77,6 +79,7 @@ class Known:
     samples: StepSamples
 
     def read(self) -> StepSamples:
+        """The samples, which are there already."""
         return self.samples
 
 
@@ -115,6 +118,7 @@ class EagerRunner:
         self._segments: tuple[bytes, list[Segment]] = (b"", [])
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step and waits for its samples."""
         if plan.moves is not None:
             self._cache.move(plan.moves)
         self._cache.copy(plan.copies)

@@ -70,6 +70,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Number of admitted sequences."""
         return self.rows.num_rows - self.rows.num_free
 
     def preempt(self, row: int) -> None:

@@ -31,6 +31,7 @@ class Sizes:
 
     @property
     def cache_tokens(self) -> int:
+        """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
 
 
