@@ -84,7 +84,7 @@ def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[s
 
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
-    broken off."""
+    interrupted."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 

@@ -255,8 +255,8 @@ def _marked(document: Document, tokenizer: Any) -> str:
     for trained, places in groupby(range(len(document.tokens)), key=lambda place: bool(document.trained[place])):
         text = tokenizer.decode([int(document.tokens[place]) for place in places])
         parts.append(f"[[{text}]]" if trained else text)
-    text = "".join(parts).replace("\n", "\\n")
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + " ..."
+    marked = "".join(parts).replace("\n", "\\n")
+    return marked if len(marked) <= _SHOWN_CHARACTERS else marked[:_SHOWN_CHARACTERS] + " ..."
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceSection]]:

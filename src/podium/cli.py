@@ -169,7 +169,7 @@ def generate(
         float | None, typer.Option(help="For keys and values; default: see docs/generating.md.")
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Prompt and answer; default: what the prompts need.")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Answers drawn at the same time.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Answers generated at the same time.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id, when MODEL has none.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file to use instead of the tokenizer's.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,

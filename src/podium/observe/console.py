@@ -99,7 +99,7 @@ class Console(Protocol):
         """Something that the user should act on."""
 
     def close(self) -> None:
-        """The run is over or broken off: the terminal is given back. May be called twice."""
+        """The run is over or interrupted: the terminal is given back. May be called twice."""
 
 
 class SilentConsole:

@@ -25,7 +25,7 @@ from podium.errors import RunStoppedError
 from podium.recipe import SourceSection, SpmdRecipe, plugins
 from podium.spmd.run import SpmdRun
 
-# Micro-batches of one rank in a part: what is lost at most when the pass is broken off.
+# Micro-batches of one rank in a part: what is lost at most when the pass is interrupted.
 _PART_MICRO_BATCHES = 16
 
 Compute = Callable[[PackedExamples], tuple[Sequence[int], Mapping[str, NDArray[Any]]]]

@@ -189,7 +189,7 @@ def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
         was_asked = isinstance(error, KeyboardInterrupt | RunStoppedError)
         status: Literal["stopped", "failed"] = "stopped" if was_asked else "failed"
         with contextlib.suppress(Exception):
-            # A stage that is done stays so: what was broken off here only looked whether it still is what it was.
+            # A stage that is done stays so: what was interrupted here only checked that it is unchanged.
             if folder.record(name).status != "done":
                 folder.note(name, replace(folder.record(name), status=status))
             folder.update(status=status)

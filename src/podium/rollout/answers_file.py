@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of answers that survives being broken off: one JSON object a line, appended whole, continued by the next
+"""A file of answers that survives an interruption: one JSON object a line, appended whole, continued by the next
 start, in order when all are there. Torch-free."""
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class RolloutEngine(Protocol):
         """Ends these answers with what has been sampled so far; ids that are not under way are left alone."""
 
     def pause(self) -> None:
-        """Draws no more tokens until `resume`. What is under way keeps its place and its cache."""
+        """Samples no more tokens until `resume`. What is under way keeps its place and its cache."""
 
     def resume(self) -> None:
         """Continues after `pause`."""

@@ -44,7 +44,7 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(tmp_path: Path) -
     assert [entry[2] for entry in trial.bandit.calls("generate")] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     ((_, train_batch),) = trial.bandit.updates
     assert np.unique(train_batch.rollouts.group_N).tolist() == [1, 3, 5, 7]
-    assert Counter(trial.episodes("draw, state")) == {
+    assert Counter(trial.episodes("prompt_index, state")) == {
         (draw, "consumed" if draw % 2 else "uninformative"): 4 for draw in range(8)
     }
     (line,) = trial.lines

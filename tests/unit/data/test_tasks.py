@@ -45,7 +45,7 @@ def cursor(*sections: SourceSection, shuffle: bool = True, state: dict[str, Any]
 
 
 def drawn(tasks: TaskCursor, count: int) -> list[tuple[int, int, str | None]]:
-    return [(one.draw, one.epoch, one.task.text) for one in tasks.take(count)]
+    return [(one.prompt_index, one.epoch, one.task.text) for one in tasks.take(count)]
 
 
 @pytest.mark.parametrize(

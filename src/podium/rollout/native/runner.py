@@ -63,7 +63,7 @@ class Runner(Protocol):
 
 
 class SamplingTable:
-    """How each row samples: temperature, key of its random stream, and what narrows it."""
+    """How each row samples: temperature, key of its random stream, and logits processing."""
 
     def __init__(self, num_rows: int) -> None:
         self.temperature_R = np.ones(num_rows, np.float32)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling tokens from logits: the inverse of the cumulative distribution at one uniform number per row.
 
-Log-probs are those of softmax(logits / temperature) over the real vocabulary whatever narrows the sample; temperature 0
-takes the most likely token and reports temperature 1.
+Log-probs are those of softmax(logits / temperature) over the real vocabulary, also with truncated sampling;
+temperature 0 takes the most likely token and reports temperature 1.
 """
 
 # B rows · V vocabulary (real rows) · C tokens of one stretch of the vocabulary
