@@ -203,7 +203,7 @@ class GenerationSection(Section):
     score: Literal["exact_match"] | Plugin | None = Field(
         None,
         description="`exact_match`, or `file.py:function` taking (answer, reference, row) -> float. On-policy programs "
-        "score with the recipe's rewards unless told otherwise.",
+        "score with the recipe's rewards unless this is set.",
     )
 
 
