@@ -62,29 +62,29 @@ def check(
     recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = (), deep: bool = False
 ) -> list[str]:
     """Raises what is wrong with a recipe; returns lines about what was seen."""
-    made = _loaded(recipe, overrides)
-    if isinstance(made, PipelineRecipe):
-        return check_pipeline(made, deep=deep)
-    check_recipe(made)
-    lines = [f"program {made.program}: {made.execution} execution, {made.steps} steps"]
-    if is_hub_id(made.model.path):
-        lines.append(f"model.path: there is no folder {made.model.path}; taken as a hub id, not looked up")
-    lines += [f"warning: {text}" for text in recipe_warnings(made)]
-    return lines + (deep_report(made) if deep else [])
+    loaded = _loaded(recipe, overrides)
+    if isinstance(loaded, PipelineRecipe):
+        return check_pipeline(loaded, deep=deep)
+    check_recipe(loaded)
+    lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.steps} steps"]
+    if is_hub_id(loaded.model.path):
+        lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")
+    lines += [f"warning: {text}" for text in recipe_warnings(loaded)]
+    return lines + (deep_report(loaded) if deep else [])
 
 
 def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
     pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult."""
-    made = _loaded(recipe, overrides)
-    if isinstance(made, PipelineRecipe):
-        return _run_pipeline(resolved_pipeline(made), PipelineFolder.at(made))
-    return _train(_prepared(made))
+    loaded = _loaded(recipe, overrides)
+    if isinstance(loaded, PipelineRecipe):
+        return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded))
+    return _train(_prepared(loaded))
 
 
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
-    broken off."""
+    interrupted."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 
@@ -267,13 +267,13 @@ def _check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
 def _loaded(recipe: Recipe | PipelineRecipe | str | Path, overrides: Sequence[str]) -> Recipe | PipelineRecipe:
     if not isinstance(recipe, Recipe | PipelineRecipe):
         return load_any_recipe(recipe, overrides)
-    made = recipe
+    loaded = recipe
     if overrides or isinstance(recipe, PipelineRecipe):
         values = overridden(recipe.model_dump(mode="json"), overrides)
-        made = parse_pipeline(values) if isinstance(recipe, PipelineRecipe) else parse_recipe(values)
-    if made.run.name is None:
+        loaded = parse_pipeline(values) if isinstance(recipe, PipelineRecipe) else parse_recipe(values)
+    if loaded.run.name is None:
         raise RecipeError("run.name: a recipe that was not read from a file needs a name for its run folder.")
-    return made
+    return loaded
 
 
 def _prepared(recipe: Recipe) -> Prepared:
@@ -286,24 +286,24 @@ def _prepared(recipe: Recipe) -> Prepared:
 
 
 def _train(prepared: Prepared) -> RunResult:
-    made = prepared.recipe
-    if isinstance(made, OnPolicyRecipe):
-        return _train_controlled(prepared, made)
-    assert isinstance(made, SpmdRecipe)
+    recipe = prepared.recipe
+    if isinstance(recipe, OnPolicyRecipe):
+        return _train_controlled(prepared, recipe)
+    assert isinstance(recipe, SpmdRecipe)
     from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
-    load_program(made.program)  # a custom one that cannot be loaded is reported before the folder is made
+    load_program(recipe.program)  # a custom one that cannot be loaded is reported before the folder is made
     under = place_under_torchrun()
-    assert made.run.name is not None
-    path = Path(made.run.folder) / made.run.name
-    _check_launcher(made, under)
+    assert recipe.run.name is not None
+    path = Path(recipe.run.folder) / recipe.run.name
+    _check_launcher(recipe, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
-        _show_warnings(made)
-        folder = RunFolder.create(made, files=_fingerprints(prepared), lineage=prepared.lineage())
+        _show_warnings(recipe)
+        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(prepared, made, folder, resume_step=None)
+    return _launch(prepared, recipe, folder, resume_step=None)
 
 
 def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
@@ -333,7 +333,7 @@ def _go_on(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
-    """Looks at all stages first, so that a mistake in the last one is told before the first one runs."""
+    """Looks at all stages first, so that a mistake in the last one is reported before the first one runs."""
     from podium.engine.checkpoint import newest_usable
     from podium.spmd.launch import place_under_torchrun
 
@@ -369,7 +369,7 @@ def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
     run = pipeline.run(stage or order[-1])
     if not run.path.is_dir():
         raise RunFolderError(
-            f"stage {run.path.name} of {folder} has not been run yet. Go on with `podium resume {folder}`, or export "
+            f"stage {run.path.name} of {folder} has not been run yet. Run `podium resume {folder}`, or export "
             "another one with --stage."
         )
     return RunFolder.open(run.path)
@@ -434,7 +434,7 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
             folder.discard_if_never_begun()
             folder.mark_failed(error)
             if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
-                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and go on.") from error
+                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and continue.") from error
             raise
 
 
@@ -442,18 +442,18 @@ def _fingerprints(prepared: Prepared) -> dict[str, str]:
     """Of what a resumed run must find as it was: data with its `map`, weights, config, tokenizer, new tokens."""
     recipe = prepared.recipe
     # Weights too: references, teachers and the base of an adapter are read again, and are in no checkpoint of the run.
-    # Code of rewards and environments may be mended: what it raised is often why a run is resumed.
+    # Code of rewards and environments may be fixed: what it raised is often why a run is resumed.
     matters = what_matters(recipe)
     read = [each for each in prepared.inputs if each.key in matters]
-    found = {each.path: each.fingerprint for each in read if each.kind != "code" or each.key.startswith("data.")}
+    fingerprints = {each.path: each.fingerprint for each in read if each.kind != "code" or each.key.startswith("data.")}
     tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else prepared.model
     files = [prepared.model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
     if recipe.model.chat_template is not None:
         files.append(Path(recipe.model.chat_template))
     for file in files:
         if file.is_file() and file.suffix not in _NOT_THE_TOKENIZERS and file.name != NOTE:
-            found[str(file.resolve())] = files_fingerprint([file])
-    return found
+            fingerprints[str(file.resolve())] = files_fingerprint([file])
+    return fingerprints
 
 
 def _refuse_what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFolder) -> None:
@@ -461,11 +461,11 @@ def _refuse_what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFold
     breaking = [f"  {change} ({change.breaks})" for change in changed if change.breaks is not None]
     if not breaking:
         known: Mapping[str, Any] = folder.state().get("files", {})
-        found = _fingerprints(now)
+        fingerprints = _fingerprints(now)
         breaking = [
             f"  {name}: its content is not what the run began with"
-            for name in found
-            if known.get(name, found[name]) != found[name]
+            for name in fingerprints
+            if known.get(name, fingerprints[name]) != fingerprints[name]
         ]
     if breaking:
         raise RecipeError(

@@ -223,19 +223,19 @@ def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokeniz
     maker, source = spec.build(), open_source(section, key)
     rows = islice((row for block in range(source.num_blocks) for row in source.read_block(block)), _DEEP_ROWS)
     results = [maker.make(0, row) for row in rows]
-    made = [result for result in results if isinstance(result, MadeExample)]
+    examples = [result for result in results if isinstance(result, MadeExample)]
     dropped = Counter(result.value for result in results if isinstance(result, Dropped))
     reasons = ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
-    if not made:
+    if not examples:
         raise RecipeError(
             f"{key}: none of the first {len(results)} rows of {section.path} gives a document: {reasons}. Check "
             "data.trained (chats need assistant turns), data.max_length with data.overlong, and the source's `map`."
         )
-    documents = [document for each in made for document in each.example.documents]
+    documents = [document for each in examples for document in each.example.documents]
     tokens = sum(len(document.tokens) for document in documents)
     trained = sum(document.num_trained for document in documents)
-    truncated = sum(each.truncated for each in made)
-    whole = [document for each in made if not each.truncated for document in each.example.documents]
+    truncated = sum(each.truncated for each in examples)
+    whole = [document for each in examples if not each.truncated for document in each.example.documents]
     warning = None
     if not isinstance(recipe, RewardModelRecipe):  # which scores texts and learns no token
         warning = missing_stop_token(whole, tokenizer, stop_tokens(tokenizer, local_folder(recipe.model.path, key)))
@@ -244,7 +244,7 @@ def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokeniz
         f"average, {trained / tokens:.0%} of them trained, {truncated} truncated, {reasons or 'none dropped'}",
         *(
             f"  the first, with what is trained in brackets: {_marked(document, tokenizer)}"
-            for document in made[0].example.documents
+            for document in examples[0].example.documents
         ),
         *([f"  warning: {warning}"] if warning is not None else []),
     ]
@@ -255,8 +255,8 @@ def _marked(document: Document, tokenizer: Any) -> str:
     for trained, places in groupby(range(len(document.tokens)), key=lambda place: bool(document.trained[place])):
         text = tokenizer.decode([int(document.tokens[place]) for place in places])
         parts.append(f"[[{text}]]" if trained else text)
-    shown = "".join(parts).replace("\n", "\\n")
-    return shown if len(shown) <= _SHOWN_CHARACTERS else shown[:_SHOWN_CHARACTERS] + " ..."
+    marked = "".join(parts).replace("\n", "\\n")
+    return marked if len(marked) <= _SHOWN_CHARACTERS else marked[:_SHOWN_CHARACTERS] + " ..."
 
 
 def _sources(recipe: Recipe) -> Iterator[tuple[str, SourceSection]]:

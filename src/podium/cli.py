@@ -42,8 +42,8 @@ Overrides = Annotated[
 Devices = Annotated[int | None, typer.Option(help="Ranks on this machine; short for --set placement.devices=N.", min=1)]
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(is_set: bool) -> None:
+    if is_set:
         typer.echo(version("podium"))
         raise typer.Exit
 
@@ -68,7 +68,7 @@ def resume(
     run: RunPath,
     overrides: Overrides = None,
     devices: Devices = None,
-    step: Annotated[int | None, typer.Option(help="Checkpoint to go on from; default: the newest.")] = None,
+    step: Annotated[int | None, typer.Option(help="Checkpoint to resume from; default: the newest.")] = None,
 ) -> None:
     """Continue a run exactly where it stopped."""
     _report(api.resume(run, overrides=_with_devices(overrides, devices), step=step))
@@ -133,11 +133,11 @@ def verify(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
 ) -> None:
     """Compare Podium's packed, sharded, compiled forward with plain transformers."""
-    found = api.verify(
+    agreement = api.verify(
         model, devices=devices, device=device, dtype=dtype, compile=compile, trust_remote_code=trust_remote_code
     )
-    typer.echo(str(found))
-    if not found.agrees:
+    typer.echo(str(agreement))
+    if not agreement.agrees:
         typer.echo("unsupported: Podium would train this architecture wrongly, so it refuses to.", err=True)
         raise typer.Exit(1)
 
@@ -169,7 +169,7 @@ def generate(
         float | None, typer.Option(help="For keys and values; default: see docs/generating.md.")
     ] = None,
     max_length: Annotated[int | None, typer.Option(help="Prompt and answer; default: what the prompts need.")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Answers drawn at the same time.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Answers generated at the same time.")] = None,
     tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id, when MODEL has none.")] = None,
     chat_template: Annotated[Path | None, typer.Option(help="A Jinja file to use instead of the tokenizer's.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
@@ -177,7 +177,7 @@ def generate(
         list[str] | None, typer.Option(help="prompt=question reads the column question as the prompt.")
     ] = None,
 ) -> None:
-    """Answer every prompt of a file with a model; broken off, the same command goes on."""
+    """Answer every prompt of a file with a model; after an interruption, the same command continues."""
     from podium.rollout.requests import Sampling
 
     sampling = Sampling(
@@ -272,7 +272,7 @@ def _section(kind: type[SectionKind], **values: object) -> SectionKind:
 
 def _unescaped(text: str) -> str:
     """A shell does not turn \\n into a new line, and who types it means one."""
-    return re.sub(r"\\([ntr\\])", lambda found: {"n": "\n", "t": "\t", "r": "\r"}.get(found[1], "\\"), text)
+    return re.sub(r"\\([ntr\\])", lambda match: {"n": "\n", "t": "\t", "r": "\r"}.get(match[1], "\\"), text)
 
 
 def _report(result: object) -> None:
@@ -291,7 +291,7 @@ def _report(result: object) -> None:
         typer.echo(f"finished at step {result.step}: {result.folder}")
         typer.echo(f"  export it with: podium export {result.folder} OUT")
     else:
-        typer.echo(f"stopped at step {result.step}; go on with: podium resume {result.folder}")
+        typer.echo(f"stopped at step {result.step}; continue with: podium resume {result.folder}")
 
 
 def _report_pipeline(result: PipelineResult) -> None:
@@ -301,7 +301,7 @@ def _report_pipeline(result: PipelineResult) -> None:
         typer.echo(f"  export its last stage with: podium export {result.folder} OUT")
     else:
         stage = result.stages[-1].name
-        typer.echo(f"stopped at step {result.step} of stage {stage}; go on with: podium resume {result.folder}")
+        typer.echo(f"stopped at step {result.step} of stage {stage}; continue with: podium resume {result.folder}")
 
 
 if __name__ == "__main__":

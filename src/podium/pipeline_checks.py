@@ -33,9 +33,9 @@ def check_pipeline(pipeline: PipelineRecipe, *, deep: bool) -> list[str]:
 def _stage_lines(pipeline: PipelineRecipe, name: str) -> list[str]:
     recipe = unmade_stage_recipe(pipeline, name)
     lines = [f"stage {name}: program {recipe.program}, {recipe.execution} execution, {recipe.steps} steps"]
-    found = references(pipeline.merged(name))
-    lines += [f"  {each.key}: what stage {each.stage} makes" for each in found]
-    if "model.path" not in {each.key for each in found} and is_hub_id(recipe.model.path):
+    stage_references = references(pipeline.merged(name))
+    lines += [f"  {each.key}: what stage {each.stage} makes" for each in stage_references]
+    if "model.path" not in {each.key for each in stage_references} and is_hub_id(recipe.model.path):
         lines.append(f"  model.path: there is no folder {recipe.model.path}; taken as a hub id, not looked up")
     return lines + [f"  warning: {text}" for text in recipe_warnings(recipe)]
 

@@ -162,7 +162,7 @@ def test_a_run_folder_that_exists_already_is_left_alone(workspace: Workspace) ->
 
     outcome = workspace.podium("train", workspace.recipe())
 
-    workspace.refused(outcome, "runs/sums exists already", "no checkpoint to go on from", left=("sums",))
+    workspace.refused(outcome, "runs/sums exists already", "no checkpoint", left=("sums",))
     assert [path.name for path in kept.parent.iterdir()] == ["precious.txt"]
 
 

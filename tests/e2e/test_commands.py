@@ -134,7 +134,7 @@ def test_ctrl_c_saves_and_resume_goes_on_exactly(workspace: Workspace) -> None:
     resumed = workspace.podium("resume", "runs/broken", "--set", "run.loggers=[]")
 
     assert whole.code == stopped.code == resumed.code == 0, (stopped, resumed)
-    assert "go on with: podium resume runs/broken" in stopped.out
+    assert "podium resume runs/broken" in stopped.out
     assert "resumed after step" in resumed.out
     assert "finished at step 6: runs/broken" in resumed.out
     for name in ("loss", "grad_norm", "lr", "heldout/loss", "tokens"):

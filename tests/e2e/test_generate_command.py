@@ -297,7 +297,7 @@ def test_a_start_that_is_killed_is_continued_to_the_same_answers(
     assert begun < 512
     if number == signal.SIGINT:
         assert "answers are in" in words.read_text()
-        assert "the same command goes on from there" in words.read_text()
+        assert "the same command continues" in words.read_text()
         assert "Traceback" not in words.read_text()
 
     outcome = generate(workspace, *LONG, prompts="train.jsonl")

@@ -406,7 +406,7 @@ def test_a_run_whose_weights_are_no_numbers_any_more_stops_and_says_so(workspace
 
 
 def test_weights_that_diverged_are_not_blamed_on_the_reward(workspace: Workspace) -> None:
-    assert "Mend the reward" not in diverged(workspace)
+    assert "Fix the reward" not in diverged(workspace)
 
 
 # --- on Ray ---

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -196,7 +197,7 @@ def test_a_pipeline_that_is_killed_in_a_stage_goes_on_in_it(workspace: Workspace
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
     shown = workspace.podium("show", "runs/chain")
-    assert "broken off (go on with: podium resume runs/chain)" in shown.out
+    assert "podium resume runs/chain)" in shown.out
     (workspace.path / "wait").unlink()
     (workspace.path / "elsewhere").mkdir()
     workspace.monkeypatch.chdir(workspace.path / "elsewhere")
@@ -220,13 +221,13 @@ def test_ctrl_c_stops_the_pipeline_and_says_how_to_go_on(workspace: Workspace, w
         wait_until(lambda: "stopping after this step" in (workspace.path / "said").read_text(), "the answer to Ctrl-C")
         (workspace.path / "wait").unlink()
         assert process.wait(60) == 0
-    assert "of stage b; go on with: podium resume runs/chain" in (workspace.path / "said").read_text()
+    assert re.search("of stage b; .*podium resume runs/chain", (workspace.path / "said").read_text())
     assert json.loads((workspace.path / "runs/chain/pipeline.json").read_text())["status"] == "stopped"
 
     outcome = workspace.podium("resume", "runs/chain")
 
     assert outcome.code == 0, outcome
-    assert "stage 2 of 2, b: goes on where it was broken off" in outcome.out
+    assert "stage 2 of 2, b: resumes" in outcome.out
     assert losses(workspace.path / "runs" / "chain" / "b") == _unbroken(workspace)
 
 
@@ -283,7 +284,7 @@ def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(worksp
     outcome = workspace.podium("resume", "runs/chain")
 
     assert outcome.code == 0, outcome
-    assert "stage 2 of 2, b: had nothing to go on from; it is now in runs/chain/.earlier/b-1" in outcome.out
+    assert re.search(r"stage 2 of 2, b: had no checkpoint.*; it is now in runs/chain/\.earlier/b-1", outcome.out)
     assert (runs / "b" / "export" / "config.json").is_file()
 
 
@@ -317,7 +318,7 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
     outcome = workspace.podium("train", file)
 
     workspace.refused(outcome, "bad.jsonl, line 10", left=("chain",))
-    assert "this was stage b. Go on with: podium resume runs/chain" in outcome.err
+    assert re.search(r"this was stage b\. .*podium resume runs/chain", outcome.err)
     assert outcome.err.count("podium resume") == 1
     shown = workspace.podium("show", "runs/chain").out
     assert "failed" in shown

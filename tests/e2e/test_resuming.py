@@ -117,4 +117,4 @@ def test_a_request_to_stop_during_start_up_is_heard(workspace: Workspace) -> Non
 
     outcome = workspace.podium("train", workspace.recipe(run={"loggers": ["mine.py:StopAtOnce"]}))
 
-    assert "go on with: podium resume runs/sums" in outcome.out
+    assert "podium resume runs/sums" in outcome.out

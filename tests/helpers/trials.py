@@ -119,7 +119,9 @@ class Trial:
         leaving = frozenset[str]()
         if offload:
             colocated = recipe.placement.layout == "colocated"
-            leaving = who_leaves(names.on_devices, colocated=colocated, optimizer_bytes=0, device_bytes=0, asked=True)
+            leaving = who_leaves(
+                names.on_devices, colocated=colocated, optimizer_bytes=0, device_bytes=0, offload_optimizer=True
+            )
         fakes: dict[str, Any] = {"cluster": self.cluster, "workers": self.workers, "roles": self.roles}
         self.parts = OnPolicyParts(
             recipe=recipe, folder=self.folder, names=names, leaving=leaving, watch=Stopwatch(),

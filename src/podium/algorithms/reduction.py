@@ -12,7 +12,7 @@ neither the sum nor the counts.
 | sequence_mean_mean | 1 / trained tokens of its trajectory | trajectories |
 | constant | 1 | trajectories x a constant number of tokens, such as the longest answer allowed (Dr.GRPO) |
 
-The constant is the recipe's. verl's `seq-mean-token-sum-norm` takes the batch's padded width where it is not told a
+The constant is the recipe's. verl's `seq-mean-token-sum-norm` takes the batch's padded width where it is not given a
 number, with which the size of a step depends on its longest answer; given the same number, the two agree.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Statistics that shards report as sums: the whole is the same however it was split and whoever answers first."""
+"""Statistics that shards report as sums: the whole is the same for every split and every order of the answers."""
 
 from __future__ import annotations
 

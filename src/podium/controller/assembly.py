@@ -80,7 +80,7 @@ async def assemble(
         leaving=who_leaves(
             names.on_devices, colocated=recipe.placement.layout == "colocated",
             optimizer_bytes=facts.optimizer_bytes, device_bytes=facts.device_bytes,
-            asked=recipe.rollout.offload_optimizer,
+            offload_optimizer=recipe.rollout.offload_optimizer,
         ),
     )  # fmt: skip
     console.header(_header(recipe, folder, roles, step))
@@ -88,6 +88,7 @@ async def assemble(
 
 
 def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwatch) -> RunResult:
+    """The result of a run as the API returns it."""
     return RunResult(
         folder=folder.path,
         status=end_status(run.recipe, run.num_committed),

@@ -51,7 +51,7 @@ def run_controlled(
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
-            raise _told(error) from error
+            raise _cause_of(error) from error
 
 
 async def _drive(
@@ -148,6 +148,6 @@ async def _started(recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, 
     return workers
 
 
-def _told(error: RoleError) -> PodiumError:
-    """A mistake of the user's, found by a worker, is told in its own words."""
+def _cause_of(error: RoleError) -> PodiumError:
+    """The user's mistake behind a worker's failure, or the failure itself."""
     return error.__cause__ if isinstance(error.__cause__, PodiumError) else error

@@ -37,8 +37,8 @@ class OnPolicyEvaluation:
 
 def heldout_limit(generation: GenerationSection | None, most: int | None) -> int:
     """How many held-out prompts are answered."""
-    asked = (generation.prompts if generation is not None else None) or DEFAULT_PROMPTS
-    return asked if most is None else min(asked, most)
+    prompts = (generation.prompts if generation is not None else None) or DEFAULT_PROMPTS
+    return prompts if most is None else min(prompts, most)
 
 
 class OnPolicyEvaluator:

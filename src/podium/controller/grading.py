@@ -26,10 +26,10 @@ async def grade_rollouts(
 ) -> tuple[GradedRollouts, NDArray[np.bool_]]:
     """(all episodes with their rewards, which of them have none in truth)."""
     values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
-    found = await roles.grader.grade(rollouts)
-    for at, index in enumerate(found.rewards):
-        values_NR[:, index] = found.values_NR[:, at]
-    errors = {**found.errors, **rollouts.note.errors}
+    grades = await roles.grader.grade(rollouts)
+    for at, index in enumerate(grades.rewards):
+        values_NR[:, index] = grades.values_NR[:, at]
+    errors = {**grades.errors, **rollouts.note.errors}
     for index, model in roles.reward_models:
         values_NR[:, index] = await model.score(rollouts)
         for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
@@ -47,7 +47,7 @@ async def grade_rollouts(
         num_failed=int(failed_N.sum()),
         num_dropped=0,
         first_error=errors[min(errors)] if errors else None,
-        extras=dict(found.extras),
+        extras=dict(grades.extras),
         failed=frozenset(rollouts.rows.ids[row] for row in errors),
     )
     return everything, failed_N
@@ -68,15 +68,15 @@ def without_failed(
             f"{errors[min(errors)]} That is more than grading.max_failed_share {grading.max_failed_share:g}, so the "
             "run stops."
         )
-    told = f"{int(failed_N.sum())} of {len(failed_N)} episodes of step {everything.rollouts.step} have no reward: "
+    message = f"{int(failed_N.sum())} of {len(failed_N)} episodes of step {everything.rollouts.step} have no reward: "
     if grading.on_error == "fail":
-        raise RewardError(f"{told}{everything.first_error} (grading.on_error is fail)")
+        raise RewardError(f"{message}{everything.first_error} (grading.on_error is fail)")
     if float(failed_N.mean()) > grading.max_failed_share:
         raise RewardError(
-            f"{told}{everything.first_error} That is more than grading.max_failed_share {grading.max_failed_share:g}, "
-            "so the run stops. Mend the reward and go on with `podium resume`."
+            f"{message}{everything.first_error} That is more than grading.max_failed_share "
+            f"{grading.max_failed_share:g}, so the run stops. Fix the reward and continue with `podium resume`."
         )
-    warn(f"{told}{everything.first_error}")
+    warn(f"{message}{everything.first_error}")
     if grading.on_error == "zero":
         return replace(everything, rewards_N=np.where(failed_N, 0.0, everything.rewards_N))
     bad = np.isin(everything.group_N, np.unique(everything.group_N[failed_N]))
@@ -119,22 +119,22 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
     """By evaluation.generation.score, or by the recipe's rewards."""
     generation = recipe.evaluation.generation
     purpose: Purpose = "train" if generation is None or generation.score is None else "evaluation"
-    found = await roles.grader.grade(rollouts, purpose, show=show)
-    errors = {**found.errors, **rollouts.note.errors}
+    grades = await roles.grader.grade(rollouts, purpose, show=show)
+    errors = {**grades.errors, **rollouts.note.errors}
     if purpose == "evaluation":
-        scores_N = found.values_NR[:, 0]
+        scores_N = grades.values_NR[:, 0]
     else:
-        weights = np.array([recipe.reward[index].weight for index in found.rewards])
-        scores_N = np.nan_to_num(found.values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N)
+        weights = np.array([recipe.reward[index].weight for index in grades.rewards])
+        scores_N = np.nan_to_num(grades.values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N)
         for index, model in roles.reward_models:
-            found_N = await model.score(rollouts)
-            for row in np.flatnonzero(~np.isfinite(found_N)).tolist():
-                errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {found_N[row]}")
-            scores_N = scores_N + recipe.reward[index].weight * found_N
+            model_scores_N = await model.score(rollouts)
+            for row in np.flatnonzero(~np.isfinite(model_scores_N)).tolist():
+                errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {model_scores_N[row]}")
+            scores_N = scores_N + recipe.reward[index].weight * model_scores_N
     without = np.isin(np.arange(len(rollouts)), list(errors))
     return HeldoutScores(
         scores_N=np.where(without, 0.0, np.nan_to_num(scores_N)),
-        texts=found.texts,
+        texts=grades.texts,
         num_errors=len(errors),
         first_error=errors[min(errors)] if errors else None,
     )

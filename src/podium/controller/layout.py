@@ -50,12 +50,14 @@ class RoleNames:
 
     @property
     def on_devices(self) -> tuple[str, ...]:
+        """Names of all roles that hold a model on a device."""
         models = tuple(name for _, name in self.reward_models)
         single = tuple(name for name in (self.critic, self.reference) if name is not None)
         return (POLICY, GENERATOR, *single, *self.teachers, *models)
 
 
 def role_names(recipe: OnPolicyRecipe) -> RoleNames:
+    """The roles that a recipe needs, by name."""
     return RoleNames(
         critic=CRITIC if recipe.critic_section is not None else None,
         reference=REFERENCE if recipe.full_algorithm.kl is not None and not reference_is_base(recipe) else None,

@@ -75,18 +75,21 @@ class Ledger:
             return self._file.execute("DELETE FROM episodes WHERE step > ?", (step,)).rowcount
 
     def count(self, state: str | None = None) -> int:
+        """Number of episodes in one state, or in all."""
         where = "" if state is None else " WHERE state = ?"
         with self._using:
-            found: int = self._file.execute(
+            count: int = self._file.execute(
                 f"SELECT COUNT(*) FROM episodes{where}", () if state is None else (state,)
             ).fetchone()[0]
-        return found
+        return count
 
     def last_step(self) -> int:
+        """The last step that has episodes; 0 if none has."""
         with self._using:
-            found: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
-        return found or 0
+            step: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
+        return step or 0
 
     def close(self) -> None:
+        """Closes the database."""
         with self._using:
             self._file.close()

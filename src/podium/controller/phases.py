@@ -29,15 +29,15 @@ _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
 def residency(phase: Phase, roles: Iterable[str], leaving: Collection[str]) -> dict[str, Residency]:
     """What each role holds in a phase. Who works is active. Others stay resident, unless they are among `leaving`: then
     what they can do without leaves the device."""
-    found: dict[str, Residency] = {}
+    by_role: dict[str, Residency] = {}
     for role in roles:
         idle: Residency = "offloaded" if role in leaving else "resident"
-        found[role] = "active" if _works(role, phase) else idle
-    return found
+        by_role[role] = "active" if _works(role, phase) else idle
+    return by_role
 
 
 def who_leaves(
-    roles: Iterable[str], *, colocated: bool, optimizer_bytes: int, device_bytes: int, asked: bool | None
+    roles: Iterable[str], *, colocated: bool, optimizer_bytes: int, device_bytes: int, offload_optimizer: bool | None
 ) -> frozenset[str]:
     """Roles that leave a shared device while others work. A generator's cache takes most of a GPU, so it always does
     where it shares one. The others (optimizer state, scorers' weights) do as the recipe says; else where optimizer
@@ -45,8 +45,8 @@ def who_leaves(
     roles = frozenset(roles)
     on_gpu = device_bytes > 0
     crowded = colocated and on_gpu and optimizer_bytes > 0.2 * device_bytes
-    leaving = roles - {GENERATOR} if (crowded if asked is None else asked) else frozenset[str]()
-    sleeps = colocated and (on_gpu or bool(asked))
+    leaving = roles - {GENERATOR} if (crowded if offload_optimizer is None else offload_optimizer) else frozenset[str]()
+    sleeps = colocated and (on_gpu or bool(offload_optimizer))
     return leaving | (roles & {GENERATOR} if sleeps else frozenset())
 
 

@@ -19,7 +19,7 @@ _PATIENCE = 10_000
 class _Ahead:
     """Prompts that were sampled before their step (or why they could not be), and how things stood before."""
 
-    found: list[IndexedTask] | Exception
+    result: list[IndexedTask] | Exception
     state: dict[str, Any]
     metrics: dict[str, float]
 
@@ -52,22 +52,22 @@ class PromptSource:
         """The next prompts that leave room for an answer."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
-            if isinstance(ahead.found, Exception):
-                raise ahead.found
-            assert len(ahead.found) == count, f"{len(ahead.found)} prompts were sampled ahead and {count} are taken"
-            return ahead.found
+            if isinstance(ahead.result, Exception):
+                raise ahead.result
+            assert len(ahead.result) == count, f"{len(ahead.result)} prompts were sampled ahead and {count} are taken"
+            return ahead.result
         return self._generated(count)
 
     def take_ahead(self, count: int) -> None:
-        """Draws the next prompts already, while others work; state and metrics stay those of before. What is wrong with
-        a prompt is told by `take`: the step that is under way has no part in it."""
+        """Takes the next prompts already, while others work; state and metrics stay those of before. `take` raises what
+        is wrong with a prompt: the step that is under way has no part in it."""
         if self._ahead is None:
             state, metrics = self.state(), self.metrics()
             try:
-                found: list[IndexedTask] | Exception = self._generated(count)
+                result: list[IndexedTask] | Exception = self._generated(count)
             except Exception as error:  # a source's `map` is the user's code
-                found = error
-            self._ahead = _Ahead(found=found, state=state, metrics=metrics)
+                result = error
+            self._ahead = _Ahead(result=result, state=state, metrics=metrics)
 
     def _generated(self, count: int) -> list[IndexedTask]:
         taken: list[IndexedTask] = []
@@ -80,22 +80,23 @@ class PromptSource:
                 self._epoch, in_a_row, self._has_taken = sampled.epoch, 0, True
                 continue
             self._left_out, in_a_row = self._left_out + 1, in_a_row + 1
-            told = (
+            problem = (
                 f"a prompt of {length} tokens leaves no room for rollout.max_new_tokens {self._new_tokens} within "
                 f"{self._room + self._new_tokens} (data.max_length, rollout.max_length or the model's context)"
             )
             if self._overlong == "error":
                 raise DataError(
-                    f"{sampled.task.where}: {told}. Lower rollout.max_new_tokens, or set data.overlong to drop."
+                    f"{sampled.task.where}: {problem}. Lower rollout.max_new_tokens, or set data.overlong to drop."
                 )
             if in_a_row >= _PATIENCE or (not self._has_taken and self._cursor.has_gone_through):
                 raise DataError(
                     f"data.train: all prompts are too long: of {in_a_row} in a row, the last ({sampled.task.where}) is "
-                    f"like the others: {told}. Lower rollout.max_new_tokens or raise data.max_length."
+                    f"like the others: {problem}. Lower rollout.max_new_tokens or raise data.max_length."
                 )
         return taken
 
     def metrics(self) -> dict[str, float]:
+        """Prompts left out as too long, and the epoch."""
         if self._ahead is not None:
             return self._ahead.metrics
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}

@@ -53,19 +53,19 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
 def _rewards(record: StepRecord) -> dict[str, float]:
     graded = record.graded
     rewards_N = graded.rewards_N
-    found = {"lr": record.lr, **_spread("reward", rewards_N)}
+    metrics = {"lr": record.lr, **_spread("reward", rewards_N)}
     for index, name in enumerate(graded.names):
         values = graded.values_NR[:, index]
-        found |= _spread(f"reward/{name}", values[np.isfinite(values)])
+        metrics |= _spread(f"reward/{name}", values[np.isfinite(values)])
     if np.any(graded.shaping_N):
-        found["reward/shaping/mean"] = float(graded.shaping_N.mean())
+        metrics["reward/shaping/mean"] = float(graded.shaping_N.mean())
     sources_N = np.array([graded.rollouts.tasks[prompt_index].source for prompt_index in graded.group_N.tolist()])
     if len(set(sources_N.tolist())) > 1:
         for source in sorted(set(sources_N.tolist())):
-            found[f"reward/source/{source}/mean"] = float(rewards_N[sources_N == source].mean())
+            metrics[f"reward/source/{source}/mean"] = float(rewards_N[sources_N == source].mean())
     for name, (total, count) in graded.extras.items():
-        found[f"reward/extra/{name}"] = total / count if count else 0.0
-    return found
+        metrics[f"reward/extra/{name}"] = total / count if count else 0.0
+    return metrics
 
 
 def _spread(name: str, values: Floats) -> dict[str, float]:
@@ -100,14 +100,14 @@ def _episodes(record: StepRecord) -> dict[str, float]:
     graded, rollouts = record.graded, record.graded.rollouts
     note = rollouts.note
     total = len(graded) + graded.num_dropped
-    found = {
+    metrics = {
         "episodes": float(total),
         "episodes/failed": float(graded.num_failed),
         "episodes/dropped": float(graded.num_dropped),
         "episodes/learned_from": float(len(record.used)),
     }
     if len(graded):
-        found |= {
+        metrics |= {
             "episodes/truncated": float(rollouts.truncated_N.mean()),
             "response/mean": float(note.sampled_N.mean()),
             "response/max": float(note.sampled_N.max()),
@@ -115,19 +115,19 @@ def _episodes(record: StepRecord) -> dict[str, float]:
             "prompt/mean": float((rollouts.rows.lengths_N - note.sampled_N).mean()),
         }
         sampled = rollouts.version - note.version_N[note.version_N >= 0]
-        found["staleness/mean"] = float(sampled.mean()) if len(sampled) else 0.0
-        found["staleness/max"] = float(sampled.max(initial=0))
+        metrics["staleness/mean"] = float(sampled.mean()) if len(sampled) else 0.0
+        metrics["staleness/max"] = float(sampled.max(initial=0))
         if note.turns_N.max() > 1:
-            found["turns/mean"] = float(note.turns_N.mean())
-            found["turns/max"] = float(note.turns_N.max())
+            metrics["turns/mean"] = float(note.turns_N.mean())
+            metrics["turns/max"] = float(note.turns_N.max())
     for name, counts_N in note.counts.items():
-        found[f"environment/{name}"] = float(counts_N.mean()) if len(counts_N) else 0.0
-    return found
+        metrics[f"environment/{name}"] = float(counts_N.mean()) if len(counts_N) else 0.0
+    return metrics
 
 
 def _update(report: UpdateReport) -> dict[str, float]:
     statistics, gap = report.statistics, report.gap
-    found = {
+    metrics = {
         "loss": float(np.mean(report.losses)) if report.losses else 0.0,
         "grad_norm": float(np.mean(report.grad_norms)) if report.grad_norms else 0.0,
         "skipped": float(report.skipped),
@@ -151,14 +151,14 @@ def _update(report: UpdateReport) -> dict[str, float]:
         "trained_tokens": float(report.num_tokens),
     }
     if report.sampling is not None:
-        found |= {
+        metrics |= {
             "correction/mean": report.sampling.mean,
             "correction/ess": report.sampling.share,
             "correction/dropped": report.sampling.dropped_fraction,
         }
     if report.kl_reference is not None:
-        found["kl/reference"] = report.kl_reference
-    return found
+        metrics["kl/reference"] = report.kl_reference
+    return metrics
 
 
 def _critic(report: CriticReport) -> dict[str, float]:
@@ -174,17 +174,17 @@ def _critic(report: CriticReport) -> dict[str, float]:
 
 
 def _distance(record: StepRecord) -> dict[str, float]:
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     distance = record.distance
     if distance is not None and distance.tokens_N.sum():
         tokens = float(distance.tokens_N.sum())
-        found["kl/rollout_reference"] = float(distance.k3_N.sum()) / tokens
-        found.setdefault("kl/reference", found["kl/rollout_reference"])
+        metrics["kl/rollout_reference"] = float(distance.k3_N.sum()) / tokens
+        metrics.setdefault("kl/reference", metrics["kl/rollout_reference"])
     if record.report is not None and record.report.kl_reference is not None:
-        found["kl/reference"] = record.report.kl_reference
+        metrics["kl/reference"] = record.report.kl_reference
     if record.kl_coefficient is not None:
-        found["kl/coefficient"] = record.kl_coefficient
-    return found
+        metrics["kl/coefficient"] = record.kl_coefficient
+    return metrics
 
 
 def _speed(record: StepRecord) -> dict[str, float]:
@@ -192,7 +192,7 @@ def _speed(record: StepRecord) -> dict[str, float]:
     sampled = rollouts.metrics.get("generated_tokens", 0.0)
     seconds, step_s = record.seconds, max(record.step_s, 1e-9)
     tokens = float(rollouts.rows.lengths_N.sum())
-    found = {
+    metrics = {
         "step_s": record.step_s,
         "idle_s": record.idle_s,
         "tokens": tokens,
@@ -203,12 +203,12 @@ def _speed(record: StepRecord) -> dict[str, float]:
         "rollout/cache_used": rollouts.metrics.get("cache_used", 0.0),
     }
     if seconds.get("rollout"):
-        found["rollout/tokens_per_s"] = sampled / seconds["rollout"]
+        metrics["rollout/tokens_per_s"] = sampled / seconds["rollout"]
     if report is not None and seconds.get("update"):
-        found["update/tokens_per_s"] = float(record.used.rollouts.rows.lengths_N.sum()) / seconds["update"]
-        found["mfu"] = report.flops / step_s / record.peak_flops
-        found["update/mfu"] = report.flops / seconds["update"] / record.peak_flops
-    return found | {f"time/{phase}_s": spent for phase, spent in seconds.items()}
+        metrics["update/tokens_per_s"] = float(record.used.rollouts.rows.lengths_N.sum()) / seconds["update"]
+        metrics["mfu"] = report.flops / step_s / record.peak_flops
+        metrics["update/mfu"] = report.flops / seconds["update"] / record.peak_flops
+    return metrics | {f"time/{phase}_s": spent for phase, spent in seconds.items()}
 
 
 def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
@@ -225,13 +225,13 @@ def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
 def ledger_records(graded: GradedRollouts, used: GradedRollouts, step: int) -> list[EpisodeRecord]:
     """Every episode of a step: consumed, or why it was left out."""
     taken = set(used.rollouts.rows.ids)
-    kept = zip(graded.rollouts.rows.ids, graded.uniform_N.tolist(), strict=True)
-    states = ["consumed" if id in taken else "uninformative" if uniform else "surplus" for id, uniform in kept]
-    found = _records(graded.rollouts, graded.rewards_N.tolist(), states, step)
+    uniform_by_id = zip(graded.rollouts.rows.ids, graded.uniform_N.tolist(), strict=True)
+    states = ["consumed" if id in taken else "uninformative" if uniform else "surplus" for id, uniform in uniform_by_id]
+    records = _records(graded.rollouts, graded.rewards_N.tolist(), states, step)
     for part in graded.left_out:
         states = ["failed" if id in graded.failed else "dropped" for id in part.rows.ids]
-        found += _records(part, [None] * len(part), states, step)
-    return found
+        records += _records(part, [None] * len(part), states, step)
+    return records
 
 
 def _records(
@@ -265,5 +265,5 @@ def pass_at_k(solved: int, samples: int, k: int) -> float:
 
 def powers_up_to(samples: int) -> Sequence[int]:
     """1, 2, 4, ... and the number itself."""
-    found = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
-    return found if found and found[-1] == samples else [*found, samples]
+    powers = [1 << power for power in range(samples.bit_length()) if 1 << power <= samples]
+    return powers if powers and powers[-1] == samples else [*powers, samples]

@@ -108,6 +108,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     @property
     def last_loss(self) -> float | None:
+        """Loss of the last step that was logged; None before the first."""
         return self._parts.log.last_loss
 
     @property

@@ -48,6 +48,7 @@ class Step:
 
     @property
     def rewards_N(self) -> Floats:
+        """Total reward of each episode to train on."""
         return self.episodes.rewards_N
 
     @property
@@ -62,6 +63,7 @@ class Step:
 
     @property
     def num_sampled_groups(self) -> int:
+        """Number of groups of all sampled episodes."""
         return len(np.unique(self.sampled.group_N))
 
     def rewards_less_kl(self, reference: ReferenceLogprobs | None) -> Floats:

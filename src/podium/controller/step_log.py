@@ -32,6 +32,7 @@ class StepLog:
 
     @property
     def skipped_in_a_row(self) -> int:
+        """Number of consecutive steps skipped up to now."""
         return self._guard.in_a_row
 
     def mark(self) -> None:

@@ -105,7 +105,7 @@ def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]
         )
         raise DataError(
             f"{row.where}: the prompts of `chosen` and `rejected` differ at message {differing}; a pair compares two "
-            "answers to the same conversation. Mend the row, or drop it with the source's `map`."
+            "answers to the same conversation. Fix the row, or drop it with the source's `map`."
         )
     for name, messages in (("chosen", first), ("rejected", second)):
         if len(messages) < 2 or messages[-1]["role"] != "assistant":

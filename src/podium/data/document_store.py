@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Numbers about documents that were computed once, kept on disk: found again by what the document says.
 
-Layout of the folder: `part-00000.json` names the files of a finished part and comes last, so that a pass which was
-broken off goes on behind its last part; `complete.json` says that nothing is missing. Safetensors and JSON only.
+Layout of the folder: `part-00000.json` names the files of a finished part and comes last, so that an interrupted
+pass continues behind its last part; `complete.json` says that nothing is missing. Safetensors and JSON only.
 """
 
 # D documents of a part · N numbers of it: one for each document, or one for each trained token
@@ -83,7 +83,7 @@ class DocumentStore:
         if place is None:
             raise DataError(
                 f"{self.folder} has nothing about a document that is trained on now, so the data changed after it was "
-                "computed (a `map` that draws at random does this). Set preference.reference or distill.targets to "
+                "computed (a `map` that samples at random does this). Set preference.reference or distill.targets to "
                 "live, or remove the folder to have it computed again."
             )
         file = self._opened(place.file)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the data room hands out: documents, the documents of one step, and packed micro-batches. NumPy only."""
+"""What the data package hands out: documents, the documents of one step, and packed micro-batches. NumPy only."""
 
 # T packed tokens · D documents · S trained tokens · R examples
 

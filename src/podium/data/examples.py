@@ -83,7 +83,7 @@ class ExampleMaker:
         if values is None:
             return None
         prompt = self._documents.prompt(judged(values, self._shape, row).texts[0], columns, row)
-        # Whoever scores the answer sees the whole row.
+        # The function that scores the answer sees the whole row.
         return None if prompt is None else replace(prompt, values=values)
 
 

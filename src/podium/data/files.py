@@ -218,7 +218,7 @@ class CsvFile:
                 return
             except (csv.Error, UnicodeDecodeError) as error:
                 raise DataError(
-                    f"{self._key}: {self.name}, line {line}: not valid CSV in UTF-8 ({error}). Mend the quotes of "
+                    f"{self._key}: {self.name}, line {line}: not valid CSV in UTF-8 ({error}). Fix the quotes of "
                     "this record, or save the file as UTF-8."
                 ) from error
             yield line, record

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of examples, prepared in the background: drawn, tokenized and packed while the last step trains."""
+"""Steps of examples, prepared in the background: read, tokenized and packed while the last step trains."""
 
 from __future__ import annotations
 

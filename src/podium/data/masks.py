@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a chat the assistant wrote, told exactly by the chat template or not at all."""
+"""Which tokens of a chat the assistant wrote: exact, from the chat template, or not known at all."""
 
 from __future__ import annotations
 

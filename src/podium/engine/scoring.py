@@ -57,7 +57,7 @@ def score(
 
 
 def values(model: PackedScalarLM, mesh: Mesh, block: TrajectoryBlock, *, max_tokens: int = 16384) -> TokenColumn:
-    """The value of the state that each sampled token was drawn in, 0 elsewhere. Collective, like `score`."""
+    """The value of the state that each token was sampled in, 0 elsewhere. Collective, like `score`."""
     return _seen(model, mesh, block, max_tokens, lambda tokens: model(tokens, None, "values"))
 
 

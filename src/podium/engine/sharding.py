@@ -237,13 +237,13 @@ def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.dev
             layer.compile()
 
 
-def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype, kept: set[nn.Parameter]) -> None:
-    """`kept` compute in another dtype than the model (float32 routers and biases). FSDP would cast them with the rest
-    of their layer, so they are not sharded: every rank holds them whole, and the training step sums their gradients."""
+def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype, unsharded: set[nn.Parameter]) -> None:
+    """`unsharded` compute in another dtype than the model (float32 routers and biases). FSDP would cast them with the
+    rest of their layer, so every rank holds them whole, and the training step sums their gradients."""
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh.devices, mp_policy=policy, ignored_params=kept)
-    fully_shard(model, mesh=mesh.devices, mp_policy=policy, ignored_params=kept)
+        fully_shard(layer, mesh=mesh.devices, mp_policy=policy, ignored_params=unsharded)
+    fully_shard(model, mesh=mesh.devices, mp_policy=policy, ignored_params=unsharded)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The step's global token count does the dividing: ranks hold unequal shares, a mean over ranks would

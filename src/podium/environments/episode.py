@@ -354,7 +354,7 @@ class _Running:
             greedy=self._greedy,
         )
         answer = await self._policy.answer(request)
-        if len(answer.tokens_L) > 0:  # also of an answer that was broken off: what was sampled is not thrown away
+        if len(answer.tokens_L) > 0:  # also of an answer that was cut off: what was sampled is not thrown away
             stopped = answer.finish == "stop"
             with _guarded():
                 transcript.add_answer(answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=stopped)

@@ -263,7 +263,7 @@ class _OpenCalls:
         return asyncio.current_task(self._loop), self._num_settled, self._num_beats
 
     def leave(self) -> list[int]:
-        """Writes nothing from here on; the call that the loop is in now, or where that cannot be told all open ones.
+        """Writes nothing from here on; the call that the loop is in now, or all open ones where that is unknown.
         From any thread."""
         with self._lock:
             self._left = True

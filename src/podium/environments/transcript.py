@@ -240,7 +240,7 @@ class TurnTokenizer:
         if begin < 0 or (not form.thought and not form.calls and turn[:begin].strip()):
             raise ChatTemplateError(
                 "the chat template does not put an assistant turn where it asked for it, so what it writes behind the "
-                "turn cannot be told"
+                "turn is unknown"
             )
         tail = turn[begin:] if form.calls else turn[begin + len(wanted) :]
         return self._from_special(tail)

@@ -30,7 +30,7 @@ class Packing:
     boundaries: Tensor  # int32 [D + 1] on the device
     longest: int
     runs: tuple[Run, ...]  # for kernels that go document by document; empty where a variable-length kernel is used
-    windows: list[int | None] | None = None  # where given, every attention call notes the sliding window it was told
+    windows: list[int | None] | None = None  # where given, every attention call notes the sliding window it received
 
 
 class AttentionStep(Protocol):

@@ -35,7 +35,7 @@ class ScalarObjective(Protocol):
 
 class PackedScalarLM(TrainedModule):
     """Body and head inside one forward, as PackedCausalLM has them. The value at position i is of the state that
-    token i + 1 is drawn in."""
+    token i + 1 is sampled in."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, *, dropout: bool = False) -> None:
         super().__init__(dropout=dropout)

@@ -110,7 +110,7 @@ def self_check(
 
 
 def _check_reach(model: PackedCausalLM | PackedScalarLM, windows: list[int | None], max_length: int) -> None:
-    """What only shows in documents longer than those of the check: windows that attention was not told of, and rotary
+    """What only shows in documents longer than those of the check: windows that attention does not receive, and rotary
     embeddings that follow the longest document of a pack."""
     config, name = model.hf.config.get_text_config(), type(model.hf).__name__
     narrow = [window for window in layer_windows(config) if window is not None and window < max_length]
@@ -118,7 +118,7 @@ def _check_reach(model: PackedCausalLM | PackedScalarLM, windows: list[int | Non
     if (narrow and not any(windows)) or (chunk is not None and chunk < max_length):
         reach = chunk or narrow[0]
         raise UnsupportedModelError(
-            f"{name} limits attention to {reach} tokens in a way that its attention is not told of, so documents "
+            f"{name} limits attention to {reach} tokens in a way that its attention does not receive, so documents "
             f"of up to {max_length} tokens would be trained wrongly. Set data.max_length to {reach} or less."
         )
     limit = longest_packable(config)

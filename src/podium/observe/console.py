@@ -77,7 +77,7 @@ class EvaluationView:
 
 
 class Console(Protocol):
-    """Told what happens; decides how it looks."""
+    """Receives what happens; decides how it looks."""
 
     def header(self, lines: Sequence[str]) -> None:
         """What the run is, before its first step. `label: value` lines are aligned."""
@@ -98,7 +98,7 @@ class Console(Protocol):
         """Something that the user should act on."""
 
     def close(self) -> None:
-        """The run is over or broken off: the terminal is given back. May be called twice."""
+        """The run is over or interrupted: the terminal is given back. May be called twice."""
 
 
 class SilentConsole:

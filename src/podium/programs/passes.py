@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A pass over the data before training: what a reference or teachers say of every document, computed once for all runs
-that would ask the same of the same data. Broken off, it goes on where it was."""
+that would ask the same of the same data. An interrupted pass continues where it was."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from podium.errors import RunStoppedError
 from podium.recipe import SourceSection, SpmdRecipe, plugins
 from podium.spmd.run import SpmdRun
 
-# Micro-batches of one rank in a part: what is lost at most when the pass is broken off.
+# Micro-batches of one rank in a part: what is lost at most when the pass is interrupted.
 _PART_MICRO_BATCHES = 16
 
 Compute = Callable[[PackedExamples], tuple[Sequence[int], Mapping[str, NDArray[Any]]]]
@@ -70,7 +70,7 @@ def stored_pass(run: SpmdRun[SpmdRecipe], folder: Path, what: str, prepare: Call
         if mesh.is_main:
             stack.enter_context(store.held())
         mesh.barrier()
-        store = DocumentStore(folder)  # another run may have gone on with it until now
+        store = DocumentStore(folder)  # another run may have continued it until now
         _fill(store, run, prepare(), tell)
     return store
 
@@ -116,10 +116,10 @@ def _part(store: DocumentStore, documents: list[Document], mesh: Mesh, compute: 
     columns: dict[str, list[NDArray[Any]]] = {}
     for part in plan.rows(mesh.rank)[0]:
         packed = pack_examples([Example(documents=(documents[row],)) for row in part.tolist()])
-        sizes, found = compute(packed)
+        sizes, batch_columns = compute(packed)
         mine += packed.documents
         lengths += sizes
-        for name, values in found.items():
+        for name, values in batch_columns.items():
             columns.setdefault(name, []).append(values)
     store.write(mesh.rank, mine, lengths, {name: np.concatenate(values) for name, values in columns.items()})
     mesh.barrier()
@@ -131,5 +131,5 @@ def _stop_together(run: SpmdRun[SpmdRecipe], store: DocumentStore) -> None:
     if any(run.engine.mesh.gather(run.stop_requested)):
         raise RunStoppedError(
             f"stopped before the first step, after {len(store)} documents of the pass over the data. The same command "
-            f"goes on from there ({store.folder})."
+            f"continues from there ({store.folder})."
         )

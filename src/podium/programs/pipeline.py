@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Stages in sequence: each is a run of its own, and begins with what earlier ones made of the weights.
 
-A stage is run when its fingerprint (recipe, data, parent weights) is new, gone on with when it was broken off, and left
+A stage is run when its fingerprint (recipe, data, parent weights) is new, resumed when it was interrupted, and left
 alone when it is done. Every decision is made from what is on disk, so that a pipeline may be killed at any moment.
 """
 
@@ -84,9 +84,9 @@ def decide(facts: StageFacts) -> Action:
 
 
 def run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, verbs: Verbs) -> PipelineResult:
-    """Brings every stage to its end, in order; the first Ctrl-C ends it at the next step, to be gone on with."""
+    """Brings every stage to its end, in order; the first Ctrl-C ends it at the next step, so that it can be resumed."""
     console, watch, outcomes = PlainConsole(sys.stdout, log_every=1), Stopwatch(), list[StageOutcome]()
-    with folder.made():
+    with folder.create_and_hold():
         folder.begin(recipe)
         order = recipe.order()
         for number, name in enumerate(order, start=1):
@@ -121,14 +121,14 @@ def _run_stage(
             aside = folder.set_aside(name)
             if aside is not None:
                 is_new = record.fingerprint != fingerprint
-                say(f"{'changed since it ran' if is_new else 'had nothing to go on from'}; it is now in {aside}")
+                say(f"{'changed since it ran' if is_new else 'had no checkpoint to resume from'}; it is now in {aside}")
             record = StageRecord(status="running", fingerprint=fingerprint)
             folder.note(name, record)
             say(f"{prepared.recipe.program}, {prepared.recipe.steps} steps (fingerprint {short(fingerprint)})")
             result = verbs.train(prepared)
         case "resume":
             folder.note(name, replace(record, status="running"))
-            say(f"goes on where it was broken off (fingerprint {short(fingerprint)})")
+            say(f"resumes where it was interrupted (fingerprint {short(fingerprint)})")
             result = verbs.resume(prepared, run)
         case "export":
             _relocate(run, prepared.recipe)
@@ -182,22 +182,22 @@ def _export(folder: PipelineFolder, name: str, record: StageRecord, verbs: Verbs
 
 @contextlib.contextmanager
 def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
-    """What ends a stage is noted, and told with the stage's name and how to go on."""
+    """Notes what ends a stage, and adds the stage's name and how to continue to the error."""
     try:
         yield
     except BaseException as error:
         was_asked = isinstance(error, KeyboardInterrupt | RunStoppedError)
         status: Literal["stopped", "failed"] = "stopped" if was_asked else "failed"
         with contextlib.suppress(Exception):
-            # A stage that is done stays so: what was broken off here only looked whether it still is what it was.
+            # A stage that is done stays so: what was interrupted here only checked that it is unchanged.
             if folder.record(name).status != "done":
                 folder.note(name, replace(folder.record(name), status=status))
             folder.update(status=status)
-        # The stage's own advice is to resume it alone; the pipeline goes on from here.
-        kept = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]
+        # The stage's own advice is to resume it alone; the pipeline continues from here.
+        notes = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]
         error.__notes__ = [
-            *kept,
-            f"this was stage {name}. Go on with: podium resume {folder.path} (what is done is not run again)",
+            *notes,
+            f"this was stage {name}. Continue with: podium resume {folder.path} (what is done is not run again)",
         ]
         raise
 

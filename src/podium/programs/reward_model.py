@@ -110,7 +110,7 @@ class RewardModelMethod:
         mine = np.concatenate(scored)
         rows = [row for part in split.rows for row in part]
         gathered = mesh.gather((rows, mine.tolist()))
-        by_row = {row: values for found, scores in gathered for row, values in zip(found, scores, strict=True)}
+        by_row = {row: values for rank_rows, scores in gathered for row, values in zip(rank_rows, scores, strict=True)}
         scores_RN = torch.tensor([by_row[row] for row in range(len(split.examples))], dtype=torch.float64)
         values_R = torch.tensor([example.value for example in split.examples], dtype=torch.float64)
         return self._pairs(scores_RN, values_R) if self._is_paired else self._regression(scores_RN[:, 0], values_R)
@@ -128,8 +128,12 @@ class RewardModelMethod:
         }
 
     def _regression(self, scores_R: Tensor, targets_R: Tensor) -> Mapping[str, float]:
-        found = regression_statistics(scores_R, targets_R)
-        return {"loss": found.mean_squared_error, "correlation": found.correlation, "r_squared": found.r_squared}
+        statistics = regression_statistics(scores_R, targets_R)
+        return {
+            "loss": statistics.mean_squared_error,
+            "correlation": statistics.correlation,
+            "r_squared": statistics.r_squared,
+        }
 
     @torch.no_grad()
     def _scores(self, batch: PackedExamples) -> np.ndarray:
@@ -141,5 +145,5 @@ class RewardModelMethod:
         model.train()
         if not len(batch.documents):
             return np.empty((0, 2 if self._is_paired else 1))
-        found: np.ndarray = values_D.double().cpu().numpy()[batch.places]
-        return found
+        scores: np.ndarray = values_D.double().cpu().numpy()[batch.places]
+        return scores

@@ -79,14 +79,14 @@ class _WholeTarget:
     def logprobs(self, tokens: slice, vocab_size: int) -> Tensor:
         """Of all teachers together over the vocabulary that they share with the student."""
         width = min(vocab_size, *(head.spec.vocab_size for head in self.heads))
-        found = [
+        logprobs = [
             torch.log_softmax(
                 next_token_scores(states_SE[tokens], head.weight_VE, head.spec)[:, :width] / self.section.temperature,
                 -1,
             )
             for head, states_SE in zip(self.heads, self.states, strict=True)
         ]
-        return found[0] if len(found) == 1 else mixture_logprobs(found, [head.weight for head in self.heads])
+        return logprobs[0] if len(logprobs) == 1 else mixture_logprobs(logprobs, [head.weight for head in self.heads])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -133,9 +133,9 @@ class StoredTeachers:
         self._section, self._store, self._mesh, self._width = section, store, mesh, width
 
     def __call__(self, batch: PackedExamples) -> _TopTarget:
-        found = [self._store.read(document) for document in batch.documents]
+        targets = [self._store.read(document) for document in batch.documents]
         none = {"ids": np.empty((0, 1), np.int32), "logprobs": np.empty((0, 1), np.float32)}
-        ids_SK, logprobs_SK = (np.concatenate([each[name] for each in found or [none]]) for name in none)
+        ids_SK, logprobs_SK = (np.concatenate([each[name] for each in targets or [none]]) for name in none)
         device = self._mesh.device
         return _TopTarget(
             section=self._section,
@@ -179,8 +179,8 @@ def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> 
     top_k = min(top_k, vocab_size)
     ids, logprobs = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
     for start in range(0, num_tokens, _CHUNK_TOKENS):
-        found = target.logprobs(slice(start, start + _CHUNK_TOKENS), vocab_size)
-        values_CK, ids_CK = found.topk(top_k, dim=-1)
+        logprobs_CV = target.logprobs(slice(start, start + _CHUNK_TOKENS), vocab_size)
+        values_CK, ids_CK = logprobs_CV.topk(top_k, dim=-1)
         ids.append(ids_CK.cpu().numpy().astype(np.int32))
         logprobs.append(values_CK.float().cpu().numpy())
     return {"ids": np.concatenate(ids), "logprobs": np.concatenate(logprobs)}

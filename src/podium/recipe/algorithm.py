@@ -127,7 +127,7 @@ class GrpoAlgorithm(PolicySection, RewardShapingSection):
     )
     max_refills: Count | None = Field(
         None,
-        description="Rounds of generation in one step with dynamic_sampling; then the step goes on with what it has. "
+        description="Rounds of generation in one step with dynamic_sampling; then the step continues with what it has. "
         "Default: 4.",
     )
 

@@ -49,6 +49,7 @@ class TruncatedRolloutSection(RolloutSection):
 
     @property
     def truncation(self) -> Truncation:
+        """The section's top-p, top-k and min-p."""
         return Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
 
 

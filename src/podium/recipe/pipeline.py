@@ -78,8 +78,8 @@ class StageReference:
 
 def references(values: Mapping[str, Any]) -> list[StageReference]:
     """All of a stage's, in the order in which they stand."""
-    found = ((key, _REFERENCE.match(text)) for key, text in _texts(values))
-    return [StageReference(key=key, stage=match[1]) for key, match in found if match]
+    matches = ((key, _REFERENCE.match(text)) for key, text in _texts(values))
+    return [StageReference(key=key, stage=match[1]) for key, match in matches if match]
 
 
 def reference_problems(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
@@ -99,9 +99,9 @@ def reference_problems(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[st
     cycle = find_cycle(parents)
     if cycle:
         first = next(each.key for each in references(stages[cycle[0]]) if each.stage == cycle[1])
-        told = " -> ".join(cycle)
+        path = " -> ".join(cycle)
         problems.append(
-            (cycle[0], first, f"the stages wait for each other: {told}. Let one of them begin with other weights.")
+            (cycle[0], first, f"the stages wait for each other: {path}. Let one of them begin with other weights.")
         )
     return problems
 
@@ -122,14 +122,14 @@ def find_cycle(parents: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
         for parent in parents[path[-1]]:
             if parent in path:
                 return (*path[path.index(parent) :], parent)
-            if parent not in clear and (found := walk((*path, parent))):
-                return found
+            if parent not in clear and (cycle := walk((*path, parent))):
+                return cycle
         clear.add(path[-1])
         return ()
 
     for name in parents:
-        if name not in clear and (found := walk((name,))):
-            return found
+        if name not in clear and (cycle := walk((name,))):
+            return cycle
     return ()
 
 
@@ -149,7 +149,7 @@ def _wrong_target(reference: StageReference, own: str, stages: Sequence[str]) ->
 
 
 def _wrong_kind(reference: StageReference, values: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
-    """A language model where a score is asked for, or the other way round; else it is told after hours, or never."""
+    """A language model where a score is asked for, or the other way round; else it shows after hours, or never."""
     key, is_scorer = reference.key, target.get("program") == "reward_model"
     goes_on = key == "model.path" and values.get("program") == "reward_model"
     if is_scorer and not goes_on and _TAKES_LANGUAGE.match(key) and not _TAKES_SCORES.match(key):

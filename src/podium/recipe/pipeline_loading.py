@@ -41,6 +41,7 @@ def load_any_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe |
 
 
 def is_pipeline(values: Mapping[str, Any]) -> bool:
+    """Whether the values of a file are a pipeline's and not one recipe's."""
     return values.get("program") == "pipeline" or "stages" in values
 
 
@@ -75,10 +76,10 @@ def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> 
     except ValidationError as error:
         raise not_valid(origin, explained(error, PipelineRecipe)) from None
     merged = {name: pipeline.merged(name) for name in pipeline.stages}
-    found = [(name, f"{key}: {text}") for name, key, text in reference_problems(merged)]
-    found += [(name, line) for name, stage in merged.items() for line in _stage_problems(pipeline, name, stage)]
-    if found:
-        raise not_valid(origin, _told(pipeline, found))
+    problems = [(name, f"{key}: {text}") for name, key, text in reference_problems(merged)]
+    problems += [(name, line) for name, stage in merged.items() for line in _stage_problems(pipeline, name, stage)]
+    if problems:
+        raise not_valid(origin, _located(pipeline, problems))
     return pipeline
 
 
@@ -96,6 +97,7 @@ def unmade_stage_recipe(pipeline: PipelineRecipe, stage: str) -> Recipe:
 
 
 def references_of(pipeline: PipelineRecipe, stage: str) -> list[StageReference]:
+    """References of one stage to other stages, defaults included."""
     return references(pipeline.merged(stage))
 
 
@@ -157,10 +159,10 @@ def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any
     return lines if isinstance(result, Recipe) else [*lines, *result]
 
 
-def _told(pipeline: PipelineRecipe, found: Sequence[tuple[str, str]]) -> list[str]:
+def _located(pipeline: PipelineRecipe, problems: Sequence[tuple[str, str]]) -> list[str]:
     """Each problem of a stage under the key where the user wrote it: in the stage, or once in the defaults."""
     taken: dict[str, list[str]] = {}
-    for name, line in found:
+    for name, line in problems:
         key, colon, text = line.partition(":")
         own, shared = written_out(pipeline.stages[name]), written_out(pipeline.defaults)
         if colon and _depth(shared, key) > _depth(own, key):

@@ -97,10 +97,10 @@ def load(path: str, key: str) -> Callable[..., Any]:
         module = _module_of(Path(module_name).resolve())
     else:
         module = importlib.import_module(module_name)
-    found = getattr(module, name, None)
-    if not callable(found):
+    plugin = getattr(module, name, None)
+    if not callable(plugin):
         raise RecipeError(f"{key}: {path} is not callable. A plug-in is a function or a class.")
-    return found  # type: ignore[no-any-return]
+    return plugin  # type: ignore[no-any-return]
 
 
 def _module_of(file: Path) -> ModuleType:

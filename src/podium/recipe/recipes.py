@@ -140,6 +140,7 @@ class LanguageModelRecipe(SpmdRecipe):
 
     @property
     def generation(self) -> GenerationSection | None:
+        """The recipe's `evaluation.generation`."""
         return self.evaluation.generation
 
 
@@ -153,6 +154,7 @@ class SftRecipe(LanguageModelRecipe):
 
     @property
     def trained(self) -> Literal["assistant", "last_turn", "everything"]:
+        """The recipe's `data.trained`."""
         return self.data.trained
 
 
@@ -164,10 +166,12 @@ class DpoRecipe(LanguageModelRecipe):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Columns of pairs, or of single answers with a label."""
         return _PAIR_COLUMNS if self.preference.is_paired else frozenset({"prompt", "completion", "label", "tools"})
 
     @property
     def documents_per_row(self) -> int:
+        """Two for pairs, one for labelled answers."""
         return 2 if self.preference.is_paired else 1
 
     @property
@@ -200,11 +204,13 @@ class RewardModelRecipe(SpmdRecipe):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Columns of pairs with a margin, or of documents with a score."""
         is_paired = self.reward_model.learns == "pairs"
         return _PAIR_COLUMNS | {"margin"} if is_paired else _DOCUMENT_COLUMNS | {"score", "tools"}
 
     @property
     def documents_per_row(self) -> int:
+        """Two for pairs, one for scored documents."""
         return 2 if self.reward_model.learns == "pairs" else 1
 
 
@@ -218,6 +224,7 @@ class DistillRecipe(LanguageModelRecipe):
 
     @property
     def trained(self) -> Literal["assistant", "last_turn", "everything"]:
+        """The recipe's `data.trained`."""
         return self.data.trained
 
 
@@ -236,6 +243,7 @@ class CustomSpmdRecipe(LanguageModelRecipe):
 
     @property
     def trained(self) -> Literal["assistant", "last_turn", "everything"]:
+        """The recipe's `data.trained`."""
         return self.data.trained
 
 
@@ -257,10 +265,12 @@ class OnPolicyRecipe(Recipe):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Columns of prompts, with what rewards may read."""
         return _DOCUMENT_COLUMNS | {"reference", "data_source", "tools"}
 
     @property
     def generation(self) -> SampledGenerationSection | None:
+        """The recipe's `evaluation.generation`."""
         return self.evaluation.generation
 
     @property
@@ -300,6 +310,7 @@ class PpoRecipe(OnPolicyRecipe):
 
     @property
     def critic_section(self) -> CriticSection:
+        """The recipe's `critic`."""
         return self.critic
 
 
@@ -312,6 +323,7 @@ class OnPolicyDistillRecipe(OnPolicyRecipe):
 
     @property
     def teacher_sections(self) -> tuple[TeacherSection, ...]:
+        """The recipe's `teachers`."""
         return self.teachers
 
 
@@ -336,8 +348,10 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
 
     @property
     def critic_section(self) -> CriticSection | None:
+        """The recipe's `critic`, where it has one."""
         return self.critic
 
     @property
     def teacher_sections(self) -> tuple[TeacherSection, ...]:
+        """The recipe's `teachers`, which may be empty."""
         return self.teachers

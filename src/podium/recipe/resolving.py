@@ -85,14 +85,14 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
     context = model_config.get("max_position_embeddings") or model_config.get("text_config", {}).get(
         "max_position_embeddings"
     )
-    asked = recipe.data.max_length
-    if asked is not None:
-        if context is not None and asked > context:
+    max_length = recipe.data.max_length
+    if max_length is not None:
+        if context is not None and max_length > context:
             raise RecipeError(
-                f"data.max_length: {asked} is more than the model's context of {context} positions. "
+                f"data.max_length: {max_length} is more than the model's context of {context} positions. "
                 f"Lower it to {context}."
             )
-        return asked
+        return max_length
     if not isinstance(recipe, SpmdRecipe):
         # Prompts are read as they come; what bounds an episode is the model's context.
         return int(context or _CONTEXT)

@@ -47,8 +47,8 @@ def _dropout(recipe: Recipe) -> Iterator[str]:
     if recipe.learns_dropout:
         return
     lora = recipe.model.lora
-    asked = {"model.dropout": recipe.model.dropout, "model.lora.dropout": lora is not None and lora.dropout > 0}
-    for key, is_on in asked.items():
+    switches = {"model.dropout": recipe.model.dropout, "model.lora.dropout": lora is not None and lora.dropout > 0}
+    for key, is_on in switches.items():
         if is_on:
             yield (
                 f"{key}: {recipe.program} compares the model's log-probs with others that are computed without dropout "
@@ -73,8 +73,8 @@ def _schedule(recipe: Recipe) -> Iterator[str]:
 
 def _evaluation(recipe: Recipe) -> Iterator[str]:
     evaluation, heldout = recipe.evaluation, recipe.data.heldout
-    asked = evaluation.every is not None or evaluation.at_start or recipe.generation is not None
-    if asked and not heldout:
+    is_on = evaluation.every is not None or evaluation.at_start or recipe.generation is not None
+    if is_on and not heldout:
         yield (
             "evaluation: there is nothing to evaluate on, data.heldout is empty. Add a source to data.heldout or "
             "remove the evaluation section."

@@ -22,7 +22,7 @@ class LoraSection(Section):
     )
     rank_stabilized: Switch = Field(False, description="Scale by alpha / sqrt(rank) instead.")
     adapter: Place | None = Field(
-        None, description="Folder of an adapter of this base to go on from; its config sets rank, alpha and targets."
+        None, description="Folder of an adapter of this base to continue from; its config sets rank, alpha and targets."
     )
 
 
@@ -203,7 +203,7 @@ class GenerationSection(Section):
     score: Literal["exact_match"] | Plugin | None = Field(
         None,
         description="`exact_match`, or `file.py:function` taking (answer, reference, row) -> float. On-policy programs "
-        "score with the recipe's rewards unless told otherwise.",
+        "score with the recipe's rewards unless this is set.",
     )
 
 

@@ -54,6 +54,7 @@ class PromptShard:
 
     @cached_property
     def ids(self) -> TrajectoryIds:
+        """Ids of all episodes: every sample of every prompt."""
         prompt_indices = np.array([prompt.prompt_index for prompt in self.prompts], np.int64)
         array = np.zeros((len(prompt_indices) * self.samples, 4), np.int64)
         array[:, 0] = np.repeat(prompt_indices, self.samples)
@@ -72,14 +73,17 @@ class TurnRewards:
 
     @classmethod
     def none(cls) -> TurnRewards:
+        """No rewards at all."""
         return cls(row_K=np.empty(0, np.int64), token_K=np.empty(0, np.int64), reward_K=np.empty(0))
 
     def take(self, rows: Ints) -> TurnRewards:
         """Those of these rows, counted anew."""
         place = np.full(int(max(rows.max(initial=-1), self.row_K.max(initial=-1))) + 1, -1, np.int64)
         place[rows] = np.arange(len(rows))
-        kept = place[self.row_K] >= 0
-        return TurnRewards(row_K=place[self.row_K[kept]], token_K=self.token_K[kept], reward_K=self.reward_K[kept])
+        is_kept_K = place[self.row_K] >= 0
+        return TurnRewards(
+            row_K=place[self.row_K[is_kept_K]], token_K=self.token_K[is_kept_K], reward_K=self.reward_K[is_kept_K]
+        )
 
     def by_row(self) -> TurnRewards:
         """The same in the order of the rows, those of one row in the order they are in."""
@@ -113,6 +117,7 @@ class EpisodeNote:
     warnings: tuple[str, ...] = ()  # for the console; the same one is shown once
 
     def take(self, rows: Ints) -> EpisodeNote:
+        """The note of these rows, in this order."""
         place = {int(row): at for at, row in enumerate(rows)}
         return EpisodeNote(
             finish_N=self.finish_N[rows],
@@ -135,6 +140,7 @@ class EpisodeNote:
 
     @classmethod
     def concatenate(cls, parts: Sequence[EpisodeNote]) -> EpisodeNote:
+        """The notes of several shards as one."""
         firsts = np.cumsum([0, *(len(part.finish_N) for part in parts)]).tolist()
         return cls(
             finish_N=np.concatenate([part.finish_N for part in parts]),
@@ -165,10 +171,11 @@ class GradeShard:
     tasks: Mapping[int, Task]  # by prompt index
     truncated_N: NDArray[np.bool_]
     environment_N: Floats
-    show: int = 0  # of how many rows the texts are told too
+    show: int = 0  # of how many rows the texts are reported too
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to grade."""
         return self.rows.ids
 
 
@@ -191,6 +198,7 @@ class ScoreShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to score."""
         return self.rows.ids
 
 
@@ -215,6 +223,7 @@ class ValueShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to estimate values of."""
         return self.rows.ids
 
 
@@ -234,6 +243,7 @@ class UpdateShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to train on."""
         return self.rows.ids
 
 

@@ -86,6 +86,7 @@ class CriticRank(Critic):
         self._leaving: OffloadedTensors | None = None
 
     def estimate(self, shard: ValueShard, algorithm: AlgorithmSection, kl_coefficient: float) -> Computed[ValueColumns]:
+        """Values, generalised advantages and returns of the shard's trained tokens."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._context.span("values"):
             values_T = values(self._model, self._mesh, block, max_tokens=self._max_tokens).values_T
@@ -114,6 +115,7 @@ class CriticRank(Critic):
         return Computed(rows=columns, note=Moments.of(advantages_T, torch.from_numpy(trained_T)))
 
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
+        """All optimizer steps over this rank's share of a batch."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         columns = shard.columns.read() if len(shard.columns) else None
         trained_T = block.loss_mask_T.copy()
@@ -145,6 +147,7 @@ class CriticRank(Critic):
         return Computed(done=shard.ids, note=note)
 
     def hold(self, residency: Residency) -> MemoryChange:
+        """Moves optimizer state and weights to host memory, or back."""
         if residency == "offloaded" and self._leaving is None:
             leaving = {id(each): each for each in what_can_leave(self._engine.optimizer)}
             leaving |= {id(each): each for each in self._model.parameters()}
@@ -156,12 +159,14 @@ class CriticRank(Critic):
         return MemoryChange(measured_bytes=0, accounted_bytes=0)
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Begins to write a checkpoint."""
         optimizer = self._engine.optimizer
         counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
         extras = Extras(values={**values, **counts}, arrays={})
         self._writer.save(step, checkpoint_shards(self._engine), extras)
 
     def finish_saving(self) -> None:
+        """Waits until the checkpoint is complete."""
         self._writer.wait()
 
     @property

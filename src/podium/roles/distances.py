@@ -32,5 +32,5 @@ def distance(block: TrajectoryBlock, scored: TokenColumn) -> DistanceNote:
 
 def _sums(values_T: np.ndarray, block: TrajectoryBlock) -> Floats:
     total = np.concatenate([[0.0], np.cumsum(values_T, dtype=np.float64)])
-    found: Floats = total[block.offsets[1:]] - total[block.offsets[:-1]]
-    return found
+    sums_N: Floats = total[block.offsets[1:]] - total[block.offsets[:-1]]
+    return sums_N

@@ -175,10 +175,10 @@ class EnginePolicy:
         self._waiting[request.id] = waiting
         self._new[rank].append(self._request(request))
         self._asked[rank].set()
-        found = await waiting
+        completion = await waiting
         return TurnAnswer(
-            tokens_L=found.tokens_L, logprobs_L=found.logprobs_L, versions_L=found.versions_L, finish=found.finish,
-            error=found.error,
+            tokens_L=completion.tokens_L, logprobs_L=completion.logprobs_L, versions_L=completion.versions_L,
+            finish=completion.finish, error=completion.error,
         )  # fmt: skip
 
     async def _talk(self, rank: int) -> None:

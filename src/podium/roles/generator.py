@@ -51,6 +51,7 @@ class GeneratorRank(Generator):
         self._mailboxes = Mailboxes()
 
     def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
+        """Answers every prompt of the shard; yields whole groups as they finish."""
         before, began = self._engine.load(), time.perf_counter()
         with self._context.span("submitting"):
             self._engine.submit(self._requests(shard, plan))
@@ -71,6 +72,7 @@ class GeneratorRank(Generator):
         yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
 
     def serve(self) -> tuple[Metric, ...]:
+        """Answers requests of episode runners until `stop_serving`."""
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
         try:
@@ -84,12 +86,15 @@ class GeneratorRank(Generator):
         return self._metrics(before, time.perf_counter() - began)
 
     def begin_serving(self) -> None:
+        """Accepts requests of runners from now on."""
         self._mailboxes.open()
 
     def stop_serving(self) -> None:
+        """Ends `serve`."""
         self._mailboxes.close()
 
     def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
+        """Submits a runner's new requests and returns its finished ones."""
         if requests:
             ids = [request.id for request in requests]
             self._mailboxes.expect(runner, ids)  # before an answer can come
@@ -101,19 +106,23 @@ class GeneratorRank(Generator):
         return self._mailboxes.fetch(runner, wait_s)
 
     def forget(self, runner: str) -> None:
+        """Cancels the requests of a dead runner."""
         self._engine.cancel(self._mailboxes.of(runner))
 
     def install(self, transfer: WeightTransfer) -> int:
+        """Receives and installs weights; returns the bytes received."""
         device = torch.device(self._context.device)
         delivery = received(transfer, device=device, link=self._context.transfer)
         self._engine.install(transfer.version, delivery)
         return delivery.moved_bytes if delivery is not None else 0
 
     def check_base(self, version: WeightVersion) -> None:
+        """Raises unless the engine's frozen weights are the learner's."""
         assert isinstance(self._engine, NativeEngine)
         self._engine.check_frozen(version)
 
     def share(self, number: int) -> str:
+        """Takes the weights of the colocated learner as version `number`; returns their fingerprint."""
         assert self._learner is not None
         assert isinstance(self._engine, NativeEngine)
         self._engine.wake()
@@ -127,14 +136,17 @@ class GeneratorRank(Generator):
         return version.fingerprint
 
     def hold(self, residency: Residency) -> MemoryChange:
+        """Puts the engine to sleep, or wakes it."""
         if residency == "offloaded":
             return self._engine.sleep()
         return self._engine.wake()
 
     def load(self) -> Load:
+        """How busy the engine is."""
         return self._engine.load()
 
     def close(self) -> None:
+        """Closes the engine."""
         self._engine.close()
 
     def _open(self) -> RolloutEngine:

@@ -40,6 +40,7 @@ class GraderSpec:
 
     @classmethod
     def of(cls, recipe: OnPolicyRecipe) -> GraderSpec:
+        """The grader that a recipe asks for."""
         return cls(
             model=recipe.model,
             rewards=recipe.reward,
@@ -104,11 +105,11 @@ class Grader:
         if len(text.turns) < 2:
             return None
         other = "tool" if self._spec.tools else "user"
-        asked: list[Message] = [{"role": "user", "content": str(task.text)}]
+        question: list[Message] = [{"role": "user", "content": str(task.text)}]
         spoken: list[Message] = [
             {"role": "assistant" if is_policy else other, "content": said} for is_policy, said in text.turns
         ]
-        return [*(asked if task.messages is None else task.messages), *spoken]
+        return [*(question if task.messages is None else task.messages), *spoken]
 
     def _sample(self, shard: GradeShard, row: int, text: EpisodeText) -> Sample:
         id = shard.ids[row]

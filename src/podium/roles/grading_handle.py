@@ -89,11 +89,11 @@ class GraderHandle:
                 continue
             self._show(note.warnings)
             return note
-        told = str(error).splitlines()[0]
+        reason = str(error).splitlines()[0]
         columns = len(self._rewards) if purpose == "train" else 1
         return GradeNote(
             values_NR=np.full((len(shard.rows), columns), np.nan),
-            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed twice: {told}"),
+            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed twice: {reason}"),
         )
 
     def _show(self, warnings: Sequence[str]) -> None:
@@ -117,6 +117,7 @@ class RewardModelHandle:
         self._group = group.within(PHASE_S)
 
     async def score(self, rollouts: Rollouts) -> Floats:
+        """One score for each episode."""
         parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.num_data_ranks)
         shards = [shard_of(rollouts, part) for part in parts]
         merged = await self._group.call_sharded(RewardModel.score, shards)
@@ -127,6 +128,7 @@ class RewardModelHandle:
         return scores
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        """Sets the residency on all ranks."""
         return tuple(answer.value for answer in await self._group.call_all(RewardModel.hold, residency))
 
 

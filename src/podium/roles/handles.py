@@ -59,6 +59,7 @@ class GeneratorHandle:
 
     @property
     def num_engines(self) -> int:
+        """Number of engines, one per data rank."""
         return self._group.mesh.shape.num_data_ranks
 
     async def generate(
@@ -94,13 +95,16 @@ class GeneratorHandle:
         await self._group.call_all(Generator.check_base, version)
 
     async def install(self, transfer: ByBroadcast) -> int:
+        """Installs weights on all engines; returns the bytes received."""
         answers = await self._group.call_all(Generator.install, transfer)
         return sum(answer.value for answer in answers)
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        """Sets the residency on all ranks."""
         return tuple(answer.value for answer in await self._group.call_all(Generator.hold, residency))
 
     async def load(self) -> tuple[Load, ...]:
+        """How busy each engine is."""
         return tuple(answer.value for answer in await self._group.control_all(Generator.load))
 
 
@@ -113,10 +117,12 @@ class LearnerHandle:
 
     @classmethod
     async def open(cls, group: RoleGroup[Learner]) -> LearnerHandle:
+        """A handle with the learner's facts."""
         return cls(group, (await group.call_all(Learner.facts))[0].value)
 
     @property
     def num_ranks(self) -> int:
+        """Number of data ranks."""
         return self._group.mesh.shape.num_data_ranks
 
     def split(self, lengths_N: Ints, mini_batch_N: Ints) -> SplitPlan:
@@ -134,8 +140,8 @@ class LearnerHandle:
         algorithm = plan.algorithm
         order = np.random.default_rng([seed, plan.step])
         mini_batch_N = deal_mini_batches(train_batch.rollouts.group_N, algorithm.mini_batches, order)
-        kept, absent = without_idle(train_batch, plan, mini_batch_N)
-        train_batch, mini_batch_N = train_batch.take(kept), mini_batch_N[kept]
+        kept_rows, absent = without_idle(train_batch, plan, mini_batch_N)
+        train_batch, mini_batch_N = train_batch.take(kept_rows), mini_batch_N[kept_rows]
         rollouts = train_batch.rollouts
         split = self.split(rollouts.rows.lengths_N, mini_batch_N)
         sequence = mini_batch_order(len(split.micro_steps_B), algorithm.epochs, order)
@@ -178,24 +184,31 @@ class LearnerHandle:
         return merged.rows, joined_distance(merged.results, rows)
 
     async def describe(self, number: int) -> WeightVersion:
+        """The current weights as version `number`."""
         return (await self._group.call_all(Learner.describe, number))[0].value
 
     async def describe_base(self) -> WeightVersion:
+        """The frozen weights under an adapter."""
         return (await self._group.call_all(Learner.describe_base))[0].value
 
     async def send(self, transfer: ByBroadcast) -> int:
+        """Sends published weights; returns the bytes sent by all ranks."""
         return sum(answer.value for answer in await self._group.call_all(Learner.send, transfer))
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        """Sets the residency on all ranks."""
         return tuple(answer.value for answer in await self._group.call_all(Learner.hold, residency))
 
     async def save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Begins to write a checkpoint on all ranks."""
         await self._group.call_all(Learner.save, step, values)
 
     async def finish_saving(self) -> None:
+        """Waits until the checkpoint is complete on all ranks."""
         await self._group.call_all(Learner.finish_saving)
 
     async def grade(self, step: int, loss: float) -> None:
+        """Notes the loss of a saved step; the lowest is the best."""
         await self._group.call_one(0, Learner.grade, step, loss)
 
     def _shard(
@@ -251,12 +264,15 @@ class ScorerHandle:
         return merged.rows, joined_distance(merged.results, rows)
 
     async def copy_from(self, role: str) -> None:
+        """Copies the weights of a colocated learner on all ranks."""
         await self._group.call_all(Scorer.copy_from, role)
 
     async def save(self, step: int) -> None:
+        """Writes the weights on all ranks."""
         await self._group.call_all(Scorer.save, step)
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        """Sets the residency on all ranks."""
         return tuple(answer.value for answer in await self._group.call_all(Scorer.hold, residency))
 
 
@@ -300,6 +316,7 @@ class CriticHandle:
         step: int,
         seed: int,
     ) -> CriticReport:
+        """All optimizer steps over one batch, split over the data ranks."""
         order = np.random.default_rng([seed, step, 1])
         dealt = deal_mini_batches(rows.ids.array_N4[:, 0], algorithm.mini_batches, order)
         split = self._policy.split(rows.lengths_N, dealt)
@@ -318,9 +335,11 @@ class CriticHandle:
         )
 
     async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+        """Sets the residency on all ranks."""
         return tuple(answer.value for answer in await self._group.call_all(Critic.hold, residency))
 
     async def save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Writes a checkpoint on all ranks and waits until it is complete."""
         await self._group.call_all(Critic.save, step, values)
         await self._group.call_all(Critic.finish_saving)
 
@@ -386,10 +405,10 @@ def even_parts(lengths_N: Ints, count: int) -> list[Ints]:
 
 def joined_distance(results: Sequence[ShardResult[TokenColumn]], rows: RowRefs[TrajectoryBlock]) -> DistanceNote:
     """The notes of all ranks in the order of the rows."""
-    found = [result for result in results if len(result.ids)]
-    ids = np.concatenate([rows.ids.positions_of(result.ids) for result in found])
+    non_empty = [result for result in results if len(result.ids)]
+    ids = np.concatenate([rows.ids.positions_of(result.ids) for result in non_empty])
     back = np.argsort(ids)
-    notes: list[DistanceNote] = [result.note for result in found]
+    notes: list[DistanceNote] = [result.note for result in non_empty]
     return DistanceNote(
         k1_N=np.concatenate([note.k1_N for note in notes])[back],
         k2_N=np.concatenate([note.k2_N for note in notes])[back],

@@ -223,6 +223,7 @@ class CriticShard:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """Ids of the episodes to train on."""
         return self.rows.ids
 
 

@@ -73,6 +73,7 @@ class LearnerRank(Learner):
         self._update = PolicyUpdate(self.engine, max_tokens=self._max_tokens)
 
     def facts(self) -> LearnerFacts:
+        """What the controller needs to know about the model, its sizes and the device."""
         model, mesh = self.engine.language_model, self.mesh
         cost, dtype = model_cost(model.hf), compute_dtype(self._recipe.model, mesh.device)
         cuda = mesh.device.type == "cuda"
@@ -98,28 +99,34 @@ class LearnerRank(Learner):
         )
 
     def score(self, shard: ScoreShard, temperature: float, base: bool = False) -> Computed[TokenColumn]:
+        """Log-probs of the shard's tokens under the current weights, or without the adapter."""
         block, model = shard.rows.read() if len(shard.rows) else empty_block(), self.engine.language_model
         with model.without_adapter() if base else contextlib.nullcontext():
             column = score(model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens)
         return Computed(rows=column, note=distance(block, column))
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
+        """All optimizer steps over this rank's share of a batch."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._context.span("update"):
             note: UpdateNote = self._update.run(block, shard, plan)
         return Computed(done=shard.ids, note=note)
 
     def describe(self, number: int) -> WeightVersion:
+        """The current weights as version `number`."""
         return self.weights.describe(number)
 
     def describe_base(self) -> WeightVersion:
+        """The frozen weights under an adapter."""
         return self.weights.describe_frozen()
 
     def send(self, transfer: WeightTransfer) -> int:
+        """Broadcasts published weights; returns the bytes that this rank sent."""
         assert isinstance(transfer, ByBroadcast)
         return send_by_broadcast(transfer, self.weights, self._context.transfer(transfer.link), self.mesh.device)
 
     def hold(self, residency: Residency) -> MemoryChange:
+        """Moves moments, masters and gradients to host memory, or back."""
         moved = 0
         if residency == "offloaded" and self._leaving is None:
             self._leaving = OffloadedTensors(what_can_leave(self.engine.optimizer))
@@ -132,15 +139,18 @@ class LearnerRank(Learner):
         return MemoryChange(measured_bytes=0, accounted_bytes=0)
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
+        """Begins to write a checkpoint."""
         optimizer = self.engine.optimizer
         counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
         extras = Extras(values={**values, **counts}, arrays={})
         self._writer.save(step, checkpoint_shards(self.engine), extras)
 
     def finish_saving(self) -> None:
+        """Waits until the checkpoint is complete."""
         self._writer.wait()
 
     def grade(self, step: int, loss: float) -> None:
+        """Notes the loss of a saved step; the lowest is the best."""
         if self.mesh.is_main:
             self._writer.grade(step, loss)
 

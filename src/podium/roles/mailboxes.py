@@ -23,6 +23,7 @@ class Mailboxes:
         self._failure: BaseException | None = None
 
     def open(self) -> None:
+        """Empties all boxes and accepts requests from now on."""
         with self._changed:
             self._closing, self._failure = False, None
             self._owners.clear()
@@ -53,12 +54,13 @@ class Mailboxes:
             return [id for id, owner in self._owners.items() if owner == runner]
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more will be answered: whoever fetches hears why."""
+        """Nothing more is answered: a caller that fetches gets this error."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def deliver(self, answer: Completion) -> None:
+        """Puts an answer into the box of the runner that asked for it."""
         with self._changed:
             self._boxes.setdefault(self._owners.pop(answer.id), []).append(answer)
             self._changed.notify_all()

@@ -58,6 +58,7 @@ class PolicyObjective:
     kl_coefficient: float
 
     def tokens(self, logprobs_C: Tensor, part: slice) -> PolicyTokens:
+        """What the loss reads about one part of the trained tokens."""
         return PolicyTokens(
             logprobs_S=logprobs_C,
             old_logprobs_S=self.old_S[part],
@@ -285,9 +286,9 @@ def packed_rows(
     for row in rows.tolist():
         begin, end = int(block.offsets[row]), int(block.offsets[row + 1])
         trained = trained_T[begin:end]
-        found = np.flatnonzero(trained)
-        if len(found):
-            last = int(found[-1]) + 1
+        trained_places = np.flatnonzero(trained)
+        if len(trained_places):
+            last = int(trained_places[-1]) + 1
             documents.append(Document(tokens=block.tokens_T[begin : begin + last], trained=trained[:last]))
             begins.append(begin)
     # Neighbours of one length are attended to in one call.
@@ -348,14 +349,14 @@ def _own_loss(function: Callable[..., Any], path: str) -> Loss:
     """A loss of the user's; one number for all tokens would be taken for the loss of each."""
 
     def loss(tokens: PolicyTokens) -> Tensor:
-        found: Tensor = function(tokens)
-        if not isinstance(found, Tensor) or found.shape != tokens.logprobs_S.shape:
-            told = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        loss_S: Tensor = function(tokens)
+        if not isinstance(loss_S, Tensor) or loss_S.shape != tokens.logprobs_S.shape:
+            given = tuple(loss_S.shape) if isinstance(loss_S, Tensor) else type(loss_S).__name__
             raise RecipeError(
-                f"algorithm.loss: {path} gave {told} for {len(tokens.logprobs_S)} tokens. It takes PolicyTokens and "
+                f"algorithm.loss: {path} gave {given} for {len(tokens.logprobs_S)} tokens. It takes PolicyTokens and "
                 "gives one loss for each token; the recipe's reduction adds them up."
             )
-        return found
+        return loss_S
 
     return loss
 

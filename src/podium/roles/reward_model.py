@@ -47,6 +47,7 @@ class RewardModelRank(RewardModel):
         self._weights = HeldWeights(self._model)
 
     def score(self, shard: GradeShard) -> Computed[TokenColumn]:
+        """Scores the shard's episodes; the note has one score per row."""
         texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
         prompt_indices = shard.ids.array_N4[:, 0].tolist()
         documents = [
@@ -56,6 +57,7 @@ class RewardModelRank(RewardModel):
         return Computed(done=shard.ids, note=self._scores(documents))
 
     def hold(self, residency: Residency) -> MemoryChange:
+        """Moves the weights to host memory, or back."""
         return self._weights.hold(residency)
 
     @torch.no_grad()

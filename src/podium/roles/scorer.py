@@ -56,11 +56,13 @@ class ScorerRank(Scorer):
         self._weights = HeldWeights(self._model)
 
     def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
+        """Log-probs of the shard's tokens under the frozen weights."""
         block = shard.rows.read() if len(shard.rows) else empty_block()
         column = score(self._model, self._mesh, block, temperature=temperature, max_tokens=self._spec.max_tokens)
         return Computed(rows=column, note=distance(block, column))
 
     def copy_from(self, role: str) -> None:
+        """Copies the weights of the colocated learner."""
         learner = self._context.colocated_role(role, LearnerRank)
         with torch.no_grad():
             masters = {each.name: each.master for each in (*learner.engine.optimizer.trained, *learner.engine.frozen)}
@@ -72,6 +74,7 @@ class ScorerRank(Scorer):
                 buffer.copy_(buffers[name])
 
     def save(self, step: int) -> None:
+        """Writes the weights and returns when they are complete."""
         assert self._spec.checkpoints is not None
         writer = CheckpointWriter(
             self._spec.checkpoints, self._mesh, keep=1, keep_best=False, background=False, timeout_s=_SAVING_S,
@@ -81,6 +84,7 @@ class ScorerRank(Scorer):
         writer.save(step, pieces, Extras(values={}, arrays={}))
 
     def hold(self, residency: Residency) -> MemoryChange:
+        """Moves the weights to host memory, or back."""
         return self._weights.hold(residency)
 
 
@@ -92,6 +96,7 @@ class HeldWeights:
         self._away: OffloadedTensors | None = None
 
     def hold(self, residency: Residency) -> MemoryChange:
+        """Moves the weights to host memory, or back."""
         if residency == "offloaded" and self._away is None:
             unique = {id(each): each for each in self._model.parameters()}
             self._away = OffloadedTensors(list(unique.values()))

@@ -64,9 +64,11 @@ class Rollouts:
 
     @property
     def truncated_N(self) -> NDArray[np.bool_]:
+        """Whether a limit cut the episode off."""
         return np.isin(self.note.finish_N, TRUNCATED)
 
     def take(self, positions: Ints) -> Rollouts:
+        """The episodes at these positions, with their tasks."""
         rows = self.rows.take(positions)
         prompt_indices = set(rows.ids.array_N4[:, 0].tolist())
         return replace(
@@ -119,9 +121,11 @@ class GradedRollouts:
 
     @property
     def group_N(self) -> Ints:
+        """Episodes with the same number answer the same prompt."""
         return self.rollouts.group_N
 
     def take(self, positions: Ints) -> GradedRollouts:
+        """The episodes at these positions, with their rewards."""
         return replace(
             self,
             rollouts=self.rollouts.take(positions),
@@ -132,6 +136,7 @@ class GradedRollouts:
 
     @classmethod
     def join(cls, parts: Sequence[GradedRollouts]) -> GradedRollouts:
+        """The episodes of several rounds as one batch, ordered by id."""
         if len(parts) == 1:
             return parts[0]
         order = TrajectoryIds.concatenate([part.rollouts.rows.ids for part in parts]).order
@@ -226,6 +231,7 @@ class TrainBatch:
 
     @property
     def rollouts(self) -> Rollouts:
+        """The episodes without rewards and advantages."""
         return self.graded.rollouts
 
     def __len__(self) -> int:

@@ -32,6 +32,7 @@ class TextReader:
         self._tokenizer = tokenizer
 
     def read(self, block: TrajectoryBlock) -> Iterator[EpisodeText]:
+        """The text of each episode of a block."""
         for begin, end in zip(block.offsets[:-1].tolist(), block.offsets[1:].tolist(), strict=True):
             yield self._one(block.tokens_T[begin:end], block.versions_T[begin:end] >= 0)
 

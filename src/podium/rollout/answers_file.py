@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of answers that survives being broken off: one JSON object a line, appended whole, continued by the next
+"""A file of answers that survives an interruption: one JSON object a line, appended whole, continued by the next
 start, in order when all are there. Torch-free."""
 
 from __future__ import annotations
@@ -47,6 +47,7 @@ class AnswerRecord:
     logprobs: list[float] | None = None
 
     def line(self) -> bytes:
+        """The record as a JSON line."""
         always = ("row", "sample", "prompt", "answer", "finish", "stop", "num_prompt_tokens", "num_tokens")
         values: dict[str, Any] = {name: getattr(self, name) for name in always}
         for name in ("reference", "error", "tokens", "logprobs"):
@@ -92,7 +93,7 @@ class AnswersFile:
                 yield file
             finally:
                 if not file._lines:
-                    # The settings first: whoever takes the file up in between writes its own.
+                    # The settings first: a process that takes the file up in between writes its own.
                     settings_file(path).unlink(missing_ok=True)
                     path.unlink(missing_ok=True)
 
@@ -148,7 +149,7 @@ class AnswersFile:
         room = " Make room on that disk." if error.errno in _ROOM else ""
         return RolloutError(
             f"{self.path} cannot be written: {error.strerror or error}.{room} The {len(self._lines)} answers in it are "
-            "whole; the same command goes on from there."
+            "whole; the same command continues there."
         )
 
     def _read(self) -> None:
@@ -234,7 +235,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         ) from error
     except (ValueError, TypeError, KeyError, AssertionError) as error:
         raise RolloutError(
-            f"{sidecar} is damaged ({error}), so what made {path} cannot be told. Choose another --out, or move both "
+            f"{sidecar} is damaged ({error}), so what made {path} is unknown. Choose another --out, or move both "
             "files away."
         ) from error
     return dict(values)
@@ -250,7 +251,7 @@ def _compare(path: Path, before: Settings, wanted: Settings) -> None:
     if differing:
         raise RolloutError(
             f"{path} has answers that were made with other settings:\n" + "\n".join(differing) + "\nAnswers of both "
-            "would stand in one file. Choose another --out, move this one away, or go on with its settings."
+            "would stand in one file. Choose another --out, move this one away, or continue with its settings."
         )
 
 

@@ -179,7 +179,7 @@ class _Batch:
         except KeyboardInterrupt as error:
             done = sum(key in self._file for key in wanted)
             error.add_note(
-                f"stopped: {done} of {len(wanted)} answers are in {self._job.out}; the same command goes on from there"
+                f"stopped: {done} of {len(wanted)} answers are in {self._job.out}; the same command continues there"
                 if done
                 else "stopped before the first answer; nothing was written"
             )
@@ -266,8 +266,8 @@ def _settings(job: GenerationJob, placement: PlacementSection, rows: PromptRows)
 
 def _tokenizer_fingerprint(model: ModelSection) -> str:
     folder = Path(model.tokenizer or model.path)
-    found = _fingerprint(folder, _TOKENIZER_FILES) if folder.is_dir() else str(folder)
-    return found + (f" {storage.fingerprint([model.chat_template])}" if model.chat_template is not None else "")
+    fingerprint = _fingerprint(folder, _TOKENIZER_FILES) if folder.is_dir() else str(folder)
+    return fingerprint + (f" {storage.fingerprint([model.chat_template])}" if model.chat_template is not None else "")
 
 
 def _fingerprint(folder: Path, patterns: Sequence[str]) -> str:

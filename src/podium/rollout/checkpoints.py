@@ -39,8 +39,8 @@ class OpenedEngine:
 def context_of(section: ModelSection, folder: Path) -> int | None:
     """The longest sequence that the model was made for, where its config says."""
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return int(found) if found else None
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return int(positions) if positions else None
 
 
 def require_engine(rollout: RolloutSection) -> None:

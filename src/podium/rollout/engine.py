@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of rollout engines. Whoever generates talks to this and does not know which engine is behind it."""
+"""The protocol of rollout engines. Callers talk to this and do not know which engine is behind it."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ class RolloutEngine(Protocol):
         """Ends these answers with what has been sampled so far; ids that are not under way are left alone."""
 
     def pause(self) -> None:
-        """Draws no more tokens until `resume`. What is under way keeps its place and its cache."""
+        """Samples no more tokens until `resume`. What is under way keeps its place and its cache."""
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
         """Takes weights of `version`, between two steps. None: they are in place already (the learner's own tensors).
@@ -95,9 +95,11 @@ class RolloutEngine(Protocol):
         """Takes it back."""
 
     @property
-    def capacity(self) -> Capacity: ...
+    def capacity(self) -> Capacity:
+        """Sizes of context, vocabulary and cache."""
 
-    def load(self) -> Load: ...
+    def load(self) -> Load:
+        """How busy the engine is."""
 
     def close(self) -> None:
         """Ends the engine and frees all it holds."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lock that serves whoever asks in the order of asking, so that a loop of steps lets every caller in between two."""
+"""A lock that serves callers in the order of asking, so that a loop of steps lets every caller in between two."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class FairLock:
 
     @property
     def waiting(self) -> int:
-        """How many stand in line behind whoever has the turn."""
+        """How many callers wait behind the holder of the lock."""
         with self._changed:
             return max(len(self._line) - 1, 0)
 

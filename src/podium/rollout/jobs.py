@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `podium generate` is asked for, and what it reports. Torch-free: a mistake is told before anything is loaded."""
+"""What `podium generate` takes and reports. Torch-free: a mistake is reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -72,10 +72,12 @@ class GenerationSummary:
 
     @property
     def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
         return self.new_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def errors(self) -> int:
+        """Number of answers that failed."""
         return self.finishes.get("error", 0)
 
     def lines(self) -> list[str]:

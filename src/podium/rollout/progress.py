@@ -31,6 +31,7 @@ class Standing:
 
     @property
     def done(self) -> int:
+        """Answers of this start and of earlier ones."""
         return self.before + self.finished
 
 

@@ -41,8 +41,8 @@ class Sampling:
 
     @property
     def changes_the_policy(self) -> bool:
-        """Whether something narrows or bends the sample from softmax(logits / temperature). Temperature 0 does neither,
-        though it samples nothing: whoever weighs tokens by their log-probs must not train on greedy ones."""
+        """Whether tokens come from another distribution than softmax(logits / temperature). Temperature 0 does not
+        count, though it samples nothing: an update that weighs tokens by log-probs must not train on greedy ones."""
         return (
             self.top_k > 0
             or self.top_p < 1.0
@@ -102,9 +102,7 @@ class Request:
             return "the prompt is not a one-dimensional array of integers; give token ids as np.int32."
         length = len(self.prompt)
         if length == 0:
-            return (
-                "the prompt is empty; a model needs at least one token to go on from (its begin token, for instance)."
-            )
+            return "the prompt is empty; a model needs at least one token to continue (its begin token, for instance)."
         if length >= max_length:
             return (
                 f"the prompt has {length} tokens and the context {max_length}, which leaves no room for an answer. "
@@ -114,8 +112,8 @@ class Request:
         if low < 0 or high >= vocab_size:
             wrong = low if low < 0 else high
             return f"the prompt has token {wrong}, and the vocabulary ends at token {vocab_size - 1}."
-        found = list(self.sampling.problems(vocab_size))
-        return " ".join(found) if found else None
+        problems = list(self.sampling.problems(vocab_size))
+        return " ".join(problems) if problems else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -134,6 +132,7 @@ class Completion:
 
     @property
     def num_tokens(self) -> int:
+        """Number of generated tokens."""
         return len(self.tokens_L)
 
 

@@ -33,18 +33,22 @@ class RunFolder:
 
     @property
     def recipe_file(self) -> Path:
+        """The resolved recipe."""
         return self.path / "recipe.yaml"
 
     @property
     def metrics_file(self) -> Path:
+        """Metrics, one JSON line per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def samples_file(self) -> Path:
+        """Answers of evaluations, one JSON line each."""
         return self.path / "samples.jsonl"
 
     @property
     def checkpoints(self) -> Path:
+        """The folder of all checkpoints."""
         return self.path / "checkpoints"
 
     @property
@@ -73,7 +77,7 @@ class RunFolder:
         if not folder.path.exists() or folder._was_never_begun():
             return
         begun = any(folder.checkpoints.glob("step-*"))
-        first = "It has no checkpoint to go on from: remove it"
+        first = "It has no checkpoint to resume from: remove it"
         if begun or is_pipeline_folder(folder.path):
             first = f"Continue it with `podium resume {folder.path}`"
         raise RunFolderError(f"{folder.path} exists already. {first}, or choose another name with --set run.name=...")
@@ -116,9 +120,11 @@ class RunFolder:
         return folder
 
     def recipe(self) -> Recipe:
+        """The run's resolved recipe."""
         return load_recipe(self.recipe_file)
 
     def state(self) -> dict[str, Any]:
+        """The content of run.json."""
         try:
             values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
@@ -127,6 +133,7 @@ class RunFolder:
 
     @property
     def status(self) -> Status:
+        """The run's status in run.json."""
         status: Status = self.state()["status"]
         return status
 
@@ -136,6 +143,7 @@ class RunFolder:
         write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
 
     def write_recipe(self, recipe: Recipe) -> None:
+        """Replaces the run's recipe file."""
         write_atomically(self.recipe_file, dump_recipe(recipe))
 
     def discard_if_never_begun(self) -> None:
@@ -145,14 +153,14 @@ class RunFolder:
                 shutil.rmtree(self.path)
 
     def mark_failed(self, error: BaseException) -> None:
-        """Says so in run.json, and adds to the error how to go on."""
+        """Says so in run.json, and adds to the error how to continue."""
         with contextlib.suppress(OSError, RunFolderError):
             if self.path.exists():
                 self.update(status="failed")
                 steps = sorted(path.name for path in self.checkpoints.glob("step-*"))
                 if steps:
                     step = int(steps[-1].removeprefix("step-"))
-                    error.add_note(f"go on from the checkpoint of step {step} with: podium resume {self.path}")
+                    error.add_note(f"continue from the checkpoint of step {step} with: podium resume {self.path}")
 
     def _was_never_begun(self) -> bool:
         """Left by a process that was killed before the first step, and held by none."""
@@ -175,8 +183,8 @@ class RunFolder:
         """A resumed run answers the later evaluations again."""
         if self.samples_file.exists():
             lines = self.samples_file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_atomically(self.samples_file, "".join(kept))
+            kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+            write_atomically(self.samples_file, "".join(kept_lines))
 
     def cpu_settings(self, num_ranks: int) -> CpuSettings | None:
         """What a run on so many ranks computes with on CPU, if it has begun. A resumed run keeps it: the number of
@@ -191,12 +199,14 @@ class RunFolder:
         self.update(cpu={"ranks": num_ranks, "threads": settings.threads, "onednn": settings.onednn})
 
     def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
+        """Appends the answers of one evaluation to samples.jsonl."""
         with self.samples_file.open("a", encoding="utf-8") as file:
             for row in rows:
                 file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
 
 
 def is_pipeline_folder(path: str | Path) -> bool:
+    """Whether the folder is a pipeline's."""
     return (Path(path) / PIPELINE_STATE).is_file()
 
 
@@ -217,7 +227,7 @@ def held(path: Path) -> Iterator[None]:
                     raise RunFolderError(
                         f"{path} is being run by another process right now. Wait for it, or end it first."
                     ) from error
-            time.sleep(_LOCK_PAUSE_S)  # whoever only looks whether it is held lets go at once
+            time.sleep(_LOCK_PAUSE_S)  # a process that only looks whether it is held lets go at once
         yield
 
 
@@ -234,6 +244,7 @@ def is_held(path: Path) -> bool:
 
 
 def write_atomically(path: Path, text: str) -> None:
+    """Replaces a file: readers see the old text or the new one, never a part."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -245,8 +256,8 @@ def write_atomically(path: Path, text: str) -> None:
 def _versions() -> dict[str, str]:
     """Of Python and what Podium computes with."""
     names = ("podium", "torch", "transformers", "numpy")
-    found = {}
+    versions = {}
     for name in names:
         with contextlib.suppress(Exception):
-            found[name] = version(name)
-    return {"python": platform.python_version(), **found}
+            versions[name] = version(name)
+    return {"python": platform.python_version(), **versions}

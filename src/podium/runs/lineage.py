@@ -42,10 +42,12 @@ class Prepared:
 
     @functools.cached_property
     def inputs(self) -> tuple[Input, ...]:
+        """All files that the recipe reads, with their fingerprints."""
         return recipe_inputs(self.recipe, self.model)
 
     @functools.cached_property
     def fingerprint(self) -> str:
+        """Of the recipe and its inputs."""
         return recipe_fingerprint(self.recipe, self.inputs)
 
     def lineage(self, before: Mapping[str, Any] | None = None, *, step: int = 0) -> dict[str, Any]:
@@ -64,14 +66,14 @@ class Prepared:
     def _ancestors(self) -> dict[str, Any]:
         """Fingerprint of weights -> the note of what made them, for all that these weights descend from. Flat, because
         two of them may descend from the same."""
-        found: dict[str, Any] = {}
+        ancestors: dict[str, Any] = {}
         for each in self.inputs:
             folder = self.model if each.key == "model.path" else Path(each.path)
             note = read_note(folder) if each.kind == "weights" else None
             if note is not None:
-                found |= note.pop("ancestors", {})
-                found[each.fingerprint] = note
-        return found
+                ancestors |= note.pop("ancestors", {})
+                ancestors[each.fingerprint] = note
+        return ancestors
 
 
 @functools.cache
@@ -107,15 +109,15 @@ def require_what_export_reads(run: RunFolder) -> None:
     they are not what the run was trained with, because the weights would then be of no model that ever was."""
     model = run.recipe().model
     known = {each["key"]: each["fingerprint"] for each in inputs_of(run.state().get("lineage", {}))}
-    found: dict[str, tuple[str, str]] = {}
+    inputs: dict[str, tuple[str, str]] = {}
     if model.lora is not None:
-        found["model.path"] = model.path, folder_fingerprint(local_folder(model.path, "model.path"))
+        inputs["model.path"] = model.path, folder_fingerprint(local_folder(model.path, "model.path"))
         if model.lora.adapter is not None:
             folder = local_folder(model.lora.adapter, "model.lora.adapter")
-            found["model.lora.adapter"] = model.lora.adapter, folder_fingerprint(folder)
+            inputs["model.lora.adapter"] = model.lora.adapter, folder_fingerprint(folder)
     if model.new_tokens is not None and model.new_tokens.file is not None and Path(model.new_tokens.file).is_file():
-        found["model.new_tokens.file"] = model.new_tokens.file, files_fingerprint([model.new_tokens.file])
-    for key, (path, fingerprint) in found.items():
+        inputs["model.new_tokens.file"] = model.new_tokens.file, files_fingerprint([model.new_tokens.file])
+    for key, (path, fingerprint) in inputs.items():
         if known.get(key, fingerprint) != fingerprint:
             raise RunFolderError(
                 f"{key}: {path} is not what {run.path} was trained with (fingerprint {short(fingerprint)}, it was "
@@ -135,9 +137,9 @@ def read_note(folder: str | Path) -> dict[str, Any] | None:
 
 def inputs_of(lineage: Mapping[str, Any], kind: str | None = None) -> Sequence[Mapping[str, Any]]:
     """What a run read, of one kind or of all; entries that are not whole are left out."""
-    found = lineage.get("inputs", ()) if isinstance(lineage, Mapping) else ()
+    inputs = lineage.get("inputs", ()) if isinstance(lineage, Mapping) else ()
     needed = {"key", "kind", "path", "fingerprint"}
-    whole = [each for each in found if isinstance(each, Mapping) and needed <= each.keys()]
+    whole = [each for each in inputs if isinstance(each, Mapping) and needed <= each.keys()]
     return [each for each in whole if kind in (None, each["kind"])]
 
 

@@ -20,9 +20,11 @@ class Milestones:
         return step == 0 and self._recipe.evaluation.at_start
 
     def save_is_due(self, step: int) -> bool:
+        """Whether a checkpoint follows this step."""
         return _is_due(self._recipe.checkpoint.every, step)
 
     def evaluation_is_due(self, step: int) -> bool:
+        """Whether an evaluation follows this step."""
         return self._evaluates and _is_due(self._recipe.evaluation.every, step)
 
     def last_evaluation_is_due(self, step: int) -> bool:

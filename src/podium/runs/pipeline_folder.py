@@ -40,6 +40,7 @@ class PipelineFolder:
 
     @property
     def recipe_file(self) -> Path:
+        """The pipeline's recipe."""
         return self.path / "recipe.yaml"
 
     @property
@@ -61,8 +62,8 @@ class PipelineFolder:
             raise RecipeError("run.name: a recipe that was not read from a file needs a name for its folder.")
         folder = cls(path=Path(recipe.run.folder) / recipe.run.name)
         if folder.path.exists() and not is_pipeline_folder(folder.path):
-            found = {path.name for path in folder.path.iterdir()} if folder.path.is_dir() else {folder.path.name}
-            if found - _OF_A_START:
+            names = {path.name for path in folder.path.iterdir()} if folder.path.is_dir() else {folder.path.name}
+            if names - _OF_A_START:
                 raise RunFolderError(
                     f"{folder.path} exists already and is not a pipeline's. Choose another name with --set run.name=..."
                 )
@@ -85,7 +86,7 @@ class PipelineFolder:
                 )
         return parse_pipeline(overridden(read_values(self.recipe_file), overrides), origin=str(self.recipe_file))
 
-    def made(self) -> contextlib.AbstractContextManager[None]:
+    def create_and_hold(self) -> contextlib.AbstractContextManager[None]:
         """Makes the folder if need be, and keeps other processes out of it."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -99,6 +100,7 @@ class PipelineFolder:
         self.update(status="running", order=list(recipe.order()), parents=recipe.parents())
 
     def state(self) -> dict[str, Any]:
+        """The content of pipeline.json."""
         try:
             values: dict[str, Any] = json.loads(self._state_file.read_text(encoding="utf-8"))
             problem = _damage(values)
@@ -119,6 +121,7 @@ class PipelineFolder:
         write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
 
     def record(self, stage: str) -> StageRecord:
+        """What is noted of a stage; empty for one that never ran."""
         known: Mapping[str, Any] = self.state().get("stages", {}).get(stage, {})
         return StageRecord(**known)
 

@@ -86,7 +86,7 @@ def _descent(lineage: Mapping[str, Any], *, deep: bool = True) -> list[str]:
 
 
 def _branch(
-    made_of: Mapping[str, Any], ancestors: Mapping[str, Any], indent: str, told: set[str], *, deep: bool
+    made_of: Mapping[str, Any], ancestors: Mapping[str, Any], indent: str, seen: set[str], *, deep: bool
 ) -> Iterator[str]:
     for kind, title in (("data", "data"), ("weights", "weights"), ("code", "code of yours"), ("file", "file")):
         for each in inputs_of(made_of, kind):
@@ -95,21 +95,21 @@ def _branch(
             maker = ancestors.get(weights) if kind == "weights" else None
             if not isinstance(maker, Mapping):
                 continue
-            again = weights in told
-            told.add(weights)
+            again = weights in seen
+            seen.add(weights)
             yield (
                 f"{indent}  made by {maker.get('program')}, step {maker.get('step')} of {maker.get('run')} "
                 f"(fingerprint {short(maker.get('fingerprint'))}){', as above' if again else ''}"
             )
             if deep and not again:
-                yield from _branch(maker, ancestors, indent + "    ", told, deep=True)
+                yield from _branch(maker, ancestors, indent + "    ", seen, deep=True)
 
 
 def _code_lines(codes: Sequence[Mapping[str, Any]], versions: Mapping[str, str]) -> Iterator[str]:
     whole = [code for code in codes if isinstance(code, Mapping)]
-    told = [f"podium {code.get('podium')}, source {code.get('source')}" + _since(code) for code in whole]
-    if told:
-        yield f"code: {'; '.join(told)}"
+    versions_of_code = [f"podium {code.get('podium')}, source {code.get('source')}" + _since(code) for code in whole]
+    if versions_of_code:
+        yield f"code: {'; '.join(versions_of_code)}"
     others = [f"{name} {number}" for name, number in versions.items() if name != "podium"]
     if others:
         yield f"versions: {', '.join(others)}"
@@ -134,7 +134,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 def _status(path: Path, state: Mapping[str, Any]) -> str:
     status = str(state.get("status"))
     if status in ("starting", "running") and not is_held(path):
-        return f"broken off (go on with: podium resume {path})"
+        return f"interrupted (continue with: podium resume {path})"
     return status
 
 
@@ -156,13 +156,13 @@ def _checkpoints(run: RunFolder) -> str:
 
 def _heldout_lines(run: RunFolder) -> list[str]:
     """The first and the last value of everything that is measured on held-out data."""
-    found: dict[str, list[tuple[int, float]]] = {}
+    measured: dict[str, list[tuple[int, float]]] = {}
     for line in _metrics(run):
         for name, value in line.values.items():
             if name.startswith(_HELDOUT) and not name.endswith("_s"):
-                found.setdefault(name, []).append((line.step, value))
+                measured.setdefault(name, []).append((line.step, value))
     lines = []
-    for name, values in list(found.items())[:_SHOWN_METRICS]:
+    for name, values in list(measured.items())[:_SHOWN_METRICS]:
         first = f", {values[0][1]:.4g} at step {values[0][0]}" if len(values) > 1 else ""
         lines.append(f"{name}: {values[-1][1]:.4g} at step {values[-1][0]}{first}")
     return lines

@@ -80,7 +80,7 @@ class Answerer:
         self._model, self._folder = model, folder
         leaving = what_can_leave(engine.optimizer) if rollout.offload_optimizer else []
         self._leaving = OffloadedTensors(leaving) if leaving else None
-        self._open()  # now, so that a size that cannot be had is told before the first step
+        self._open()  # now, so that a size that is unavailable is reported before the first step
 
     def answers(self) -> list[Tokens]:
         """The most likely continuation of each prompt, without the token that ended it; in order, on every rank."""

@@ -44,6 +44,7 @@ class Evaluation:
 
     @property
     def heldout_loss(self) -> float:
+        """Mean loss on the held-out data."""
         return self.measured["loss"]
 
 
@@ -129,7 +130,7 @@ class Evaluator:
             score = None if self._score is None else _scored(self._score, answer, prompt)
             views.append(
                 SampleView(
-                    prompt=_asked(prompt, self._tokenizer), answer=answer, reference=prompt.reference, score=score
+                    prompt=_question(prompt, self._tokenizer), answer=answer, reference=prompt.reference, score=score
                 )
             )
         return tuple(views)
@@ -169,12 +170,12 @@ def _checked(score: Any) -> float:
     return float(score)
 
 
-def _asked(prompt: Prompt, tokenizer: Any) -> str:
+def _question(prompt: Prompt, tokenizer: Any) -> str:
     """The question as a person would read it: the last message of a chat, or the prompt's text."""
     messages = prompt.values.get("messages") or prompt.values.get("prompt") or prompt.values.get("chosen")
     if isinstance(messages, list):
-        asked = [message.get("content") for message in messages if message.get("role") == "user"]
-        if asked and isinstance(asked[-1], str):
-            return asked[-1]
+        questions = [message.get("content") for message in messages if message.get("role") == "user"]
+        if questions and isinstance(questions[-1], str):
+            return questions[-1]
     text: str = tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
     return text

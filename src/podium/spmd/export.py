@@ -77,9 +77,9 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
         if recipe.model.lora is not None:
             merge(hf)
         config = load_config(source, trust_remote_code=recipe.model.trust_remote_code)
-        kept = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
-        _cast(hf, recipe, config, getattr(torch, kept))
-        hf.config.dtype = getattr(torch, kept)
+        dtype_name = dtype or str(getattr(config, "dtype", None) or "float32").removeprefix("torch.")
+        _cast(hf, recipe, config, getattr(torch, dtype_name))
+        hf.config.dtype = getattr(torch, dtype_name)
         if (source / "generation_config.json").is_file():
             hf.generation_config = transformers.GenerationConfig.from_pretrained(source)
         if isinstance(recipe, RewardModelRecipe):

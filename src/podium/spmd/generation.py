@@ -36,8 +36,8 @@ def greedy_answers(
     answers: dict[int, Tokens] = {}
     for turn in range(max(len(each) for each in batches)):
         mine = batches[mesh.rank][turn] if turn < len(batches[mesh.rank]) else []
-        made = _answer_batch(model, mesh, [prompts[i] for i in mine], max_new_tokens, stop_tokens)
-        answers.update(zip(mine, made, strict=True))
+        batch_answers = _answer_batch(model, mesh, [prompts[i] for i in mine], max_new_tokens, stop_tokens)
+        answers.update(zip(mine, batch_answers, strict=True))
     model.train()
     merged = {index: answer for part in mesh.gather(answers) for index, answer in part.items()}
     return [merged[index] for index in range(len(prompts))]

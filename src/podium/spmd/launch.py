@@ -185,6 +185,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
+        """Whether a signal or the stop file asks this rank to stop."""
         return self._signalled or (self._place.rank == 0 and self._stop_file.exists())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -116,7 +116,7 @@ async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: Ru
     except PlacementError as error:
         raise PlacementError(f"placement.devices: {placement.devices} ranks have no place. {error}") from error
     except RoleError as error:
-        raise _told(error) from error
+        raise _as_podium_error(error) from error
 
 
 async def _run(workers: Workers, task: RankTask) -> RunResult:
@@ -129,10 +129,12 @@ async def _run(workers: Workers, task: RankTask) -> RunResult:
             answers = await group.call_all(SpmdRank.run, attempt, task)
             return answers[0].value
         except (WorkerDiedError, RoleError) as error:
-            told = _told(error, [str(member.died) for member in worker_pool.members if member.died is not None])
+            failure = _as_podium_error(
+                error, [str(member.died) for member in worker_pool.members if member.died is not None]
+            )
             if attempt == restarts:
-                raise told from error
-            print(f"restart {attempt + 1} of {restarts}: {str(told).splitlines()[0]}", flush=True)
+                raise failure from error
+            print(f"restart {attempt + 1} of {restarts}: {str(failure).splitlines()[0]}", flush=True)
             # Also where all answered: what a failure left in its process must not come along.
             await workers.recover(_POOL, everyone=True)
     raise AssertionError("the last attempt returns or raises")
@@ -159,7 +161,7 @@ def _layout(placement: SpmdPlacementSection, gpus: float, folder: RunFolder) -> 
     )
 
 
-def _told(error: WorkerDiedError | RoleError, deaths: Sequence[str] = ()) -> PodiumError:
+def _as_podium_error(error: WorkerDiedError | RoleError, deaths: Sequence[str] = ()) -> PodiumError:
     """A mistake of the user comes back as itself, whichever rank found it."""
     if isinstance(error.__cause__, PodiumError):
         return error.__cause__

@@ -135,7 +135,7 @@ class SpmdRun(Generic[RecipeT_co]):
 
     @contextmanager
     def preparing(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Work before the first step, told to the user and accounted for; gives what tells how far it is."""
+        """Work before the first step, reported to the user and timed; yields a function that reports progress."""
         console = self._parts.log.console
         with self._parts.watch.span("preparation"):
             console.note(what)
@@ -175,6 +175,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._last_record = time.perf_counter() if evaluate or save else self._last_record
 
     def result(self) -> RunResult:
+        """The result of the run as the API returns it."""
         evaluation = self._evaluation
         return RunResult(
             folder=self._parts.folder.path,

@@ -83,6 +83,7 @@ class LogprobGap:
 
     @classmethod
     def merge(cls, parts: Iterable[LogprobGap]) -> LogprobGap:
+        """The gap over all parts together."""
         parts = list(parts)
         return cls(
             count=sum(part.count for part in parts),
@@ -98,6 +99,7 @@ class LogprobGap:
 
     @property
     def mean_ratio(self) -> float:
+        """Mean probability ratio; 1 without tokens."""
         return self.sum_ratio / self.count if self.count else 1.0
 
     def alarm(self, limits: GapLimits) -> str | None:

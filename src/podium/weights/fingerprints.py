@@ -89,6 +89,7 @@ def _one_pass(bits: Tensor, first: int) -> Tensor:
 
 @functools.cache
 def inner_weights(device: torch.device) -> Tensor:
+    """The weight of each position within a block, cached per device."""
     return _odd_weights(torch.arange(BLOCK, dtype=torch.int64, device=device))
 
 

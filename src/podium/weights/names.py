@@ -82,8 +82,8 @@ class CheckpointNames:
         converter = copy.deepcopy(self._by_pattern[held[0].pattern])
         for each in held:
             converter.add_tensor(target, each.name, each.pattern, each.tensor)
-        made = converter.convert(target, model=self._model, config=self._model.config)
-        for name, value in made.items():
+        converted = converter.convert(target, model=self._model, config=self._model.config)
+        for name, value in converted.items():
             yield self._renamed(name), value[0] if isinstance(value, list) else value
 
     def _renamed(self, name: str) -> str:

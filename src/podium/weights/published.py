@@ -80,6 +80,7 @@ class PublishedWeights:
 
     @property
     def manifest(self) -> tuple[TensorSpec, ...]:
+        """Name, dtype and shape of each tensor, in order."""
         return tuple(part.spec for part in self._parts)
 
     @property
@@ -120,6 +121,7 @@ class FrozenWeights:
 
     @property
     def manifest(self) -> tuple[TensorSpec, ...]:
+        """Name, dtype and shape of each tensor, in order."""
         return tuple(part.spec for part in self._parts)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:

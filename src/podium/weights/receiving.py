@@ -25,7 +25,7 @@ class Verified:
         self._delivery, self._version = delivery, version
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Raises after the last tensor if any differs. Whoever has installed them must not generate with them."""
+        """Raises after the last tensor if any differs. An engine that installed them must not generate with them."""
         sums: list[Tensor] = []
         arriving = self._delivery.tensors()
         try:
@@ -93,8 +93,8 @@ def _fits(tensor: Tensor, spec: TensorSpec) -> bool:
 
 def _compare(version: WeightVersion, sums: list[Tensor]) -> None:
     values = unsigned(torch.stack(sums)) if sums else []
-    found = {spec.name: value for spec, value in zip(version.manifest, values, strict=True)}
-    differing = version.differing(found)
+    fingerprints = {spec.name: value for spec, value in zip(version.manifest, values, strict=True)}
+    differing = version.differing(fingerprints)
     if differing:
         more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
         raise WeightMismatchError(

@@ -43,14 +43,16 @@ class Arrival(Delivery, Protocol):
     """A delivery that comes from elsewhere and counts what came."""
 
     @property
-    def moved_bytes(self) -> int: ...
+    def moved_bytes(self) -> int:
+        """Bytes received so far."""
 
 
 class TransferLink(Protocol):
     """A process group as a transport needs it; a link between pools of workers is one."""
 
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """This process's rank in the link."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Fills `tensor` on all with what the rank `source` has."""
@@ -64,6 +66,7 @@ class GroupLink:
         self.rank = dist.get_rank(group)
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        """Fills `tensor` on all ranks with what the rank `source` has."""
         dist.broadcast(tensor, group=self._group, group_src=source)
         return tensor
 
@@ -103,13 +106,14 @@ def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: TransferLi
 
 
 class BroadcastArrival:
-    """What comes over a link. Whoever stops early still takes part to the end: others wait for it."""
+    """What comes over a link. A rank that stops early still takes part to the end: others wait for it."""
 
     def __init__(self, transfer: ByBroadcast, link: TransferLink, device: torch.device) -> None:
         self._transfer, self._link, self._device = transfer, link, device
         self.moved_bytes = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Receives bucket after bucket and yields views of its tensors."""
         staging, buckets = _Staging(self._transfer, self._device), iter(self._transfer.buckets)
         try:
             for bucket in buckets:
@@ -139,6 +143,7 @@ class StoreArrival:
         self.moved_bytes = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Reads bucket after bucket from the object store."""
         buckets, stored = self._transfer.buckets, self._transfer.stored
         if len(stored) != len(buckets):
             raise RolloutError(
@@ -169,8 +174,8 @@ def send_by_file(transfer: ByFile, weights: Delivery, *, is_sender: bool = True)
 
 
 class _PartialFolder:
-    """Files of one version that are being written. A failure is told at the end: others are gathering with this rank,
-    and would wait for it."""
+    """Files of one version that are being written. A failure is reported at the end: others are gathering with this
+    rank, and would wait for it."""
 
     def __init__(self, transfer: ByFile) -> None:
         self._transfer, self._path = transfer, transfer.path.with_name(transfer.path.name + ".partial")
@@ -224,6 +229,7 @@ class FileArrival:
         self.moved_bytes = 0
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Reads the tensors from the version's files."""
         path = self._transfer.path
         try:
             where: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
@@ -275,6 +281,7 @@ def _of_bucket(bucket: Bucket, arriving: Iterator[tuple[str, Tensor]]) -> Iterat
 
 
 def torch_dtype(name: str) -> torch.dtype:
+    """The torch dtype of this name."""
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 

@@ -24,6 +24,7 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
+        """Size of the tensor in bytes."""
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
     def __str__(self) -> str:
@@ -40,6 +41,7 @@ class WeightVersion:
 
     @property
     def nbytes(self) -> int:
+        """Size of all tensors in bytes."""
         return sum(spec.nbytes for spec in self.manifest)
 
     @property
@@ -48,7 +50,7 @@ class WeightVersion:
         said = "\n".join(f"{spec} {value}" for spec, value in zip(self.manifest, self.fingerprints, strict=True))
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
-    def differing(self, found: Mapping[str, int]) -> list[str]:
+    def differing(self, fingerprints: Mapping[str, int]) -> list[str]:
         """Names of the tensors whose fingerprint was not found to be this version's, missing ones included."""
         wanted = zip(self.manifest, self.fingerprints, strict=True)
-        return [spec.name for spec, value in wanted if found.get(spec.name) != value]
+        return [spec.name for spec, value in wanted if fingerprints.get(spec.name) != value]

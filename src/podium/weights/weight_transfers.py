@@ -100,6 +100,7 @@ class ByBroadcast:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """The tensors grouped for sending; large ones are alone."""
         return plan_buckets(self.version.manifest, self.bucket_bytes, alone_bytes=large(self.bucket_bytes))
 
 
@@ -113,10 +114,12 @@ class ByFile:
 
     @property
     def path(self) -> Path:
+        """The folder of this version's files."""
         return self.folder / f"version-{self.version.number:08d}"
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """The tensors grouped into files."""
         return plan_buckets(self.version.manifest, self.bucket_bytes)
 
 
@@ -130,22 +133,27 @@ class WeightBucket:
 
     @property
     def ids(self) -> TrajectoryIds:
+        """The bucket's number as an id."""
         return bucket_ids([self.number])
 
     @property
     def lengths_N(self) -> Ints:
+        """The one bucket's length in bytes."""
         return np.array([len(self.bytes_B)], np.int64)
 
     @property
     def nbytes(self) -> int:
+        """Size in bytes."""
         return int(self.bytes_B.nbytes)
 
     def take(self, rows: Ints) -> Self:
+        """The bucket itself: it is never split."""
         assert rows.tolist() == [0], "a bucket is not cut"
         return self
 
     @classmethod
     def concatenate(cls, parts: Sequence[Self]) -> Self:
+        """The only part: buckets are never joined."""
         (bucket,) = parts
         return bucket
 
@@ -158,7 +166,8 @@ def bucket_ids(numbers: Iterable[int]) -> TrajectoryIds:
 class Readable(Protocol):
     """A reference to a stored bucket."""
 
-    def read(self) -> Any: ...
+    def read(self) -> Any:
+        """The stored value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,6 +180,7 @@ class ByStore:
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
+        """The tensors grouped into stored objects."""
         return plan_buckets(self.version.manifest, self.bucket_bytes)
 
     @property

@@ -45,6 +45,7 @@ class WholeCopy:
 
     @property
     def is_resident(self) -> bool:
+        """Whether the copy is in memory."""
         return self._is_resident
 
     def refill(self) -> None:

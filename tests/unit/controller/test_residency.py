@@ -68,7 +68,7 @@ def test_who_leaves_a_device(
 ) -> None:
     found = who_leaves(
         ("policy", "generator", "critic", "reference"), colocated=colocated, optimizer_bytes=optimizer_gib * GIB,
-        device_bytes=device_gib * GIB, asked=asked,
+        device_bytes=device_gib * GIB, offload_optimizer=asked,
     )  # fmt: skip
 
     assert found == leaving

@@ -79,7 +79,7 @@ def folder(tmp_path: Path) -> PipelineFolder:
         {"program": "pipeline", "stages": {"sft": stage}, "run": {"name": "p", "folder": str(tmp_path)}}
     )
     made = PipelineFolder.at(recipe)
-    with made.made():
+    with made.create_and_hold():
         made.begin(recipe)
     return made
 
@@ -116,7 +116,11 @@ def test_a_stage_that_somebody_runs_is_not_moved_away(folder: PipelineFolder) ->
 
 
 def test_one_process_at_a_time_runs_a_pipeline(folder: PipelineFolder) -> None:
-    with held(folder.path), pytest.raises(RunFolderError, match="is being run by another process"), folder.made():
+    with (
+        held(folder.path),
+        pytest.raises(RunFolderError, match="is being run by another process"),
+        folder.create_and_hold(),
+    ):
         raise AssertionError
 
 

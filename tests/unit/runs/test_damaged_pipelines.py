@@ -142,7 +142,7 @@ def test_a_moved_pipeline_exports_an_adapter_on_the_base_that_moved_with_it(reci
 )  # fmt: skip
 def test_a_damaged_pipeline_file_is_named_with_what_to_do(recipe: PipelineRecipe, text: str) -> None:
     folder = PipelineFolder.at(recipe)
-    with folder.made():
+    with folder.create_and_hold():
         folder.begin(recipe)
     (folder.path / "pipeline.json").write_text(text)
     with pytest.raises(RunFolderError, match=r"pipeline.json is damaged .*Restore it"):

@@ -92,6 +92,7 @@ class CachedStep:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
+        """Writes keys and values into the cache and attends over each sequence."""
         layer = self.layers[id(module)]
         self._write(layer.keys, key)
         self._write(layer.values, value)
@@ -269,8 +270,8 @@ def _sequence(store: Tensor, piece: QuerySpan, keys: int) -> Tensor:
         block = int(piece.blocks[0])
         return store[block : block + 1, :, :keys]
     blocks = store[piece.blocks].transpose(0, 1)
-    found = blocks.reshape(1, store.shape[1], -1, store.shape[-1])[:, :, :keys]
-    return F.pad(found, (0, 0, 0, keys - found.shape[2])) if found.shape[2] < keys else found
+    sequence = blocks.reshape(1, store.shape[1], -1, store.shape[-1])[:, :, :keys]
+    return F.pad(sequence, (0, 0, 0, keys - sequence.shape[2])) if sequence.shape[2] < keys else sequence
 
 
 def _sees_all(piece: QuerySpan, window: int | None) -> bool:

@@ -92,6 +92,7 @@ class BlockManager:
         return self._remember
 
     def blocks_for(self, tokens: int) -> int:
+        """Number of blocks that hold this many tokens."""
         return -(-tokens // self.block_size)
 
     def begin(self, tokens: Tokens, room: int) -> BlockTable | None:
@@ -189,6 +190,7 @@ class BlockManager:
         return max((len(self._nodes[block].tokens) for block in blocks if block in self._nodes), default=0)
 
     def holders(self, block: int) -> int:
+        """Number of sequences that use a block."""
         return self._holders[block]
 
     def common_with_remembered(self, tokens: Tokens) -> int:
@@ -213,13 +215,13 @@ class BlockManager:
 
     def _longest_match(self, tokens: Tokens) -> tuple[list[_Node], _Node | None, int]:
         """(full blocks that match, the block behind them that shares most, how many tokens of it)."""
-        node, found, at = self._root, list[_Node](), 0
+        node, matched, at = self._root, list[_Node](), 0
         while at + self.block_size <= len(tokens):
             child = node.children.get(tokens[at : at + self.block_size].tobytes())
             if child is None:
                 break
             node, at = child, at + self.block_size
-            found.append(child)
+            matched.append(child)
         rest, best, most = tokens[at:], None, 0
         if len(rest):
             first = rest[0]
@@ -229,7 +231,7 @@ class BlockManager:
                 shared = common_prefix(child.tokens, rest)
                 if shared > most:
                     best, most = child, shared
-        return found, best, most
+        return matched, best, most
 
     def _insert(self, block_table: BlockTable, tokens: Tokens) -> None:
         if block_table.age != self._age:  # part of it was computed before all was forgotten
@@ -247,7 +249,7 @@ class BlockManager:
                 parent = mine
                 continue
             # The same tokens in another block: only that one is remembered, and nothing is built on a block that this
-            # sequence does not hold, so that whoever holds a block holds all before it.
+            # sequence does not hold, so that the holder of a block holds all before it.
             if part.tobytes() in parent.children:
                 return
             node = _Node(tokens=part.copy(), block=block, parent=parent)

@@ -31,6 +31,7 @@ class LayerShape:
 
     @property
     def elements(self) -> int:
+        """Numbers that one token takes in this layer."""
         return self.heads * (self.key_width + self.value_width)
 
 
@@ -86,6 +87,7 @@ def attention_layers(model: PackedCausalLM, device: torch.device) -> tuple[list[
 
 
 def bytes_per_token(shapes: Sequence[LayerShape], dtype: torch.dtype) -> int:
+    """Bytes that one token takes in all layers."""
     return sum(shape.elements for shape in shapes) * dtype.itemsize
 
 
@@ -104,13 +106,13 @@ class KVCache:
         begin = 0
         for shape in dict.fromkeys(shapes):
             members = [index for index, each in enumerate(shapes) if each == shape]
-            for width, found in ((shape.key_width, keys), (shape.value_width, values)):
+            for width, tensors in ((shape.key_width, keys), (shape.value_width, values)):
                 size = (len(members), num_blocks, shape.heads, block_size, width)
                 end = begin + math.prod(size) * dtype.itemsize
                 store = storage[begin:end].view(dtype).view(size)
                 begin = end
                 self._stores.append(store)
-                found.update(zip(members, store.unbind(0), strict=True))
+                tensors.update(zip(members, store.unbind(0), strict=True))
         self.layers = [LayerCache(keys=keys[index], values=values[index]) for index in range(len(shapes))]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:

@@ -138,16 +138,16 @@ class NativeEngine:
                 taken = self._lock.taken
                 self._check_open()
                 if self._done:
-                    found = self._done.popleft()
+                    completion = self._done.popleft()
                 elif not self._sequences:
                     return
                 else:
-                    found = None
+                    completion = None
                     idle = self._why_idle()
                     if idle is None:
                         self._advance()
-            if found is not None:
-                yield found
+            if completion is not None:
+                yield completion
                 last = time.monotonic()
             elif idle is None:
                 last = time.monotonic()
@@ -178,7 +178,7 @@ class NativeEngine:
             self._paused = True
 
     def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Continues after `pause`."""
         with self._lock:
             self._paused = False
 
@@ -311,7 +311,7 @@ class NativeEngine:
     @torch.inference_mode()
     def _advance(self) -> None:
         """Launches the next step and takes in what earlier ones sampled. If it fails, all begin again from what the
-        host has seen, so that a caller who removes the reason can go on."""
+        host has seen, so that a caller who removes the reason can continue."""
         if self._model.training:
             self._model.eval()
         try:
@@ -404,14 +404,14 @@ class NativeEngine:
             assert self._decode is not None
             sampled = table.tokens_RL[row, table.prompt_R[row] : table.known_R[row]]
             try:
-                found = completed_string(sampled, sequence.request.sampling.stop_strings, self._decode)
+                stop_string = completed_string(sampled, sequence.request.sampling.stop_strings, self._decode)
             except Exception as error:  # the tokenizer is not ours
                 broken = self._scheduler.end(row)
                 why = f"the tokenizer cannot decode the answer to look for stop strings ({error!r})."
                 self._finish(broken.completion("error", error=why))
                 continue
-            if found is not None:
-                self._finish(self._scheduler.end(row).completion("stop", stop=found))
+            if stop_string is not None:
+                self._finish(self._scheduler.end(row).completion("stop", stop=stop_string))
 
     def _finish(self, completion: Completion) -> None:
         self._sequences.pop(completion.id, None)

@@ -52,6 +52,7 @@ class PagedDecode:
         softcap: float | None,
         sinks: Tensor | None,
     ) -> Tensor:
+        """Writes one key and value per row into the cache and attends over its blocks."""
         held: Any = module
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         out: Tensor = paged_decode(
@@ -115,6 +116,7 @@ class GraphRunner:
         return 0 if self._sampling.wants_history_R[self._rows.active].any() else 1
 
     def run(self, plan: StepPlan) -> _OnItsWay:
+        """Launches a step; its samples are read later."""
         self._cache.copy(plan.copies)
         self._update_rows(plan)
         tokens, logprobs = [], []

@@ -36,7 +36,8 @@ class Holding(Protocol):
     def restore(self) -> bool:
         """Takes it again. True if it lies elsewhere now."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Frees the memory for good."""
 
 
 def hold(nbytes: int, device: torch.device) -> Holding:
@@ -52,15 +53,18 @@ class ResizedHolding:
         self.bytes: Tensor = torch.zeros(nbytes, dtype=torch.uint8)
 
     def release(self) -> int:
+        """Shrinks the storage to nothing."""
         self.bytes.untyped_storage().resize_(0)
         return self.nbytes
 
     def restore(self) -> bool:
+        """Allocates the storage again, which may move it."""
         self.bytes.untyped_storage().resize_(self.nbytes)
         self.bytes.zero_()
         return True
 
     def close(self) -> None:
+        """Frees the storage."""
         self.bytes.untyped_storage().resize_(0)
 
 
@@ -126,6 +130,7 @@ class MappedHolding:
         self.bytes.zero_()
 
     def release(self) -> int:
+        """Unmaps and frees the memory; the address stays reserved."""
         torch.cuda.synchronize()
         self._call("cuMemUnmap", self._address, self._size)
         self._call("cuMemRelease", self._memory)
@@ -133,6 +138,7 @@ class MappedHolding:
         return self.nbytes
 
     def restore(self) -> bool:
+        """Maps new memory at the same address."""
         torch.cuda.empty_cache()  # what torch keeps for itself is not there for the driver
         self._call(
             "cuMemCreate", ctypes.byref(self._memory), self._size, ctypes.byref(self._properties), ctypes.c_uint64(0)
@@ -143,6 +149,7 @@ class MappedHolding:
         return False
 
     def close(self) -> None:
+        """Frees memory and address."""
         if self._mapped:
             self.release()
         if self._address.value:

@@ -237,7 +237,7 @@ def sample_on_device(
     tokens_B: Tensor,
     logprobs_B: Tensor,
 ) -> None:
-    """What sampling.sample does for rows that nothing narrows, in two passes over padded float32 logits."""
+    """What sampling.sample does for rows without logits processing, in two passes over padded float32 logits."""
     lanes = logits_BV.shape[0]
     stretches = triton.cdiv(vocab_size, _STRETCH)
     tops, sums = (logits_BV.new_empty(lanes * stretches, dtype=torch.float32) for _ in range(2))

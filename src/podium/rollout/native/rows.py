@@ -41,9 +41,11 @@ class Sequence:
 
     @property
     def id(self) -> TrajectoryId:
+        """The id of the request."""
         return self.request.id
 
     def completion(self, finish: Finish, *, stop: int | str | None = None, error: str | None = None) -> Completion:
+        """The finished sequence as the caller gets it."""
         sampled = len(self.tokens) - len(self.logprobs)
         return Completion(
             id=self.id,
@@ -86,6 +88,7 @@ class RowTable:
 
     @property
     def num_free(self) -> int:
+        """Number of rows without a sequence."""
         return len(self._free)
 
     @property

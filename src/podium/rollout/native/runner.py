@@ -52,16 +52,18 @@ class Runner(Protocol):
     def lag(self) -> int:
         """Steps that may be launched before the first of them is read."""
 
-    def run(self, plan: StepPlan) -> StepResult: ...
+    def run(self, plan: StepPlan) -> StepResult:
+        """Launches one step."""
 
     def forget_addresses(self) -> None:
         """Weights or cache lie elsewhere from now on."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Frees what the runner holds."""
 
 
 class SamplingTable:
-    """How each row samples: temperature, key of its random stream, and what narrows it."""
+    """How each row samples: temperature, key of its random stream, and logits processing."""
 
     def __init__(self, num_rows: int) -> None:
         self.temperature_R = np.ones(num_rows, np.float32)
@@ -77,6 +79,7 @@ class Known:
     samples: StepSamples
 
     def read(self) -> StepSamples:
+        """The samples, which are there already."""
         return self.samples
 
 
@@ -115,6 +118,7 @@ class EagerRunner:
         self._segments: tuple[bytes, list[Segment]] = (b"", [])
 
     def run(self, plan: StepPlan) -> StepResult:
+        """Runs one step and waits for its samples."""
         if plan.moves is not None:
             self._cache.move(plan.moves)
         self._cache.copy(plan.copies)
@@ -201,13 +205,13 @@ class EagerRunner:
     def processings(self, rows: Rows) -> list[LogitsProcessing]:
         """For the rows of a step that do not sample from the plain distribution."""
         table = self._rows
-        found = []
+        processings = []
         for at in np.flatnonzero(self._sampling.processed_R[rows]).tolist():
             row = int(rows[at])
             sequence = table.sequences[row]
             assert sequence is not None
             length = int(table.length_R[row]) - 1
-            found.append(
+            processings.append(
                 LogitsProcessing(
                     row=at,
                     sampling=sequence.request.sampling,
@@ -215,7 +219,7 @@ class EagerRunner:
                     num_new=length - int(table.prompt_R[row]),
                 )
             )
-        return found + [found[at] for at in self._repeats(len(found))]
+        return processings + [processings[at] for at in self._repeats(len(processings))]
 
     def _slot_runs(self, decode: Rows, lengths_N: Rows) -> list[SlotRun]:
         if not self._slots or not len(decode):

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sampling tokens from logits: the inverse of the cumulative distribution at one uniform number per row.
 
-Log-probs are those of softmax(logits / temperature) over the real vocabulary whatever narrows the sample; temperature 0
-takes the most likely token and reports temperature 1.
+Log-probs are those of softmax(logits / temperature) over the real vocabulary, also with truncated sampling;
+temperature 0 takes the most likely token and reports temperature 1.
 """
 
 # B rows · V vocabulary (real rows) · C tokens of one stretch of the vocabulary
@@ -120,9 +120,9 @@ def _reshape(logits_V: Tensor, each: LogitsProcessing) -> None:
         logits_V[where] += torch.tensor(list(sampling.logit_bias.values()), dtype=logits_V.dtype, device=device)
     if sampling.allowed_tokens is not None:
         allowed = torch.tensor(sorted(sampling.allowed_tokens), device=device)
-        kept = logits_V[allowed]
+        allowed_logits = logits_V[allowed]
         logits_V.fill_(float("-inf"))
-        logits_V[allowed] = kept
+        logits_V[allowed] = allowed_logits
     if each.num_new < sampling.min_new_tokens and sampling.stop_tokens:
         logits_V[torch.tensor(sorted(sampling.stop_tokens), device=device)] = float("-inf")
 

@@ -70,6 +70,7 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Number of admitted sequences."""
         return self.rows.num_rows - self.rows.num_free
 
     def preempt(self, row: int) -> None:
@@ -180,8 +181,8 @@ class Scheduler:
     def _samples_next(self, rows: Rows) -> NDArray[np.bool_]:
         """Rows that need one token fed to sample the next, and are not at their end."""
         length, fed, limit = self.rows.length_R[rows], self.rows.fed_R[rows], self.rows.limit_R[rows]
-        found: NDArray[np.bool_] = (length - fed == 1) & (length < limit)
-        return found
+        ready: NDArray[np.bool_] = (length - fed == 1) & (length < limit)
+        return ready
 
     def _lengthen(self, chunks: list[Chunk], budget: int) -> None:
         """What the short prompts have left of the budget goes to the long ones, the oldest first."""

@@ -31,6 +31,7 @@ class Sizes:
 
     @property
     def cache_tokens(self) -> int:
+        """Tokens that the whole cache holds."""
         return self.num_blocks * self.block_size
 
 
@@ -72,10 +73,10 @@ def choose_sizes(section: EngineSection, *, context: int, token_bytes: int, cuda
 def _budget(section: EngineSection, *, cuda: bool, free_bytes: int) -> int:
     if section.memory_gib is None:
         return int(_CUDA_SHARE * free_bytes) if cuda else min(int(_CPU_GIB * GIB), free_bytes // 2)
-    asked = int(section.memory_gib * GIB)
-    if asked > free_bytes:
+    wanted_bytes = int(section.memory_gib * GIB)
+    if wanted_bytes > free_bytes:
         raise RolloutError(
             f"rollout.memory_gib: {section.memory_gib:g} GiB are asked for and {free_bytes / GIB:.2f} GiB are free. "
             "Lower it, or leave it out for a share of what is free."
         )
-    return asked
+    return wanted_bytes

@@ -49,12 +49,12 @@ def segments(slots: Ints, lengths: Ints) -> list[Segment]:
         cost = best[first:stop] + _CALL_COST + longest * np.arange(stop - first, 0, -1)
         at = int(cost.argmin())
         best[stop], cut[stop] = cost[at], first + at
-    found: list[Segment] = []
+    reversed_segments: list[Segment] = []
     stop = count
     while stop > 0:
-        found.append(Segment(int(cut[stop]), stop))
+        reversed_segments.append(Segment(int(cut[stop]), stop))
         stop = int(cut[stop])
-    return found[::-1]
+    return reversed_segments[::-1]
 
 
 def reading_cost(slots: Ints, lengths: Ints) -> float:

@@ -111,7 +111,7 @@ class VllmEngine:
                 ready = self._ready.popleft() if self._ready else None
                 if reason is None and mark != (now := self._mark()):
                     progress, mark = time.monotonic(), now
-                seen = self._lock.taken + 1  # read here: whoever comes before the wait is not missed
+                seen = self._lock.taken + 1  # read here: a caller that comes before the wait is not missed
             if ready is not None:
                 yield ready
                 progress = time.monotonic()  # what the caller did meanwhile is not the engine's
@@ -240,9 +240,9 @@ class VllmEngine:
 
     def _problem(self, request: Request) -> str | None:
         capacity = self._capacity
-        found = request.problem(vocab_size=capacity.vocab_size, max_length=capacity.max_length)
-        if found is not None:
-            return found
+        problem = request.problem(vocab_size=capacity.vocab_size, max_length=capacity.max_length)
+        if problem is not None:
+            return problem
         length = min(len(request.prompt) + request.sampling.max_new_tokens, capacity.max_length)
         if length > capacity.cache_tokens:
             return (
@@ -332,7 +332,7 @@ class VllmEngine:
     def _require_open(self) -> None:
         if self._closed:
             raise RolloutError("this engine is closed and has freed its model. Make a new one.")
-        if self._failure is not None:  # no install mends that
+        if self._failure is not None:  # no install fixes that
             raise RolloutError(
                 f"{self._failure}. Its state is not to be trusted any more: close this engine and make a new one."
             )

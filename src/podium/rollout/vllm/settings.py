@@ -99,7 +99,7 @@ def make_engine(settings: VllmSettings) -> Any:
 @contextlib.contextmanager
 def _unchanged_process() -> Iterator[None]:
     """vLLM seeds all random numbers of the process, and on a CPU replaces torch.set_num_threads by nothing at all. Both
-    belong to whoever else works here."""
+    belong to the rest of the process."""
     threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state(), torch.get_rng_state())
     try:
         yield
