@@ -47,12 +47,12 @@ def run(folder: Path) -> None:
     engine.submit(
         [
             Request(
-                id=TrajectoryId(draw, sample),
+                id=TrajectoryId(prompt_index, sample),
                 prompt=prompt,
                 sampling=Sampling(max_new_tokens=4 + 2 * sample, temperature=0.8),
                 seed=17,
             )
-            for draw, prompt in enumerate(prompts)
+            for prompt_index, prompt in enumerate(prompts)
             for sample in range(4)
         ]
     )
@@ -70,7 +70,7 @@ def run(folder: Path) -> None:
     load = engine.load()
     print(f"prompt tokens: {load.prefilled_tokens} computed, {load.reused_tokens} found in the cache")
 
-    # The learner scores what was drawn: answers of the present weights agree, those of the former do not.
+    # The learner scores what was sampled: answers of the present weights agree, those of the former do not.
     block = as_block(answers)
     learner = score(model, mesh, block, temperature=0.8)
     print(f"mean gap with answers of both versions: {LogprobGap.between(block, learner).mean:.2f}")

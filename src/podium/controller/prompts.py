@@ -17,7 +17,7 @@ _PATIENCE = 10_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ahead:
-    """Prompts that were sampled before their step (or why they could not be), and how things stood before."""
+    """Prompts that were taken before their step (or why they could not be), and how things stood before."""
 
     result: list[IndexedTask] | Exception
     state: dict[str, Any]
@@ -54,9 +54,9 @@ class PromptSource:
             ahead, self._ahead = self._ahead, None
             if isinstance(ahead.result, Exception):
                 raise ahead.result
-            assert len(ahead.result) == count, f"{len(ahead.result)} prompts were sampled ahead and {count} are taken"
+            assert len(ahead.result) == count, f"{len(ahead.result)} prompts were taken ahead and {count} are taken"
             return ahead.result
-        return self._generated(count)
+        return self._next_prompts(count)
 
     def take_ahead(self, count: int) -> None:
         """Takes the next prompts already, while others work; state and metrics stay those of before. `take` raises what
@@ -64,20 +64,20 @@ class PromptSource:
         if self._ahead is None:
             state, metrics = self.state(), self.metrics()
             try:
-                result: list[IndexedTask] | Exception = self._generated(count)
+                result: list[IndexedTask] | Exception = self._next_prompts(count)
             except Exception as error:  # a source's `map` is the user's code
                 result = error
             self._ahead = _Ahead(result=result, state=state, metrics=metrics)
 
-    def _generated(self, count: int) -> list[IndexedTask]:
+    def _next_prompts(self, count: int) -> list[IndexedTask]:
         taken: list[IndexedTask] = []
         in_a_row = 0
         while len(taken) < count:
-            sampled = self._cursor.take(1)[0]
-            length = len(self._encoder.encode(sampled.task))
+            prompt = self._cursor.take(1)[0]
+            length = len(self._encoder.encode(prompt.task))
             if length <= self._room:
-                taken.append(sampled)
-                self._epoch, in_a_row, self._has_taken = sampled.epoch, 0, True
+                taken.append(prompt)
+                self._epoch, in_a_row, self._has_taken = prompt.epoch, 0, True
                 continue
             self._left_out, in_a_row = self._left_out + 1, in_a_row + 1
             problem = (
@@ -86,11 +86,11 @@ class PromptSource:
             )
             if self._overlong == "error":
                 raise DataError(
-                    f"{sampled.task.where}: {problem}. Lower rollout.max_new_tokens, or set data.overlong to drop."
+                    f"{prompt.task.where}: {problem}. Lower rollout.max_new_tokens, or set data.overlong to drop."
                 )
             if in_a_row >= _PATIENCE or (not self._has_taken and self._cursor.has_gone_through):
                 raise DataError(
-                    f"data.train: all prompts are too long: of {in_a_row} in a row, the last ({sampled.task.where}) is "
+                    f"data.train: all prompts are too long: of {in_a_row} in a row, the last ({prompt.task.where}) is "
                     f"like the others: {problem}. Lower rollout.max_new_tokens or raise data.max_length."
                 )
         return taken
@@ -102,7 +102,7 @@ class PromptSource:
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}
 
     def state(self) -> dict[str, Any]:
-        """Where the next prompts come from, those sampled ahead first."""
+        """Where the next prompts come from, those taken ahead first."""
         if self._ahead is not None:
             return self._ahead.state
         return {"cursor": self._cursor.state(), "left_out": self._left_out}

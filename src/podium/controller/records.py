@@ -114,9 +114,9 @@ def _episodes(record: StepRecord) -> dict[str, float]:
             "response/min": float(note.sampled_N.min()),
             "prompt/mean": float((rollouts.rows.lengths_N - note.sampled_N).mean()),
         }
-        sampled = rollouts.version - note.version_N[note.version_N >= 0]
-        metrics["staleness/mean"] = float(sampled.mean()) if len(sampled) else 0.0
-        metrics["staleness/max"] = float(sampled.max(initial=0))
+        staleness_N = rollouts.version - note.version_N[note.version_N >= 0]
+        metrics["staleness/mean"] = float(staleness_N.mean()) if len(staleness_N) else 0.0
+        metrics["staleness/max"] = float(staleness_N.max(initial=0))
         if note.turns_N.max() > 1:
             metrics["turns/mean"] = float(note.turns_N.mean())
             metrics["turns/max"] = float(note.turns_N.max())
@@ -189,7 +189,7 @@ def _distance(record: StepRecord) -> dict[str, float]:
 
 def _speed(record: StepRecord) -> dict[str, float]:
     rollouts, report = record.graded.rollouts, record.report
-    sampled = rollouts.metrics.get("generated_tokens", 0.0)
+    generated = rollouts.metrics.get("generated_tokens", 0.0)
     seconds, step_s = record.seconds, max(record.step_s, 1e-9)
     tokens = float(rollouts.rows.lengths_N.sum())
     metrics = {
@@ -197,13 +197,13 @@ def _speed(record: StepRecord) -> dict[str, float]:
         "idle_s": record.idle_s,
         "tokens": tokens,
         "tokens_per_s": tokens / step_s,
-        "rollout/generated_tokens": sampled,
+        "rollout/generated_tokens": generated,
         "rollout/reused_tokens": rollouts.metrics.get("reused_tokens", 0.0),
         "rollout/preemptions": rollouts.metrics.get("preemptions", 0.0),
         "rollout/cache_used": rollouts.metrics.get("cache_used", 0.0),
     }
     if seconds.get("rollout"):
-        metrics["rollout/tokens_per_s"] = sampled / seconds["rollout"]
+        metrics["rollout/tokens_per_s"] = generated / seconds["rollout"]
     if report is not None and seconds.get("update"):
         metrics["update/tokens_per_s"] = float(record.used.rollouts.rows.lengths_N.sum()) / seconds["update"]
         metrics["mfu"] = report.flops / step_s / record.peak_flops

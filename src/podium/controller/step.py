@@ -101,9 +101,7 @@ class Step:
         """What the policy is trained on. `advantages` is one number for each episode, or what an estimator, a critic or
         teachers gave. `mask_truncated` leaves out episodes that were cut off."""
         if not isinstance(advantages, Advantages | TokenAdvantages | TeacherAdvantages):
-            advantages = Advantages(values_N=np.asarray(advantages, np.float64))
-        if isinstance(advantages, Advantages) and advantages.values_N is not None:
-            _require_one_each(advantages.values_N, len(self))
+            advantages = Advantages(values_N=_one_each(advantages, len(self)))
         batch = TrainBatch(
             step=self.number,
             lr=self.lr,
@@ -115,9 +113,11 @@ class Step:
         return batch.without_truncated() if mask_truncated else batch
 
 
-def _require_one_each(values_N: Floats, count: int) -> None:
+def _one_each(advantages: ArrayLike, count: int) -> Floats:
+    values_N = np.asarray(advantages, np.float64)
     if values_N.shape != (count,) or not np.isfinite(values_N).all():
         raise ProgramError(
             f"step.batch needs one finite advantage for each of the step's {count} episodes, and got an array of shape "
             f"{values_N.shape}{'' if np.isfinite(values_N).all() else ' with values that are not finite'}."
         )
+    return values_N

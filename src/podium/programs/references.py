@@ -91,11 +91,11 @@ def _stored(run: SpmdRun[DpoRecipe]) -> StoredReferences:
     section = _section(recipe)
     adapter = [folder_fingerprint(Path(section.lora.adapter))] if section.lora and section.lora.adapter else []
     weights = folder_fingerprint(local_folder(section.path, REFERENCE_KEY))
-    # The same folder gives other weights where they are sampled, or where rows are added to its embeddings.
-    sampled = [f"seed {recipe.run.seed}"] if section.init == "random" else []
+    # The same folder gives other weights where they are random, or where rows are added to its embeddings.
+    seeds = [f"seed {recipe.run.seed}"] if section.init == "random" else []
     grown = [section.new_tokens.init, *listed_tokens(section.new_tokens)] if section.new_tokens is not None else []
     dtype = str(compute_dtype(section, mesh.device))
-    folder = cache_folder(recipe, "reference", [weights, *adapter, *sampled, *grown, dtype])
+    folder = cache_folder(recipe, "reference", [weights, *adapter, *seeds, *grown, dtype])
 
     def prepare() -> Compute:
         # Before the first step the policy is its own reference, where no other is named.

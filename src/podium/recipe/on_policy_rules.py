@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from podium.recipe.algorithm import GrpoAlgorithm, PolicySection
-from podium.recipe.recipes import ExpertIterationRecipe, GrpoRecipe, OnPolicyDistillRecipe, OnPolicyRecipe, PpoRecipe
+
+if TYPE_CHECKING:
+    from podium.recipe.recipes import OnPolicyRecipe
 
 
 def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
@@ -25,8 +28,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
 
 
 def _signal(recipe: OnPolicyRecipe) -> Iterator[str]:
-    learns_rewards = isinstance(recipe, GrpoRecipe | PpoRecipe | ExpertIterationRecipe)
-    if learns_rewards and not recipe.reward and recipe.environment is None:
+    if recipe.learns_from_rewards and not recipe.reward and recipe.environment is None:
         yield (
             f"reward: {recipe.program} needs something that makes an episode good, and there is none. Add for instance "
             "{verifier: exact_match}, or {function: rewards.py:NAME}."
@@ -39,12 +41,12 @@ def _estimator(recipe: OnPolicyRecipe) -> Iterator[str]:
         return
     lone = recipe.rollout.samples_per_prompt < 2
     # A custom program need not use the estimator.
-    if isinstance(recipe, GrpoRecipe) and algorithm.needs_groups and lone:
+    if recipe.uses_estimator and algorithm.needs_groups and lone:
         yield (
             f"rollout.samples_per_prompt: 1 leaves {algorithm.advantage} nothing to compare an episode with. Raise it "
             "to 2 or more, or set algorithm.advantage to reinforce_pp."
         )
-    if isinstance(recipe, GrpoRecipe) and algorithm.gamma != 1.0 and not algorithm.reads_gamma:
+    if recipe.uses_estimator and algorithm.gamma != 1.0 and not algorithm.reads_gamma:
         yield (
             f"algorithm.gamma: {algorithm.gamma} has no meaning with {algorithm.advantage}, which rewards whole "
             "episodes. Remove it."
@@ -112,8 +114,8 @@ def _kl(recipe: OnPolicyRecipe) -> Iterator[str]:
         )
     if kl.where == "reward" and kl.estimator == "k3_straight":
         yield "algorithm.kl.estimator: k3_straight is about gradients; in the reward use k1 (the default), k2 or k3."
-    if isinstance(recipe, OnPolicyDistillRecipe) and kl.where == "reward":
-        yield "algorithm.kl.where: on_policy_distill has no rewards. Set it to loss, or remove algorithm.kl."
+    if recipe.only_logs_rewards and kl.where == "reward":
+        yield f"algorithm.kl.where: {recipe.program} learns from no rewards. Set it to loss, or remove algorithm.kl."
 
 
 def _batches(recipe: OnPolicyRecipe) -> Iterator[str]:

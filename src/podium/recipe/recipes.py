@@ -33,7 +33,9 @@ from podium.recipe.on_policy import (
     TeacherSection,
     TruncatedRolloutSection,
 )
+from podium.recipe.on_policy_rules import on_policy_rules
 from podium.recipe.plugins import Plugin
+from podium.recipe.rules import shared_rules
 from podium.recipe.schema import (
     CheckpointSection,
     DataSection,
@@ -52,6 +54,7 @@ from podium.recipe.schema import (
     SampledGenerationSection,
     SpmdPlacementSection,
 )
+from podium.recipe.spmd_rules import distill_rules, length_rules, reward_model_rules
 
 Execution = Literal["spmd", "controlled"]
 _DOCUMENT_COLUMNS = frozenset({"messages", "prompt", "completion", "text"})
@@ -96,11 +99,15 @@ class Recipe(Section):
             raise ValueError("the recipe is empty")
         return value
 
+    def problems(self) -> list[str]:
+        """Every rule about values of several keys that does not hold, as a sentence with the fix."""
+        return shared_rules(self)
+
     @model_validator(mode="after")
     def _cross_checks(self) -> Self:
-        from podium.recipe.rules import broken_rules
-
-        problems = broken_rules(self)
+        problems = self.problems()
+        if type(self) in (Recipe, SpmdRecipe, OnPolicyRecipe):
+            problems = ["program: this class is what several programs share. Use parse_recipe, or the program's class."]
         if problems:
             raise ValueError("\n".join(problems))
         return self
@@ -130,6 +137,10 @@ class SpmdRecipe(Recipe):
     def trained(self) -> Literal["assistant", "last_turn", "everything"]:
         """Which tokens of a chat are trained."""
         return "assistant"
+
+    def problems(self) -> list[str]:
+        """Those of all programs, and lengths."""
+        return [*length_rules(self), *super().problems()]
 
 
 class LanguageModelRecipe(SpmdRecipe):
@@ -213,6 +224,10 @@ class RewardModelRecipe(SpmdRecipe):
         """Two for pairs, one for scored documents."""
         return 2 if self.reward_model.learns == "pairs" else 1
 
+    def problems(self) -> list[str]:
+        """Those of fixed data, and the reward model's."""
+        return [*reward_model_rules(self.reward_model), *super().problems()]
+
 
 class DistillRecipe(LanguageModelRecipe):
     """Teachers' distributions on fixed data."""
@@ -226,6 +241,10 @@ class DistillRecipe(LanguageModelRecipe):
     def trained(self) -> Literal["assistant", "last_turn", "everything"]:
         """The recipe's `data.trained`."""
         return self.data.trained
+
+    def problems(self) -> list[str]:
+        """Those of fixed data, and the divergence's."""
+        return [*distill_rules(self.distill), *super().problems()]
 
 
 class CustomSpmdRecipe(LanguageModelRecipe):
@@ -254,6 +273,9 @@ class OnPolicyRecipe(Recipe):
     """Programs that learn from what the current weights generate."""
 
     execution: ClassVar[Execution] = "controlled"
+    learns_from_rewards: ClassVar[bool] = False  # so that it needs some
+    only_logs_rewards: ClassVar[bool] = False
+    uses_estimator: ClassVar[bool] = False  # of algorithm.advantage
 
     placement: OnPolicyPlacementSection = OnPolicyPlacementSection()
     evaluation: OnPolicyEvaluationSection = OnPolicyEvaluationSection()
@@ -293,9 +315,16 @@ class OnPolicyRecipe(Recipe):
         """Teachers of the policy; empty: the program has none."""
         return ()
 
+    def problems(self) -> list[str]:
+        """Those of all programs, and of on-policy ones."""
+        return [*on_policy_rules(self), *super().problems()]
+
 
 class GrpoRecipe(OnPolicyRecipe):
     """GRPO and its relatives: episodes of a prompt are compared with each other."""
+
+    learns_from_rewards: ClassVar[bool] = True
+    uses_estimator: ClassVar[bool] = True
 
     program: Literal["grpo"]
     algorithm: GrpoAlgorithm = GrpoAlgorithm()
@@ -303,6 +332,8 @@ class GrpoRecipe(OnPolicyRecipe):
 
 class PpoRecipe(OnPolicyRecipe):
     """PPO with a critic."""
+
+    learns_from_rewards: ClassVar[bool] = True
 
     program: Literal["ppo"]
     algorithm: PpoAlgorithm = PpoAlgorithm()
@@ -317,6 +348,8 @@ class PpoRecipe(OnPolicyRecipe):
 class OnPolicyDistillRecipe(OnPolicyRecipe):
     """Teachers say of each generated token how likely they find it. Rewards are only logged."""
 
+    only_logs_rewards: ClassVar[bool] = True
+
     program: Literal["on_policy_distill"]
     algorithm: PolicySection = PolicySection()
     teachers: tuple[TeacherSection, ...] = Field(min_length=1, description="Models to learn from: {path: FOLDER}.")
@@ -329,6 +362,8 @@ class OnPolicyDistillRecipe(OnPolicyRecipe):
 
 class ExpertIterationRecipe(OnPolicyRecipe):
     """Solved episodes are imitated."""
+
+    learns_from_rewards: ClassVar[bool] = True
 
     program: Literal["expert_iteration"]
     rollout: TruncatedRolloutSection = TruncatedRolloutSection()

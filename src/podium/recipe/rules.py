@@ -4,22 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from podium.recipe.on_policy_rules import on_policy_rules
-from podium.recipe.recipes import OnPolicyRecipe, Recipe, SpmdRecipe
-from podium.recipe.spmd_rules import spmd_rules
+if TYPE_CHECKING:
+    from podium.recipe.recipes import Recipe
 
 
-def broken_rules(recipe: Recipe) -> list[str]:
-    """All rules that span several keys and do not hold."""
-    match recipe:
-        case SpmdRecipe():
-            own = spmd_rules(recipe)
-        case OnPolicyRecipe():
-            own = on_policy_rules(recipe)
-        case _:
-            return ["program: Recipe is what all programs share. Use parse_recipe, or the program's own class."]
-    return [*own, *_model(recipe), *_dropout(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
+def shared_rules(recipe: Recipe) -> list[str]:
+    """Rules of all programs that span several keys and do not hold."""
+    return [*_model(recipe), *_dropout(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:

@@ -4,22 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from podium.recipe.recipes import DistillRecipe, RewardModelRecipe, SpmdRecipe
-
-
-def spmd_rules(recipe: SpmdRecipe) -> list[str]:
-    """Every rule that does not hold."""
-    own: Iterator[str] = iter(())
-    match recipe:
-        case RewardModelRecipe():
-            own = _reward_model(recipe)
-        case DistillRecipe():
-            own = _distill(recipe)
-    return [*_lengths(recipe), *own]
+if TYPE_CHECKING:
+    from podium.recipe.dense import DistillSection, RewardModelSection
+    from podium.recipe.recipes import SpmdRecipe
 
 
-def _lengths(recipe: SpmdRecipe) -> Iterator[str]:
+def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
+    """Of all programs with fixed data: documents fit micro-batches and steps."""
     longest, budget, step = recipe.data.max_length, recipe.micro_batch_tokens, recipe.tokens_per_step
     count = recipe.documents_per_row
     what = "a document" if count == 1 else "a pair of documents"
@@ -39,13 +32,14 @@ def _lengths(recipe: SpmdRecipe) -> Iterator[str]:
         yield f"data.max_length: {longest} leaves no token to predict. Use at least 2."
 
 
-def _reward_model(recipe: RewardModelRecipe) -> Iterator[str]:
-    if recipe.reward_model.learns == "scores" and recipe.reward_model.center:
+def reward_model_rules(reward_model: RewardModelSection) -> Iterator[str]:
+    """Of reward_model."""
+    if reward_model.learns == "scores" and reward_model.center:
         yield "reward_model.center: scores say themselves where zero is. Remove it, or set learns to pairs."
 
 
-def _distill(recipe: DistillRecipe) -> Iterator[str]:
-    distill = recipe.distill
+def distill_rules(distill: DistillSection) -> Iterator[str]:
+    """Of distill."""
     if distill.jsd_beta is not None and distill.divergence != "jsd":
         yield f"distill.jsd_beta: {distill.divergence} has none. Remove it, or set distill.divergence to jsd."
     if distill.top_k is not None and distill.targets != "cached":

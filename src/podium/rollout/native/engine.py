@@ -24,7 +24,8 @@ from podium.rollout.native.block_manager import BlockManager
 from podium.rollout.native.cache import KVCache, attention_layers, bytes_per_token
 from podium.rollout.native.holding import free_bytes, hold
 from podium.rollout.native.rows import Rows, RowTable, Sequence
-from podium.rollout.native.runner import Runner, SamplingTable, StepResult, make_runner
+from podium.rollout.native.runner import Runner, SamplingTable, StepResult
+from podium.rollout.native.runners import make_runner
 from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.native.sizing import choose_sizes
 from podium.rollout.native.stop_strings import Decode, completed_string

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -282,22 +281,3 @@ class EagerRunner:
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)
         return tensor
-
-
-def make_runner(
-    model: PackedCausalLM,
-    modules: Sequence[nn.Module],
-    cache: KVCache,
-    rows: RowTable,
-    samples: SamplingTable,
-    device: torch.device,
-    *,
-    slots: bool,
-    decode: Literal["auto", "compiled", "captured", "eager"],
-) -> Runner:
-    """The fastest runner for the device."""
-    if decode != "eager" and device.type == "cuda" and find_spec("triton") is not None:
-        from podium.rollout.native.graphs import GraphRunner
-
-        return GraphRunner(model, modules, cache, rows, samples, device, compiled=decode != "captured")
-    return EagerRunner(model, modules, cache, rows, samples, device, slots=slots)

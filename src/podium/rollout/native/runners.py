@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which runner computes the engine's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import Literal
+
+import torch
+from torch import nn
+
+from podium.models.causal_lm import PackedCausalLM
+from podium.rollout.native.cache import KVCache
+from podium.rollout.native.rows import RowTable
+from podium.rollout.native.runner import EagerRunner, Runner, SamplingTable
+
+
+def make_runner(
+    model: PackedCausalLM,
+    modules: Sequence[nn.Module],
+    cache: KVCache,
+    rows: RowTable,
+    samples: SamplingTable,
+    device: torch.device,
+    *,
+    slots: bool,
+    decode: Literal["auto", "compiled", "captured", "eager"],
+) -> Runner:
+    """The fastest runner for the device."""
+    if decode != "eager" and device.type == "cuda" and find_spec("triton") is not None:
+        from podium.rollout.native.graphs import GraphRunner  # imports triton
+
+        return GraphRunner(model, modules, cache, rows, samples, device, compiled=decode != "captured")
+    return EagerRunner(model, modules, cache, rows, samples, device, slots=slots)
