@@ -12,8 +12,8 @@ from podium.observe.console import (
     SampleView,
     SilentConsole,
     StepView,
-    open_console,
 )
+from podium.observe.opening import open_console
 from podium.observe.terminal import TerminalConsole
 
 
