@@ -153,7 +153,7 @@ async def relay(cluster: Cluster, *, ranks: int) -> None:
     layout = Layout(
         pools=(
             Pool(name="train", slots=ranks),
-            Pool(name="rollout", slots=2, collectives=False),  # a dead generator is replaced, the other goes on
+            Pool(name="rollout", slots=2, collectives=False),  # a dead generator is replaced, the other continues
         ),
         roles=(
             RoleSpec(name="policy", kind=Learner, pool="train", mesh=MeshShape(shard=ranks), arguments=(1.0,)),
