@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, islice
@@ -22,6 +23,7 @@ from podium.errors import PodiumError, RecipeError
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks
 from podium.recipe import (
+    CustomOnPolicyRecipe,
     CustomSpmdRecipe,
     DistillRecipe,
     DpoRecipe,
@@ -35,6 +37,7 @@ from podium.recipe import (
     TeacherSection,
     plugins,
 )
+from podium.recipe.programs import wrong_kind
 from podium.recipe.schema import NewTokensSection
 
 _DEEP_ROWS = 2000
@@ -88,6 +91,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
     if isinstance(recipe, OnPolicyRecipe):
         yield lambda: check_rewards(recipe.reward)
+    if isinstance(recipe, CustomSpmdRecipe | CustomOnPolicyRecipe):
+        yield lambda: _check_kind(recipe)
     for key, plugin in _plugins(recipe):
         yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
     for model_beside in _other_models(recipe):
@@ -96,6 +101,15 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield partial(check_speaks, model_beside.path, model_beside.key)
     if not isinstance(recipe, RewardModelRecipe):
         yield lambda: check_speaks(model.path, "model.path")
+
+
+def _check_kind(recipe: CustomSpmdRecipe | CustomOnPolicyRecipe) -> None:
+    """That a custom program's function fits its signal; one that cannot be found is another look's."""
+    with suppress(RecipeError):
+        plugins.locate(recipe.program, "program")
+        is_async = plugins.is_async(recipe.program, "program")
+        if is_async is not None and is_async != (recipe.signal == "on_policy"):
+            raise wrong_kind(recipe.program, recipe.signal)
 
 
 def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:

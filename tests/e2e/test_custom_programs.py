@@ -113,6 +113,7 @@ def test_a_custom_program_resumes_exactly(user: Workspace) -> None:
     assert ledger(again) == ledger(user.path / "runs/whole")
 
 
+@pytest.mark.slow
 def test_a_program_that_failed_is_fixed_and_the_run_goes_on(user: Workspace) -> None:
     steps = {"steps": 4, "checkpoint": {"every": 2, "keep": 9, "background": False}}
     _done(user.podium("train", rl_recipe(user, "whole", **_custom("grpo"), **steps)))
@@ -155,9 +156,16 @@ def test_a_recipe_that_does_not_fit_its_program_is_refused(user: Workspace, chan
 
 
 def test_the_kind_of_function_must_fit_the_signal(user: Workspace) -> None:
-    user.refused(user.podium("train", rl_recipe(user, "wrong", **_custom("not_async"))), "program: ", "async")
-    wrong = user.recipe("wrong", program="fixed.py:not_plain", signal="fixed")
-    user.refused(user.podium("train", wrong), "program: ", "async")
+    for verb in ("check", "train"):
+        user.refused(user.podium(verb, rl_recipe(user, "wrong", **_custom("not_async"))), "program: ", "async")
+        wrong = user.recipe("wrong", program="fixed.py:not_plain", signal="fixed")
+        user.refused(user.podium(verb, wrong), "program: ", "async")
+
+
+def test_a_program_without_rewards_is_warned_of(user: Workspace) -> None:
+    outcome = user.podium("check", rl_recipe(user, "plain", **_custom("grpo"), reward=[]))
+
+    assert "warning: reward: " in outcome.out
 
 
 @pytest.mark.slow

@@ -66,10 +66,10 @@ def leave_one_out(rewards_N: Tensor, group_N: Tensor) -> Tensor:
 
 
 def length_weighted(rewards_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """OPO: R minus the group's mean reward weighted by `lengths_N`, the numbers of trained tokens."""
+    """OPO: R minus the group's mean reward weighted by `lengths_N`, the numbers of sampled tokens."""
     groups = _groups_of(rewards_N, group_N)
     lengths_N = lengths_N.double()
-    # A group without any trained token has no gradient; its baseline must only not be 0 / 0.
+    # A group without any sampled token has no gradient; its baseline must only not be 0 / 0.
     baseline_N = groups.total_N(lengths_N * groups.rewards_N) / groups.total_N(lengths_N).clamp(min=1)
     return groups.settled(groups.rewards_N - baseline_N)
 

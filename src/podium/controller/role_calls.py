@@ -39,11 +39,17 @@ class PolicyRole:
         self, batch: TrainBatch, *, loss: Literal["policy", "imitation"] = "policy"
     ) -> UpdateReport | None:
         """All optimizer steps of a batch: `algorithm.epochs` times `algorithm.mini_batches`. The loss is the recipe's
-        (`algorithm.loss`), or with `imitation` the negative log-likelihood weighted by the advantages. None where the
-        batch is empty."""
+        (`algorithm.loss`; the formula: PolicyObjective in roles/policy_update.py). With `imitation` it is the negative
+        log-likelihood of every trained token, and advantages are not used. None where the batch is empty."""
         if not len(batch):
             return None
         recipe, advantages = self._parts.recipe, batch.advantages
+        if recipe.full_algorithm.kl is not None and batch.reference is None:
+            raise ProgramError(
+                "the recipe has algorithm.kl, and the batch has no reference. Write reference = await "
+                "run.reference.logprobs(step), and step.batch(advantages, reference=reference)."
+            )
+        self._state.updated_steps.add(batch.step)
         plan = UpdatePlan(
             step=batch.step,
             lr=batch.lr,

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Generic
 
 from podium.algorithms.kl import adaptive_coefficient
@@ -73,19 +73,28 @@ class OnPolicyRun(Generic[RecipeT_co]):
         *,
         policy: UpdateReport | None = None,
         critic: CriticReport | None = None,
+        metrics: Mapping[str, float] | None = None,
     ) -> None:
         """Closes a step: what was trained on, and what the updates reported. The weights of this moment are the step's
-        version. Writes metrics and ledger, and saves and evaluates when due."""
+        version. Writes metrics and ledger, and saves and evaluates when due. `metrics` are the program's own, and are
+        recorded as `program/NAME`."""
         state, kl = self._state, self._kl
         if step.number != state.step + 1:
             raise ProgramError(f"step {step.number} is committed after step {state.step}. Commit every step once.")
+        if policy is None and step.number in state.updated_steps:
+            raise ProgramError(
+                f"step {step.number} updated the policy, and run.commit was not given the report. Pass policy=report: "
+                "without it generators keep the old weights."
+            )
+        state.updated_steps.discard(step.number)
         state.step = step.number
         if policy is not None:
             state.version = step.number
         await self._refresh_reference()
         await self._log.record(
-            step, batch, policy=policy, critic=critic, kl_coefficient=step.kl_coefficient if kl is not None else None
-        )
+            step, batch, policy=policy, critic=critic, kl_coefficient=step.kl_coefficient if kl is not None else None,
+            metrics=metrics or {},
+        )  # fmt: skip
         self._adapt_kl(batch)
         save, evaluate = self._milestones.save_is_due(step.number), self._milestones.evaluation_is_due(step.number)
         if save:

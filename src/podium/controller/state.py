@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from podium.recipe import OnPolicyRecipe
@@ -18,6 +18,7 @@ class RunState:
     version: int  # of the policy's weights: the last step that changed them
     kl_coefficient: float
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
+    updated_steps: set[int] = field(default_factory=set)  # whose update of the policy is not committed yet
 
     @classmethod
     def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:

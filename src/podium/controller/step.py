@@ -67,20 +67,26 @@ class Step:
         return len(np.unique(self.sampled.group_N))
 
     def rewards_less_kl(self, reference: ReferenceLogprobs | None) -> Floats:
-        """Rewards less the KL penalty, where the recipe has the KL in the reward."""
-        return self.rewards_N if reference is None else self.rewards_N - reference.penalty_N
+        """Rewards less the KL penalty, which is 0 unless the recipe has the KL in the reward."""
+        if reference is None:
+            return self.rewards_N
+        if len(reference.penalty_N) != len(self):
+            raise ProgramError(
+                f"the reference scored {len(reference.penalty_N)} episodes and step {self.number} has {len(self)}. "
+                "Call step.keep before run.reference.logprobs."
+            )
+        return self.rewards_N - reference.penalty_N
 
     def keep(self, which: NDArray[np.bool_] | Ints) -> Step:
         """Trains on these episodes only, given as a mask or as positions. The others stay in metrics and ledger."""
-        positions = np.flatnonzero(which) if np.asarray(which).dtype == bool else np.asarray(which, np.int64)
-        return replace(self, episodes=self.episodes.take(positions))
+        return replace(self, episodes=self.episodes.take(_positions(which, len(self))))
 
     def add(self, more: GradedRollouts, which: NDArray[np.bool_]) -> Step:
         """With further episodes of this step, of which `which` are to be trained on."""
         return replace(
             self,
             sampled=GradedRollouts.join([self.sampled, more]),
-            episodes=GradedRollouts.join([self.episodes, more.take(np.flatnonzero(which))]),
+            episodes=GradedRollouts.join([self.episodes, more.take(_positions(which, len(more)))]),
         )
 
     def first_groups(self, count: int) -> Step:
@@ -111,6 +117,22 @@ class Step:
             reference=reference,
         )
         return batch.without_truncated() if mask_truncated else batch
+
+
+def _positions(which: ArrayLike, count: int) -> Ints:
+    """Of a mask with a bool for each episode, or of distinct positions."""
+    given = np.asarray(which)
+    if given.dtype == bool and given.shape == (count,):
+        return np.flatnonzero(given)
+    is_empty = given.shape == (0,)
+    if is_empty or (given.dtype.kind in "iu" and given.ndim == 1):
+        positions = given.astype(np.int64)
+        if len(np.unique(positions)) == len(positions) and ((positions >= 0) & (positions < count)).all():
+            return positions
+    raise ProgramError(
+        f"episodes are chosen by a bool for each of the step's {count} episodes, or by distinct positions below "
+        f"{count}; got {given.dtype} of shape {given.shape}."
+    )
 
 
 def _one_each(advantages: ArrayLike, count: int) -> Floats:

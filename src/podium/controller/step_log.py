@@ -48,6 +48,7 @@ class StepLog:
         policy: UpdateReport | None,
         critic: CriticReport | None,
         kl_coefficient: float | None,
+        metrics: Mapping[str, float],
     ) -> None:
         """Everything about a step that is over."""
         parts, recipe = self._parts, self._parts.recipe
@@ -64,7 +65,7 @@ class StepLog:
             solved_at=recipe.grading.solved_at, extra=parts.prompts.metrics(),
         )  # fmt: skip
         self.mark()  # what is written now is the next step's time
-        values = step_metrics(record)
+        values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}
         await self.written()
         rows = ledger_records(step.sampled, used, step.number)
         self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, rows))

@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Mapping
 
 from podium.controller.drive import ControlledProgram
-from podium.errors import ProgramError
 from podium.programs.expert_iteration import expert_iteration
 from podium.programs.grpo import grpo
 from podium.programs.on_policy_distill import on_policy_distill
 from podium.programs.ppo import ppo
 from podium.recipe import plugins
+from podium.recipe.programs import wrong_kind
 
 PROGRAMS: Mapping[str, ControlledProgram] = {
     "grpo": grpo,
@@ -28,8 +28,5 @@ def load_program(name: str) -> ControlledProgram:
         return PROGRAMS[name]
     program = plugins.load(name, "program")
     if not inspect.iscoroutinefunction(program):
-        raise ProgramError(
-            f"program: {name} is not an async function, and with signal on_policy the controller awaits the program. "
-            "Write `async def`, or set signal to fixed for a program that every rank runs."
-        )
+        raise wrong_kind(name, "on_policy")
     return program

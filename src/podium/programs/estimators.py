@@ -68,10 +68,15 @@ def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
             values_N = torch.as_tensor(function(*_tensors(rewards_N, episodes))).double()
         except Exception as error:  # the user's code
             raise RecipeError(f"algorithm.advantage: {path} raised {type(error).__name__}: {error}.") from error
-        if values_N.shape != rewards_N.shape or not torch.isfinite(values_N).all():
+        if values_N.shape != rewards_N.shape:
             raise RecipeError(
-                f"algorithm.advantage: {path} gave {tuple(values_N.shape)} values for {len(rewards_N)} episodes, or "
-                "one that is not finite. It takes (rewards_N, group_N) and gives one advantage for each episode."
+                f"algorithm.advantage: {path} gave {tuple(values_N.shape)} values for {len(rewards_N)} episodes. It "
+                "takes (rewards_N, group_N) and gives one advantage for each episode."
+            )
+        if not torch.isfinite(values_N).all():
+            first = int((~torch.isfinite(values_N)).nonzero()[0])
+            raise RecipeError(
+                f"algorithm.advantage: {path} gave {float(values_N[first])} for episode {first}, which is not finite."
             )
         return Advantages(values_N=values_N.detach().numpy())
 

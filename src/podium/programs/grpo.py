@@ -5,6 +5,8 @@ Dr.GRPO, DAPO, GSPO, CISPO, RLOO, REINFORCE++ and OPO are this program with anot
 recipe (docs/methods.md).
 """
 
+# N episodes
+
 from __future__ import annotations
 
 import math
@@ -33,7 +35,7 @@ async def resample_uniform_groups(run: OnPolicyRun[GrpoRecipe], step: Step) -> S
     place, for at most `algorithm.max_refills` rounds."""
     num_wanted = run.recipe.rollout.prompts_per_step
     step = step.keep(~step.episodes.uniform_N)
-    for _ in range(run.recipe.full_algorithm.num_refills):
+    for _ in range(run.recipe.algorithm.num_refills):
         num_missing = num_wanted - step.num_groups
         if num_missing <= 0:
             break

@@ -6,12 +6,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 
-from podium.errors import ProgramError
 from podium.programs.distill import distill
 from podium.programs.dpo import dpo
 from podium.programs.reward_model import reward_model
 from podium.programs.sft import sft
 from podium.recipe import plugins
+from podium.recipe.programs import wrong_kind
 from podium.spmd.rank import SpmdProgram
 
 PROGRAMS: Mapping[str, SpmdProgram] = {"sft": sft, "dpo": dpo, "reward_model": reward_model, "distill": distill}
@@ -23,8 +23,5 @@ def load_program(name: str) -> SpmdProgram:
         return PROGRAMS[name]
     program = plugins.load(name, "program")
     if inspect.iscoroutinefunction(program):
-        raise ProgramError(
-            f"program: {name} is an async function, which a controller runs. With signal fixed every rank runs the "
-            "program as a plain function. Write `def` instead of `async def`, or set signal to on_policy."
-        )
+        raise wrong_kind(name, "fixed")
     return program

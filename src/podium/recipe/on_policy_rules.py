@@ -28,7 +28,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
 
 
 def _signal(recipe: OnPolicyRecipe) -> Iterator[str]:
-    if recipe.learns_from_rewards and not recipe.reward and recipe.environment is None:
+    if recipe.learns_from_rewards and not recipe.gives_rewards:
         yield (
             f"reward: {recipe.program} needs something that makes an episode good, and there is none. Add for instance "
             "{verifier: exact_match}, or {function: rewards.py:NAME}."

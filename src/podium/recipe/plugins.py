@@ -89,6 +89,16 @@ def locate(path: str, key: str) -> None:
         raise RecipeError(f"{key}: {file} has no function {name!r}. It defines: {listed}.")
 
 
+def is_async(path: str, key: str) -> bool | None:
+    """Whether the plug-in is an `async def`, by parsing; None where its file does not define it as a function."""
+    name = split_plugin(path)[1]
+    tree = ast.parse(source_file(path, key).read_text(encoding="utf-8"))
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
+            return isinstance(node, ast.AsyncFunctionDef)
+    return None
+
+
 def load(path: str, key: str) -> Callable[..., Any]:
     """The plug-in itself; its file is run now."""
     locate(path, key)

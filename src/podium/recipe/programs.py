@@ -5,10 +5,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Tag
 
+from podium.errors import ProgramError
 from podium.recipe.plugins import Plugin
 from podium.recipe.recipes import (
     CustomOnPolicyRecipe,
@@ -58,6 +59,19 @@ AnyRecipe = Annotated[
     Discriminator(_tag),
 ]
 """A recipe of any program."""
+
+
+def wrong_kind(program: str, signal: Literal["fixed", "on_policy"]) -> ProgramError:
+    """Of a custom program whose function does not fit its signal."""
+    if signal == "on_policy":
+        return ProgramError(
+            f"program: {program} is not an async function, and with signal on_policy the controller awaits the "
+            "program. Write `async def`, or set signal to fixed for a program that every rank runs."
+        )
+    return ProgramError(
+        f"program: {program} is an async function, which a controller runs. With signal fixed every rank runs the "
+        "program as a plain function. Write `def` instead of `async def`, or set signal to on_policy."
+    )
 
 
 def recipe_class(values: Mapping[str, Any]) -> type[Recipe] | None:

@@ -99,6 +99,11 @@ class Recipe(Section):
             raise ValueError("the recipe is empty")
         return value
 
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether something rewards episodes."""
+        return False
+
     def problems(self) -> list[str]:
         """Every rule about values of several keys that does not hold, as a sentence with the fix."""
         return shared_rules(self)
@@ -304,6 +309,11 @@ class OnPolicyRecipe(Recipe):
     def reward_models(self) -> dict[int, str]:
         """Position among the rewards -> checkpoint, of those that are reward models."""
         return {index: reward.model for index, reward in enumerate(self.reward) if isinstance(reward, ModelReward)}
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether rewards or an environment are there."""
+        return bool(self.reward) or self.environment is not None
 
     @property
     def critic_section(self) -> CriticSection | None:

@@ -108,7 +108,8 @@ class Learner(ABC):
 
     @abstractmethod
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
-        """All optimizer steps of one batch of rollouts; the note is an UpdateNote."""
+        """All optimizer steps of one batch of rollouts; the note is an UpdateNote. `learner.LearnerRank` runs
+        `policy_update.PolicyUpdate`, which has the loss."""
 
     @abstractmethod
     def describe(self, number: int) -> WeightVersion:

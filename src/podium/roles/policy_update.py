@@ -68,6 +68,8 @@ class PolicyObjective:
         )
 
     def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
+        """The loss of each token: correction · policy loss + β · KL. The head (models/head.py) subtracts the entropy
+        bonus, multiplies by the token's weight and sums; the train step divides by the count of the reduction."""
         loss_C = self.loss(self.tokens(logprobs_C, tokens))
         if self.correction_S is not None:
             loss_C = loss_C * self.correction_S[tokens]

@@ -9,7 +9,9 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from helpers.fake_roles import Bandit
@@ -299,6 +301,40 @@ def test_a_program_that_does_not_commit_a_step_ends_the_run(tmp_path: Path) -> N
     with pytest.raises(ProgramError, match="step 1"):
         asyncio.run(forgetful())
     trial.close()
+
+
+def _custom_run(folder: Path, *overrides: str, **commit: Any) -> Trial:
+    """Two steps of a program that updates, and commits with these arguments."""
+    trial = Trial(folder, "steps=2", *overrides)
+    run = OnPolicyRun(trial.parts, trial.state)
+
+    async def program() -> None:
+        async for step in run.steps():
+            batch = step.batch(step.rewards_N)
+            report = await run.policy.update(batch)
+            await run.commit(step, batch, **{"policy": report, **commit})
+
+    try:
+        asyncio.run(program())
+    finally:
+        trial.close()
+    return trial
+
+
+def test_an_update_whose_report_is_not_committed_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match="policy=report"):
+        _custom_run(tmp_path, policy=None)
+
+
+def test_a_batch_without_the_reference_that_the_recipe_asks_for_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ProgramError, match=r"algorithm\.kl"):
+        _custom_run(tmp_path, "algorithm.kl={coefficient: 0.1}")
+
+
+def test_a_program_records_metrics_of_its_own(tmp_path: Path) -> None:
+    trial = _custom_run(tmp_path, metrics={"share": np.float32(0.5)})
+
+    assert trial.metric("program/share") == {1: 0.5, 2: 0.5}
 
 
 def test_what_is_shown_of_a_step_is_what_was_recorded(tmp_path: Path) -> None:

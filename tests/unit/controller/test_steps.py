@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -28,6 +30,20 @@ def test_a_mask_and_positions_keep_the_same_episodes() -> None:
 
     assert by_mask.rewards_N.tolist() == by_position.rewards_N.tolist() == [1.0, 2.0]
     assert by_mask.group_N.tolist() == [4, 7]
+
+
+@pytest.mark.parametrize(
+    "which",
+    [[1, 0, 0, 1], [1.0, 0.0, 1.0, 0.0], [True, False], [0, 0], [4], [-1], [[True] * 4]],
+    ids=["0/1", "floats", "short", "repeated", "beyond", "negative", "nested"],
+)
+def test_a_choice_that_is_no_mask_and_no_positions_is_refused(which: list[Any]) -> None:
+    with pytest.raises(ProgramError, match="4 episodes"):
+        STEP.keep(np.array(which))
+
+
+def test_nothing_can_be_kept() -> None:
+    assert len(STEP.keep(np.zeros(4, bool))) == len(STEP.keep(np.array([], int))) == 0
 
 
 def test_what_is_not_kept_stays_among_the_sampled() -> None:
@@ -76,3 +92,5 @@ def test_the_kl_in_the_reward_comes_off_the_rewards() -> None:
 
     assert STEP.rewards_less_kl(reference).tolist() == [0.75, 0.0, 1.0, 2.0]
     assert STEP.rewards_less_kl(None).tolist() == [1.0, 0.0, 2.0, 2.0]
+    with pytest.raises(ProgramError, match="scored 4 episodes"):
+        STEP.first_groups(1).rewards_less_kl(reference)
