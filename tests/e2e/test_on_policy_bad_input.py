@@ -320,10 +320,10 @@ def loss_mean(tokens):
     [
         ("raises", "algorithm.advantage: {path} raised RuntimeError: no baseline"),
         ("short", "algorithm.advantage: {path} gave (3,) values for 16 episodes"),
-        ("infinite", "one that is not finite"),
+        ("infinite", "which is not finite"),
     ],
 )
-def test_an_estimator_of_ones_own_that_is_wrong_is_told(workspace: Workspace, name: str, told: str) -> None:
+def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name: str, told: str) -> None:
     (workspace.path / "own.py").write_text(OWN)
     outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"advantage": f"own.py:{name}"}))
     workspace.refused(outcome, told.format(path=workspace.path / f"own.py:{name}"))
