@@ -18,6 +18,7 @@ from podium.cluster.meshes import MeshRegistry, RoleMesh
 from podium.cluster.messages import Invoke, Reply, RowsHead
 from podium.cluster.objects import Shelf, Stored
 from podium.cluster.results import CallResult, Computed, Merged, ShardResult, Span, merge
+from podium.cluster.streams import merged
 from podium.cluster.transport import ByReference, GoneError, Transport
 from podium.cluster.worker_pool import WorkerPool
 from podium.data.trajectories import RowsT, TrajectoryIds
@@ -187,33 +188,9 @@ class RoleGroup(Generic[RoleT]):
     ) -> AsyncIterator[ShardResult[RowsT]]:
         """Blocks of all data ranks in the order in which they come. The first failure ends it."""
         self._check_shards(shards)
-        arrivals: asyncio.Queue[ShardResult[RowsT] | BaseException | None] = asyncio.Queue()
-
-        async def pump(opened: _Opened) -> None:
-            """Moves one data rank's blocks to the queue; the consumer's leaving cancels it."""
-            try:
-                async for block in self._blocks(opened):
-                    arrivals.put_nowait(block)
-                arrivals.put_nowait(None)
-            except Exception as error:
-                arrivals.put_nowait(error)
-
-        streams = self._open(list(enumerate(shards)), self._name(method), args, kwargs)
-        pumps = [asyncio.create_task(pump(opened)) for opened in streams]
-        try:
-            running = len(pumps)
-            while running:
-                arrival = await arrivals.get()
-                if isinstance(arrival, BaseException):
-                    raise arrival
-                if arrival is None:
-                    running -= 1
-                else:
-                    yield arrival
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+        opened = self._open(list(enumerate(shards)), self._name(method), args, kwargs)
+        async for block in merged([self._blocks(each) for each in opened]):
+            yield block
 
     def _open(
         self, shards: Sequence[tuple[int, Shard]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 
 from podium.cluster import RoleGroup, ShardResult, Workers
+from podium.cluster.streams import merged
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryBlock
 from podium.errors import WorkerDiedError
@@ -43,7 +43,7 @@ class RunnerHandle:
         ]
         last: Block | None = None
         async with self._generator.serving() as served:
-            async for block in self._blocks(shards, plan):
+            async for block in merged([self._played(rank, shard, plan) for rank, shard in enumerate(shards)]):
                 self._show(block.note.warnings)
                 if last is not None:
                     yield last
@@ -51,35 +51,6 @@ class RunnerHandle:
         if last is not None:  # what the generators have to say of it goes with the last block
             metrics = tuple(metric for answer in served.result() for metric in answer.value)
             yield replace(last, metrics=(*last.metrics, *metrics))
-
-    async def _blocks(self, shards: Sequence[PromptShard], plan: SamplingPlan) -> AsyncIterator[Block]:
-        """Blocks of all runners in the order in which they come. The first failure ends it; leaving it cancels the
-        others."""
-        arrivals: asyncio.Queue[Block | BaseException | None] = asyncio.Queue()
-
-        async def pump(rank: int, shard: PromptShard) -> None:
-            try:
-                async for block in self._played(rank, shard, plan):
-                    arrivals.put_nowait(block)
-                arrivals.put_nowait(None)
-            except Exception as error:
-                arrivals.put_nowait(error)
-
-        pumps = [asyncio.create_task(pump(rank, shard)) for rank, shard in enumerate(shards)]
-        try:
-            running = len(pumps)
-            while running:
-                arrival = await arrivals.get()
-                if isinstance(arrival, BaseException):
-                    raise arrival
-                if arrival is None:
-                    running -= 1
-                else:
-                    yield arrival
-        finally:
-            for task in pumps:
-                task.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
 
     async def _played(self, rank: int, shard: PromptShard, plan: SamplingPlan) -> AsyncIterator[Block]:
         """One runner's blocks. What a runner that died had finished stays; the other groups are run again under the
