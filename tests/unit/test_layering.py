@@ -15,7 +15,8 @@ import podium
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
-    "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks", "api", "cli",
+    "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
+    "execution", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -28,6 +29,7 @@ TORCH_FREE = (
     "environments",
     "checks",
     "pipeline_checks",
+    "execution",
     "api",
     "cli",
     "spmd.launch",

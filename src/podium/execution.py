@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Carries out one run: looks at its recipe, makes its folder, starts its ranks or its controller, and notes how it
+ended."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from podium.checks import check_recipe
+from podium.data.fingerprints import files_fingerprint
+from podium.errors import RecipeError, RunFolderError
+from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
+from podium.recipe.changes import changes, what_matters
+from podium.recipe.resolving import resolved
+from podium.recipe.rules import recipe_warnings
+from podium.runs.folder import RunFolder
+from podium.runs.lineage import NOTE, Prepared
+
+# Other files of a model's folder: weights come from the checkpoint.
+_NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
+# What a full or read-only disk raises.
+_DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+
+if TYPE_CHECKING:
+    from podium.controller.start_up import StartUp
+    from podium.runs.result import RunResult
+    from podium.spmd.launch import RankPlace
+
+
+def prepare(recipe: Recipe) -> Prepared:
+    """Checked, and independent of the folder that podium was started in."""
+    from podium.models.folder import local_folder, read_config
+
+    check_recipe(recipe)
+    model = local_folder(recipe.model.path, "model.path")
+    return Prepared(recipe=resolved(recipe, read_config(model, "model.path")), model=model)
+
+
+def check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
+    """Devices of this machine are counted here; those of a Ray cluster by its preflight."""
+    if not isinstance(recipe, SpmdRecipe):
+        if under is not None:
+            raise RecipeError(
+                f"program: {recipe.program} has one controller that starts its own workers, and torchrun starts "
+                "several. Run the recipe without torchrun."
+            )
+        return
+    placement = recipe.placement
+    if under is None and placement.launcher in ("auto", "local"):
+        from podium.engine.mesh import check_devices
+
+        check_devices(placement, placement.devices)
+    if under is not None and placement.launcher == "ray":
+        raise RecipeError(
+            "placement.launcher: ray starts the ranks itself, and torchrun has started this one already. "
+            "Run the recipe without torchrun, or remove placement.launcher."
+        )
+
+
+def begin(prepared: Prepared) -> RunResult:
+    """Runs a recipe from its beginning."""
+    recipe = prepared.recipe
+    if isinstance(recipe, OnPolicyRecipe):
+        return _train_controlled(prepared, recipe)
+    assert isinstance(recipe, SpmdRecipe)
+    from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
+    from podium.spmd.launch import place_under_torchrun
+
+    load_program(recipe.program)  # a custom one that cannot be loaded is reported before the folder is made
+    under = place_under_torchrun()
+    assert recipe.run.name is not None
+    path = Path(recipe.run.folder) / recipe.run.name
+    check_launcher(recipe, under)
+    if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
+        _show_warnings(recipe)
+        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+    else:
+        folder = RunFolder(path=path)
+    return _launch(prepared, recipe, folder, resume_step=None)
+
+
+def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
+    """Continues a run after a checkpoint's step."""
+    from podium.spmd.launch import place_under_torchrun
+
+    recipe = prepared.recipe
+    check_launcher(recipe, place_under_torchrun())
+    if isinstance(recipe, OnPolicyRecipe):
+        from podium.controller.start_up import early_start
+
+        with early_start(recipe) as start_up:
+            return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
+    assert isinstance(recipe, SpmdRecipe)
+    return _launch(prepared, recipe, folder, resume_step=step)
+
+
+def refuse_what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFolder) -> None:
+    """Raises where a resumed run would not be the one that was interrupted."""
+    changed = changes(before, now.recipe)
+    breaking = [f"  {change} ({change.breaks})" for change in changed if change.breaks is not None]
+    if not breaking:
+        known: Mapping[str, Any] = folder.state().get("files", {})
+        fingerprints = _fingerprints(now)
+        breaking = [
+            f"  {name}: its content is not what the run began with"
+            for name in fingerprints
+            if known.get(name, fingerprints[name]) != fingerprints[name]
+        ]
+    if breaking:
+        raise RecipeError(
+            f"{folder.path} cannot be resumed exactly; this changed since its checkpoint:\n"
+            + "\n".join(breaking)
+            + "\n"
+            "Undo the change, or start a new run with it (model.path may be an export of this one)."
+        )
+
+
+def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
+    from podium.controller.start_up import early_start
+    from podium.spmd.launch import place_under_torchrun
+
+    check_launcher(recipe, place_under_torchrun())
+    RunFolder.check_free(recipe)
+    _show_warnings(recipe)
+    with early_start(recipe) as start_up:
+        folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
+        return _control(prepared, recipe, folder, resume_step=None, start_up=start_up)
+
+
+def _show_warnings(recipe: Recipe) -> None:
+    """Once, before a run begins."""
+    from podium.observe import open_console
+
+    console = open_console(rank=0)
+    for text in recipe_warnings(recipe):
+        console.warning(text)
+    console.close()
+
+
+def _launch(prepared: Prepared, recipe: SpmdRecipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+    from podium.programs.spmd import load_program
+    from podium.spmd.launch import launch, place_under_torchrun
+    from podium.spmd.rank import RankTask, run_rank
+
+    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program)
+    placement, under = recipe.placement, place_under_torchrun()
+    if under is not None and under.rank != 0:
+        return run_rank(under, task)
+    with _living(prepared, folder, resume_step):
+        if under is not None:
+            return run_rank(under, task)
+        if placement.launcher == "ray":
+            from podium.spmd.on_ray import launch_on_ray
+
+            return launch_on_ray(task, folder)
+        stop = folder.stop_file
+        return launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
+
+
+def _control(
+    prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp
+) -> RunResult:
+    from podium.controller.drive import ControlledProgram, run_controlled
+
+    def load_program() -> ControlledProgram:
+        from podium.programs import controlled  # imports torch
+
+        return controlled.load_program(recipe.program)
+
+    with _living(prepared, folder, resume_step):
+        return run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up)
+
+
+@contextmanager
+def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> Iterator[None]:
+    """The run has its folder to itself; how it ends is noted there."""
+    with folder.held():
+        folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
+        if resume_step is not None:
+            folder.write_recipe(prepared.recipe)
+            before = folder.state().get("lineage")
+            folder.update(status="running", lineage=prepared.lineage(before, step=resume_step))
+        try:
+            yield
+        except BaseException as error:
+            folder.discard_if_never_begun()
+            folder.mark_failed(error)
+            if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
+                raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and continue.") from error
+            raise
+
+
+def _fingerprints(prepared: Prepared) -> dict[str, str]:
+    """Of what a resumed run must find as it was: data with its `map`, weights, config, tokenizer, new tokens."""
+    recipe = prepared.recipe
+    # Weights too: references, teachers and the base of an adapter are read again, and are in no checkpoint of the run.
+    # Code of rewards and environments may be fixed: what it raised is often why a run is resumed.
+    matters = what_matters(recipe)
+    read = [each for each in prepared.inputs if each.key in matters]
+    fingerprints = {each.path: each.fingerprint for each in read if each.kind != "code" or each.key.startswith("data.")}
+    tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else prepared.model
+    files = [prepared.model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
+    if recipe.model.chat_template is not None:
+        files.append(Path(recipe.model.chat_template))
+    for file in files:
+        if file.is_file() and file.suffix not in _NOT_THE_TOKENIZERS and file.name != NOTE:
+            fingerprints[str(file.resolve())] = files_fingerprint([file])
+    return fingerprints
