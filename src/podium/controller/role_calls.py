@@ -39,7 +39,7 @@ class PolicyRole:
         self, batch: TrainBatch, *, loss: Literal["policy", "imitation"] = "policy"
     ) -> UpdateReport | None:
         """All optimizer steps of a batch: `algorithm.epochs` times `algorithm.mini_batches`. The loss is the recipe's
-        (`algorithm.loss`; the formula: PolicyObjective in roles/policy_update.py). With `imitation` it is the negative
+        (`algorithm.loss`; the formula: roles/policy_objective.py). With `imitation` it is the negative
         log-likelihood of every trained token, and advantages are not used. None where the batch is empty."""
         if not len(batch):
             return None

@@ -33,7 +33,7 @@ from podium.recipe import AlgorithmSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ValueShard
 from podium.roles.interfaces import MICRO_BATCH, Critic, CriticNote, CriticShard, CriticSpec
-from podium.roles.policy_update import packed_rows, token_rewards
+from podium.roles.token_rows import packed_rows, token_rewards
 from podium.rollout.engine import MemoryChange
 
 

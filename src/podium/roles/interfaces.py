@@ -109,7 +109,7 @@ class Learner(ABC):
     @abstractmethod
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
         """All optimizer steps of one batch of rollouts; the note is an UpdateNote. `learner.LearnerRank` runs
-        `policy_update.PolicyUpdate`, which has the loss."""
+        `policy_update.PolicyUpdate`; the loss is in `policy_objective`."""
 
     @abstractmethod
     def describe(self, number: int) -> WeightVersion:

@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -18,65 +17,23 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from podium.algorithms import policy
 from podium.algorithms.corrections import EffectiveSampleSize, effective_sample_size, importance_weights
 from podium.algorithms.distillation import several_teachers_advantages
-from podium.algorithms.kl import KlEstimator, kl_estimate
-from podium.algorithms.policy import PolicyStatistics, PolicyTokens, policy_statistics
+from podium.algorithms.kl import kl_estimate
+from podium.algorithms.policy import PolicyStatistics, policy_statistics
 from podium.algorithms.reduction import normalizer, token_weights
 from podium.algorithms.returns import Moments, rewards_to_go
 from podium.cluster import RowRefs
-from podium.data.documents import Document, PackedBatch, pack
+from podium.data.documents import PackedBatch
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.engine.scoring import score
 from podium.engine.train_step import ObjectiveBatch, PendingReport, TrainEngine
-from podium.errors import RecipeError
-from podium.recipe import AlgorithmSection, plugins
-from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard
+from podium.recipe import AlgorithmSection
+from podium.roles.carriers import UpdatePlan, UpdateShard
 from podium.roles.interfaces import UpdateNote
+from podium.roles.policy_objective import Loss, PolicyObjective, imitation, loss_of
+from podium.roles.token_rows import packed_rows, token_rewards
 from podium.weights.canary import LogprobGap
-
-Loss = Callable[[PolicyTokens], Tensor]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class PolicyObjective:
-    """The loss of one micro-batch's trained tokens. What it is given is constant but for the log-probs."""
-
-    temperature: float
-    entropy: float
-    ties_tokens: bool
-    watches_entropy: bool = True
-    loss: Loss
-    old_S: Tensor
-    advantages_S: Tensor
-    sequence_S: Tensor
-    num_sequences: int
-    correction_S: Tensor | None
-    reference_S: Tensor | None
-    kl_estimator: KlEstimator
-    kl_coefficient: float
-
-    def tokens(self, logprobs_C: Tensor, part: slice) -> PolicyTokens:
-        """What the loss reads about one part of the trained tokens."""
-        return PolicyTokens(
-            logprobs_S=logprobs_C,
-            old_logprobs_S=self.old_S[part],
-            advantages_S=self.advantages_S[part],
-            sequence_S=self.sequence_S[part],
-            num_sequences=self.num_sequences,
-        )
-
-    def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
-        """The loss of each token: correction · policy loss + β · KL. The head (models/head.py) subtracts the entropy
-        bonus, multiplies by the token's weight and sums; the train step divides by the count of the reduction."""
-        loss_C = self.loss(self.tokens(logprobs_C, tokens))
-        if self.correction_S is not None:
-            loss_C = loss_C * self.correction_S[tokens]
-        if self.reference_S is not None:
-            distance_C = kl_estimate(logprobs_C, self.reference_S[tokens], self.kl_estimator)
-            loss_C = loss_C + self.kl_coefficient * distance_C
-        return loss_C
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -276,96 +233,6 @@ class _Micro:
     behavior_S: Tensor
     versions_S: NDArray[np.int32]
     is_first: bool = False  # computed before any of the batch's optimizer steps
-
-
-def packed_rows(
-    block: TrajectoryBlock, trained_T: NDArray[np.bool_], rows: Ints
-) -> tuple[PackedBatch, Ints, Ints, int]:
-    """(micro-batch, place in the block of each trained token, its sequence, number of sequences). What follows a row's
-    last trained token is left out; rows without one are left out whole."""
-    documents: list[Document] = []
-    begins: list[int] = []
-    for row in rows.tolist():
-        begin, end = int(block.offsets[row]), int(block.offsets[row + 1])
-        trained = trained_T[begin:end]
-        trained_places = np.flatnonzero(trained)
-        if len(trained_places):
-            last = int(trained_places[-1]) + 1
-            documents.append(Document(tokens=block.tokens_T[begin : begin + last], trained=trained[:last]))
-            begins.append(begin)
-    # Neighbours of one length are attended to in one call.
-    order = sorted(range(len(documents)), key=lambda at: documents[at].num_inputs)
-    places = [begins[at] + np.flatnonzero(documents[at].trained) for at in order]
-    places_S = np.concatenate(places) if places else np.empty(0, np.int64)
-    sequence_S = np.repeat(np.arange(len(places)), [len(each) for each in places]).astype(np.int64)
-    return pack([documents[at] for at in order]), places_S, sequence_S, len(places)
-
-
-def token_rewards(
-    block: TrajectoryBlock,
-    trained_T: NDArray[np.bool_],
-    rewards_N: NDArray[np.float64],
-    turn_rewards: TurnRewards,
-    reference_T: NDArray[np.float32] | None,
-    algorithm: AlgorithmSection,
-    kl_coefficient: float,
-) -> NDArray[np.float32]:
-    """Each episode's reward on its last trained token, turns' rewards on their own, less the KL where it is in the
-    reward."""
-    rewards_T = np.zeros(len(block.tokens_T), np.float32)
-    places = np.where(trained_T, np.arange(len(trained_T)), -1)
-    if len(block.ids):
-        last_N = np.maximum.reduceat(np.append(places, -1), block.offsets[:-1])
-        last_N = np.where(block.lengths_N > 0, last_N, -1)
-        has = last_N >= block.offsets[:-1]
-        np.add.at(rewards_T, last_N[has], rewards_N[has])
-        np.add.at(rewards_T, block.offsets[:-1][turn_rewards.row_K] + turn_rewards.token_K, turn_rewards.reward_K)
-    kl = algorithm.kl
-    if kl is not None and kl.where == "reward" and reference_T is not None:
-        distance_T = kl_estimate(
-            torch.from_numpy(block.behavior_logprobs_T.copy()),
-            torch.from_numpy(reference_T.copy()),
-            kl.estimator or "k1",
-        ).numpy()
-        rewards_T -= np.where(trained_T, kl_coefficient * distance_T, 0).astype(np.float32)
-    return rewards_T
-
-
-def loss_of(algorithm: AlgorithmSection) -> Loss:
-    """The loss that the recipe names, with its constants."""
-    low, high = algorithm.clip_low, algorithm.clip_high
-    match algorithm.loss:
-        case "clipped":
-            return functools.partial(policy.clipped, clip_low=low, clip_high=high, dual_clip=algorithm.dual_clip)
-        case "sequence_clipped":
-            return functools.partial(policy.sequence_clipped, clip_low=low, clip_high=high)
-        case "clipped_weights":
-            return functools.partial(policy.clipped_weights, clip_low=low, clip_high=high)
-        case "policy_gradient":
-            return policy.policy_gradient
-        case path:
-            return _own_loss(plugins.load(path, "algorithm.loss"), path)
-
-
-def _own_loss(function: Callable[..., Any], path: str) -> Loss:
-    """A loss of the user's; one number for all tokens would be taken for the loss of each."""
-
-    def loss(tokens: PolicyTokens) -> Tensor:
-        loss_S: Tensor = function(tokens)
-        if not isinstance(loss_S, Tensor) or loss_S.shape != tokens.logprobs_S.shape:
-            given = tuple(loss_S.shape) if isinstance(loss_S, Tensor) else type(loss_S).__name__
-            raise RecipeError(
-                f"algorithm.loss: {path} gave {given} for {len(tokens.logprobs_S)} tokens. It takes PolicyTokens and "
-                "gives one loss for each token; the recipe's reduction adds them up."
-            )
-        return loss_S
-
-    return loss
-
-
-def imitation(tokens: PolicyTokens) -> Tensor:
-    """Cross-entropy: what supervised fine-tuning minimises."""
-    return -tokens.logprobs_S
 
 
 def _taught(shard: UpdateShard, block: TrajectoryBlock) -> NDArray[np.float32]:

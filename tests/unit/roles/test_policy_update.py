@@ -34,7 +34,7 @@ from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
 from podium.engine.scoring import score
 from podium.recipe import AlgorithmSection
-from podium.roles.policy_update import packed_rows
+from podium.roles.token_rows import packed_rows
 
 SAME = 1e-5
 REDUCTIONS = ("token_mean", "sequence_sum_mean", "sequence_mean_mean", "constant")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import TurnRewards
-from podium.roles.policy_update import packed_rows, token_rewards
+from podium.roles.token_rows import packed_rows, token_rewards
 
 PLAIN = AlgorithmSection()
 

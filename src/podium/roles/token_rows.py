@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes as packed rows, and the rewards of their tokens: for the policy's update and the critic's."""
+
+# N episodes · T tokens of all of them
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from podium.algorithms.kl import kl_estimate
+from podium.data.documents import Document, PackedBatch, pack
+from podium.data.trajectories import Ints, TrajectoryBlock
+from podium.recipe import AlgorithmSection
+from podium.roles.carriers import TurnRewards
+
+
+def packed_rows(
+    block: TrajectoryBlock, trained_T: NDArray[np.bool_], rows: Ints
+) -> tuple[PackedBatch, Ints, Ints, int]:
+    """(micro-batch, place in the block of each trained token, its sequence, number of sequences). What follows a row's
+    last trained token is left out; rows without one are left out whole."""
+    documents: list[Document] = []
+    begins: list[int] = []
+    for row in rows.tolist():
+        begin, end = int(block.offsets[row]), int(block.offsets[row + 1])
+        trained = trained_T[begin:end]
+        trained_places = np.flatnonzero(trained)
+        if len(trained_places):
+            last = int(trained_places[-1]) + 1
+            documents.append(Document(tokens=block.tokens_T[begin : begin + last], trained=trained[:last]))
+            begins.append(begin)
+    # Neighbours of one length are attended to in one call.
+    order = sorted(range(len(documents)), key=lambda at: documents[at].num_inputs)
+    places = [begins[at] + np.flatnonzero(documents[at].trained) for at in order]
+    places_S = np.concatenate(places) if places else np.empty(0, np.int64)
+    sequence_S = np.repeat(np.arange(len(places)), [len(each) for each in places]).astype(np.int64)
+    return pack([documents[at] for at in order]), places_S, sequence_S, len(places)
+
+
+def token_rewards(
+    block: TrajectoryBlock,
+    trained_T: NDArray[np.bool_],
+    rewards_N: NDArray[np.float64],
+    turn_rewards: TurnRewards,
+    reference_T: NDArray[np.float32] | None,
+    algorithm: AlgorithmSection,
+    kl_coefficient: float,
+) -> NDArray[np.float32]:
+    """Each episode's reward on its last trained token, turns' rewards on their own, less the KL where it is in the
+    reward."""
+    rewards_T = np.zeros(len(block.tokens_T), np.float32)
+    places = np.where(trained_T, np.arange(len(trained_T)), -1)
+    if len(block.ids):
+        last_N = np.maximum.reduceat(np.append(places, -1), block.offsets[:-1])
+        last_N = np.where(block.lengths_N > 0, last_N, -1)
+        has = last_N >= block.offsets[:-1]
+        np.add.at(rewards_T, last_N[has], rewards_N[has])
+        np.add.at(rewards_T, block.offsets[:-1][turn_rewards.row_K] + turn_rewards.token_K, turn_rewards.reward_K)
+    kl = algorithm.kl
+    if kl is not None and kl.where == "reward" and reference_T is not None:
+        distance_T = kl_estimate(
+            torch.from_numpy(block.behavior_logprobs_T.copy()),
+            torch.from_numpy(reference_T.copy()),
+            kl.estimator or "k1",
+        ).numpy()
+        rewards_T -= np.where(trained_T, kl_coefficient * distance_T, 0).astype(np.float32)
+    return rewards_T
