@@ -37,6 +37,11 @@ async def forgetful(run):
     async for step in run.steps():
         pass
 
+async def leaves(run):
+    async for step in run.steps():
+        await run.commit(step)
+        break
+
 async def wrong_shape(run):
     async for step in run.steps():
         step.batch([1.0])
@@ -55,6 +60,9 @@ def sft(run):
             stop_requested=run.stop_requested,
         )
         run.record(step, report)
+
+def leaves(run):
+    return
 
 async def not_plain(run):
     pass
@@ -131,13 +139,20 @@ def test_a_program_that_failed_is_fixed_and_the_run_goes_on(user: Workspace) -> 
     assert any(file.endswith("on_policy.py:grpo") for file in files)
 
 
-@pytest.mark.parametrize("program", ["forgetful", "wrong_shape"])
+@pytest.mark.parametrize("program", ["forgetful", "leaves", "wrong_shape"])
 def test_a_program_that_misuses_its_run_is_stopped_in_words(user: Workspace, program: str) -> None:
     outcome = user.podium("train", rl_recipe(user, program, **_custom(program)))
 
     assert outcome.code == 2, outcome
     assert "step" in outcome.err
     assert "Traceback" not in outcome.err
+
+
+def test_a_program_on_fixed_data_that_leaves_early_is_stopped_in_words(user: Workspace) -> None:
+    outcome = user.podium("train", user.recipe("leaves", program="fixed.py:leaves", signal="fixed"))
+
+    assert outcome.code == 2, outcome
+    assert "run.steps()" in outcome.err
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ async def _drive(
                 run = await assemble(inputs, cluster, workers, console, watch, stack)
             try:
                 await program(run)
+                run.require_finished()
             except Exception:
                 # What was being saved is saved, as far as the learners still answer.
                 with contextlib.suppress(Exception):

@@ -21,6 +21,7 @@ from podium.errors import ProgramError
 from podium.roles.interfaces import POLICY
 from podium.roles.stages import CriticReport, GradedRollouts, TrainBatch, UpdateReport
 from podium.runs.milestones import Milestones
+from podium.runs.result import left_early
 
 
 class OnPolicyRun(Generic[RecipeT_co]):
@@ -35,6 +36,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._milestones = Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
         self._evaluation: OnPolicyEvaluation | None = None
+        self._is_finished = False
         self.policy = PolicyRole(parts, devices, state)
         self.reference = ReferenceRole(parts, devices, self._kl) if self._kl is not None else None
         self.critic = CriticRole(parts, devices, roles.critic) if roles.critic is not None else None
@@ -107,6 +109,11 @@ class OnPolicyRun(Generic[RecipeT_co]):
     async def finish_saving(self) -> None:
         """Waits until the last checkpoint is written."""
         await self._parts.roles.policy.finish_saving()
+
+    def require_finished(self) -> None:
+        """Raises where the program left the loop over `steps` early: its last steps are not saved."""
+        if not self._is_finished:
+            raise left_early(self.recipe.program, self._state.step)
 
     # --- results ---
 
@@ -205,3 +212,4 @@ class OnPolicyRun(Generic[RecipeT_co]):
         with self._parts.watch.span("checkpoint"):
             await self.finish_saving()
         self._parts.log.finish(step)
+        self._is_finished = True

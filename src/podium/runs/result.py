@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from podium.errors import ProgramError
 from podium.observe import TimeSummary
 from podium.recipe import Recipe
 
@@ -24,6 +25,14 @@ class RunResult:
     heldout_loss: float | None
     score: float | None
     time: TimeSummary
+
+
+def left_early(program: str, step: int) -> ProgramError:
+    """Of a program that returned while its run had steps to do."""
+    return ProgramError(
+        f"program {program} returned after step {step}, before the loop over run.steps() ended, and the last steps are "
+        "not saved. Let the loop end by itself: it ends after `steps` steps, and when a stop is asked for."
+    )
 
 
 def end_status(recipe: Recipe, step: int) -> EndStatus:

@@ -87,6 +87,7 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         if mesh.is_main and task.resume_step is not None and where.attempt == 0:
             set_aside_later(folder.checkpoints, task.resume_step)
         task.load_program(recipe.program)(run)
+        run.require_finished()
         return run.result()
 
 

@@ -29,7 +29,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.guards import DivergenceGuard
 from podium.runs.log import RunLog
 from podium.runs.milestones import Milestones
-from podium.runs.result import RunResult, end_status
+from podium.runs.result import RunResult, end_status, left_early
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
 
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
@@ -112,6 +112,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._stopping = False
         self._last_loss: float | None = None
         self._evaluation: Evaluation | None = None
+        self._is_finished = False
         recipe, folder, self._log = parts.recipe, parts.folder, parts.log
         self._milestones = Milestones(recipe, progress.step, evaluates=parts.evaluator is not None)
         self._guard = DivergenceGuard(
@@ -173,6 +174,11 @@ class SpmdRun(Generic[RecipeT_co]):
         if evaluate:
             self._evaluate()
         self._last_record = time.perf_counter() if evaluate or save else self._last_record
+
+    def require_finished(self) -> None:
+        """Raises where the program left the loop over `steps` early: its last steps are not saved."""
+        if not self._is_finished:
+            raise left_early(self.recipe.program, self._step)
 
     def result(self) -> RunResult:
         """The result of the run as the API returns it."""
@@ -342,3 +348,4 @@ class SpmdRun(Generic[RecipeT_co]):
         self._mesh.barrier()
         if self._mesh.is_main:
             self._log.finish(self._step)
+        self._is_finished = True
