@@ -6,7 +6,7 @@
 
 TRL runs in the environment of requirements.txt (.venv-bench), or in this one where it can be imported; without it only
 Podium's figures are printed. Same model config, same prompts in the same order, 8 prompts x 8 samples, every answer as
-long as allowed (there is no end token that the model could draw), the same reward function, no KL, one optimizer step
+long as allowed (there is no end token that the model could sample), the same reward function, no KL, one optimizer step
 a batch, AdamW, clipping. Each turn of a side is a fresh process; the first `--warmup` steps are left out, the figure is
 the median over the steps of all turns. On CPU: float32, oneDNN off; Podium has `--devices` workers of one thread, TRL
 is tried with one thread, with a thread for each core and with as many processes (data parallel); the best one counts.
@@ -174,7 +174,7 @@ def report(task: Task, results: Mapping[str, Sequence[SideResult]]) -> list[str]
         f"{platform.machine()}, {os.cpu_count()} cores; shape {task.shape} on {task.device}, {PROMPTS} prompts of "
         f"{task.shortest} to {task.longest} tokens x {SAMPLES} samples of {task.new_tokens}; {turns} turns of "
         f"{task.steps - task.warmup} timed steps",
-        f"{'':<21} {'s/step':>7} {'(range)':>15} {'CPU s/step':>10} {'drawn/s':>9} {'reward':>6}",
+        f"{'':<21} {'s/step':>7} {'(range)':>15} {'CPU s/step':>10} {'tokens/s':>9} {'reward':>6}",
     ]
     for name, each in results.items():
         every = [seconds for turn in each for seconds in turn.step_s]
@@ -182,7 +182,7 @@ def report(task: Task, results: Mapping[str, Sequence[SideResult]]) -> list[str]
         reward = statistics.mean(turn.reward for turn in each)
         lines.append(
             f"{name:<21} {step_s[name]:>7.3f} {spread:>15} {cpu_s[name]:>10.3f} "
-            f"{task.drawn_per_step / step_s[name]:>9,.0f} {reward:>6.3f}"
+            f"{task.generated_per_step / step_s[name]:>9,.0f} {reward:>6.3f}"
         )
     if peers:
         by_wall, by_cpu = min(peers, key=step_s.__getitem__), min(peers, key=cpu_s.__getitem__)
@@ -219,7 +219,7 @@ def phase_lines(name: str, task: Task, turns: Sequence[SideResult]) -> list[str]
         f"{name}, by its own metrics: step {1e3 * step_s:.1f} ms: {phases}",
         f"  nobody at work (the controller's overhead): {1e3 * idle_s:.1f} ms, {idle_s / step_s:.2%} of the step; "
         f"goal {goal}: {'holds' if holds else 'MISSED'}",
-        f"  {of('rollout/tokens_per_s'):,.0f} drawn tokens/s of rollout, {of('update/tokens_per_s'):,.0f} tokens/s of "
+        f"  {of('rollout/tokens_per_s'):,.0f} generated tokens/s of rollout, {of('update/tokens_per_s'):,.0f} tokens/s of "
         f"update; MFU {of('mfu'):.2%} of the step, {of('update/mfu'):.2%} of the update",
         f"  prompts of {of('prompt/mean'):.0f} tokens, {of('micro_steps'):.0f} micro-steps, engine against learner "
         f"{of('gap/mean'):.1e} (log-probs, mean)",

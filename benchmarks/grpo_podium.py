@@ -35,7 +35,7 @@ def train(task: Task, devices: int, scratch: str) -> SideResult:
     assert [line.step for line in lines] == list(range(1, task.steps + 1))
     timed = [line.values for line in lines[task.warmup :]]
     for values in timed:
-        assert values["rollout/generated_tokens"] == task.drawn_per_step, "an answer ended early"
+        assert values["rollout/generated_tokens"] == task.generated_per_step, "an answer ended early"
         assert values["episodes/learned_from"] == PROMPTS * SAMPLES
         assert values["optimizer_steps"] == 1
     wall_s = StepClock.wall_s[task.warmup - 1 :]

@@ -39,7 +39,7 @@ class Task:
         return Path(self.folder) / "prompts.jsonl"
 
     @property
-    def drawn_per_step(self) -> int:
+    def generated_per_step(self) -> int:
         return PROMPTS * SAMPLES * self.new_tokens
 
     def write(self, path: Path) -> None:
@@ -69,7 +69,7 @@ class SideResult:
 
 
 def make_task(task: Task) -> None:
-    """Writes the config, the tokenizer and the prompts; weights are drawn on the device."""
+    """Writes the config, the tokenizer and the prompts; weights are random, made on the device."""
     task.model.mkdir(parents=True)
     make_model(task.shape, task.model)
     words = _write_tokenizer(task.model, int(SHAPES[task.shape]["vocab_size"]))
