@@ -219,7 +219,7 @@ def phase_lines(name: str, task: Task, turns: Sequence[SideResult]) -> list[str]
         f"{name}, by its own metrics: step {1e3 * step_s:.1f} ms: {phases}",
         f"  nobody at work (the controller's overhead): {1e3 * idle_s:.1f} ms, {idle_s / step_s:.2%} of the step; "
         f"goal {goal}: {'holds' if holds else 'MISSED'}",
-        f"  {of('rollout/tokens_per_s'):,.0f} generated tokens/s of rollout, {of('update/tokens_per_s'):,.0f} tokens/s of "
+        f"  {of('rollout/tokens_per_s'):,.0f} tokens/s of rollout, {of('update/tokens_per_s'):,.0f} tokens/s of "
         f"update; MFU {of('mfu'):.2%} of the step, {of('update/mfu'):.2%} of the update",
         f"  prompts of {of('prompt/mean'):.0f} tokens, {of('micro_steps'):.0f} micro-steps, engine against learner "
         f"{of('gap/mean'):.1e} (log-probs, mean)",
