@@ -18,6 +18,7 @@ from pathlib import Path
 
 POOLS = {"learner": "train", "generator": "rollout", "grader": "graders", "runner": "runners"}
 _DAEMONS = ("raylet", "gcs_server")
+_FORK_SERVER = "podium.cluster.fork_server"
 _ACTOR_NAME = re.compile(r"^:actor_name:(.*)$", re.MULTILINE)
 _LOOK_S = 0.02
 
@@ -26,6 +27,7 @@ _LOOK_S = 0.02
 class Process:
     pid: int
     title: str  # what it calls itself, or its command line
+    parent: int
 
     @property
     def program(self) -> str:
@@ -40,7 +42,9 @@ class Process:
     @property
     def is_ray_worker(self) -> bool:
         """Also before it has given itself a title. The raylet has the same script among its arguments."""
-        untitled = self.program.startswith("python") and "default_worker.py" in self.title
+        untitled = self.program.startswith("python") and (
+            "default_worker.py" in self.title or _FORK_SERVER in self.title
+        )
         return untitled or self.title.startswith(("ray::IDLE", "ray::Worker"))
 
 
@@ -83,7 +87,12 @@ class ProcessFamily:
         names = self._actor_names()
         found = {daemon: [each for each in living.values() if each.program == daemon] for daemon in _DAEMONS}
         found["controller"] = [living[self.leader]] if self.leader in living else []
-        found["worker"] = [each for each in living.values() if each.is_ray_worker and each.pid not in names]
+        # What it forks has its title at first, and another parent.
+        found["fork_server"] = [
+            each for each in living.values() if _FORK_SERVER in each.title and each.parent == self.leader
+        ]
+        others = {*names, *(each.pid for each in found["fork_server"])}
+        found["worker"] = [each for each in living.values() if each.is_ray_worker and each.pid not in others]
         by_name = sorted((name, pid) for pid, name in names.items() if pid in living)
         for victim, pool in POOLS.items():
             found[victim] = [living[pid] for name, pid in by_name if name.startswith(f"{pool}[")]
@@ -102,7 +111,7 @@ class ProcessFamily:
     def _look_at(self, pid: int) -> Process | None:
         place = Path(f"/proc/{pid}")
         try:
-            state, _, _, session = (place / "stat").read_text().rpartition(")")[2].split()[:4]
+            state, parent, _, session = (place / "stat").read_text().rpartition(")")[2].split()[:4]
             if state == "Z":
                 return None
             if int(session) != self.leader:
@@ -110,7 +119,7 @@ class ProcessFamily:
                 if marker not in (place / "environ").read_bytes().split(b"\0"):
                     return None
             command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-            return Process(pid=pid, title=command)
+            return Process(pid=pid, title=command, parent=int(parent))
         except OSError:
             return None
 
@@ -133,7 +142,12 @@ def names_victim(victim: str) -> re.Pattern[str]:
     """What an error must contain to name the victim."""
     if victim in POOLS:
         return re.compile(rf"\b{POOLS[victim]}\[\d|\b{victim}", re.IGNORECASE)
-    words = {"raylet": r"raylet|\bnode\b", "gcs_server": r"gcs|head", "worker": r"worker|\w\[\d"}
+    words = {
+        "raylet": r"raylet|\bnode\b",
+        "gcs_server": r"gcs|head",
+        "worker": r"worker|\w\[\d",
+        "fork_server": r"fork server",
+    }
     return re.compile(words[victim], re.IGNORECASE)
 
 

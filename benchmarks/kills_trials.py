@@ -16,7 +16,7 @@ from kills_task import LAYOUTS, STEPS
 
 SignalName = Literal["KILL", "STOP"]
 # `worker` is a worker process of Ray's that has no role yet; `none` is not killed at all, as a control.
-VICTIMS = ("controller", "learner", "generator", "grader", "runner", "worker", "raylet", "gcs_server")
+VICTIMS = ("controller", "learner", "generator", "grader", "runner", "worker", "fork_server", "raylet", "gcs_server")
 CONTROL = "none"
 # Colocated generators live in the learners' processes; only environments have runners.
 _ONLY_IN = {"generator": "split", "runner": "environment"}

@@ -23,7 +23,8 @@ def local_ray() -> Iterator[None]:
 
     from podium.cluster.ray_transport import RayTransport
 
-    transport = asyncio.run(RayTransport.open(RayCluster(cpus=8, object_store_bytes=200 * 2**20, show_output=False)))
+    settings = RayCluster(cpus=8, object_store_bytes=200 * 2**20, show_output=False, preload=("podium.roles.learner",))
+    transport = asyncio.run(RayTransport.open(settings))
     assert ray.is_initialized()
     yield
     asyncio.run(transport.close())

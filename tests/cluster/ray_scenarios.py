@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run on a Ray of its own, for tests that kill or stop its processes: `ray_scenarios.py MOMENT FOLDER
-HEARTBEAT_TIMEOUT_S`.
+HEARTBEAT_TIMEOUT_S [MODULE ...]`.
 
-It stays at MOMENT until FOLDER/go exists. At "starting" and "pools" (three of them) it does not stay. What it
-prints last is how it ended, as JSON."""
+It stays at MOMENT until FOLDER/go exists. At "starting", "pools" (three of them) and "tokenizers" it does not stay.
+Workers are forked with the modules imported, where any are given. What it prints last is how it ended, as JSON."""
 
 from __future__ import annotations
 
@@ -22,6 +22,13 @@ from podium.cluster.worker_pool import Timeouts
 from podium.errors import PodiumError
 
 LIMIT_S = 120.0
+
+
+class Librarian(Counter):
+    """Its value says what its process has imported: 2 for transformers and 1 for torch."""
+
+    def value(self) -> int:
+        return 2 * ("transformers" in sys.modules) + ("torch" in sys.modules)
 
 
 class WaitsToBeBuilt(Counter):
@@ -51,15 +58,24 @@ def three_pools() -> Layout:
     )
 
 
-async def run(moment: str, folder: Path, heartbeat_timeout_s: float) -> str:
+async def run(moment: str, folder: Path, heartbeat_timeout_s: float, preload: tuple[str, ...]) -> str:
     settings = RayCluster(
-        cpus=2, object_store_bytes=80 * 2**20, show_output=False, heartbeat_timeout_s=heartbeat_timeout_s
+        cpus=2,
+        object_store_bytes=80 * 2**20,
+        show_output=False,
+        heartbeat_timeout_s=heartbeat_timeout_s,
+        preload=preload,
     )
     match moment:
         case "building":
             layout = one_role(WaitsToBeBuilt, (str(folder),))
         case "pools":
             layout = three_pools()
+        case "tokenizers":
+            layout = Layout(
+                pools=(Pool(name="read", slots=1, collectives=False, tokenizers_only=True),),
+                roles=(RoleSpec(name="counter", kind=Librarian, pool="read"),),
+            )
         case _:
             layout = one_role(Counter)
     timeouts = Timeouts(heartbeat_timeout_s=heartbeat_timeout_s)
@@ -73,9 +89,9 @@ async def run(moment: str, folder: Path, heartbeat_timeout_s: float) -> str:
 
 
 def main() -> None:
-    moment, folder, heartbeat_timeout_s = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3])
+    moment, folder, heartbeat_timeout_s, *preload = sys.argv[1], Path(sys.argv[2]), float(sys.argv[3]), *sys.argv[4:]
     try:
-        ended = asyncio.run(asyncio.wait_for(run(moment, folder, heartbeat_timeout_s), LIMIT_S))
+        ended = asyncio.run(asyncio.wait_for(run(moment, folder, heartbeat_timeout_s, tuple(preload)), LIMIT_S))
     except PodiumError as error:
         ended = f"{type(error).__name__}: {error}"
     print(json.dumps({"ended": ended}), flush=True)

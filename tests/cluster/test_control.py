@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -131,29 +130,5 @@ def test_calls_that_several_tasks_make_at_once_reach_all_ranks_in_one_order(open
 
         found = await asyncio.gather(*(call(number) for number in range(30)))
         assert found == [[3.0 * number] * 2 for number in range(30)]
-
-    run(open_on_ray, layout, body)
-
-
-class Librarian:
-    """Says what its process has imported."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        self._context = context
-
-    def has(self, module: str) -> bool:
-        return module in sys.modules
-
-
-def test_workers_that_only_need_tokenizers_import_no_torch(open_on_ray: Opener) -> None:
-    layout = Layout(
-        pools=(Pool(name="read", slots=1, collectives=False, tokenizers_only=True),),
-        roles=(RoleSpec(name="librarian", kind=Librarian, pool="read"),),
-    )
-
-    async def body(workers: object) -> None:
-        group = workers.role("librarian", Librarian)  # type: ignore[attr-defined]
-        found = [(await group.call_one(0, Librarian.has, module)).value for module in ("transformers", "torch")]
-        assert found == [True, False]
 
     run(open_on_ray, layout, body)

@@ -4,78 +4,19 @@ time with a word of who it was, and no process is left."""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
 from helpers.on_policy import session_of
 from helpers.processes import wait_until
+from helpers.ray_scenarios import ENDED_S, GUARD_S, HEARTBEAT_S, commands_of, end_of, rays, scenario
 from podium.cluster.processes import children_of_thread, command_of, look
 
-SCRIPT = Path(__file__).with_name("ray_scenarios.py")
-HEARTBEAT_S = 3.0
-# How long a controller may take to notice that Ray is dead.
-GUARD_S = 30.0
-# From the signal to the end of the command: the time that stopping Ray may take, and this machine's load.
-ENDED_S = 40.0
-
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
-
-
-@contextmanager
-def scenario(moment: str, folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """In a session of its own; nothing of the session is left afterwards."""
-    path = os.pathsep.join([str(SCRIPT.parents[1]), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment.pop("RAY_ADDRESS", None)
-    with (folder / "output").open("wb") as output:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), moment, str(folder), str(HEARTBEAT_S)],
-            stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True,
-        )  # fmt: skip
-    try:
-        yield process
-    finally:
-        left = session_of(process.pid)
-        for pid in left:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        process.wait(20)
-
-
-def commands_of(process: subprocess.Popen[bytes]) -> dict[int, bytes]:
-    """Of the living processes of its session."""
-    found = {}
-    for pid in session_of(process.pid):
-        with suppress(OSError):
-            found[pid] = Path(f"/proc/{pid}/cmdline").read_bytes()
-    return found
-
-
-def rays(process: subprocess.Popen[bytes], name: str) -> int:
-    """The scenario's gcs_server or raylet."""
-    (pid,) = [pid for pid, command in commands_of(process).items() if command.split(b"\0")[0].endswith(name.encode())]
-    return pid
-
-
-def end_of(process: subprocess.Popen[bytes], folder: Path, *, within_s: float) -> str:
-    """How the scenario ended; its session is empty then."""
-    began = time.monotonic()
-    assert process.wait(within_s) == 0, (folder / "output").read_text()
-    lines = (folder / "output").read_text().splitlines()
-    assert not [line for line in lines if "state-dump" in line or "(raylet)" in line], lines
-    wait_until(lambda: not session_of(process.pid), f"the end of {commands_of(process)}", deadline_s=10)
-    assert time.monotonic() - began < within_s
-    ended: str = json.loads(lines[-1])["ended"]
-    return ended
 
 
 def test_a_process_killed_before_it_has_become_a_worker_is_replaced(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ class RayCluster:
     show_output: bool = True  # what workers print comes to the controller's terminal, with their names before it
     deadline_s: float = 30.0  # to reach the one at `address`
     heartbeat_timeout_s: float = 60.0  # of the processes of a local one: stopped for longer, the cluster has failed
+    preload: tuple[str, ...] = ()  # a local one forks its workers from a process that has imported these modules
 
 
 # Ray counts in ten-thousandths.

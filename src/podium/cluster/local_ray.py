@@ -16,6 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from podium.cluster import processes
 from podium.cluster.blocking import is_any_left
+from podium.cluster.fork_server import ForkServer
 from podium.cluster.layout import RayCluster
 from podium.cluster.processes import (
     ProcessInfo,
@@ -65,6 +66,12 @@ class LocalRay:
         self._gathered_s = self._began_s
         self.starting = StartingProcesses()
         self._guard = _Guard()
+        self._fork_server: ForkServer | None = None
+        if settings.preload and sys.platform == "linux":  # elsewhere libraries do not support a fork
+            with contextlib.suppress(OSError):  # no space, or the address too long: workers start without it
+                self._fork_server = ForkServer(settings.preload)
+                self._guard.tell(f"folder {self._fork_server.folder}")
+                self._gather_family()
         self._starter = threading.Thread(target=self._start, name="ray start", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="ray watch", daemon=True)
         self._starter.start()
@@ -105,6 +112,8 @@ class LocalRay:
             closing.join(_SHUTDOWN_S)
         self._kill_family()
         self._stopped.set()
+        if self._fork_server is not None:
+            self._fork_server.end()
         self._guard.end()
         if closing.is_alive() or not self._initialized.is_set() or is_any_left():
             import ray
@@ -113,7 +122,11 @@ class LocalRay:
 
     def _start(self) -> None:
         try:
-            init_local(self._settings, is_wanted=lambda: self.failure is None and not self._stopping.is_set())
+            init_local(
+                self._settings,
+                setup_worker=self._fork_server.script if self._fork_server is not None else None,
+                is_wanted=lambda: self.failure is None and not self._stopping.is_set(),
+            )
         except BaseException as error:
             self._fail(f"a local Ray cannot be started: {error}")
         else:
@@ -164,7 +177,10 @@ class LocalRay:
         raylet = self._vital.get(RAYLET)
         if raylet is None:
             return
-        processes_now = [look(pid) for pid in children_of_thread(raylet.pid, raylet.pid)]
+        pids = children_of_thread(raylet.pid, raylet.pid)
+        if self._fork_server is not None:
+            pids += self._fork_server.workers()  # after the raylet's: a worker is there before its request ends
+        processes_now = [look(pid) for pid in pids]
         living = [each for each in processes_now if each is not None and each.is_alive]
         for each in living:
             self._remember(each)
@@ -174,6 +190,8 @@ class LocalRay:
         """Remembers who belongs to the cluster: once their parent is dead, the kernel no longer says so."""
         self._gathered_s = time.monotonic()
         mine = [pid for pid in children(os.getpid()) if pid not in self._others and self._is_rays(pid)]
+        if self._fork_server is not None:
+            mine.append(self._fork_server.pid)
         for pid in [*mine, *descendants(mine)]:
             process = look(pid)
             if process is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -136,13 +137,15 @@ def guard() -> None:
     """Ends the processes of a family when the process that started them is gone. Also ends that process when it waits
     for a vital process that is dead: in a call that holds Python's lock it cannot notice.
 
-    Reads lines from that process: `family PID STARTED`, `vital PID STARTED NAME`, and at last `end`. Waits for the next
-    line; the end of the pipe, or a vital process that has been dead for long, unblocks it.
+    Reads lines from that process: `family PID STARTED`, `vital PID STARTED NAME`, `folder PATH` (to be removed with the
+    family), and at last `end`. Waits for the next line; the end of the pipe, or a vital process that has been dead for
+    long, unblocks it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     guarded, family, dead_since_s = look(os.getppid()), set[tuple[int, int]](), 0.0
     vital: dict[tuple[int, int], str] = {}
+    folders: list[str] = []
     pending = b""
     while True:
         if select.select([0], [], [], 0.5)[0]:
@@ -150,9 +153,13 @@ def guard() -> None:
             if not read:
                 break
             *lines, pending = (pending + read).split(b"\n")
-            for kind, *values in (line.decode().split() for line in lines):
+            for kind, _, rest in (os.fsdecode(line).partition(" ") for line in lines):
                 if kind == "end":
                     return
+                if kind == "folder":
+                    folders.append(rest)
+                    continue
+                values = rest.split()
                 key = int(values[0]), int(values[1])
                 family.add(key)
                 if kind == "vital":
@@ -164,6 +171,8 @@ def guard() -> None:
             kill(guarded)
             break
     kill_trees(process for key in family if _lives(key) and (process := look(key[0])) is not None)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _lives(key: tuple[int, int]) -> bool:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import inspect
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from podium.cluster.layout import RayCluster
@@ -41,11 +43,18 @@ _HELPER_OPTION = b"--worker-type="
 _PORT_LOOK_S = 0.01
 
 
-def init_local(settings: RayCluster, *, is_wanted: Callable[[], bool]) -> None:
-    """Starts a cluster of this machine and connects to it. Gives up with a ClusterError once it is not `is_wanted`."""
+def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Callable[[], bool]) -> None:
+    """Starts a cluster of this machine and connects to it. Workers are started by the script `setup_worker` where one
+    is given. Gives up with a ClusterError once it is not `is_wanted`."""
     import ray
 
-    with loopback_only(), _needed_processes(), _interruptible_start(is_wanted), quiet_driver():
+    with (
+        loopback_only(),
+        _needed_processes(),
+        _interruptible_start(is_wanted),
+        quiet_driver(),
+        _worker_script(setup_worker),
+    ):
         ray.init(
             address="local",  # not a cluster that another user has started on this machine
             num_cpus=settings.cpus or os.cpu_count(),
@@ -146,6 +155,27 @@ def _needed_processes() -> Iterator[None]:
         _replaced(node, "start_monitor", lambda self: None),
         _replaced(node, "start_api_server", lambda self, **_: None),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def _worker_script(file: Path | None) -> Iterator[None]:
+    """The raylet runs this script for each worker, in place of Ray's own, which imports Ray and then becomes a second
+    Python process that imports it again."""
+    import ray
+
+    if file is None:
+        yield
+        return
+    services = ray._private.services
+    start = services.start_raylet
+
+    def start_raylet(*arguments: Any, **named: Any) -> Any:
+        bound = inspect.signature(start).bind(*arguments, **named)
+        bound.arguments["setup_worker_path"] = str(file)
+        return start(*bound.args, **bound.kwargs)
+
+    with _replaced(services, "start_raylet", start_raylet):
         yield
 
 

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from podium.cluster import Cluster, RayCluster, Workers, open_inline, open_ray
+from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread
 from podium.cluster.worker_pool import Timeouts
 from podium.controller.layout import LINK, RUNNER, layout_of, num_learners
 from podium.controller.phases import GENERATOR
-from podium.controller.start_up import StartUp
+from podium.controller.start_up import StartUp, ray_settings
 from podium.errors import PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
 from podium.observe import Stopwatch, open_console
@@ -115,9 +115,8 @@ async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) ->
 
 @asynccontextmanager
 async def _opened(recipe: OnPolicyRecipe, watch: Stopwatch, start_up: StartUp) -> AsyncIterator[Cluster]:
-    settings = RayCluster(heartbeat_timeout_s=recipe.placement.heartbeat_timeout_s)
     inline = recipe.placement.launcher == "inline"
-    opening = open_inline() if inline else open_ray(settings, starting=start_up.ray, tell=start_up.tell)
+    opening = open_inline() if inline else open_ray(ray_settings(recipe), starting=start_up.ray, tell=start_up.tell)
     with ExitStack() as spans:
         spans.enter_context(watch.span("start-up"))
         async with opening as cluster:

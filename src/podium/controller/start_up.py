@@ -12,6 +12,10 @@ from podium.cluster import RayCluster
 from podium.cluster.local_ray import LocalRay, is_connected
 from podium.observe import StartUpLog, open_console
 from podium.recipe import OnPolicyRecipe
+from podium.roles.interfaces import IMPLEMENTATIONS, Generator, Learner
+
+# Modules of the roles that every run has; those of the others add little to them.
+_PRELOAD = tuple(IMPLEMENTATIONS[role].partition(":")[0] for role in (Learner, Generator))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +24,14 @@ class StartUp:
 
     tell: Callable[[str], object] = lambda what: None
     ray: LocalRay | None = None
+
+
+def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:
+    """The Ray that a recipe asks for."""
+    placement = recipe.placement
+    return RayCluster(
+        heartbeat_timeout_s=placement.heartbeat_timeout_s, preload=_PRELOAD if placement.fork_workers else ()
+    )
 
 
 @contextmanager
@@ -33,7 +45,7 @@ def early_start(recipe: OnPolicyRecipe) -> Iterator[StartUp]:
         yield StartUp(tell=tell)
         return
     tell("starting Ray")
-    local = LocalRay(RayCluster(heartbeat_timeout_s=recipe.placement.heartbeat_timeout_s))
+    local = LocalRay(ray_settings(recipe))
     try:
         yield StartUp(tell=tell, ray=local)
     finally:

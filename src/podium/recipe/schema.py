@@ -149,6 +149,11 @@ class PlacementSection(Section):
         description="On Ray: a worker (or a process of a local Ray) without any sign of life for this long is killed. "
         "Workers send heartbeats while they compute; on the controller's machine use of the processor counts as well.",
     )
+    fork_workers: Switch = Field(
+        True,
+        description="On a local Ray: one process imports torch and Podium and forks the workers, which start sooner. "
+        "false: each worker imports them itself.",
+    )
     threads: Count | None = Field(None, description="Torch threads per CPU rank; default: chosen by measuring.")
     onednn: Switch | None = Field(None, description="oneDNN on CPU; default: chosen by measuring.")
 

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 _POOL = "ranks"
 _LOOK_S = 0.2
+# What a rank imports before its program.
+_PRELOAD = ("podium.spmd.rank", "podium.engine.mesh")
 # A run may take months; what can hang inside it (collectives, checkpoints) has deadlines of its own.
 _RUN_S = 3e8
 
@@ -95,7 +97,10 @@ async def _drive(task: RankTask, folder: RunFolder, interrupts: InterruptHandler
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
     console = _Tail(folder.console_file)
-    settings = RayCluster(heartbeat_timeout_s=task.recipe.placement.heartbeat_timeout_s)
+    placement = task.recipe.placement
+    settings = RayCluster(
+        heartbeat_timeout_s=placement.heartbeat_timeout_s, preload=_PRELOAD if placement.fork_workers else ()
+    )
     tell = StartUpLog(open_console(rank=0))
     async with open_ray(settings, tell=tell) as cluster:
         workers = await _started(task.recipe.placement, cluster, folder)

@@ -60,7 +60,7 @@ def test_a_trial_is_the_same_however_many_are_drawn() -> None:
 
 def test_every_layout_and_victim_has_its_turn_before_one_has_a_second() -> None:
     every = cells(LAYOUTS, VICTIMS, "KILL")
-    assert len(every) == 20
+    assert len(every) == 23
     for count, times in ((20, {1}), (30, {1, 2}), (60, {3})):
         found = Counter((trial.layout, trial.victim) for trial in trials(count, seed=1))
         assert set(found) == set(every)
@@ -199,13 +199,15 @@ def test_processes_are_told_apart_by_what_they_call_themselves_and_by_rays_logs(
         7: "/bin/python /ray/default_worker.py --node-ip-address=127.0.0.1",
         8: "ray::DashboardAgent",
         9: "ray::Worker.__init__",
+        10: "/bin/python -P -c from podium.cluster.fork_server import main; main() 3 podium.roles.learner",
+        11: "/bin/python -P -c from podium.cluster.fork_server import main; main() 3 podium.roles.learner",
     }
     logs = tmp_path / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     for pid, names in {4: ("Worker", "train[1]#0"), 5: ("Worker", "train[0]#0"), 9: ("Worker",)}.items():
         said = "".join(f":actor_name:{name}\n" for name in names)
         (logs / f"worker-ab12-ffff-{pid}.out").write_text(f":job_id:01\n{said}")
-    living = [Process(pid=pid, title=title) for pid, title in titles.items()]
+    living = [Process(pid=pid, title=title, parent=10 if pid == 11 else 1) for pid, title in titles.items()]
     monkeypatch.setattr(ProcessFamily, "living", lambda self: living)
     assert [living[at].label for at in (0, 1, 3, 6)] == [
         "python",
@@ -216,7 +218,7 @@ def test_processes_are_told_apart_by_what_they_call_themselves_and_by_rays_logs(
     found = ProcessFamily(ray_folder=tmp_path, leader=1).by_victim()
     assert {victim: [process.pid for process in some] for victim, some in found.items()} == {
         "controller": [1], "gcs_server": [2], "raylet": [3], "learner": [5, 4], "generator": [], "grader": [],
-        "runner": [], "worker": [6, 7, 9],
+        "runner": [], "worker": [6, 7, 9, 11], "fork_server": [10],
     }  # fmt: skip
 
 

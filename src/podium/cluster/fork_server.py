@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A process that imports torch and the code of the roles once, and forks the workers of a local Ray.
+
+Imports are most of the time that a worker takes to start. A forked worker has them done, and shares the memory of the
+code with the others. The raylet runs `fork_request` for each worker, which asks this process through a socket. The fork
+server uses no device and has one thread, so its workers may use CUDA and start threads. It does not import Ray, which
+reads its settings from the environment when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import runpy
+import select
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from podium.cluster import fork_request
+from podium.cluster.fork_request import FORKED, READY
+from podium.cluster.processes import children
+from podium.importing import import_all
+
+# Between an answer and the rest of its request; both ends are on this machine.
+_REQUEST_S = 5.0
+# What Ray gives its workers, so that the kernel ends them before other processes when memory runs out.
+_OOM_SCORE = "1000"
+_COMMAND = f"from {__name__} import main; main()"
+# Ray gives a worker with less than two cores one OpenMP thread, unless the user's environment says otherwise. That is
+# read when torch is imported. OpenBLAS would start its threads then, and a process with threads cannot be forked.
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+# Most requests that wait while the modules are imported.
+_BACKLOG = 128
+
+
+class ForkServer:
+    """The controller's end: starts the fork server and ends it."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="podium-fork-"))  # of this user only, as is its socket
+        self.script = self.folder / "fork_request.py"  # what the raylet is to run for each worker
+        try:
+            self._process = self._start(modules)
+        except OSError:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+
+    def _start(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
+        self.script.symlink_to(fork_request.__file__)
+        # It listens before it has imported anything: a worker that is wanted early waits.
+        with socket.socket(socket.AF_UNIX) as listener, _interrupts_blocked():
+            listener.bind(str(self.folder / fork_request.SOCKET))
+            listener.listen(_BACKLOG)
+            return subprocess.Popen(
+                [sys.executable, "-P", "-c", _COMMAND, str(listener.fileno()), *modules],
+                stdin=subprocess.PIPE,  # its end is the end of this process
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # a module that cannot be imported is reported by the worker that needs it
+                pass_fds=[listener.fileno()],
+                env={**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **_ONE_THREAD},
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def workers(self) -> list[int]:
+        """Process ids of the workers that it has forked."""
+        return children(self._process.pid)
+
+    def end(self) -> None:
+        """Ends the fork server, not its workers. May be called twice."""
+        assert self._process.stdin is not None
+        self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    """A process that is started here ignores Ctrl-C, as Ray's own do: the controller decides what it ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _WorkerProcess:
+    """What a worker is started with."""
+
+    arguments: list[str]  # the script and its options
+    environment: dict[str, str]
+    folder: str
+    streams: list[int]  # standard input, output and error
+
+    def become(self) -> None:
+        """Turns this process, which was just forked, into the worker. Returns when the worker ends."""
+        for number, stream in enumerate(self.streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.setpgid(0, 0)  # as the raylet does with what it starts
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
+        os.environ.clear()
+        os.environ.update(self.environment)
+        os.chdir(self.folder)
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # or all workers would have the same random numbers
+        sys.argv = list(self.arguments)
+        runpy.run_path(self.arguments[0], run_name="__main__")
+
+
+def main() -> None:
+    """Serves until the controller is gone. In a process that it forks, this is the worker's main function."""
+    listener = socket.socket(fileno=int(sys.argv[1]))
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes dead children
+    import_all(sys.argv[2:])
+    if _uses_device() or len(os.listdir("/proc/self/task")) > 1 or "ray" in sys.modules:
+        return  # it must not fork: workers start without it
+    gc.freeze()  # a collection in a worker would copy the memory that they share
+    worker = _serve(listener)
+    if worker is not None:
+        worker.become()
+
+
+def _uses_device() -> bool:
+    """Whether CUDA is in use in this process: it does not work in what is forked then."""
+    files = Path("/proc/self/fd")
+    return any(os.path.realpath(file).startswith("/dev/nvidia") for file in files.iterdir())
+
+
+def _serve(listener: socket.socket) -> _WorkerProcess | None:
+    """Forks on every request. Waits for the next one, or the end of standard input. Returns None at the end, and in a
+    forked process what it is to become."""
+    while True:
+        ready, _, _ = select.select([listener.fileno(), sys.stdin.fileno()], [], [])
+        if listener.fileno() not in ready:
+            return None
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(_REQUEST_S)
+            try:
+                worker = _receive(connection)
+            except OSError:
+                continue  # that process has not waited: it has become the worker itself
+            if os.fork() == 0:
+                listener.close()
+                return worker
+            for stream in worker.streams:
+                os.close(stream)
+            with contextlib.suppress(OSError):
+                connection.sendall(FORKED)
+
+
+def _receive(connection: socket.socket) -> _WorkerProcess:
+    connection.sendall(READY)
+    head, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    if len(head) < 4:
+        raise ConnectionError
+    (size,) = struct.unpack("!I", head)
+    with connection.makefile("rb") as file:
+        request = json.loads(file.read(size))
+    return _WorkerProcess(**request, streams=streams)
