@@ -210,7 +210,7 @@ def saved_steps(folder: Path) -> list[SavedStep]:
 
 
 def set_aside_later(folder: Path, step: int) -> list[int]:
-    """Renames the checkpoints after `step` when a run continues from that step, so that they do not count as the newest.
+    """Renames the checkpoints after `step` when a run continues from that step, so that none of them counts as newest.
     They are kept until the run has reached the same step again."""
     later = [each for each in saved_steps(folder) if each.step > step]
     for each in later:
