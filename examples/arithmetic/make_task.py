@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the demo's task on the spot: a tiny untrained model with its tokenizer, and sums asked in words.
+"""Makes the demo's task: a tiny untrained model with its tokenizer, and sums asked in words.
 
     python examples/arithmetic/make_task.py demo
 
 writes demo/model (Hugging Face format), demo/train.jsonl and demo/heldout.jsonl, and the same task as preferences:
 demo/pairs.jsonl and demo/pairs-heldout.jsonl. The same seed gives the same files.
 
-The demonstrations in train.jsonl are those of a hasty teacher. Where a round number is added, he tells the sum at once,
-and rightly. Of the other sums he only estimates most, to the nearest ten, and works some out before he tells them:
-47 plus 38 is "90", or "70+15=85". Who imitates that estimates too; who is rewarded for right answers finds that working
-out pays. The preferences say so outright: of each pair the chosen answer is worked out, the rejected one estimated.
+The demonstrations in train.jsonl come from a hasty teacher. He adds round numbers correctly and at once. He estimates
+most other sums to the nearest ten, and works out the rest: 47 plus 38 is "90", or "70+15=85". A model that imitates him
+estimates too. A model that is rewarded for right answers learns to work sums out. In the preferences the chosen answer
+of each pair is worked out, and the rejected one is an estimate.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SMALLEST, LARGEST = 10, 99
 NUM_TRAIN, NUM_HELDOUT = 20_000, 600
 NUM_PAIRS, NUM_PAIRS_HELDOUT = 4000, 300
 HELDOUT_PAIRS = 0.2  # share of all operand pairs that training never sees
-WORKED_OUT = 0.4  # share of the sums that are not easy which the teacher works out; the others he estimates
+WORKED_OUT = 0.4  # share of the harder sums that the teacher works out; he estimates the others
 PHRASINGS = (
     "What is {left} plus {right}?",
     "How much is {left} plus {right}?",
@@ -50,7 +50,7 @@ CHAT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# Every digit is a token of its own, with the space before it: the tens of a number look different from its units.
+# Every digit is one token, with the space before it: the tens of a number differ from its units.
 PIECES = r" ?\d| ?[A-Za-z]+\n?|[^\w\s]|\s"
 
 
@@ -67,7 +67,7 @@ class Question:
 
     @property
     def is_easy(self) -> bool:
-        """Who adds a round number keeps the last digit."""
+        """Whether the second operand is a round number: the sum then keeps the last digit of the first."""
         return self.right % 10 == 0
 
     @property
@@ -114,7 +114,7 @@ def make_task(out: Path, *, seed: int) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write_jsonl(out / "train.jsonl", train_rows)
     write_jsonl(out / "heldout.jsonl", heldout_rows)
-    # Dice of their own: what is drawn for the pairs changes nothing above.
+    # A separate generator: the pairs do not change the rows above.
     dice = random.Random(f"pairs {seed}")
     misjudged, misjudged_heldout = ([each for each in part if each.is_misjudged] for part in (train, heldout))
     drawn = dice.choices(misjudged, weights_of(misjudged), k=NUM_PAIRS)
@@ -164,7 +164,7 @@ def demonstration(question: Question, dice: random.Random) -> dict[str, object]:
 
 
 def as_row(question: Question, said: str, dice: random.Random) -> dict[str, object]:
-    """A chat for imitation. `answer` is what is right: rewards and evaluations compare with it."""
+    """A chat for imitation. `answer` is the right answer, for rewards and evaluations."""
     asked = dice.choice(PHRASINGS).format(left=question.left, right=question.right)
     chat = [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     return {"messages": chat, "answer": question.answer}
@@ -182,7 +182,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, object]]) -> None:
 
 
 def train_tokenizer(rows: Iterable[dict[str, object]]) -> PreTrainedTokenizerFast:
-    """A byte-level tokenizer of a few hundred tokens that can also spell what it never saw."""
+    """A byte-level tokenizer of a few hundred tokens that can spell any text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [

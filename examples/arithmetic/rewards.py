@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes an answer to a sum good."""
+"""The reward of the arithmetic task."""
 
 from __future__ import annotations
 
 
 def exact_answer(answer: str, reference: str, row: object = None) -> float:
-    """1 when the number at the end is right, else 0. How it was come by does not count: 85 and 70+15=85 are both right.
+    """1 if the number at the end is right, else 0: 85 and 70+15=85 are both right.
 
-    `row` is not looked at; evaluations of fixed-data programs give it, rewards only where a function asks for it.
+    `row` is unused. Evaluations of programs with fixed data pass it; rewards pass it only where a function has it.
     """
     return float(answer.rpartition("=")[2].strip() == reference)

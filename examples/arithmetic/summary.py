@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the runs on the arithmetic task came to: accuracy before and after each, and answers of the last side by side.
+"""Accuracy before and after each run on the arithmetic task, and answers of the last run side by side.
 
 python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 """
@@ -17,8 +17,7 @@ from podium.observe import read_metrics
 
 EXPECTED_GAIN = 0.20  # of the last stage, in held-out accuracy
 SHOWN = 6
-# Programs with fixed data call it the one, on-policy programs the other.
-SCORES = ("heldout/score", "heldout/score")
+SCORE = "heldout/score"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +35,7 @@ class Stage:
         return self.after - self.before
 
     @property
-    def told(self) -> str:
+    def line(self) -> str:
         accuracy = f"{self.before:6.1%} -> {self.after:6.1%}"
         return f"  {self.run.name:<18} {accuracy}   {100 * self.gain:+.1f} points in {self.last_step} steps"
 
@@ -51,7 +50,7 @@ def summarise(runs: Sequence[Path]) -> None:
     stages = [read_stage(run) for run in runs]
     print("\nheld-out accuracy, greedy answers to questions that no training row has:")
     for stage in stages:
-        print(stage.told)
+        print(stage.line)
     last = stages[-1]
     for line in side_by_side(last):
         print(line)
@@ -64,12 +63,7 @@ def summarise(runs: Sequence[Path]) -> None:
 
 
 def read_stage(run: Path) -> Stage:
-    scored = [
-        (line.step, line.values[name])
-        for line in read_metrics(run / "metrics.jsonl")
-        for name in SCORES
-        if name in line.values
-    ]
+    scored = [(line.step, line.values[SCORE]) for line in read_metrics(run / "metrics.jsonl") if SCORE in line.values]
     (first, before), (last, after) = scored[0], scored[-1]
     return Stage(run=run, first_step=first, last_step=last, before=before, after=after)
 

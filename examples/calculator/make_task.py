@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes a tiny agent task on the spot: a model that may call a calculator, and has seen that done now and then.
+"""Makes a tiny agent task: a model that may call a calculator, with demonstrations that sometimes call it.
 
     python examples/calculator/make_task.py demo/calculator
 
@@ -116,7 +116,7 @@ def split_questions(questions: Sequence[Question], dice: random.Random) -> tuple
 
 
 def demonstration(question: Question, tools: list[dict[str, Any]], dice: random.Random) -> dict[str, Any]:
-    """A chat that calls the calculator and says what it said, or one that makes a number up."""
+    """A chat that calls the calculator and repeats its result, or one that guesses a number."""
     messages = [asked(question)]
     if dice.random() < CALLING:
         call = json.dumps({"name": "calculate", "arguments": {"expression": question.expression}})
@@ -135,7 +135,7 @@ def wrong_guess(question: Question, dice: random.Random) -> int:
 
 
 def as_task(question: Question) -> dict[str, Any]:
-    """The tools are the environment's to offer; the answer is for the reward, and not shown to the model."""
+    """The environment offers the tools. The answer is for the reward, and not shown to the model."""
     return {"messages": [asked(question)], "answer": str(question.answer)}
 
 
@@ -148,7 +148,7 @@ def write_jsonl(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte, so that it can spell everything, and a few words that are one token."""
+    """One token per byte, so that it can spell any text, and a few words that are one token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What makes an episode of the calculator task good."""
+"""The reward of the calculator task."""
 
 from __future__ import annotations
 
 
 def correct(answer: str, reference: str) -> float:
-    """1 when the model's last words are the right number, whichever way it came by it."""
+    """1 if the model's last answer is the right number, with or without the calculator."""
     return float(answer.strip() == reference)

@@ -20,7 +20,7 @@ def calculate(expression: str) -> int:
 
 
 def _value(node: ast.expr) -> int:
-    """Not eval: what a model writes is looked at, and never run."""
+    """Parses what the model wrote, and never runs it as code."""
     match node:
         case ast.Constant(value=int(number)) if not isinstance(number, bool) and abs(number) <= _LARGEST:
             return number

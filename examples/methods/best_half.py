@@ -25,7 +25,7 @@ async def train(run: OnPolicyRun) -> None:
 
 
 def best_of_each_group(rewards_N: np.ndarray, group_N: np.ndarray, share: float) -> np.ndarray:
-    """Which episodes are among the best `share` of their group; at least one of each, of equals the first."""
+    """Which episodes are among the best `share` of their group; at least one of each group."""
     keep_N = np.zeros(len(rewards_N), bool)
     for group in np.unique(group_N):
         members = np.flatnonzero(group_N == group)

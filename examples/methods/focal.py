@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A custom program on fixed data: SFT with the focal loss. Tokens that the model knows already weigh less."""
+"""A custom program on fixed data: SFT with the focal loss. Well-predicted tokens have less weight."""
 
 # T trained tokens
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The two sides of a pair as labelled rows of their own."""
+"""The two answers of a pair as two labelled rows."""
 
 from __future__ import annotations
 

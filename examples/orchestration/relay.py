@@ -4,7 +4,7 @@
     python examples/orchestration/relay.py            workers are Ray's processes
     python examples/orchestration/relay.py --inline   workers are threads of this process, for a debugger
 
-Nothing is trained: a "policy" is one number. What is real is everything between controller and workers.
+No model is trained: the "policy" is one number. Everything between controller and workers is real.
 """
 
 # N trajectories · T tokens of all of them
@@ -39,7 +39,7 @@ from podium.data.trajectories import TokenColumn, TrajectoryBlock, TrajectoryId,
 from podium.errors import WorkerDiedError
 
 
-# --- roles: what a worker can be. Plain classes; the first argument is the place that the worker gives them. ---
+# --- roles: plain classes. The first argument is the worker's context. ---
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prompts:
     """A generator's shard: which trajectories to make."""
@@ -49,7 +49,7 @@ class Prompts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Batch:
-    """A learner's shard: where its rows are, and where the scores beside them are."""
+    """A learner's shard: references to its rows and to their scores."""
 
     rows: RowRefs[TrajectoryBlock]
     scores: RowRefs[TokenColumn]
@@ -66,7 +66,7 @@ class Generator:
         self._context = context
 
     def generate(self, prompts: Prompts) -> Iterator[Computed[TrajectoryBlock]]:
-        """Yields each draw as soon as it is finished; what was yielded outlives this worker."""
+        """Yields the samples of each prompt when they are finished; yielded rows outlive this worker."""
         for draw in np.unique(prompts.ids.array_N4[:, 0]):
             with self._context.span("sampling"):
                 mine = prompts.ids.take(np.flatnonzero(prompts.ids.array_N4[:, 0] == draw))
@@ -131,7 +131,7 @@ class LearnerHandle:
         self._group = group
 
     async def update(self, rows: RowRefs[TrajectoryBlock], scores: RowRefs[TokenColumn], *, rate: float) -> int:
-        """Cuts the rows by cost, one shard for each data rank; returns how many tokens were learned from."""
+        """Splits the rows by cost, one shard for each data rank; returns the number of trained tokens."""
         plan = split_rows(
             rows.lengths_N,
             rows.lengths_N.astype(float),

@@ -3,7 +3,7 @@
 
     python examples/rollout/answers.py
 
-The model is tiny and its weights are random, so the tokens mean nothing. What is real is everything around them.
+The model is tiny and its weights are random, so the tokens have no meaning. Everything else is real.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from podium.weights.published import PublishedWeights
 
 
 def main() -> None:
-    """In a folder that is gone afterwards."""
+    """Runs the example in a temporary folder."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run(Path(folder))
 
 
 def run(folder: Path) -> None:
-    """Four samples of each of two prompts; the weights change when the first answer is there."""
+    """Four samples of each of two prompts; the weights change after the first answer."""
     write_config(folder)
 
     # A learner on one device, as a run builds it, and an engine that generates with the same modules.
@@ -70,7 +70,7 @@ def run(folder: Path) -> None:
     load = engine.load()
     print(f"prompt tokens: {load.prefilled_tokens} computed, {load.reused_tokens} found in the cache")
 
-    # The learner scores what was sampled: answers of the present weights agree, those of the former do not.
+    # The learner scores the sampled tokens: answers of the current weights agree, those of earlier ones do not.
     block = as_block(answers)
     learner = score(model, mesh, block, temperature=0.8)
     print(f"mean gap with answers of both versions: {LogprobGap.between(block, learner).mean:.2f}")
@@ -83,7 +83,7 @@ def run(folder: Path) -> None:
 
 
 def write_config(folder: Path) -> None:
-    """A model folder without weights: they are drawn from the seed."""
+    """A model folder without weights: they are sampled from the seed."""
     config = transformers.Qwen3Config(
         vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
@@ -92,7 +92,7 @@ def write_config(folder: Path) -> None:
 
 
 def as_block(answers: list[Completion]) -> TrajectoryBlock:
-    """Prompts and answers end to end, as trajectories travel. A prompt's tokens are of no version."""
+    """Prompts and answers as packed trajectories. Tokens of a prompt have no version."""
     answers = sorted(answers, key=lambda each: each.id)
     lengths = [len(each.prompt) + each.num_tokens for each in answers]
     return TrajectoryBlock(

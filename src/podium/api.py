@@ -195,7 +195,7 @@ def generate(
         rollout=rollout or RolloutSection(),
     )
     rows = job.open_prompts()
-    from podium.rollout.batch import generate_file  # heavy: what can be wrong so far has been looked at
+    from podium.rollout.batch import generate_file  # heavy: imported after all cheap checks
 
     return generate_file(job, rows, stream=sys.stderr if progress else None)
 
@@ -255,7 +255,7 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
     check_pipeline(recipe, deep=False)
     for name in recipe.order():
         check_launcher(unmade_stage_recipe(recipe, name), None)
-    from podium.programs.pipeline import Verbs, run_pipeline  # heavy: what can be wrong so far has been looked at
+    from podium.programs.pipeline import Verbs, run_pipeline  # heavy: imported after all cheap checks
 
     verbs = Verbs(
         prepare=prepare,

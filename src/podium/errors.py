@@ -43,7 +43,7 @@ class TrainingDivergedError(PodiumError):
 
 
 class RunStoppedError(PodiumError):
-    """The user stopped a run before its first step: says how to go on. What was computed so far is kept."""
+    """The user stopped a run before its first step. Says how to continue; computed results are kept."""
 
 
 class MissingExtraError(PodiumError):

@@ -240,7 +240,7 @@ class Workers:
             raise ClusterError(
                 f"pool {pool} is being recovered already: what restores its workers cannot call recover."
             )
-        async with self._alone(worker_pool, deadline):  # who asks at the same time finds nothing wrong any more
+        async with self._alone(worker_pool, deadline):  # a second caller then finds nothing left to recover
             slots = tuple(range(worker_pool.pool.slots)) if everyone else self._to_replace(worker_pool)
             if slots:
                 worker_pool.unfinished |= set(slots)

@@ -27,7 +27,7 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Respawn:
-    """Replace these slots; the others of the pool go on."""
+    """Replace these slots; the others of the pool continue."""
 
     slots: tuple[int, ...]
 

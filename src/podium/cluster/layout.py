@@ -74,7 +74,7 @@ class Resources:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     """A set of workers. With `collectives` they fail and recover together: their process group is the unit of recovery.
-    Without, a dead worker is replaced and the others go on."""
+    Without, a dead worker is replaced and the others continue."""
 
     name: str
     slots: int

@@ -104,9 +104,9 @@ class LocalRay:
         if self.failure is not None:
             self._kill_family(but=GCS_SERVER)  # which Ray asks while it shuts down, for long where it is gone
         while not self._initialized.wait(_LOOK_S) and time.monotonic() < end_s:
-            self._kill_family()  # what ray.init goes on to start
+            self._kill_family()  # processes that ray.init still starts
         closing = threading.Thread(target=_shutdown, name="ray shutdown", daemon=True)
-        # A call that hangs in Ray would go on in what a shutdown takes away.
+        # A call that hangs in Ray would continue in memory that the shutdown frees.
         if self._initialized.is_set() and not is_any_left():
             closing.start()
             closing.join(_SHUTDOWN_S)

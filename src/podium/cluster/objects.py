@@ -20,7 +20,7 @@ Value_co = TypeVar("Value_co", covariant=True)
 
 
 class Stored(ABC, Generic[Value_co]):
-    """One object in the store. It lives as long as somebody holds this reference and nobody has freed it."""
+    """One object in the store. It lives until it is freed, or until the last reference to it is gone."""
 
     @abstractmethod
     def read(self) -> Value_co:

@@ -22,7 +22,7 @@ _EVERYWHERE = ("CPU", "memory", "object_store_memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeState:
-    """What a node has in all, and what of it nobody holds."""
+    """The total and the free resources of a node."""
 
     id: str
     name: str

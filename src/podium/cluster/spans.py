@@ -65,7 +65,7 @@ class SpanRecorder:
     def doing(self, thread: str) -> tuple[str, float]:
         """The innermost open span of a named thread and for how long it has been open; ("", 0.0) when idle."""
         for ident, name in list(self._names.items()):
-            open_spans = list(self._open.get(ident, ()))  # a copy: the thread goes on meanwhile
+            open_spans = list(self._open.get(ident, ()))  # a copy: the thread may change it
             if name == thread and open_spans:
                 path, since_s = open_spans[-1]
                 return path, time.time() - since_s

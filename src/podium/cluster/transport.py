@@ -95,8 +95,8 @@ class Transport(Protocol):
         ...
 
     def is_process_missing(self, since_s: float) -> bool:
-        """Whether it was found since then (by time.monotonic) that a process died before it was a worker. Nobody knows
-        whose it would have been: all who were waiting for theirs must start anew."""
+        """Whether a process died since then (by time.monotonic) before it became a worker. Its pool is unknown, so all
+        pools that wait for processes must start again."""
         ...
 
     def nodes(self) -> tuple[NodeState, ...]:

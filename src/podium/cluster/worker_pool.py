@@ -387,8 +387,7 @@ class WorkerPool:
                 self.mark_dead(member, cause)
 
     def mark_dead(self, member: Member, cause: str) -> None:
-        """Notes a death once, however it was noticed, and kills the process: a worker that is only cut off must not go
-        on."""
+        """Records a death once, and kills the process: a worker that only lost its connection must not continue."""
         if member.died is None and self._members.get(member.slot) is member:
             member.died = Died(worker=member.worker, cause=cause, at_s=time.time())
             self.breaks(f"{member.worker} died ({cause})")

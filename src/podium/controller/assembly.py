@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a controlled run is made of, put together: what it read, the roles of its workers, and its place in time."""
+"""Assembles a controlled run: its inputs, the roles of its workers, and the step at which it starts."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from podium.runs.result import RunResult, end_status
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """What a run reads before its first step: prompts, and where it goes on."""
+    """What a run reads before its first step: prompts, and the position to continue from."""
 
     recipe: OnPolicyRecipe
     folder: RunFolder

@@ -31,7 +31,7 @@ class Devices:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Time inside is accounted to the evaluation, whatever its phases are."""
+        """Time inside counts as evaluation, in all its phases."""
         self._is_evaluating = True
         try:
             yield
@@ -47,7 +47,7 @@ class Devices:
 
     @asynccontextmanager
     async def beside(self, phase: Phase) -> AsyncIterator[None]:
-        """The same where nobody on a device works in the phase: who leaves does so meanwhile."""
+        """The same for a phase without work on devices: roles offload while it runs."""
         moving = asyncio.create_task(self.enter(phase, timed=False))
         try:
             with self._parts.watch.span("evaluation" if self._is_evaluating else phase):
@@ -56,8 +56,8 @@ class Devices:
             await moving
 
     async def enter(self, phase: Phase, *, awake: tuple[str, ...] = (), timed: bool = True) -> None:
-        """Tells the roles what to hold in this phase: who leaves goes first, so that there is room for who comes. Those
-        in `awake` come by themselves, with the call that follows."""
+        """Moves roles on and off the devices for this phase. Roles that leave go first, to make room. Roles in `awake`
+        come back with their next call."""
         wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
         if wanted[GENERATOR] == "offloaded" and self._parts.roles.policy.num_ranks > 1:
             self._published = None  # its copy of sharded weights leaves too, and comes back empty

@@ -110,7 +110,7 @@ def layout_of(
                 name=RUNNER, kind=EpisodeRunner, pool=RUNNERS, mesh=MeshShape(replica=runners), arguments=(runner,)
             )
         )
-    # Also where only models reward: somebody has to read what was answered.
+    # Needed with reward models only, too: a grader decodes the answers.
     count = recipe.grading.workers
     pools.append(_helpers(GRADERS, count, recipe))
     roles.append(

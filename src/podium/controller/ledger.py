@@ -40,8 +40,8 @@ class EpisodeRecord:
 
 
 class Ledger:
-    """Rows of a step are written together when the step closes, by a thread beside the controller's. One uses it at a
-    time: a file that is closed under somebody's hands ends the process."""
+    """Rows of a step are written together when the step closes, by a separate thread. One thread uses it at a time:
+    closing the file while another thread uses it would end the process."""
 
     def __init__(self, path: Path) -> None:
         self._using = threading.Lock()

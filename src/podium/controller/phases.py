@@ -15,7 +15,7 @@ rollout and grade."""
 
 GENERATOR, CRITIC, REFERENCE = "generator", "critic", "reference"
 
-# Who is at work in which phase. Names with a number behind them (teacher-0, reward-1) are scorers.
+# Roles that work in each phase. Names with a number (teacher-0, reward-1) are scorers.
 _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
     "rollout": (GENERATOR,),
     "grade": ("reward",),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of a controlled run begins first: a local Ray, which starts beside all else."""
+"""The first part of a controlled run's start-up: a local Ray, which starts in the background."""
 
 from __future__ import annotations
 

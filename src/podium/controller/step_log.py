@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a step goes on record: metrics, loggers, the console, the ledger, and the guards that watch the numbers."""
+"""Records a step: metrics, loggers, console and ledger, and the guards that watch the metrics."""
 
 from __future__ import annotations
 

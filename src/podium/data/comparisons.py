@@ -19,8 +19,8 @@ and rejected conversations to be scored, with a margin; a conversation with its 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Judged:
-    """The texts of a row, each as values of a row of its own (`prompt` with `completion`, mostly), and what is said of
-    them. The first is the one to be preferred, if any is."""
+    """The texts of a row, each as values of a separate row (mostly `prompt` with `completion`), and their judgement. In
+    a pair the first text is the preferred one."""
 
     texts: tuple[Mapping[str, Any], ...]
     value: float = 0.0

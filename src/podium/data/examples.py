@@ -127,10 +127,10 @@ def shape_of(recipe: SpmdRecipe) -> Shape:
 
 
 class SourcesMaker:
-    """An ExampleMaker that knows each source's `columns` and `map`, and remembers what it made.
+    """An ExampleMaker that applies each source's `columns` and `map`, with a bounded cache of examples.
 
-    Small data is tokenized once and not again in every epoch. Memory is bounded: what comes after it is full is made
-    anew each time. Rows of a source with a `map` are not remembered; the plug-in sees every draw.
+    Small data is tokenized once, not in every epoch. When the cache is full, further rows are tokenized each time. Rows
+    of a source with a `map` are not cached: the plug-in sees every row in every epoch.
     """
 
     def __init__(self, maker: ExampleMaker, sections: Sequence[SourceSection], key: str) -> None:

@@ -18,7 +18,7 @@ from podium.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DocumentCounts:
-    """What became of the rows drawn so far, since the run's first step."""
+    """How many rows were used, truncated and dropped since the run's first step."""
 
     read: int = 0
     trained: int = 0  # documents that were made, truncated ones included

@@ -44,11 +44,11 @@ class StreamRow:
 
 
 class MixedStream:
-    """Rows of several sources mixed by weight, for ever.
+    """An endless stream of rows from several sources, mixed by weight.
 
-    Which source a draw takes from is a function of (seed, number of the draw) alone. A source's blocks are permuted
-    anew in every epoch, and rows are shuffled within pools of at least `shuffle_rows` rows, so a small file is
-    shuffled whole and a large one streams. Without shuffling each source is read in file order.
+    The source of row number n depends on (seed, n) only. A source's blocks are permuted again in every epoch,
+    and rows are shuffled within pools of at least `shuffle_rows` rows. A small file is shuffled whole, and a large one
+    streams. Without shuffling each source is read in file order.
     """
 
     def __init__(

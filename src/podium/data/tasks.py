@@ -140,7 +140,7 @@ class TaskCursor:
         cls, state: Mapping[str, Any], sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool,
         shuffle_rows: int,
     ) -> Self:  # fmt: skip
-        """A cursor that goes on where the one that gave `state` was: the very same tasks under the same numbers."""
+        """A cursor that continues where the one that gave `state` stopped: the same tasks under the same numbers."""
         position = _decoded(state)
         return cls(sections, key, seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows, position=position)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sharded checkpoints: each rank writes its part while training goes on, and a checkpoint exists only once complete.
+"""Sharded checkpoints: each rank writes its part during training, and a checkpoint exists only when it is complete.
 
 Layout of `checkpoints/step-00000050/`: `rank-00000.safetensors` (tensors of one rank), `rank-00000.json` (which part of
 which tensor they are, with checksums), and `checkpoint.json` (everything else, written last). All of it is written in a
@@ -83,7 +83,7 @@ class CheckpointWriter:
     def save(
         self, step: int, pieces: Sequence[TensorShard], extras: Extras, *, heldout_loss: float | None = None
     ) -> None:
-        """Copies the pieces off the device, then writes them in a background thread while training goes on."""
+        """Copies the pieces off the device, then writes them in a background thread during training."""
         self.wait()
         self._attempt += 1
         staged = {piece.name: _staged(piece.local) for piece in pieces}
@@ -210,8 +210,8 @@ def saved_steps(folder: Path) -> list[SavedStep]:
 
 
 def set_aside_later(folder: Path, step: int) -> list[int]:
-    """A run that goes on from an earlier step leaves the line of its later checkpoints: they are renamed, so that
-    nothing takes them for the newest, and kept until the new line has come as far."""
+    """Renames the checkpoints after `step` when a run continues from that step, so that none of them counts as newest.
+    They are kept until the run has reached the same step again."""
     later = [each for each in saved_steps(folder) if each.step > step]
     for each in later:
         aside = folder / f"{_SUPERSEDED}{each.step:08d}"

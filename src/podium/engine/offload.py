@@ -14,10 +14,10 @@ from podium.errors import OffloadError
 
 
 class OffloadedTensors:
-    """Some tensors, on the device or in host memory. While they are away their storages are empty: the tensor objects,
-    and everybody's references to them, stay as they are, and reading them is an error of the reader.
+    """Tensors that can move between device and host memory. While they are offloaded their storages are empty. The
+    tensor objects and all references to them stay; reading them then is an error of the caller.
 
-    Host copies are kept (pinned beside CUDA) and written anew each time, because pinning costs more than copying.
+    Host copies (pinned with CUDA) are kept and overwritten each time, because pinning costs more than copying.
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -81,8 +81,8 @@ class OffloadedTensors:
 
 
 def what_can_leave(optimizer: AdamW) -> list[Tensor]:
-    """What generation does not read: the moments, float32 masters beside the parameters that it does read, and
-    gradients that nobody has taken. (Where a parameter is its own master it stays: it is the weights.)"""
+    """Tensors that generation does not read: moments, separate float32 masters, and gradients. A parameter that is its
+    own master stays on the device."""
     tensors = [*optimizer.first_moments, *optimizer.second_moments]
     tensors += [each.master for each in optimizer.trained if each.has_own_master]
     gradients = [each.parameter.grad for each in optimizer.trained]

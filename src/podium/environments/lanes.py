@@ -258,8 +258,8 @@ class _OpenCalls:
         self._num_beats += 1
 
     def glimpse(self) -> tuple[asyncio.Task[Any] | None, int, int]:
-        """The task that the loop is in now, how many calls are over, and how often the loop has come round since it is
-        asked to count: while the loop goes on, one of them changes. From any thread."""
+        """The task that the loop runs now, the number of finished calls, and the number of loop iterations since
+        counting began. While the loop runs, one of them changes. May be called from any thread."""
         return asyncio.current_task(self._loop), self._num_settled, self._num_beats
 
     def leave(self) -> list[int]:

@@ -22,10 +22,10 @@ from podium.environments.chat_format import Call, ToolCall
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Observation:
-    """How an episode begins: with a chat that waits for the model's first answer (a string is what a user asks), with
-    raw text to go on from, or, where neither is given, with what the task itself asks.
+    """The beginning of an episode: a chat (a string is a user message), raw text to continue, or, without both, the
+    task's own prompt.
 
-    `tools` are JSON schemas that the chat template shows to the model; None stands for the task's own.
+    `tools` are JSON schemas that the chat template shows to the model; None: the task's own tools.
     """
 
     messages: Sequence[Message] | str | None = None
@@ -94,7 +94,7 @@ class BoundedEnvironment:
 
 
 class CallFailedError(Exception):
-    """User code failed in another process, which goes on. The text says how."""
+    """User code failed in another process, which continues. The text says how."""
 
 
 class EpisodeLostError(Exception):

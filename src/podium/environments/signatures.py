@@ -249,7 +249,7 @@ def _trl_tokens(sample: Sample) -> list[int] | None:
 
 
 def _nothing(*given: Any, **named: Any) -> None:
-    """Stands for TRL's own logging, which there is none of here."""
+    """Replaces TRL's logging functions, which Podium does not have."""
 
 
 def _each(get: Callable[[Sample], Any]) -> Callable[[Sequence[Sample]], list[Any]]:

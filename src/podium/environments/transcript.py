@@ -67,8 +67,8 @@ class TranscriptArrays:
 class Transcript:
     """The tokens of one episode so far. It begins with a chat that waits for an answer, or with raw text.
 
-    In a chat, every reply is rendered with the whole conversation by the model's own template, in which stand-ins take
-    the place of the answers: their tokens are here already and are never made again from text.
+    In a chat, the model's template renders every reply with the whole conversation. Placeholders replace the answers,
+    because their sampled tokens are kept and never tokenized again from text.
     """
 
     def __init__(self, tokenizer: TurnTokenizer, start: Sequence[Message] | str, tools: Tools = None) -> None:

@@ -70,7 +70,7 @@ def base_identity(folder: Path) -> dict[str, str]:
 
 
 def write_base(adapter: Path, base: Path, path: str) -> None:
-    """Notes beside an adapter what it was trained on."""
+    """Writes the identity of an adapter's base into its folder."""
     note = {"path": path, **base_identity(base)}
     (adapter / BASE_NOTE).write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
 

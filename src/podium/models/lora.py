@@ -139,7 +139,7 @@ def adapter_source(model: PreTrainedModel, section: LoraSection, seed: int) -> W
 
 
 def require_adapter_of(section: ModelSection, base: Path) -> None:
-    """That the adapter to go on from belongs to this base, as far as its folder tells."""
+    """Checks that the adapter to continue from belongs to this base, by what its folder records."""
     if section.lora is not None and section.lora.adapter is not None:
         require_base(local_folder(section.lora.adapter, KEY), base, section.path, KEY)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a person sees while a run goes on: a live line on a terminal, plain lines when piped, nothing on other ranks."""
+"""The output of a run: a live line on a terminal, plain lines when piped, nothing on ranks other than 0."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The numbers of a run, one JSON object per line in metrics.jsonl: readable whatever the numbers, also after a crash.
+"""The metrics of a run, one JSON object per line in metrics.jsonl. The file stays readable after a crash.
 
-A line is flat: {"step": 3, "time_s": 1.7e9, "loss": 2.31, ...}. What JSON has no number for is written as the strings
-"NaN", "Infinity" and "-Infinity".
+A line is flat: {"step": 3, "time_s": 1.7e9, "loss": 2.31, ...}. Non-finite values are written as the strings "NaN",
+"Infinity" and "-Infinity".
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class MetricsFile:
 
     @classmethod
     def resume(cls, path: Path, *, step: int) -> Self:
-        """Goes on after `step`: what was written beyond it is cut off first, so that no step stands twice."""
+        """Opens the file of a resumed run. Lines after `step` are removed first, so that no step appears twice."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _rewrite(path, [metrics for metrics in read_metrics(path) if metrics.step <= step])

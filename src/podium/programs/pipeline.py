@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages in sequence: each is a run of its own, and begins with what earlier ones made of the weights.
+"""Stages in sequence: each is a separate run, and starts from the weights of earlier ones.
 
 A stage is run when its fingerprint (recipe, data, parent weights) is new, resumed when it was interrupted, and left
-alone when it is done. Every decision is made from what is on disk, so that a pipeline may be killed at any moment.
+alone when it is done. Every decision depends only on files, so a pipeline may be killed at any moment.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PipelineResult(RunResult):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:
-    """How a stage stands on disk, beside what it is to be now."""
+    """The recorded state of a stage on disk, and its present fingerprint."""
 
     record: StageRecord
     fingerprint: str  # of what it is to be

@@ -191,7 +191,7 @@ class CheckpointSection(Section):
     every: Count | None = Field(None, description="Steps between checkpoints; default: only at the end and on Ctrl-C.")
     keep: Count = Field(2, description="How many of the newest checkpoints stay.")
     keep_best: Switch = Field(False, description="Also keep the one with the lowest held-out loss.")
-    background: Switch = Field(True, description="Write while training goes on.")
+    background: Switch = Field(True, description="Write in the background during training.")
     timeout_s: Real = Field(1800.0, gt=0, description="Longest wait for all ranks to have written their part.")
 
 

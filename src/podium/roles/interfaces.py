@@ -77,7 +77,7 @@ class LearnerFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateNote:
-    """What one rank has to say of an update. Sums are of this rank; `losses` and what follows are of all ranks."""
+    """One rank's report of an update. Sums are of this rank; `losses` and the fields after it are of all ranks."""
 
     statistics: PolicyStatistics
     gap: LogprobGap  # engine against learner, before the first optimizer step

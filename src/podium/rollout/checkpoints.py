@@ -29,7 +29,7 @@ _VLLM_CPU_GIB = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OpenedEngine:
-    """An engine that answers, what it is in words, and the CPU settings that it was measured to be fastest with."""
+    """An engine, its description, and the CPU settings that were measured to be fastest."""
 
     engine: RolloutEngine
     words: str

@@ -22,7 +22,7 @@ class FairLock:
             self._line.append(me)
             try:
                 self._changed.wait_for(lambda: self._line[0] is me)
-            except BaseException:  # an interrupt: those behind must not wait for somebody who is gone
+            except BaseException:  # an interrupt: later callers must not wait for this one
                 self._line.remove(me)
                 self._changed.notify_all()
                 raise

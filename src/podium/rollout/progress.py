@@ -50,10 +50,10 @@ def describe(standing: Standing, load: Load, *, tokens_per_s: float, elapsed_s: 
 
 
 class Progress:
-    """Shows `standing` and `load` until it is left.
+    """Shows `standing` and `load` until its block ends.
 
-    A thread of its own asks them every so often, because answers may be long in coming; it waits for nothing but its
-    next turn, and leaving ends it.
+    A separate thread reads them at intervals, because a single answer may take long. The thread waits only for its next
+    turn; leaving the block ends it.
     """
 
     def __init__(self, stream: TextIO, standing: Callable[[], Standing], load: Callable[[], Load]) -> None:

@@ -51,7 +51,8 @@ class Prepared:
         return recipe_fingerprint(self.recipe, self.inputs)
 
     def lineage(self, before: Mapping[str, Any] | None = None, *, step: int = 0) -> dict[str, Any]:
-        """For run.json. `before`: of a run that goes on after `step`, whose earlier steps other code may have made."""
+        """For run.json. `before`: the lineage of a run that continues after `step`. Other code may have made its
+        earlier steps."""
         codes = list((before or {}).get("code", ()))
         now = code_version()
         if not codes or {**codes[-1], "after_step": 0} != {**now, "after_step": 0}:

@@ -135,7 +135,7 @@ class PipelineFolder:
         run = self.run(stage).path
         if not run.exists():
             return None
-        with held(run):  # by nobody: somebody may be running the stage by itself
+        with held(run):  # fails if another process runs the stage alone
             pass
         aside = self.path / _EARLIER
         aside.mkdir(exist_ok=True)

@@ -139,7 +139,7 @@ def _status(path: Path, state: Mapping[str, Any]) -> str:
 
 
 def _step(run: RunFolder, state: Mapping[str, Any]) -> int:
-    """The last step that is known of: of the metrics while a run goes on, else where it ended."""
+    """The last known step: from the metrics while a run is running, else where it ended."""
     if state.get("status") in ("finished", "stopped") and "step" in state:
         return int(state["step"])
     return max((line.step for line in _metrics(run)), default=0)

@@ -325,7 +325,7 @@ def _broadcast(buffer: Tensor, transfer: ByBroadcast, link: TransferLink) -> Ten
 
 
 def _read_only(array: NDArray[np.uint8]) -> Tensor:
-    """The same memory. Torch warns that it could be written to; nobody who is delivered a tensor does."""
+    """A tensor on the same memory. Torch warns that it is writable; no receiver writes to it."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*not writable.*")
         return torch.from_numpy(array)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tells the two ends of a transport how weights travel: small, picklable, and all that a controller handles.
+"""Weight transfers: small, picklable descriptions of how weights travel. A controller handles nothing else.
 
-Both ends cut the manifest into the same buckets, so a bucket needs no description of its own. Torch-free.
+Both ends cut the manifest into the same buckets, so buckets need no headers. Torch-free.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def plan_buckets(
 
 
 def large(bucket_bytes: int) -> int:
-    """From which size on a tensor is sent by itself: the start of a collective is nothing beside its bytes."""
+    """The size from which a tensor is sent alone: starting a collective then costs little compared with its bytes."""
     return max(1, bucket_bytes // 8)
 
 

@@ -131,7 +131,7 @@ class BlockManager:
         return True
 
     def remember(self, block_table: BlockTable, tokens: Tokens) -> None:
-        """`tokens` have been computed into the blocks of a sequence that goes on: later ones may reuse them."""
+        """`tokens` are computed in the blocks of a running sequence: later sequences may reuse them."""
         if self._remember:
             self._insert(block_table, tokens)
 
@@ -199,8 +199,8 @@ class BlockManager:
         return len(full) * self.block_size + copied
 
     def _can_take_over(self, source: _Node, copied: int) -> bool:
-        """A block that nobody holds need not be copied when this sequence goes on where it ends, or when it would have
-        to be given up anyway."""
+        """Whether a block without holders can be reused without a copy: this sequence continues at its end, or the
+        block would be evicted anyway."""
         unheld = self._holders[source.block] == 0 and not source.children
         return unheld and (copied == len(source.tokens) or self.num_available == 1)
 

@@ -221,8 +221,8 @@ class NativeEngine:
             verify_in_place(all_tensors(self._model), version)
 
     def adopt(self, version: WeightVersion) -> None:
-        """Takes the number of weights that are these very tensors, described by who has just changed them: there is no
-        other side to compare with. Sequences under way are computed anew, as `install` does it."""
+        """Takes the version number of weights that changed in place in these tensors. There is no other copy to compare
+        with. The cache of running sequences is recomputed, as in `install`."""
         with self._lock:
             self._check_open()
             self._take_in(lag=0)
@@ -454,6 +454,6 @@ class NativeEngine:
 
 
 def _context(model: PackedCausalLM) -> int:
-    """The longest sequence that is right whatever runs beside it."""
+    """The longest sequence whose result does not depend on the rest of its batch."""
     limits = [int(model.hf.config.get_text_config().max_position_embeddings), longest_packable(model.hf.config)]
     return min(limit for limit in limits if limit is not None)
