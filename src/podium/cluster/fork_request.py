@@ -23,7 +23,7 @@ _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def main() -> None:
-    """Waits for the fork server at most ANSWER_S."""
+    """Waits for the fork server at most ANSWER_S. Ray's setup script is for workers that need more than a fork."""
     arguments = sys.argv[1:]
     worker = worker_command(arguments)
     if worker is not None:
@@ -33,6 +33,7 @@ def main() -> None:
             if _is_ready(server, address):
                 _request(server, worker)
                 return
+        os.execv(sys.executable, [sys.executable, *worker])
     script = next(each for each in arguments if each.endswith("default_worker.py"))
     setup = os.path.join(os.path.dirname(script), "setup_worker.py")
     os.execv(sys.executable, [sys.executable, setup, *arguments])

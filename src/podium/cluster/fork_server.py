@@ -39,6 +39,8 @@ _COMMAND = f"from {__name__} import main; main()"
 # Ray gives a worker with less than two cores one OpenMP thread, unless the user's environment says otherwise. That is
 # read when torch is imported. OpenBLAS would start its threads then, and a process with threads cannot be forked.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+# jemalloc, which pyarrow brings along, stops its thread for a fork.
+_SAFE_THREADS = {"jemalloc_bg_thd"}
 # Most requests that wait while the modules are imported.
 _BACKLOG = 128
 
@@ -130,7 +132,7 @@ def main() -> None:
     listener = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes dead children
     import_all(sys.argv[2:])
-    if _uses_device() or len(os.listdir("/proc/self/task")) > 1 or "ray" in sys.modules:
+    if _uses_device() or _other_threads() - _SAFE_THREADS or "ray" in sys.modules:
         return  # it must not fork: workers start without it
     gc.freeze()  # a collection in a worker would copy the memory that they share
     worker = _serve(listener)
@@ -142,6 +144,12 @@ def _uses_device() -> bool:
     """Whether CUDA is in use in this process: it does not work in what is forked then."""
     files = Path("/proc/self/fd")
     return any(os.path.realpath(file).startswith("/dev/nvidia") for file in files.iterdir())
+
+
+def _other_threads() -> set[str]:
+    """Names of the threads beside this one."""
+    threads = [thread for thread in Path("/proc/self/task").iterdir() if int(thread.name) != os.getpid()]
+    return {(thread / "comm").read_text().strip() for thread in threads}
 
 
 def _serve(listener: socket.socket) -> _WorkerProcess | None:

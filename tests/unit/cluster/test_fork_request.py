@@ -40,13 +40,19 @@ def test_flags_of_the_interpreter_are_not_lost_in_a_fork() -> None:
     assert worker_command(["-s", WORKER]) is None
 
 
-def test_without_a_server_the_process_becomes_the_worker(tmp_path: Path) -> None:
-    """Runs Ray's setup script, which stands beside the worker's, with the same options."""
-    (tmp_path / "setup_worker.py").write_text("import sys; print(sys.argv[1:])")
-    options = [str(tmp_path / "default_worker.py"), "--worker-id=7", "--language=PYTHON"]
+@pytest.mark.parametrize(
+    ("language", "becomes", "keeps"), [("PYTHON", "default_worker.py", 2), ("JAVA", "setup_worker.py", 3)]
+)
+def test_without_a_server_the_process_becomes_the_worker(
+    tmp_path: Path, language: str, becomes: str, keeps: int
+) -> None:
+    """One that needs more than a fork becomes Ray's setup script, which stands beside the worker's."""
+    (tmp_path / becomes).write_text("import sys; print(sys.argv)")
+    options = [str(tmp_path / "default_worker.py"), "--worker-id=7", f"--language={language}"]
     script = tmp_path / "fork_request.py"
     script.symlink_to(fork_request.__file__)
     output = subprocess.run(
         [sys.executable, str(script), *options], capture_output=True, text=True, timeout=30, check=True
     )
-    assert output.stdout.strip() == str(options)
+    expected = options[:keeps] if becomes == "default_worker.py" else [str(tmp_path / becomes), *options]
+    assert output.stdout.strip() == str(expected)
