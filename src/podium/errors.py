@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one exception tree. Every error that a user can cause says what happened, why it matters and what to do."""
 
+import os
+from types import TracebackType
+
 
 class PodiumError(Exception):
     """Root of all errors that Podium raises on purpose; the command line prints them without a traceback."""
@@ -96,3 +99,31 @@ class WeightMismatchError(RolloutError):
 
 class OffloadError(PodiumError):
     """Tensors are asked to leave the device twice, or to come back without having left."""
+
+
+# Of the text of an exception of the user's code, in characters.
+_LONGEST_TEXT = 500
+_NOT_THE_USERS = (os.path.dirname(__file__) + os.sep, os.path.join(os.path.dirname(os.__file__), "asyncio", ""))
+
+
+def what_raised(error: BaseException) -> str:
+    """An exception of the user's code in one phrase: "raised KeyError: 'x' (rewards.py, line 12)"."""
+    try:
+        text = str(error)
+    except Exception:  # its __str__ is user code too
+        text = "(its text is unavailable)"
+    text = text[:_LONGEST_TEXT] + ("..." if len(text) > _LONGEST_TEXT else "")
+    return f"raised {type(error).__name__}{f': {text}' if text else ''}{_place(error.__traceback__)}"
+
+
+def _place(traceback: TracebackType | None) -> str:
+    """The deepest line in the file of the user's function."""
+    frames: list[tuple[str, int]] = []
+    while traceback is not None:
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    users = [file for file, _ in frames if not file.startswith(_NOT_THE_USERS)]
+    if not users:
+        return ""
+    line = [line for file, line in frames if file == users[0]][-1]
+    return f" ({users[0]}, line {line})"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from podium.data.rows import Row
-from podium.errors import DataError
+from podium.errors import DataError, what_raised
 
 Kind = Literal["messages", "prompt_completion", "text"]
 MapFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
@@ -41,7 +41,7 @@ def named_values(row: Row, columns: Mapping[str, str], function: MapFunction | N
         mapped = function(values)
     except Exception as error:  # the plug-in is the user's code
         raise DataError(
-            f"{row.where}: the source's `map` raised {type(error).__name__}: {error}. Fix the function, or let it "
+            f"{row.where}: the source's `map` {what_raised(error)}. Fix the function, or let it "
             "return None to drop such a row."
         ) from error
     if mapped is not None and not isinstance(mapped, Mapping):

@@ -10,20 +10,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import os
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from podium.environments.activity import Mark
 from podium.environments.rewards import Reward, RewardResult, Sample
-from podium.errors import PodiumError
+from podium.errors import PodiumError, what_raised
 
 # Asynchronous calls under way at the same time: enough for a remote judge, and not an attack on it.
 _MOST_AT_ONCE = 256
-_LONGEST_ERROR = 500
 _CLOSING_S = 2.0
 
 
@@ -333,28 +330,5 @@ async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 def _describe_error(error: BaseException) -> str:
-    """'raised KeyError: 'x' (rewards.py, line 12)'; Podium's own errors keep their text."""
-    try:
-        text = str(error)
-    except Exception:  # its __str__ is user code too
-        text = "without words"
-    text = text[:_LONGEST_ERROR] + ("..." if len(text) > _LONGEST_ERROR else "")
-    if isinstance(error, PodiumError):
-        return f"cannot tell: {text}"
-    return f"raised {type(error).__name__}{f': {text}' if text else ''}{_place(error.__traceback__)}"
-
-
-def _place(traceback: TracebackType | None) -> str:
-    """The deepest line in the file of the user's function."""
-    frames: list[tuple[str, int]] = []
-    while traceback is not None:
-        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    theirs = [file for file, _ in frames if not file.startswith(_NOT_THEIRS)]
-    if not theirs:
-        return ""
-    line = [line for file, line in frames if file == theirs[0]][-1]
-    return f" ({theirs[0]}, line {line})"
-
-
-_NOT_THEIRS = tuple(os.path.dirname(file) + os.sep for file in (__file__, asyncio.__file__))
+    """Podium's own errors keep their text."""
+    return f"cannot tell: {error}" if isinstance(error, PodiumError) else what_raised(error)

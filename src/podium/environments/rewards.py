@@ -17,7 +17,7 @@ import numpy as np
 from podium.environments.protocol import is_async
 from podium.environments.signatures import Per, Sample, Signature, fit_signature
 from podium.environments.verifiers import bind_verifier, load_verifier
-from podium.errors import PodiumError, RecipeError
+from podium.errors import PodiumError, RecipeError, what_raised
 from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
 
 __all__ = ["Reward", "RewardResult", "Sample", "build_rewards", "check_rewards", "reward_names"]
@@ -176,7 +176,7 @@ def _loaded(path: str, key: str) -> Callable[..., Any]:
         raise
     except Exception as error:  # the file is the user's code
         raise RecipeError(
-            f"{key}.function: running {plugins.split_plugin(path)[0]} raised {type(error).__name__}: {error}. Fix the "
+            f"{key}.function: running {plugins.split_plugin(path)[0]} {what_raised(error)}. Fix the "
             "file, or install what it imports."
         ) from error
 
@@ -190,9 +190,7 @@ def _instance(factory: Callable[..., Any], options: Mapping[str, Any], key: str)
     try:
         instance = factory(**options)
     except Exception as error:  # the class is the user's code
-        raise RecipeError(
-            f"{key}.function: making a {name} with {key}.options raised {type(error).__name__}: {error}."
-        ) from error
+        raise RecipeError(f"{key}.function: making a {name} with {key}.options {what_raised(error)}.") from error
     if not callable(instance):
         raise RecipeError(f"{key}.function: a {name} cannot be called. Give the class a method __call__.")
     return instance  # type: ignore[no-any-return]

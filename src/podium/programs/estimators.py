@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from podium.algorithms import advantages
-from podium.errors import RecipeError
+from podium.errors import RecipeError, what_raised
 from podium.recipe import CustomOnPolicyRecipe, GrpoRecipe, plugins
 from podium.roles.carriers import Floats
 from podium.roles.stages import Advantages, GradedRollouts
@@ -67,7 +67,7 @@ def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
         try:
             values_N = torch.as_tensor(function(*_tensors(rewards_N, episodes))).double()
         except Exception as error:  # the user's code
-            raise RecipeError(f"algorithm.advantage: {path} raised {type(error).__name__}: {error}.") from error
+            raise RecipeError(f"algorithm.advantage: {path} {what_raised(error)}.") from error
         if values_N.shape != rewards_N.shape:
             raise RecipeError(
                 f"algorithm.advantage: {path} gave {tuple(values_N.shape)} values for {len(rewards_N)} episodes. It "

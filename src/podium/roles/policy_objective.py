@@ -10,12 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from podium.algorithms import policy
 from podium.algorithms.kl import KlEstimator, kl_estimate
 from podium.algorithms.policy import PolicyTokens
-from podium.errors import RecipeError
+from podium.errors import RecipeError, what_raised
 from podium.recipe import AlgorithmSection, plugins
 
 Loss = Callable[[PolicyTokens], Tensor]
@@ -82,7 +83,12 @@ def _custom_loss(function: Callable[..., Any], path: str) -> Loss:
     """A loss of the user's; one number for all tokens would be taken for the loss of each."""
 
     def loss(tokens: PolicyTokens) -> Tensor:
-        loss_S: Tensor = function(tokens)
+        try:
+            loss_S: Tensor = function(tokens)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # the user's code
+            raise RecipeError(f"algorithm.loss: {path} {what_raised(error)}.") from error
         if not isinstance(loss_S, Tensor) or loss_S.shape != tokens.logprobs_S.shape:
             given = tuple(loss_S.shape) if isinstance(loss_S, Tensor) else type(loss_S).__name__
             raise RecipeError(

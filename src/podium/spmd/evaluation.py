@@ -17,7 +17,7 @@ from podium.data.reading import read_examples, read_prompts
 from podium.data.splitting import split_step
 from podium.data.tokenizer import answer_text, stop_tokens
 from podium.engine.train_step import TrainEngine
-from podium.errors import RecipeError
+from podium.errors import RecipeError, what_raised
 from podium.models.head import TokenLoss
 from podium.observe import EvaluationView, SampleView
 from podium.recipe import GenerationSection, LanguageModelRecipe, SpmdRecipe
@@ -156,7 +156,7 @@ def _scored(function: Score, answer: str, prompt: Prompt) -> float:
         score = function(answer, prompt.reference, prompt.values)
     except Exception as error:  # the function is the user's code
         raise RecipeError(
-            f"evaluation.generation.score: the function raised {type(error).__name__}: {error} for the answer "
+            f"evaluation.generation.score: the function {what_raised(error)} for the answer "
             f"{answer!r} (expected {prompt.reference!r})."
         ) from error
     return _checked(score)

@@ -1,0 +1,35 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is said of an exception in the user's code."""
+
+from __future__ import annotations
+
+import pytest
+
+from podium.errors import what_raised
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+class _MuteError(Exception):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+def test_the_deepest_line_in_the_users_file_is_named() -> None:
+    with pytest.raises(KeyError) as raised:
+        _raise(KeyError("x"))
+    assert what_raised(raised.value) == f"raised KeyError: 'x' ({__file__}, line 12)"
+
+
+def test_an_exception_without_text_or_place_is_named_by_its_type() -> None:
+    assert what_raised(ValueError()) == "raised ValueError"
+
+
+def test_an_exception_that_cannot_be_printed_is_named_all_the_same() -> None:
+    assert what_raised(_MuteError()) == "raised _MuteError: (its text is unavailable)"
+
+
+def test_a_long_text_is_cut() -> None:
+    assert len(what_raised(ValueError("x" * 10_000))) < 600
