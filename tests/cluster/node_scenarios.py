@@ -126,13 +126,13 @@ async def placing(folder: Path) -> dict[str, float]:
         disk = add_node(nodes, 2, resources={"fast_disk": 1})
         async with open_ray(RayCluster(address=nodes.address)) as cluster:
             assert cluster.total("CPU") == 4
-            # Two pools at once. One goes where its resource is; the tensor group of the other stays on one node,
+            # Two pools at once. One goes where its resource is; the other stays on one node,
             # though each of the two has room for one of its slots.
             score = loose("score", 1, each=Resources(cpus=1, custom={"fast_disk": 1}))
-            learn = Pool(name="learn", slots=2)
+            learn = Pool(name="learn", slots=2, one_node=True)
             roles = (
                 RoleSpec(name="score", kind=Counter, pool="score"),
-                RoleSpec(name="learn", kind=Summer, pool="learn", mesh=MeshShape(tensor=2)),
+                RoleSpec(name="learn", kind=Summer, pool="learn", mesh=MeshShape(shard=2)),
             )
             with seconds(measured, "two_pools_s"):
                 both = await cluster.start(Layout(pools=(score, learn), roles=roles), deadline_s=90)

@@ -294,7 +294,7 @@ def test_a_collective_gives_up_after_the_patience_of_its_pool(open_on_ray: Opene
             await group.call_all(Summer.sum_without, 3)
         assert 2 <= time.monotonic() - began < 10
 
-    layout = one_role(Summer, slots=4, collectives=True, mesh=MeshShape(shard=2, tensor=2))
+    layout = one_role(Summer, slots=4, collectives=True, mesh=MeshShape(replica=2, shard=2))
     in_cluster(open_on_ray, layout, body, timeouts=Timeouts(collective_s=2.0), limit_s=120)
 
 

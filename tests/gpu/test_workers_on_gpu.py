@@ -92,8 +92,8 @@ def test_more_devices_than_there_are_is_refused_with_the_count() -> None:
             with pytest.raises(PlacementError, match="too small") as refused:
                 await cluster.start(
                     Layout(
-                        pools=(Pool(name="gpu", slots=2, each=Resources(gpus=1)),),
-                        roles=(RoleSpec(name="policy", kind=Multiplier, pool="gpu", mesh=MeshShape(tensor=2)),),
+                        pools=(Pool(name="gpu", slots=2, each=Resources(gpus=1), one_node=True),),
+                        roles=(RoleSpec(name="policy", kind=Multiplier, pool="gpu", mesh=MeshShape(shard=2)),),
                     )
                 )
             assert "At most 1 slot fits on one node" in str(refused.value)

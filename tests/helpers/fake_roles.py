@@ -19,7 +19,6 @@ import numpy as np
 from helpers.made_batches import WORKER, make_answer, make_report, make_result
 from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
-from podium.cluster.identity import Coordinates
 from podium.cluster.objects import InlineStored, RowRefs
 from podium.cluster.results import Metric, ShardResult
 from podium.data.costs import SequenceCost
@@ -231,7 +230,7 @@ class FakeScorer(_Placed):
         note = DistanceNote(k1_N=k1_N, k2_N=k2_N, k3_N=k3_N, tokens_N=tokens_N)
         stored = InlineStored(column)
         result: ShardResult[TokenColumn] = ShardResult(
-            worker=WORKER, coordinates=Coordinates(0, 0, 0, 0), data_rank=0, ids=block.ids, lengths_N=block.lengths_N,
+            worker=WORKER, rank=0, ids=block.ids, lengths_N=block.lengths_N,
             stored=stored, metrics=(), spans=(), note=note,
         )  # fmt: skip
         return RowRefs.whole(stored, block.ids, block.lengths_N), joined_distance([result], rows)

@@ -108,7 +108,7 @@ class Cluster:
 
     def check(self, layout: Layout) -> None:
         """Preflight: raises an explanation if the layout can never fit, before anything starts."""
-        bundles = [bundle for pool in layout.pools for bundle in bundles_of(layout, pool)]
+        bundles = [bundle for pool in layout.pools for bundle in bundles_of(pool)]
         outcome = preflight(bundles, self._transport.nodes())
         if isinstance(outcome, TooLarge):
             raise PlacementError(outcome.reason)

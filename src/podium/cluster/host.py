@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -104,8 +103,7 @@ class RoleHost:
             with self._recorder.span(_title(order)):
                 for computed in self._invoke(order, arguments, named):
                     head, rows = self._head(order, computed)
-                    if head is not None:
-                        yield self._reply(head, None, last=False), rows
+                    yield self._reply(head, None, last=False), rows
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
@@ -212,16 +210,13 @@ class RoleHost:
             raise ClusterError(f"a call for {order.worker} came to {self._worker}, which is another worker.")
         return getattr(self._roles[order.role], order.method)(*arguments, **named)
 
-    def _head(self, order: Invoke, computed: Any) -> tuple[RowsHead | None, Any]:
-        """The controller's view of the rows. Only the source of a data rank returns any."""
+    def _head(self, order: Invoke, computed: Any) -> tuple[RowsHead, Any]:
+        """The controller's view of the rows, and the rows."""
         if not isinstance(computed, Computed):
             raise ClusterError(
                 f"{order.role}.{order.method} was called for rows and gave {type(computed).__name__}; "
                 "such a method returns (or yields) Computed."
             )
-        assert self._worker is not None
-        if not self._meshes[order.role].is_source(self._worker.index):
-            return None, None
         rows = computed.rows
         head = RowsHead(
             ids=computed.ids,
@@ -288,8 +283,3 @@ def extend_import_path(path: tuple[str, ...]) -> None:
     for entry in path:
         if entry not in sys.path:
             sys.path.append(entry)
-
-
-def host_name() -> str:
-    """The name of this machine."""
-    return socket.gethostname()

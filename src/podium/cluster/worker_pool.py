@@ -225,7 +225,7 @@ class WorkerPool:
             self._transport.release(place)
             self._places.remove(place)
         held = {place.bundle.slots for place in self._places}
-        return [bundle for bundle in bundles_of(self._layout, self.pool) if bundle.slots not in held]
+        return [bundle for bundle in bundles_of(self.pool) if bundle.slots not in held]
 
     async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline: Deadline) -> None:
         """Reserves places for the bundles on these nodes."""

@@ -49,7 +49,7 @@ class GraderHandle:
 
     async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
         """Groups stay whole: a reward may compare within them."""
-        parts = group_parts(rollouts.group_N, self._group.mesh.shape.num_data_ranks)
+        parts = group_parts(rollouts.group_N, self._group.mesh.shape.world)
         notes = await asyncio.gather(
             *(
                 self._share(rank, shard_of(rollouts, part, show=show if rank == 0 else 0), purpose)
@@ -118,7 +118,7 @@ class RewardModelHandle:
 
     async def score(self, rollouts: Rollouts) -> Floats:
         """One score for each episode."""
-        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.num_data_ranks)
+        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.world)
         shards = [shard_of(rollouts, part) for part in parts]
         merged = await self._group.call_sharded(RewardModel.score, shards)
         scores = np.empty(len(rollouts))

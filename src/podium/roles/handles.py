@@ -60,7 +60,7 @@ class GeneratorHandle:
     @property
     def num_engines(self) -> int:
         """Number of engines, one per data rank."""
-        return self._group.mesh.shape.num_data_ranks
+        return self._group.mesh.shape.world
 
     async def generate(
         self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
@@ -123,7 +123,7 @@ class LearnerHandle:
     @property
     def num_ranks(self) -> int:
         """Number of data ranks."""
-        return self._group.mesh.shape.num_data_ranks
+        return self._group.mesh.shape.world
 
     def split(self, lengths_N: Ints, mini_batch_N: Ints) -> SplitPlan:
         """Spreads episodes over ranks and micro-steps by cost, each mini-batch for itself."""
@@ -257,7 +257,7 @@ class ScorerHandle:
         self, rows: RowRefs[TrajectoryBlock], temperature: float
     ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
         """Log-probs by reference, and the distance of each episode in the order of the rows."""
-        ranks = self._group.mesh.shape.num_data_ranks
+        ranks = self._group.mesh.shape.world
         shards = [ScoreShard(rows=rows.take(part)) for part in even_parts(rows.lengths_N, ranks)]
         merged = await self._group.call_sharded(Scorer.score, shards, temperature)
         assert merged.rows is not None

@@ -20,7 +20,6 @@ from podium.errors import ClusterError, DataError
 
 WORKER = WorkerId("gen", 1, "node-a", "cpu", 2)
 ALONE = RoleMesh(role="counter", pool="gen", shape=MeshShape(replica=2), slots=(0, 1))
-PAIR = RoleMesh(role="counter", pool="gen", shape=MeshShape(tensor=2), slots=(0, 1))
 FOUR = ids(range(2))
 
 
@@ -114,9 +113,7 @@ def test_a_role_is_told_its_seat():
     host = built(Picky)
     context, _ = done(host.perform(invoke(Picky.seen)))
     assert (context.worker, context.role, context.device, context.devices) == (WORKER, "counter", "cpu", None)
-    assert (context.rank, context.world, context.data_rank, context.is_source) == (1, 2, 1, True)
-    assert str(context.coordinates) == "replica 1, shard 0, context 0, tensor 0"
-    assert context.group("tensor") is None
+    assert (context.rank, context.world) == (1, 2)
     with pytest.raises(ClusterError, match=r"gen\[1\]@node-a/cpu#2 has no link 'weights'; it has none"):
         context.transfer("weights")
 
@@ -150,11 +147,6 @@ def test_rows_that_were_only_dealt_with_are_told_of_without_any():
     head, rows = done(host.perform(invoke(Counter.consume, "rows"), Batch(block=Request(ids=FOUR))))
     assert rows is None
     assert (head.stored, head.nbytes, head.lengths_N.tolist()) == (False, 0, [0, 0, 0, 0])
-
-
-def test_only_the_source_of_a_data_rank_answers_with_rows():
-    # Slot 1 is tensor 1 of the only data rank.
-    assert done(built(mesh=PAIR).perform(invoke(Counter.generate, "rows"), Request(ids=FOUR))) == (None, None)
 
 
 def test_a_stream_hands_on_each_block_as_it_comes_and_says_when_it_ends():
