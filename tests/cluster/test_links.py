@@ -37,10 +37,12 @@ async def sent_from(workers: Workers, source: int, link: str = "weights") -> lis
 
 
 async def kill(workers: Workers, role: str, rank: int) -> None:
-    process = (await workers.role(role, Summer).call_one(rank, Counter.thread)).value[0]
+    group = workers.role(role, Summer)
+    process = (await group.call_one(rank, Counter.thread)).value[0]
+    worker = group.workers[rank]
+    member = workers.worker_pool(worker.pool).living(worker)
     os.kill(process, signal.SIGKILL)
-    died = await asyncio.wait_for(workers.next_death(), 20)
-    assert died.worker.index == rank
+    await asyncio.wait_for(member.death, 20)
 
 
 @pytest.mark.slow

@@ -231,7 +231,7 @@ class FakeScorer(_Placed):
         stored = InlineStored(column)
         result: ShardResult[TokenColumn] = ShardResult(
             worker=WORKER, rank=0, ids=block.ids, lengths_N=block.lengths_N,
-            stored=stored, metrics=(), spans=(), note=note,
+            stored=stored, metrics=(), note=note,
         )  # fmt: skip
         return RowRefs.whole(stored, block.ids, block.lengths_N), joined_distance([result], rows)
 

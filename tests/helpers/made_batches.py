@@ -84,7 +84,7 @@ def make_result(
     block, note = block_of(answers)
     return ShardResult(
         worker=worker, rank=0, ids=block.ids, lengths_N=block.lengths_N,
-        stored=InlineStored(block), metrics=metrics, spans=(), note=note,
+        stored=InlineStored(block), metrics=metrics, note=note,
     )  # fmt: skip
 
 

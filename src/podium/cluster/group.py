@@ -16,7 +16,7 @@ from podium.cluster.fanout import Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry, RoleMesh
 from podium.cluster.messages import Invoke, Reply, RowsHead
-from podium.cluster.objects import Shelf, Stored
+from podium.cluster.objects import Stored
 from podium.cluster.results import CallResult, Computed, Merged, ShardResult, Span, merge
 from podium.cluster.streams import merged
 from podium.cluster.transport import ByReference, GoneError, Transport
@@ -78,13 +78,12 @@ class RoleGroup(Generic[RoleT]):
         self,
         roster: Roster,
         transport: Transport,
-        shelf: Shelf,
         role: str,
         kind: type[RoleT],
         *,
         deadline_s: float,
     ) -> None:
-        self._roster, self._transport, self._shelf = roster, transport, shelf
+        self._roster, self._transport = roster, transport
         self._role, self._kind, self._deadline_s = role, kind, deadline_s
 
     @property
@@ -99,7 +98,7 @@ class RoleGroup(Generic[RoleT]):
 
     def within(self, seconds: float) -> RoleGroup[RoleT]:
         """The same group with another deadline for its calls."""
-        return RoleGroup(self._roster, self._transport, self._shelf, self._role, self._kind, deadline_s=seconds)
+        return RoleGroup(self._roster, self._transport, self._role, self._kind, deadline_s=seconds)
 
     def requires(self, *methods: Callable[..., Any]) -> None:
         """Raises now if one of these is not a method of the role. A handle declares in its constructor what it
@@ -244,8 +243,7 @@ class RoleGroup(Generic[RoleT]):
                 pending.append(Pending(worker=member.worker, answer=send(order, *args, **kwargs)))
         replies = await self._gather(pending, name, worker_pool, in_step=not control)
         return tuple(
-            CallResult(worker=worker, value=reply.value, spans=reply.spans)
-            for worker, reply in zip(workers, replies, strict=True)
+            CallResult(worker=worker, value=reply.value) for worker, reply in zip(workers, replies, strict=True)
         )
 
     async def _gather(
@@ -314,8 +312,6 @@ class RoleGroup(Generic[RoleT]):
     def _result(self, reply: Reply, rank: int, rows: Stored[Any]) -> ShardResult[Any]:
         head: RowsHead = reply.value
         assert reply.worker is not None
-        if head.stored:
-            self._shelf.count(rows, head.nbytes)
         return ShardResult(
             worker=reply.worker,
             rank=rank,
@@ -323,7 +319,6 @@ class RoleGroup(Generic[RoleT]):
             lengths_N=head.lengths_N,
             stored=rows if head.stored else None,
             metrics=head.metrics,
-            spans=reply.spans,
             note=head.note,
         )
 

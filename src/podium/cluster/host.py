@@ -123,15 +123,13 @@ class RoleHost:
 
     def where(self) -> Whereabouts:
         """Each thread's open spans and stack; answers while work is busy."""
-        return Whereabouts(worker=self._worker, threads=self._recorder.places(everyone=self._own_process))
+        return Whereabouts(threads=self._recorder.places(everyone=self._own_process))
 
     def beats(self, every_s: float) -> Iterator[Beat]:
         """A heartbeat every so often, from a separate thread, for as long as the process lives."""
-        number = 0
         while True:
             doing, for_s = self._recorder.doing(WORK)
-            yield Beat(number=number, at_s=time.time(), doing=doing, for_s=for_s)
-            number += 1
+            yield Beat(doing=doing, for_s=for_s)
             time.sleep(every_s)
 
     def _reply(self, value: Any, failure: Failure | None, *, last: bool = True) -> Reply:
@@ -221,7 +219,6 @@ class RoleHost:
         head = RowsHead(
             ids=computed.ids,
             lengths_N=np.zeros(len(computed.ids), np.int64) if rows is None else rows.lengths_N,
-            nbytes=0 if rows is None else rows.nbytes,
             stored=rows is not None,
             metrics=computed.metrics,
             note=computed.note,

@@ -128,10 +128,6 @@ class Layout:
         """The pool of this name."""
         return next(pool for pool in self.pools if pool.name == name)
 
-    def role(self, name: str) -> RoleSpec:
-        """The role of this name."""
-        return next(role for role in self.roles if role.name == name)
-
     def mesh(self, role: RoleSpec) -> RoleMesh:
         """The role's mesh over the slots of its pool."""
         slots = tuple(range(role.mesh.world)) if role.slots is None else role.slots

@@ -40,11 +40,6 @@ class Span:
     end_s: float
     worker: WorkerId
 
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end_s - self.begin_s
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
         return Span, (self.name, self.begin_s, self.end_s, self.worker)
@@ -56,7 +51,6 @@ class CallResult(Generic[Value]):
 
     worker: WorkerId
     value: Value
-    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,7 +76,7 @@ class Computed(Generic[RowsT]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardResult(Generic[RowsT]):
-    """The answer of a rank: who it is, which rows, where they are stored, and its time."""
+    """The answer of a rank: who it is, which rows, and where they are stored."""
 
     worker: WorkerId
     rank: int
@@ -90,7 +84,6 @@ class ShardResult(Generic[RowsT]):
     lengths_N: Ints
     stored: Stored[RowsT] | None
     metrics: tuple[Metric, ...]
-    spans: tuple[Span, ...]
     note: Any = None
 
 
@@ -98,10 +91,8 @@ class ShardResult(Generic[RowsT]):
 class Merged(Generic[RowsT]):
     """The results of all ranks as one: ids ascending, rows by reference."""
 
-    ids: TrajectoryIds
     rows: RowRefs[RowsT] | None  # None where the workers only reported what they had done
     metrics: Mapping[str, float]
-    spans: tuple[Span, ...]
     results: tuple[ShardResult[RowsT], ...] = field(repr=False)
 
 
@@ -116,13 +107,9 @@ def merge(
         raise ResultError(
             f"the answers of role {role} do not add up, so nothing of this call is used:\n  " + "\n  ".join(problems)
         )
-    ids = TrajectoryIds.concatenate([result.ids for result in ordered])
-    rows = stored_rows(ordered) if any(result.stored is not None for result in ordered) else None
     return Merged(
-        ids=rows.ids if rows is not None else ids.sorted(),
-        rows=rows,
+        rows=stored_rows(ordered) if any(result.stored is not None for result in ordered) else None,
         metrics=reduce_metrics([(result.worker, metric) for result in ordered for metric in result.metrics]),
-        spans=tuple(span for result in ordered for span in result.spans),
         results=tuple(ordered),
     )
 

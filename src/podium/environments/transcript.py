@@ -348,12 +348,6 @@ def check_template(tokenizer: Any, *, role: str = "tool", tools: Tools = None) -
         ) from error
 
 
-def shows_tools(tokenizer: Any, tools: Sequence[dict[str, Any]]) -> bool:
-    """Whether the chat template renders these tools. Where it does not, the prompts have to describe them."""
-    text = TurnTokenizer(tokenizer).render([_QUESTION], list(tools))
-    return all(str(tool.get("function", tool).get("name")) in text for tool in tools)
-
-
 class _Renderer(ChatRenderer):
     """A chat template's text before it becomes tokens, and text as tokens without special ones added."""
 

@@ -13,7 +13,7 @@ from helpers.roles import make_block
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
 from podium.cluster.objects import InlineStored
-from podium.cluster.results import Computed, Metric, ShardResult, Span, merge, reduce_metrics, stored_rows
+from podium.cluster.results import Computed, Metric, ShardResult, merge, reduce_metrics, stored_rows
 from podium.data.trajectories import TrajectoryId, TrajectoryIds
 from podium.errors import ResultError
 
@@ -44,7 +44,6 @@ def result(who, rank, ids, metrics=(), *, stored=True):
         lengths_N=block.lengths_N,
         stored=InlineStored(block) if stored else None,
         metrics=metrics,
-        spans=(Span(f"of {rank}", 0.0, 1.0, who),),
     )
 
 
@@ -61,13 +60,11 @@ def refusal(results, asked=ASKED, registry=REGISTRY):
 
 def test_results_are_joined_by_ascending_id():
     merged = merge(GOOD, ASKED, REGISTRY, "learner")
-    assert list(merged.ids) == [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
-    assert merged.rows.ids.same_as(merged.ids)
+    assert list(merged.rows.ids) == [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
     # (d, s) has 1 + (7d + 3s) mod 11 tokens of value 100d + s.
     assert merged.rows.lengths_N.tolist() == [1, 8, 11, 4, 11]
     block = merged.rows.read()
     assert block.tokens_T[block.offsets[:-1]].tolist() == [0, 100, 101, 200, 300]
-    assert [span.name for span in merged.spans] == ["of 0", "of 1"]
     assert [each.worker for each in merged.results] == [worker(0), worker(2)]
 
 
@@ -98,7 +95,7 @@ def test_the_order_of_the_answers_does_not_matter(shards, data):
     merged = merge(answers, asked, REGISTRY, "learner")
     again = merge(data.draw(st.permutations(answers)), asked, REGISTRY, "learner")
     everything = sorted(each for ids in asked for each in ids)
-    assert list(merged.ids) == list(again.ids) == everything
+    assert list(merged.rows.ids) == list(again.rows.ids) == everything
     assert merged.rows.lengths_N.tolist() == again.rows.lengths_N.tolist()
     assert merged.metrics == again.metrics or math.isnan(merged.metrics["loss"]) == math.isnan(again.metrics["loss"])
     assert merged.metrics["rows"] == len(everything)
@@ -245,7 +242,7 @@ def test_every_corruption_of_any_result_is_caught_and_names_a_worker(shards, kin
 def test_an_empty_shard_may_be_answered_without_rows():
     empty = of()
     merged = merge([GOOD[0], result(worker(2), 1, empty, stored=False)], [FIRST, empty], REGISTRY, "learner")
-    assert list(merged.ids) == list(FIRST)
+    assert list(merged.rows.ids) == list(FIRST)
     assert len(merged.rows.pieces) == 1
 
 
@@ -257,7 +254,6 @@ def test_results_without_rows_are_only_counted():
         "learner",
     )
     assert merged.rows is None
-    assert list(merged.ids) == sorted([*FIRST, *SECOND])
 
 
 def test_rows_from_some_and_none_from_others_are_refused():
@@ -319,7 +315,3 @@ def test_workers_that_disagree_about_a_reduction_are_named():
         "metric x: learn[0]@node-a/cpu#0 declares mean and learn[1]@node-a/cpu#0 declares sum. A name has one "
         "reduction."
     )
-
-
-def test_a_span_knows_how_long_it_was():
-    assert Span("work", 10.0, 12.5, worker(0)).seconds == 2.5

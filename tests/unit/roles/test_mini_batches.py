@@ -122,7 +122,7 @@ def _said(ids: TrajectoryIds, values: list[float]) -> ShardResult[TokenColumn]:
     note = DistanceNote(k1_N=numbers, k2_N=numbers * 2, k3_N=numbers * 3, tokens_N=numbers.astype(np.int64))
     return ShardResult(
         worker=WORKER, rank=0, ids=ids, lengths_N=np.ones(len(ids), np.int64),
-        stored=None, metrics=(), spans=(), note=note,
+        stored=None, metrics=(), note=note,
     )  # fmt: skip
 
 
