@@ -146,7 +146,7 @@ class FakeLearner(_Placed):
 
     facts = LearnerFacts(
         architecture="Bandit", num_parameters=1, dtype="float32", device="CPU", cost=SequenceCost(per_token=1.0),
-        peak_flops=1e9, max_tokens=64, longest=64, optimizer_bytes=0, device_bytes=0, cpu=None,
+        peak_flops=1e9, max_tokens=64, optimizer_bytes=0, device_bytes=0, cpu=None,
     )  # fmt: skip
 
     def __init__(self, bandit: Bandit) -> None:

@@ -19,7 +19,6 @@ from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S, even_parts
 from podium.roles.interfaces import RewardModel
 from podium.roles.stages import Rollouts
-from podium.rollout.engine import MemoryChange
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -127,9 +126,9 @@ class RewardModelHandle:
                 scores[rollouts.rows.ids.positions_of(result.ids)] = result.note
         return scores
 
-    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+    async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
-        return tuple(answer.value for answer in await self._group.call_all(RewardModel.hold, residency))
+        await self._group.call_all(RewardModel.hold, residency)
 
 
 def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:

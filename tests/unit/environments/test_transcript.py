@@ -14,7 +14,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from podium.data.kinds import Message
-from podium.data.tasks import PromptEncoder, Task
+from podium.data.prompts import PromptTokenizer
+from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.environments.chat_format import ToolCall
 from podium.environments.transcript import Transcript, TurnTokenizer, check_template
@@ -176,7 +177,7 @@ def test_the_first_prompt_is_the_one_of_single_answers(asked: Task) -> None:
     start = asked.text if asked.messages is None else asked.messages
     assert start is not None
     prompt = Transcript(TurnTokenizer(_CHATML), start).tokens_T
-    assert prompt.tolist() == PromptEncoder(_CHATML).encode(asked).tolist()
+    assert prompt.tolist() == asked.encode(PromptTokenizer(_CHATML)).tolist()
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
