@@ -9,20 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
-from podium.cluster.meshes import MeshRegistry, RoleMesh
+from podium.cluster.meshes import RoleMesh
 from podium.cluster.messages import Invoke, Reply, RowsHead
 from podium.cluster.objects import Stored
-from podium.cluster.results import CallResult, Computed, Merged, ShardResult, Span, merge
+from podium.cluster.results import CallResult, Computed, Merged, ShardResult, merge
 from podium.cluster.streams import merged
 from podium.cluster.transport import ByReference, GoneError, Transport
 from podium.cluster.worker_pool import WorkerPool
 from podium.data.trajectories import RowsT, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from podium.cluster.cluster import Workers
 
 RoleT = TypeVar("RoleT")
 Result = TypeVar("Result")
@@ -42,23 +45,6 @@ ShardT = TypeVar("ShardT", bound=Shard)
 Blocks = AsyncIterator[tuple[Reply, Stored[Any]]]
 
 
-class Roster(Protocol):
-    """What a group asks of its owner."""
-
-    @property
-    def registry(self) -> MeshRegistry:
-        """The current workers of every role."""
-        ...
-
-    def worker_pool(self, pool: str) -> WorkerPool:
-        """The pool of this name."""
-        ...
-
-    def record(self, spans: Sequence[Span]) -> None:
-        """Every span that comes with an answer."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Opened:
     """A streaming call that is under way on one worker."""
@@ -76,29 +62,29 @@ class RoleGroup(Generic[RoleT]):
 
     def __init__(
         self,
-        roster: Roster,
+        started: Workers,
         transport: Transport,
         role: str,
         kind: type[RoleT],
         *,
         deadline_s: float,
     ) -> None:
-        self._roster, self._transport = roster, transport
+        self._started, self._transport = started, transport
         self._role, self._kind, self._deadline_s = role, kind, deadline_s
 
     @property
     def mesh(self) -> RoleMesh:
         """The role's mesh."""
-        return self._roster.registry.mesh(self._role)
+        return self._started.registry.mesh(self._role)
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """Who plays the role now, in rank order."""
-        return self._roster.registry.workers_of(self._role)
+        return self._started.registry.workers_of(self._role)
 
     def within(self, seconds: float) -> RoleGroup[RoleT]:
         """The same group with another deadline for its calls."""
-        return RoleGroup(self._roster, self._transport, self._role, self._kind, deadline_s=seconds)
+        return RoleGroup(self._started, self._transport, self._role, self._kind, deadline_s=seconds)
 
     def requires(self, *methods: Callable[..., Any]) -> None:
         """Raises now if one of these is not a method of the role. A handle declares in its constructor what it
@@ -152,7 +138,7 @@ class RoleGroup(Generic[RoleT]):
                 rows.append(stored)
         replies = await self._gather(pending, name, worker_pool)
         results = [self._result(reply, rank, rows[rank]) for rank, reply in enumerate(replies)]
-        return merge(results, [shard.ids for shard in shards], self._roster.registry, self._role)
+        return merge(results, [shard.ids for shard in shards], self._started.registry, self._role)
 
     async def stream_one(
         self,
@@ -256,9 +242,9 @@ class RoleGroup(Generic[RoleT]):
         return replies
 
     def _check_sender(self, expected: WorkerId, reply: Reply, name: str) -> None:
-        self._roster.record(reply.spans)
-        if reply.worker != expected or not self._roster.registry.is_current(expected):
-            now = self._roster.registry.worker(expected.pool, expected.index)
+        self._started.record(reply.spans)
+        if reply.worker != expected or not self._started.registry.is_current(expected):
+            now = self._started.registry.worker(expected.pool, expected.index)
             raise WorkerDiedError(
                 f"an answer to {self._role}.{name} from {reply.worker} is refused: the call went to {expected}, and "
                 f"its slot has {now} now. An old incarnation has outdated weights and state."
@@ -323,7 +309,7 @@ class RoleGroup(Generic[RoleT]):
         )
 
     def _worker_pool(self) -> WorkerPool:
-        worker_pool = self._roster.worker_pool(self.mesh.pool)
+        worker_pool = self._started.worker_pool(self.mesh.pool)
         if worker_pool.broken:
             raise WorkerDiedError(
                 f"pool {worker_pool.pool.name} cannot be called: {worker_pool.broken}. "

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,11 +43,8 @@ class Target(Protocol):
         them both would say the same."""
 
 
-class Teachers(Protocol):
-    """Targets of micro-batches."""
-
-    def __call__(self, batch: PackedExamples) -> Target:
-        """Collective."""
+# Targets of micro-batches. Collective.
+Teachers = Callable[[PackedExamples], Target]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -3,7 +3,6 @@
 
 import os
 import threading
-import time
 
 import pytest
 
@@ -304,20 +303,16 @@ def test_where_and_beats_answer_while_the_work_thread_is_busy():
     try:
         assert inside.wait(20)
         where = host.where()
-        beats = host.beats(0.0)
-        first, second = next(beats), next(beats)
+        beat = next(host.beats(0.0))
     finally:
         leave.set()
         thread.join(20)
-    assert where.worker == WORKER
     place = next(place for place in where.threads if place.span)
     assert (place.thread, place.span) == ("work", "counter.hold > holding")
     # What leads to the role's own code is left out.
     assert place.stack[0].split()[-1] == "hold"
-    assert (first.number, second.number) == (0, 1)
-    assert first.doing == "counter.hold > holding"
-    assert first.for_s >= 0.0
-    assert abs(first.at_s - time.time()) < 60
+    assert beat.doing == "counter.hold > holding"
+    assert beat.for_s >= 0.0
     wait_until(lambda: next(host.beats(0.0)).doing == "", "the end of the work", deadline_s=10)
 
 
