@@ -29,7 +29,7 @@ from podium.programs.distill import DistillMethod
 from podium.programs.dpo import PreferenceMethod
 from podium.programs.references import References, base_logprobs, stored_logprobs
 from podium.programs.reward_model import RewardModelMethod
-from podium.programs.teachers import LiveTeachers, StoredTeachers, Teachers
+from podium.programs.teachers import LiveTeachers, Teachers, stored_targets
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
 from podium.recipe.dense import DistillSection, KtoPreference, PreferenceSection, RewardModelSection
 from podium.spmd.launch import RankPlace
@@ -201,7 +201,7 @@ def _method(engine: TrainEngine, task: DenseTask, case: Case) -> PreferenceMetho
         case section:
             teachers: Teachers
             if case.source == "stored":
-                teachers = StoredTeachers(section, DocumentStore(task.stores / "teachers"), mesh, width=VOCABULARY)
+                teachers = partial(stored_targets, section, DocumentStore(task.stores / "teachers"), mesh, VOCABULARY)
             else:
                 models = [
                     (_other(mesh, path), weight) for path, weight in zip(task.others, case.teachers, strict=False)
