@@ -135,11 +135,11 @@ class LearnerHandle:
         plan = split_rows(
             rows.lengths_N,
             rows.lengths_N.astype(float),
-            num_ranks=self._group.mesh.shape.num_data_ranks,
+            num_ranks=self._group.mesh.shape.world,
             max_tokens=512,
         )
         print(f"  {plan.imbalance:.3f} times even work over {plan.num_ranks} ranks")
-        mine = [np.flatnonzero(plan.rank_N == rank) for rank in range(self._group.mesh.shape.num_data_ranks)]
+        mine = [np.flatnonzero(plan.rank_N == rank) for rank in range(self._group.mesh.shape.world)]
         shards = [Batch(rows=rows.take(cut), scores=scores.select(rows.ids.take(cut))) for cut in mine]
         merged = await self._group.within(60).call_sharded(Learner.update, shards, rate)
         return int(merged.metrics["tokens"])

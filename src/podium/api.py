@@ -142,14 +142,14 @@ def verify(
     """Compares Podium's forward with plain transformers'; the result says whether they agree."""
     from podium.models.folder import check_model_folder
     from podium.spmd.launch import launch
-    from podium.spmd.verify import VerifyTask, verify_rank
+    from podium.spmd.verify import verify_rank
 
     check_model_folder(str(model), "MODEL", weights=False, tokenizer=False)
     section = ModelSection(
         path=str(model), dtype=dtype, compile="on" if compile else "off", trust_remote_code=trust_remote_code
     )
-    task = VerifyTask(model=section, placement=PlacementSection(devices=devices, device=device))
-    return launch(verify_rank, (task,), ranks=devices, restarts=0, stop_file=None)
+    placement = PlacementSection(devices=devices, device=device)
+    return launch(verify_rank, (section, placement), ranks=devices, restarts=0, stop_file=None)
 
 
 def generate(

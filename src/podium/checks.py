@@ -16,7 +16,8 @@ from typing import Any
 from podium.data.checking import check_source
 from podium.data.documents import Document
 from podium.data.examples import shape_of
-from podium.data.tasks import PromptEncoder, check_task_source, read_tasks
+from podium.data.prompts import PromptTokenizer
+from podium.data.tasks import check_task_source, read_tasks
 from podium.data.tokenizer import listed_tokens
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
@@ -203,9 +204,9 @@ def deep_report(recipe: Recipe) -> list[str]:
 def _task_report(recipe: OnPolicyRecipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
     """The first prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
     assert recipe.data.max_length is not None
-    encoder = PromptEncoder(tokenizer)
+    encoder = PromptTokenizer(tokenizer)
     tasks = read_tasks([section], key.rpartition(".")[0], _DEEP_ROWS)
-    lengths = [len(encoder.encode(task)) for task in tasks]
+    lengths = [len(task.encode(encoder)) for task in tasks]
     longest = min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
     room = longest - recipe.rollout.max_new_tokens
     fitting = sum(length <= room for length in lengths)
@@ -216,7 +217,7 @@ def _task_report(recipe: OnPolicyRecipe, key: str, section: SourceSection, token
             "sequence. Lower rollout.max_new_tokens, or raise data.max_length as far as the model allows."
         )
     answered = sum(task.reference is not None for task in tasks)
-    first = tokenizer.decode(encoder.encode(tasks[0]).tolist()).replace("\n", "\\n")
+    first = tokenizer.decode(tasks[0].encode(encoder).tolist()).replace("\n", "\\n")
     return [
         f"{key}: {len(tasks)} prompts read, {sum(lengths) / len(tasks):.0f} tokens on average and {max(lengths)} at "
         f"most, {len(tasks) - fitting} too long, {answered} with a reference answer",

@@ -18,6 +18,7 @@ import numpy as np
 import ray
 import ray.cluster_utils
 
+from helpers.clusters import next_death
 from helpers.processes import descendants
 from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, Workers, open_ray
@@ -126,13 +127,13 @@ async def placing(folder: Path) -> dict[str, float]:
         disk = add_node(nodes, 2, resources={"fast_disk": 1})
         async with open_ray(RayCluster(address=nodes.address)) as cluster:
             assert cluster.total("CPU") == 4
-            # Two pools at once. One goes where its resource is; the tensor group of the other stays on one node,
+            # Two pools at once. One goes where its resource is; the other stays on one node,
             # though each of the two has room for one of its slots.
             score = loose("score", 1, each=Resources(cpus=1, custom={"fast_disk": 1}))
-            learn = Pool(name="learn", slots=2)
+            learn = Pool(name="learn", slots=2, one_node=True)
             roles = (
                 RoleSpec(name="score", kind=Counter, pool="score"),
-                RoleSpec(name="learn", kind=Summer, pool="learn", mesh=MeshShape(tensor=2)),
+                RoleSpec(name="learn", kind=Summer, pool="learn", mesh=MeshShape(shard=2)),
             )
             with seconds(measured, "two_pools_s"):
                 both = await cluster.start(Layout(pools=(score, learn), roles=roles), deadline_s=90)
@@ -202,7 +203,7 @@ async def death(folder: Path) -> dict[str, float]:
             await both_busy(workers)
             began = time.monotonic()
             await asyncio.to_thread(nodes.remove_node, by_name[lost.node], False)
-            died = await asyncio.wait_for(workers.next_death(), 30)
+            died = await next_death(workers, within_s=30)
             measured["noticed_s"] = round(time.monotonic() - began, 2)
             assert died.worker.node == lost.node
             for call, pool in ((naps, "gen"), (sums, "learn")):
@@ -300,7 +301,7 @@ async def lose(nodes: ray.cluster_utils.Cluster, workers: Workers) -> None:
     """The one node that is not the head is gone, and Ray knows."""
     (node,) = nodes.worker_nodes
     await asyncio.to_thread(nodes.remove_node, node, False)
-    await asyncio.wait_for(workers.next_death(), 30)
+    await next_death(workers, within_s=30)
     async with asyncio.timeout(30):
         while any(each["NodeID"] == node.node_id and each["Alive"] for each in ray.nodes()):
             await asyncio.sleep(0.05)

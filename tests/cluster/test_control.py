@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that reach a role while it works, and streams of data ranks that have several workers."""
+"""Calls that reach a role while it works."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 import pytest
 
-from helpers.roles import Request, Summer, ids, make_block
-from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, WorkerContext
-from podium.data.trajectories import TrajectoryBlock
-from podium.errors import RoleError, WorkerDiedError
+from helpers.roles import Summer
+from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, WorkerContext
+from podium.errors import RoleError
 
 Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
 
@@ -68,49 +65,6 @@ def test_a_control_call_reaches_a_role_that_is_at_work(open_cluster: Opener) -> 
         assert min(answer.value for answer in await working) >= 3
 
     run(open_cluster, layout, body)
-
-
-class PairGenerator(Summer):
-    """Two workers make one trajectory together: they agree on it in a collective."""
-
-    def generate_together(self, request: Request, dies_at: int = -1) -> Iterator[Computed[TrajectoryBlock]]:
-        for position in range(len(request.ids)):
-            if position == dies_at and not self.context.is_source:
-                os.kill(os.getpid(), signal.SIGKILL)
-            assert self.all_sum(1.0) == 3.0
-            yield Computed(rows=make_block(request.ids.take(np.array([position]))))
-
-
-@pytest.mark.slow
-def test_a_data_rank_of_two_workers_streams_from_its_source(open_on_ray: Opener) -> None:
-    layout = Layout(
-        pools=(Pool(name="pair", slots=2),),
-        roles=(RoleSpec(name="generator", kind=PairGenerator, pool="pair", mesh=MeshShape(tensor=2)),),
-    )
-
-    async def body(workers: object) -> None:
-        group = workers.role("generator", PairGenerator)  # type: ignore[attr-defined]
-        request = Request(ids=ids(range(2)))
-        blocks = [block async for block in group.stream_sharded(PairGenerator.generate_together, [request])]
-        assert [str(block.ids) for block in blocks] == ["0.0#0", "0.1#0", "1.0#0", "1.1#0"]
-        assert {block.worker for block in blocks} == {group.workers[0]}
-
-        came = []
-
-        async def until_it_breaks() -> None:
-            async for block in group.stream_one(0, PairGenerator.generate_together, request, 2):
-                came.append(block)  # noqa: PERF401
-
-        with pytest.raises(WorkerDiedError, match=r"pair\[1\]"):
-            await until_it_breaks()
-        assert len(came) == 2
-        assert np.array_equal(came[1].stored.read().tokens_T, make_block(request.ids.take(np.array([1]))).tokens_T)
-        with pytest.raises(WorkerDiedError, match="cannot be called"):
-            await group.call_all(PairGenerator.value)
-        assert len(await workers.recover("pair")) == 2  # type: ignore[attr-defined]
-        assert [answer.value for answer in await group.call_all(PairGenerator.all_sum, 1.0)] == [3.0, 3.0]
-
-    run(open_on_ray, layout, body)
 
 
 def test_calls_that_several_tasks_make_at_once_reach_all_ranks_in_one_order(open_on_ray: Opener) -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from helpers.clusters import Opener, drain, eventually, in_cluster, one_role, until_all_in, wait_until_gone
+from helpers.clusters import Opener, drain, eventually, in_cluster, next_death, one_role, until_all_in, wait_until_gone
 from helpers.processes import ray_workers
 from helpers.roles import Batch, Counter, DiesOnce, Request, Summer, ids
 from podium.cluster import Cluster, MeshShape, RoleGroup, Workers
@@ -48,7 +48,7 @@ async def death_of(workers: Workers, process: int) -> str:
     """Kills a worker's process and returns the name of the worker whose death is noticed."""
     began = time.monotonic()
     os.kill(process, signal.SIGKILL)
-    died = await asyncio.wait_for(workers.next_death(), 20)
+    died = await next_death(workers, within_s=20)
     assert time.monotonic() - began < NOTICED_S
     assert str(process) in died.cause
     return str(died.worker)
@@ -85,7 +85,7 @@ def test_a_killed_worker_is_replaced_in_place_and_the_others_go_on(open_on_ray: 
         os.kill(after[0], signal.SIGKILL)
         error = await fails(call, within_s=TOLD_S)
         assert f"{group.workers[0]}: process {after[0]} is gone" in str(error)
-        assert (await asyncio.wait_for(workers.next_death(), 1)).worker == group.workers[0]
+        assert (await next_death(workers, within_s=1)).worker == group.workers[0]
         (tmp_path / "go").touch()
         await workers.recover("gen", deadline_s=30)
         assert [worker.incarnation for worker in group.workers] == [1, 1]
@@ -130,7 +130,6 @@ def test_a_worker_killed_while_it_is_built_is_tried_again(open_on_ray: Opener, t
         assert mark.exists()
         assert await values(group) == [0, 0]
         assert [worker.incarnation for worker in group.workers] == [1, 1]
-        await asyncio.wait_for(workers.next_death(), NOTICED_S)  # of the first attempt
 
         mark.unlink()  # and now once more, while it is replaced
         await group.call_all(Counter.add, 1)
@@ -200,7 +199,7 @@ def test_a_worker_killed_inside_a_collective_has_its_whole_pool_rebuilt(open_on_
         # It dies 0.2 s into the call.
         error = await fails(group.call_all(Summer.die_in_sum, 1), within_s=0.2 + TOLD_S)
         assert f"{old[1]}: process {before[1]} is gone" in str(error)
-        assert (await asyncio.wait_for(workers.next_death(), 1)).worker == old[1]
+        assert (await next_death(workers, within_s=1)).worker == old[1]
         # The survivors cannot be called: they are out of step.
         with pytest.raises(WorkerDiedError, match=r"pool gen cannot be called: .*workers\.recover\('gen'\)"):
             await group.call_one(0, Counter.value)
@@ -294,7 +293,7 @@ def test_a_collective_gives_up_after_the_patience_of_its_pool(open_on_ray: Opene
             await group.call_all(Summer.sum_without, 3)
         assert 2 <= time.monotonic() - began < 10
 
-    layout = one_role(Summer, slots=4, collectives=True, mesh=MeshShape(shard=2, tensor=2))
+    layout = one_role(Summer, slots=4, collectives=True, mesh=MeshShape(replica=2, shard=2))
     in_cluster(open_on_ray, layout, body, timeouts=Timeouts(collective_s=2.0), limit_s=120)
 
 

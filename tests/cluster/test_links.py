@@ -15,13 +15,12 @@ from helpers.roles import Batch, Counter, Request, Summer, ids
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, WorkerId, Workers
 from podium.errors import ClusterError, DeadlineError, RoleError, WorkerDiedError
 
-# Policy ranks are 0 and 1 of the link, the generator is 2. `judge` sits with the policy, and its workers share one
-# data rank.
+# Policy ranks are 0 and 1 of the link, the generator is 2. `judge` sits with the policy.
 LAYOUT = Layout(
     pools=(Pool(name="train", slots=2), Pool(name="gen", slots=1, collectives=False)),
     roles=(
         RoleSpec(name="policy", kind=Summer, pool="train", mesh=MeshShape(shard=2), arguments=(7,)),
-        RoleSpec(name="judge", kind=Summer, pool="train", mesh=MeshShape(tensor=2)),
+        RoleSpec(name="judge", kind=Summer, pool="train", mesh=MeshShape(replica=2)),
         RoleSpec(name="generator", kind=Summer, pool="gen", arguments=(3,)),
     ),
 )
@@ -38,10 +37,12 @@ async def sent_from(workers: Workers, source: int, link: str = "weights") -> lis
 
 
 async def kill(workers: Workers, role: str, rank: int) -> None:
-    process = (await workers.role(role, Summer).call_one(rank, Counter.thread)).value[0]
+    group = workers.role(role, Summer)
+    process = (await group.call_one(rank, Counter.thread)).value[0]
+    worker = group.workers[rank]
+    member = workers.worker_pool(worker.pool).living(worker)
     os.kill(process, signal.SIGKILL)
-    died = await asyncio.wait_for(workers.next_death(), 20)
-    assert died.worker.index == rank
+    await asyncio.wait_for(member.death, 20)
 
 
 @pytest.mark.slow
@@ -126,30 +127,18 @@ def test_pools_of_one_link_that_die_together_come_back_together(open_on_ray: Ope
 
 
 @pytest.mark.slow
-def test_all_workers_of_a_data_rank_get_its_shard_and_its_source_answers(open_on_ray: Opener) -> None:
+def test_a_stream_that_fails_on_one_rank_breaks_its_pool(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, judge = workers.role("policy", Summer), workers.role("judge", Summer)
         assert judge.workers == policy.workers
-        assert [answer.value for answer in await judge.call_all(Counter.place)] == [(0, 0, True), (1, 0, False)]
-        rows = (
-            await policy.call_sharded(Counter.generate, [Request(ids=ids(range(1))), Request(ids=ids(range(1, 2)))])
-        ).rows
+        shards = [Request(ids=ids(range(1))), Request(ids=ids(range(1, 2)))]
+        rows = (await policy.call_sharded(Counter.generate, shards)).rows
         assert rows is not None
-        # Both read the same rows, 1·0 + 4·1 + 8·100 + 11·101 = 1915, and sum over their tensor axis.
-        judged = await judge.call_sharded(Summer.sum_tokens, [Batch(block=rows)])
-        assert judged.metrics == {"sum": 3830.0}
-        assert [result.worker for result in judged.results] == [judge.workers[0]]
-        # Streamed blocks come from the source; the other sends none, for longer than the deadline, and that is right.
-        request = Request(ids=ids(range(2)))
-        blocks = [block async for block in judge.within(2.0).stream_one(0, Counter.generate_slowly, request, 0.8)]
-        assert [str(block.ids) for block in blocks] == ["0.0#0", "0.1#0", "1.0#0", "1.1#0"]
-        assert {block.worker for block in blocks} == {judge.workers[0]}
-        # Over its own mesh each of the policy's has its own rows.
-        own = [Batch(block=rows.select(ids(range(1)))), Batch(block=rows.select(ids(range(1, 2))))]
+        own = [Batch(block=rows.select(shard.ids)) for shard in shards]
+        # 1·0 + 4·1 + 8·100 + 11·101
         assert (await policy.call_sharded(Summer.sum_tokens, own)).metrics == {"sum": 1915.0}
-        # A stream that fails on one leaves the other alone in a collective.
         with pytest.raises(RoleError, match=r"train\[0\].*rank 0 does not feel well"):
-            await drain(judge.stream_one(0, Summer.generate_meeting, request, 0))
+            await drain(judge.stream_one(0, Summer.generate_meeting, shards[0], 0))
         with pytest.raises(WorkerDiedError, match="pool train cannot be called"):
             await judge.within(5).call_all(Counter.value)
 

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from threading import Lock
 
-import numpy as np
 import pytest
 
 from helpers.clusters import Opener, drain, in_cluster, inline_then_ray, one_role
 from helpers.roles import Counter, Request, Summer, ids, make_block
-from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, WorkerContext, WorkerId, Workers
+from podium.cluster import Cluster, Computed, Layout, MeshShape, Pool, RoleSpec, WorkerId, Workers
 from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, StoreError, WorkerDiedError
 
@@ -78,9 +77,9 @@ def test_a_trajectory_in_two_shards_is_refused_before_any_work(open_cluster: Ope
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
         one = Request(ids=ids(range(1), 1))
-        with pytest.raises(ResultError, match=r"given to several data ranks.*gen\[0\].*gen\[1\].*: 0\.0#0"):
+        with pytest.raises(ResultError, match=r"given to several ranks.*gen\[0\].*gen\[1\].*: 0\.0#0"):
             await group.call_sharded(Counter.generate, [one, one])
-        with pytest.raises(ResultError, match="given to several data ranks"):
+        with pytest.raises(ResultError, match="given to several ranks"):
             async for _ in group.stream_sharded(Counter.generate_slowly, [one, one]):
                 pass
         twice = Request(ids=TrajectoryIds.concatenate([one.ids, one.ids]))
@@ -183,42 +182,8 @@ def test_an_answer_that_cannot_be_read_is_no_death(open_on_ray: Opener) -> None:
     in_cluster(open_on_ray, one_role(Gives, (5,), slots=1), body)
 
 
-class Pair(Counter):
-    """One of a pair fails while the controller looks at a block of the other."""
-
-    def __init__(self, context: WorkerContext) -> None:
-        super().__init__(context)
-
-    def blocks(self, request: Request) -> object:
-        for position in range(len(request.ids)):
-            if position == 1 and not self.context.is_source:
-                raise ValueError("the peer fails")
-            if position == 1:
-                self.nap(1.5)
-            yield Computed(rows=make_block(request.ids.take(np.array([position]))))
-
-
-@pytest.mark.slow
-def test_a_peer_that_fails_while_nobody_waits_is_heard(open_on_ray: Opener) -> None:
-    layout = Layout(
-        pools=(Pool(name="gen", slots=2),),
-        roles=(RoleSpec(name="pair", kind=Pair, pool="gen", mesh=MeshShape(tensor=2)),),
-    )
-
-    async def body(cluster: Cluster, workers: Workers) -> None:
-        stream = workers.role("pair", Pair).stream_one(0, Pair.blocks, Request(ids=ids(range(2))))  # type: ignore[arg-type, var-annotated]
-        await anext(stream)
-        await asyncio.sleep(0.5)  # the consumer is away, and the peer fails meanwhile
-        with pytest.raises(RoleError, match="the peer fails"):
-            await anext(stream)
-        with pytest.raises(WorkerDiedError, match="cannot be called"):
-            await workers.role("pair", Pair).call_all(Pair.value)
-
-    in_cluster(open_on_ray, layout, body, limit_s=120)
-
-
 class Meets(Summer):
-    """Streams what all ranks agree on, or does not come to an end."""
+    """Streams what all ranks agree on, or comes to no end."""
 
     def agreed(self, request: Request) -> Iterator[Computed[TrajectoryBlock]]:
         assert self.all_sum(1.0) == 3.0
@@ -226,8 +191,7 @@ class Meets(Summer):
 
     def lingers(self, request: Request) -> Iterator[Computed[TrajectoryBlock]]:
         yield Computed(rows=make_block(request.ids))
-        if not self.context.is_source:
-            self.nap(30.0)
+        self.nap(30.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -241,24 +205,21 @@ class LockedRequest(Request):
 def test_streams_keep_ranks_in_step_and_end_in_time(open_on_ray: Opener) -> None:
     layout = Layout(
         pools=(Pool(name="gen", slots=2),),
-        roles=(
-            RoleSpec(name="ranks", kind=Meets, pool="gen", mesh=MeshShape(shard=2)),
-            RoleSpec(name="pair", kind=Meets, pool="gen", mesh=MeshShape(tensor=2)),
-        ),
+        roles=(RoleSpec(name="ranks", kind=Meets, pool="gen", mesh=MeshShape(shard=2)),),
     )
 
     async def body(cluster: Cluster, workers: Workers) -> None:
-        ranks, pair = workers.role("ranks", Meets), workers.role("pair", Meets)
+        ranks = workers.role("ranks", Meets)
         good, bad = Request(ids=ids(range(1))), LockedRequest(ids=ids(range(1, 2)))
         with pytest.raises(ClusterError, match="cannot be pickled"):
             await drain(ranks.stream_sharded(Meets.agreed, [good, bad]))
         with pytest.raises(WorkerDiedError, match="could not be sent to the others"):
             await ranks.call_all(Meets.value)
         assert len(await workers.recover("gen", deadline_s=60)) == 2
-        with pytest.raises(DeadlineError, match="not all others of its data rank have come to the end"):
-            await drain(pair.within(3).stream_one(0, Meets.lingers, good))
+        with pytest.raises(DeadlineError, match=r"has sent no block of ranks\.lingers for 3\.0 s"):
+            await drain(ranks.within(3).stream_one(0, Meets.lingers, good))
         with pytest.raises(WorkerDiedError, match="came to no end"):
-            await pair.call_all(Meets.value)
+            await ranks.call_all(Meets.value)
 
     in_cluster(open_on_ray, layout, body, limit_s=150)
 

@@ -60,7 +60,7 @@ def logger(folder):
     plain = DocumentStore.finish_part
     def finish_part(self, *args, **options):
         plain(self, *args, **options)
-        if self.num_parts == 2:
+        if self._num_parts == 2:
             threading.Event().wait()
     DocumentStore.finish_part = finish_part
     return Nothing()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,12 +15,13 @@ from pydantic import TypeAdapter
 from podium.data.documents import Document, Example, SplitExamples
 from podium.engine.mesh import Mesh, join
 from podium.engine.optimizer import AdamW
+from podium.engine.scoring import summed_logprobs
 from podium.engine.sharding import PackedModel, place, place_scalar
 from podium.engine.train_step import StepReport, TrainEngine
 from podium.models.causal_lm import PackedCausalLM
 from podium.programs.distill import DistillMethod
 from podium.programs.dpo import PreferenceMethod
-from podium.programs.references import BaseReferences, LiveReferences
+from podium.programs.references import base_logprobs
 from podium.programs.reward_model import RewardModelMethod
 from podium.programs.teachers import LiveTeachers
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
@@ -108,7 +110,7 @@ def test_preferences_in_bfloat16_learn_as_in_float32(folder: Path, mesh: Mesh, l
         reference, _ = place(section(folder, dtype), folder, mesh, seed=0, masters=False)
         engine = engine_of(model, trained, mesh)
         chosen = TypeAdapter(AnyPreference).validate_python({"loss": loss, "beta": 0.1})
-        references = LiveReferences(reference, mesh) if loss in ("sigmoid", "ipo") else None
+        references = partial(summed_logprobs, reference, mesh) if loss in ("sigmoid", "ipo") else None
         method = PreferenceMethod(chosen, engine, references, max_tokens=4096, max_length=256)
         reports = preference_steps(engine, method, 6)
         losses.append([report.loss for report in reports])
@@ -124,7 +126,9 @@ def test_an_adapter_is_its_own_reference_with_a_base_that_has_no_masters(folder:
     assert all(each.dtype == torch.bfloat16 and not each.requires_grad for each in frozen)
     before = [each.clone() for each in frozen]
     engine = engine_of(model, trained, mesh)
-    method = PreferenceMethod(SigmoidPreference(), engine, BaseReferences(model, mesh), max_tokens=4096, max_length=256)
+    method = PreferenceMethod(
+        SigmoidPreference(), engine, partial(base_logprobs, model, mesh), max_tokens=4096, max_length=256
+    )
     reports = preference_steps(engine, method, 16, lr=1e-2)
     assert reports[0].loss == pytest.approx(0.6931, abs=2e-3)
     assert reports[-1].loss < 0.5

@@ -18,6 +18,7 @@ import torch
 import transformers
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from helpers.clusters import next_death
 from podium.cluster import Layout, MeshShape, Pool, RayCluster, Resources, RoleSpec, WorkerContext, open_ray
 from podium.errors import PlacementError, WorkerDiedError
 from podium.observe import read_metrics
@@ -73,7 +74,7 @@ def test_two_workers_share_a_device_and_one_that_is_killed_is_replaced_there() -
 
             began = time.monotonic()
             os.kill(pids[1], signal.SIGKILL)
-            died = await asyncio.wait_for(workers.next_death(), 10)
+            died = await next_death(workers, within_s=10)
             assert died.worker == policy.workers[1]
             assert time.monotonic() - began < 2
             with pytest.raises(WorkerDiedError):
@@ -92,8 +93,8 @@ def test_more_devices_than_there_are_is_refused_with_the_count() -> None:
             with pytest.raises(PlacementError, match="too small") as refused:
                 await cluster.start(
                     Layout(
-                        pools=(Pool(name="gpu", slots=2, each=Resources(gpus=1)),),
-                        roles=(RoleSpec(name="policy", kind=Multiplier, pool="gpu", mesh=MeshShape(tensor=2)),),
+                        pools=(Pool(name="gpu", slots=2, each=Resources(gpus=1), one_node=True),),
+                        roles=(RoleSpec(name="policy", kind=Multiplier, pool="gpu", mesh=MeshShape(shard=2)),),
                     )
                 )
             assert "At most 1 slot fits on one node" in str(refused.value)

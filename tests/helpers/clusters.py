@@ -13,6 +13,7 @@ import pytest
 
 from helpers.processes import ray_workers, wait_until
 from podium.cluster import Cluster, Layout, MeshShape, Pool, RoleSpec, Workers
+from podium.cluster.health import Died
 from podium.cluster.worker_pool import Timeouts
 
 Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
@@ -55,6 +56,14 @@ def one_role(
         pools=(Pool(name=pool, slots=slots, collectives=collectives),),
         roles=(RoleSpec(name=name, kind=kind, pool=pool, mesh=shape, arguments=arguments),),
     )
+
+
+async def next_death(workers: Workers, *, within_s: float) -> Died:
+    """Waits until one of the current workers has died."""
+    deaths = [member.death for pool in workers._worker_pools.values() for member in pool.members]
+    async with asyncio.timeout(within_s):
+        done, _ = await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
+    return done.pop().result()
 
 
 async def eventually(happened: Callable[[], Awaitable[bool]], what: str, *, deadline_s: float = 20.0) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,14 +21,15 @@ from podium.data.documents import Document, Example, SplitExamples
 from podium.data.splitting import split_step
 from podium.engine.mesh import Mesh, join, leave
 from podium.engine.optimizer import AdamW
+from podium.engine.scoring import summed_logprobs
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import PackedCausalLM
 from podium.programs.distill import DistillMethod
 from podium.programs.dpo import PreferenceMethod
-from podium.programs.references import BaseReferences, LiveReferences, References, StoredReferences
+from podium.programs.references import References, base_logprobs, stored_logprobs
 from podium.programs.reward_model import RewardModelMethod
-from podium.programs.teachers import LiveTeachers, StoredTeachers, Teachers
+from podium.programs.teachers import LiveTeachers, Teachers, stored_targets
 from podium.recipe import ModelSection, OptimizerSection, PlacementSection
 from podium.recipe.dense import DistillSection, KtoPreference, PreferenceSection, RewardModelSection
 from podium.spmd.launch import RankPlace
@@ -199,7 +201,7 @@ def _method(engine: TrainEngine, task: DenseTask, case: Case) -> PreferenceMetho
         case section:
             teachers: Teachers
             if case.source == "stored":
-                teachers = StoredTeachers(section, DocumentStore(task.stores / "teachers"), mesh, width=VOCABULARY)
+                teachers = partial(stored_targets, section, DocumentStore(task.stores / "teachers"), mesh, VOCABULARY)
             else:
                 models = [
                     (_other(mesh, path), weight) for path, weight in zip(task.others, case.teachers, strict=False)
@@ -213,11 +215,11 @@ def _references(engine: TrainEngine, task: DenseTask, case: Case) -> References 
         case "none":
             return None
         case "live":
-            return LiveReferences(_other(engine.mesh, task.others[0]), engine.mesh)
+            return partial(summed_logprobs, _other(engine.mesh, task.others[0]), engine.mesh)
         case "stored":
-            return StoredReferences(DocumentStore(task.stores / "reference"), engine.mesh)
+            return partial(stored_logprobs, DocumentStore(task.stores / "reference"), engine.mesh)
         case "base":
-            return BaseReferences(engine.language_model, engine.mesh)
+            return partial(base_logprobs, engine.language_model, engine.mesh)
 
 
 def _other(mesh: Mesh, folder: Path) -> Any:

@@ -19,7 +19,6 @@ import numpy as np
 from helpers.made_batches import WORKER, make_answer, make_report, make_result
 from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
-from podium.cluster.identity import Coordinates
 from podium.cluster.objects import InlineStored, RowRefs
 from podium.cluster.results import Metric, ShardResult
 from podium.data.costs import SequenceCost
@@ -147,7 +146,7 @@ class FakeLearner(_Placed):
 
     facts = LearnerFacts(
         architecture="Bandit", num_parameters=1, dtype="float32", device="CPU", cost=SequenceCost(per_token=1.0),
-        peak_flops=1e9, max_tokens=64, longest=64, optimizer_bytes=0, device_bytes=0, cpu=None,
+        peak_flops=1e9, max_tokens=64, optimizer_bytes=0, device_bytes=0, cpu=None,
     )  # fmt: skip
 
     def __init__(self, bandit: Bandit) -> None:
@@ -231,8 +230,8 @@ class FakeScorer(_Placed):
         note = DistanceNote(k1_N=k1_N, k2_N=k2_N, k3_N=k3_N, tokens_N=tokens_N)
         stored = InlineStored(column)
         result: ShardResult[TokenColumn] = ShardResult(
-            worker=WORKER, coordinates=Coordinates(0, 0, 0, 0), data_rank=0, ids=block.ids, lengths_N=block.lengths_N,
-            stored=stored, metrics=(), spans=(), note=note,
+            worker=WORKER, rank=0, ids=block.ids, lengths_N=block.lengths_N,
+            stored=stored, metrics=(), note=note,
         )  # fmt: skip
         return RowRefs.whole(stored, block.ids, block.lengths_N), joined_distance([result], rows)
 

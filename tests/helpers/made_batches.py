@@ -13,7 +13,7 @@ import numpy as np
 
 from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
-from podium.cluster.identity import Coordinates, WorkerId
+from podium.cluster.identity import WorkerId
 from podium.cluster.objects import InlineStored
 from podium.cluster.results import Metric, ShardResult
 from podium.data.tasks import Task
@@ -83,8 +83,8 @@ def make_result(
     """What a generator's stream has for the controller: a stored block and a note."""
     block, note = block_of(answers)
     return ShardResult(
-        worker=worker, coordinates=Coordinates(0, 0, 0, 0), data_rank=0, ids=block.ids, lengths_N=block.lengths_N,
-        stored=InlineStored(block), metrics=metrics, spans=(), note=note,
+        worker=worker, rank=0, ids=block.ids, lengths_N=block.lengths_N,
+        stored=InlineStored(block), metrics=metrics, note=note,
     )  # fmt: skip
 
 

@@ -78,9 +78,6 @@ class Counter:
         """Process and thread that it works in."""
         return os.getpid(), threading.get_ident()
 
-    def place(self) -> tuple[int, int, bool]:
-        return self.context.rank, self.context.data_rank, self.context.is_source
-
     def measure(self, array: np.ndarray) -> int:
         return int(array.sum())
 
@@ -220,10 +217,9 @@ class Summer(Counter):
 
         with self.context.span("summing"):
             tensor = torch.tensor([number])
-            for axis in ("replica", "shard", "context", "tensor"):
-                group = self.context.group(axis)
-                if group is not None:
-                    dist.all_reduce(tensor, group=group)
+            devices = self.context.devices
+            for axis in devices.mesh_dim_names or () if devices is not None else ():
+                dist.all_reduce(tensor, group=devices.get_group(axis))
         return float(tensor.item())
 
     def sum_without(self, rank: int) -> float:

@@ -23,7 +23,7 @@ from helpers.fake_roles import (
     FakeScorer,
 )
 from helpers.made_batches import on_policy_recipe
-from podium.cluster.objects import ObjectScope, Shelf
+from podium.cluster.objects import ObjectScope
 from podium.cluster.results import Span
 from podium.controller.layout import role_names
 from podium.controller.ledger import Ledger
@@ -32,15 +32,16 @@ from podium.controller.phases import who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
 from podium.controller.state import RunState
-from podium.data.tasks import Task, read_tasks
+from podium.data.rows import Row
+from podium.data.tasks import read_tasks
 from podium.observe import EvaluationView, StepMetrics, Stopwatch, read_metrics
-from podium.observe.console import SilentConsole, StepView
+from podium.observe.console import Console, StepView
 from podium.programs import controlled
 from podium.runs.folder import RunFolder
 from podium.runs.log import open_log
 
 
-class HeardConsole(SilentConsole):
+class HeardConsole(Console):
     """Remembers what a person would have seen."""
 
     def __init__(self) -> None:
@@ -61,21 +62,20 @@ class HeardConsole(SilentConsole):
 class CountingEncoder:
     """As many tokens as the prompt has characters."""
 
-    def encode(self, task: Task) -> np.ndarray:
-        return np.zeros(len(task.row["prompt"]), np.int32)
+    def tokens(self, messages: object, text: object, tools: object, row: Row) -> np.ndarray:
+        return np.zeros(len(row.values["prompt"]), np.int32)
 
 
 class FakeCluster:
     """Only frees what a step held."""
 
     def __init__(self) -> None:
-        self._shelf = Shelf()
         self.opened: list[str] = []
 
     @contextmanager
     def scope(self, name: str) -> Iterator[ObjectScope]:
         self.opened.append(name)
-        with self._shelf.scope(name) as scope:
+        with ObjectScope(name) as scope:
             yield scope
 
 

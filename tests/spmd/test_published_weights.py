@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,13 +27,24 @@ from podium.recipe import ModelSection, PlacementSection
 from podium.spmd.launch import RankPlace, launch
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified, verify_in_place
-from podium.weights.transports import GroupLink, received, send_by_broadcast, send_by_file, send_by_store
+from podium.weights.transports import received, send_by_broadcast, send_by_file, send_by_store
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore
 from podium.weights.whole_copy import WholeCopy
 
 MODELS = ("qwen3", "glm4_moe")
 CPU = torch.device("cpu")
+
+
+class GroupLink:
+    """The default process group as a link."""
+
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+
+    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
+        dist.broadcast(tensor, src=source)
+        return tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -74,11 +74,6 @@ def length_weighted(rewards_N: Tensor, group_N: Tensor, lengths_N: Tensor) -> Te
     return groups.settled(groups.rewards_N - baseline_N)
 
 
-def minus_baseline(rewards_N: Tensor, baselines_N: Tensor) -> Tensor:
-    """ReMax, not discounted: R minus the reward of the greedy episode of the same prompt."""
-    return rewards_N.detach().float() - baselines_N.detach().float()
-
-
 def _groups_of(rewards_N: Tensor, group_N: Tensor) -> _Groups:
     rewards_N = rewards_N.detach().double()
     labels_G, index_N = torch.unique(group_N, return_inverse=True)

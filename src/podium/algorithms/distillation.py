@@ -8,11 +8,6 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def reverse_kl_advantages(teacher_logprobs_T: Tensor, student_logprobs_T: Tensor) -> Tensor:
-    """log p_teacher - log p_student of the sampled token: its expectation under the student is minus the reverse KL."""
-    return teacher_logprobs_T.detach().float() - student_logprobs_T.detach().float()
-
-
 def several_teachers_advantages(teacher_logprobs_KT: Tensor, student_logprobs_T: Tensor, weights_K: Tensor) -> Tensor:
     """The weighted sum of each teacher's advantages.
 

@@ -26,28 +26,6 @@ DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd"]
 LOGPROB_FLOOR: Final = -100.0
 
 
-def forward_kl(student_logits_CV: Tensor, teacher_logprobs_CV: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(teacher || student): the student must cover all that the teacher would say."""
-    return divergence("forward_kl", student_logits_CV, teacher_logprobs_CV, temperature=temperature)
-
-
-def reverse_kl(student_logits_CV: Tensor, teacher_logprobs_CV: Tensor, temperature: float = 1.0) -> Tensor:
-    """KL(student || teacher): the student must not say what the teacher would not."""
-    return divergence("reverse_kl", student_logits_CV, teacher_logprobs_CV, temperature=temperature)
-
-
-def generalised_jsd(
-    student_logits_CV: Tensor, teacher_logprobs_CV: Tensor, temperature: float = 1.0, *, beta: float = 0.5
-) -> Tensor:
-    """beta KL(teacher || M) + (1 - beta) KL(student || M), with M = beta teacher + (1 - beta) student.
-
-    Between 0 and log 2; symmetric at beta 0.5. Towards the ends it shrinks: divided by beta it tends to the forward KL
-    as beta goes to 0, divided by 1 - beta to the reverse KL as beta goes to 1. At exactly 0 and 1 it would vanish, so
-    there it is those KLs themselves.
-    """
-    return divergence("jsd", student_logits_CV, teacher_logprobs_CV, temperature=temperature, beta=beta)
-
-
 def divergence(
     kind: DivergenceKind,
     student_logits_CV: Tensor,
@@ -56,7 +34,14 @@ def divergence(
     temperature: float = 1.0,
     beta: float = 0.5,
 ) -> Tensor:
-    """The divergence of that kind at each token; `beta` is for jsd only."""
+    """The divergence of that kind at each token.
+
+    forward_kl, KL(teacher || student): the student must cover all that the teacher would say. reverse_kl,
+    KL(student || teacher): the student must not say what the teacher would not. jsd, beta KL(teacher || M) +
+    (1 - beta) KL(student || M), with M = beta teacher + (1 - beta) student: between 0 and log 2, symmetric at beta
+    0.5. Divided by beta it tends to the forward KL as beta goes to 0, divided by 1 - beta to the reverse KL as beta
+    goes to 1. At exactly 0 and 1 it would vanish, so there it is those KLs themselves.
+    """
     assert student_logits_CV.shape == teacher_logprobs_CV.shape, (
         f"student {tuple(student_logits_CV.shape)} and teacher {tuple(teacher_logprobs_CV.shape)} differ in shape"
     )

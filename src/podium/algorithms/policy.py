@@ -126,11 +126,6 @@ class PolicyStatistics(Sums):
         return self._share(self.clipped_dual)
 
     @property
-    def outside_fraction(self) -> float:
-        """The share of tokens whose ratio is beyond either bound, whatever their advantage."""
-        return self._share(self.above + self.below)
-
-    @property
     def mean_ratio(self) -> float:
         """The mean ratio: near 1 while the policy is near the old one."""
         return self._share(self.sum_ratio)

@@ -3,7 +3,7 @@
 
 from podium.cluster.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.group import RoleGroup
-from podium.cluster.identity import Coordinates, WorkerId
+from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, RayCluster, Resources, RoleSpec
 from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
 from podium.cluster.objects import ObjectScope, RowRefs, Stored
@@ -14,7 +14,6 @@ __all__ = [
     "CallResult",
     "Cluster",
     "Computed",
-    "Coordinates",
     "Layout",
     "Merged",
     "MeshRegistry",

@@ -6,21 +6,21 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar, assert_never
 
 from podium.cluster.blocking import in_thread
 from podium.cluster.channels import Channels
 from podium.cluster.deadlines import Deadline
 from podium.cluster.group import RoleGroup
-from podium.cluster.health import Died, Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
+from podium.cluster.health import Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
 from podium.cluster.identity import WorkerId
 from podium.cluster.inline import InlineTransport
 from podium.cluster.layout import Layout, RayCluster
 from podium.cluster.links import Links
 from podium.cluster.local_ray import LocalRay
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.objects import ObjectScope, Shelf, StoreUse
+from podium.cluster.objects import ObjectScope
 from podium.cluster.placement import TooLarge, bundles_of, preflight
 from podium.cluster.results import Span
 from podium.cluster.transport import Transport
@@ -102,13 +102,12 @@ class Cluster:
 
     def __init__(self, transport: Transport, *, unhurried: bool = False, tell: Tell = lambda what: None) -> None:
         self._transport, self._unhurried, self._tell = transport, unhurried, tell
-        self._shelf = Shelf()
         self._started: list[Workers] = []
         self._ended = False
 
     def check(self, layout: Layout) -> None:
         """Preflight: raises an explanation if the layout can never fit, before anything starts."""
-        bundles = [bundle for pool in layout.pools for bundle in bundles_of(layout, pool)]
+        bundles = [bundle for pool in layout.pools for bundle in bundles_of(pool)]
         outcome = preflight(bundles, self._transport.nodes())
         if isinstance(outcome, TooLarge):
             raise PlacementError(outcome.reason)
@@ -128,23 +127,18 @@ class Cluster:
             raise ClusterError("this cluster is closed: nothing can be started in it any more.")
         await in_thread(self.check, layout)
         deadline_s = _FOREVER_S if self._unhurried else deadline_s
-        workers = Workers(layout, self._transport, self._shelf, timeouts, deadline_s=deadline_s, tell=self._tell)
+        workers = Workers(layout, self._transport, timeouts, deadline_s=deadline_s, tell=self._tell)
         await workers.start()
         self._started.append(workers)
         return workers
 
-    def scope(self, name: str) -> AbstractContextManager[ObjectScope]:
+    def scope(self, name: str) -> ObjectScope:
         """What the scope is given to hold is freed when the block ends."""
-        return self._shelf.scope(name)
+        return ObjectScope(name)
 
     def total(self, resource: str) -> float:
         """How much of a resource ("CPU", "GPU", a custom one) all nodes have together."""
         return sum(node.total.get(resource, 0.0) for node in self._transport.nodes())
-
-    @property
-    def stored(self) -> StoreUse:
-        """Rows that the controller holds by reference now."""
-        return self._shelf.use
 
     def end(self) -> None:
         """Ends all workers that were started."""
@@ -164,18 +158,15 @@ class Workers:
         self,
         layout: Layout,
         transport: Transport,
-        shelf: Shelf,
         timeouts: Timeouts,
         *,
         deadline_s: float,
         tell: Tell = lambda what: None,
     ) -> None:
-        self._layout, self._transport, self._shelf, self._deadline_s = layout, transport, shelf, deadline_s
-        self._deaths: asyncio.Queue[Died] = asyncio.Queue()
+        self._layout, self._transport, self._deadline_s = layout, transport, deadline_s
         self._placing, self._timeouts = asyncio.Lock(), timeouts
         self._worker_pools = {
-            pool.name: WorkerPool(layout, pool, transport, timeouts, self._deaths.put_nowait, self._placing, tell)
-            for pool in layout.pools
+            pool.name: WorkerPool(layout, pool, transport, timeouts, self._placing, tell) for pool in layout.pools
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
         self.registry = MeshRegistry(meshes=meshes, workers={})
@@ -214,7 +205,7 @@ class Workers:
         if spec is None or not issubclass(spec.kind, kind):
             roles = ", ".join(f"{role.name} ({role.kind.__name__})" for role in self._layout.roles)
             raise ClusterError(f"there is no role {name!r} that is a {kind.__name__}; the layout has {roles}.")
-        return RoleGroup(self, self._transport, self._shelf, name, spec.kind, deadline_s=self._deadline_s)
+        return RoleGroup(self, self._transport, name, spec.kind, deadline_s=self._deadline_s)
 
     async def connect(self, name: str, roles: Sequence[str], *, deadline_s: float = 60.0) -> None:
         """Forms a link between the workers of these roles, ranks counted in this order: a separate process group and
@@ -326,10 +317,6 @@ class Workers:
         member = worker_pool.member(worker)
         member.process.kill()
         worker_pool.mark_dead(member, "it was ended by the controller")
-
-    async def next_death(self) -> Died:
-        """Waits for the next death of any worker; has no deadline of its own: a healthy run has none."""
-        return await self._deaths.get()
 
     def health(self) -> Mapping[str, tuple[WorkerHealth, ...]]:
         """By pool, from heartbeats alone: asks nobody."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to all, one, or each data rank of a role's workers, by the real function: `group.call_all(Learner.update)`.
+"""Calls to all, one, or each of a role's workers, by the real function: `group.call_all(Learner.update)`.
 
 Typed handles are written by hand on top of this; nothing here knows what a role does.
 """
@@ -9,20 +9,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
-from podium.cluster.meshes import MeshRegistry, RoleMesh
+from podium.cluster.meshes import RoleMesh
 from podium.cluster.messages import Invoke, Reply, RowsHead
-from podium.cluster.objects import Shelf, Stored
-from podium.cluster.results import CallResult, Computed, Merged, ShardResult, Span, merge
+from podium.cluster.objects import Stored
+from podium.cluster.results import CallResult, Computed, Merged, ShardResult, merge
 from podium.cluster.streams import merged
 from podium.cluster.transport import ByReference, GoneError, Transport
 from podium.cluster.worker_pool import WorkerPool
 from podium.data.trajectories import RowsT, TrajectoryIds
 from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
+
+if TYPE_CHECKING:
+    from podium.cluster.cluster import Workers
 
 RoleT = TypeVar("RoleT")
 Result = TypeVar("Result")
@@ -30,7 +33,7 @@ P = ParamSpec("P")
 
 
 class Shard(Protocol):
-    """The input of one data rank: anything that names its trajectories."""
+    """The input of one rank: anything that names its trajectories."""
 
     @property
     def ids(self) -> TrajectoryIds:
@@ -42,32 +45,16 @@ ShardT = TypeVar("ShardT", bound=Shard)
 Blocks = AsyncIterator[tuple[Reply, Stored[Any]]]
 
 
-class Roster(Protocol):
-    """What a group asks of its owner."""
-
-    @property
-    def registry(self) -> MeshRegistry:
-        """The current workers of every role."""
-        ...
-
-    def worker_pool(self, pool: str) -> WorkerPool:
-        """The pool of this name."""
-        ...
-
-    def record(self, spans: Sequence[Span]) -> None:
-        """Every span that comes with an answer."""
-        ...
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Opened:
-    """A streaming call that is under way on all members of one data rank, the source first."""
+    """A streaming call that is under way on one worker."""
 
     name: str
     worker_pool: WorkerPool
-    data_rank: int
+    worker: WorkerId
+    rank: int
     ids: TrajectoryIds
-    streams: list[tuple[WorkerId, Blocks]]
+    blocks: Blocks
 
 
 class RoleGroup(Generic[RoleT]):
@@ -75,30 +62,29 @@ class RoleGroup(Generic[RoleT]):
 
     def __init__(
         self,
-        roster: Roster,
+        started: Workers,
         transport: Transport,
-        shelf: Shelf,
         role: str,
         kind: type[RoleT],
         *,
         deadline_s: float,
     ) -> None:
-        self._roster, self._transport, self._shelf = roster, transport, shelf
+        self._started, self._transport = started, transport
         self._role, self._kind, self._deadline_s = role, kind, deadline_s
 
     @property
     def mesh(self) -> RoleMesh:
         """The role's mesh."""
-        return self._roster.registry.mesh(self._role)
+        return self._started.registry.mesh(self._role)
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
         """Who plays the role now, in rank order."""
-        return self._roster.registry.workers_of(self._role)
+        return self._started.registry.workers_of(self._role)
 
     def within(self, seconds: float) -> RoleGroup[RoleT]:
         """The same group with another deadline for its calls."""
-        return RoleGroup(self._roster, self._transport, self._shelf, self._role, self._kind, deadline_s=seconds)
+        return RoleGroup(self._started, self._transport, self._role, self._kind, deadline_s=seconds)
 
     def requires(self, *methods: Callable[..., Any]) -> None:
         """Raises now if one of these is not a method of the role. A handle declares in its constructor what it
@@ -138,44 +124,36 @@ class RoleGroup(Generic[RoleT]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Merged[RowsT]:
-        """One shard for each data rank, already cut. All members of a data rank get the same one (stored once and
-        sent by reference where there are several); its source answers with rows, which stay in the object store."""
-        name, registry, worker_pool = self._name(method), self._roster.registry, self._worker_pool()
+        """One shard for each rank, already cut. The rows of the answers stay in the object store."""
+        name, worker_pool = self._name(method), self._worker_pool()
         self._check_shards(shards)
         pending: list[Pending] = []
         rows: list[Stored[Any]] = []
-        sources: list[int] = []
-        by_rank = [
-            [worker_pool.member(worker) for worker in registry.members_of(self._role, data_rank)]
-            for data_rank in range(len(shards))
-        ]
+        members = [worker_pool.member(worker) for worker in self.workers]
         with sending(pending, f"{self._role}.{name}", worker_pool):
-            for members, shard in zip(by_rank, shards, strict=True):
-                sent: Any = shard if len(members) == 1 else ByReference(stored=self._transport.store(shard))
-                sources.append(len(pending))
-                for member in members:
-                    order = Invoke(member.worker, self._role, name, "rows")
-                    answer, stored = member.process.perform_storing(order, sent, *args, **kwargs)
-                    pending.append(Pending(worker=member.worker, answer=answer))
-                    rows.append(stored)
+            for member, shard in zip(members, shards, strict=True):
+                order = Invoke(member.worker, self._role, name, "rows")
+                answer, stored = member.process.perform_storing(order, shard, *args, **kwargs)
+                pending.append(Pending(worker=member.worker, answer=answer))
+                rows.append(stored)
         replies = await self._gather(pending, name, worker_pool)
-        results = [self._result(replies[at], data_rank, rows[at]) for data_rank, at in enumerate(sources)]
-        return merge(results, [shard.ids for shard in shards], self._roster.registry, self._role)
+        results = [self._result(reply, rank, rows[rank]) for rank, reply in enumerate(replies)]
+        return merge(results, [shard.ids for shard in shards], self._started.registry, self._role)
 
     async def stream_one(
         self,
-        data_rank: int,
+        rank: int,
         method: Callable[Concatenate[RoleT, ShardT, P], Iterable[Computed[RowsT]]],
         shard: ShardT,
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> AsyncIterator[ShardResult[RowsT]]:
-        """Blocks of one data rank as its method yields them. Finished blocks stay readable if the worker dies later.
+        """Blocks of one rank as its method yields them. Finished blocks stay readable if the worker dies later.
         The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come once.
         """
-        self._check_data_rank(data_rank)
+        self._at(rank)
         self._check_repeats([shard])
-        opened = self._open([(data_rank, shard)], self._name(method), args, kwargs)
+        opened = self._open([(rank, shard)], self._name(method), args, kwargs)
         async for result in self._blocks(opened[0]):
             yield result
 
@@ -186,7 +164,7 @@ class RoleGroup(Generic[RoleT]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> AsyncIterator[ShardResult[RowsT]]:
-        """Blocks of all data ranks in the order in which they come. The first failure ends it."""
+        """Blocks of all ranks in the order in which they come. The first failure ends it."""
         self._check_shards(shards)
         opened = self._open(list(enumerate(shards)), self._name(method), args, kwargs)
         async for block in merged([self._blocks(each) for each in opened]):
@@ -195,61 +173,39 @@ class RoleGroup(Generic[RoleT]):
     def _open(
         self, shards: Sequence[tuple[int, Shard]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[_Opened]:
-        """Sends a streaming call to all members of these data ranks, or to none."""
-        worker_pool, registry = self._worker_pool(), self._roster.registry
-        by_rank = [[worker_pool.member(each) for each in registry.members_of(self._role, rank)] for rank, _ in shards]
+        """Sends a streaming call to all of these ranks, or to none."""
+        worker_pool, workers = self._worker_pool(), self.workers
+        members = [worker_pool.member(workers[rank]) for rank, _ in shards]
         opened: list[_Opened] = []
-        reached: list[WorkerId] = []
-        with sending(reached, f"{self._role}.{name}", worker_pool):
-            for (data_rank, shard), members in zip(shards, by_rank, strict=True):
-                sent: Any = ByReference(stored=self._transport.store(shard)) if len(members) > 1 else shard
-                streams: list[tuple[WorkerId, Blocks]] = []
-                for member in members:
-                    order = Invoke(member.worker, self._role, name, "rows")
-                    streams.append((member.worker, member.process.stream(order, sent, *args, **kwargs)))
-                    reached.append(member.worker)
+        with sending(opened, f"{self._role}.{name}", worker_pool):
+            for (rank, shard), member in zip(shards, members, strict=True):
+                order = Invoke(member.worker, self._role, name, "rows")
                 opened.append(
-                    _Opened(name=name, worker_pool=worker_pool, data_rank=data_rank, ids=shard.ids, streams=streams)
+                    _Opened(
+                        name=name,
+                        worker_pool=worker_pool,
+                        worker=member.worker,
+                        rank=rank,
+                        ids=shard.ids,
+                        blocks=member.process.stream(order, shard, *args, **kwargs),
+                    )
                 )
         return opened
 
     async def _blocks(self, opened: _Opened) -> AsyncIterator[ShardResult[Any]]:
-        """The blocks of one data rank from its source. The other workers of the rank run the same method and yield
-        nothing; only their end, failure or death counts."""
-        (source, blocks), *others = opened.streams
-        peers: set[asyncio.Future[Any]] = {
-            asyncio.ensure_future(self._next_block(opened, worker, stream, hurried=False)) for worker, stream in others
-        }
+        """The blocks of one rank as they come."""
         waiting = opened.ids
-        try:
-            while True:
-                arriving = asyncio.ensure_future(self._next_block(opened, source, blocks))
-                reply, rows = await _unless_one_fails(arriving, peers)
-                if reply.last:
-                    break
-                result: ShardResult[Any] = self._result(reply, opened.data_rank, rows)
-                waiting = self._tick_off(waiting, result)
-                yield result
-            if peers:
-                await asyncio.wait(peers, timeout=self._deadline_s)
-                if not all(peer.done() for peer in peers):
-                    await self._overdue(
-                        opened, f"{source} has ended, and not all others of its data rank have come to the end"
-                    )
-                await asyncio.gather(*peers)
-        finally:
-            for peer in peers:
-                peer.cancel()
+        while True:
+            reply, rows = await self._next_block(opened)
+            if reply.last:
+                break
+            result: ShardResult[Any] = self._result(reply, opened.rank, rows)
+            waiting = self._tick_off(waiting, result)
+            yield result
         if len(waiting):
             raise ResultError(
-                f"{source} ended {self._role}.{opened.name} and these trajectories never came: {waiting}."
+                f"{opened.worker} ended {self._role}.{opened.name} and these trajectories never came: {waiting}."
             )
-
-    async def _overdue(self, opened: _Opened, why: str) -> NoReturn:
-        report = await opened.worker_pool.where([worker for worker, _ in opened.streams])
-        what = f"{self._role}.{opened.name}"
-        opened.worker_pool.breaks(f"a stream of {what} came to no end")
-        raise DeadlineError(f"{why} of {what} for {self._deadline_s:.1f} s. Where they are:\n{report}")
 
     async def _call(
         self,
@@ -260,7 +216,7 @@ class RoleGroup(Generic[RoleT]):
         *,
         control: bool = False,
     ) -> tuple[CallResult[Result], ...]:
-        name, worker_pool, mesh = self._name(method), self._worker_pool(), self.mesh
+        name, worker_pool = self._name(method), self._worker_pool()
         members = [worker_pool.member(worker) for worker in workers]  # nothing is sent to some if one is dead
         if len(members) > 1:
             args = tuple(self._shared(value) for value in args)
@@ -273,13 +229,7 @@ class RoleGroup(Generic[RoleT]):
                 pending.append(Pending(worker=member.worker, answer=send(order, *args, **kwargs)))
         replies = await self._gather(pending, name, worker_pool, in_step=not control)
         return tuple(
-            CallResult(
-                worker=worker,
-                coordinates=mesh.coordinates(worker.index),
-                value=reply.value,
-                spans=reply.spans,
-            )
-            for worker, reply in zip(workers, replies, strict=True)
+            CallResult(worker=worker, value=reply.value) for worker, reply in zip(workers, replies, strict=True)
         )
 
     async def _gather(
@@ -292,9 +242,9 @@ class RoleGroup(Generic[RoleT]):
         return replies
 
     def _check_sender(self, expected: WorkerId, reply: Reply, name: str) -> None:
-        self._roster.record(reply.spans)
-        if reply.worker != expected or not self._roster.registry.is_current(expected):
-            now = self._roster.registry.worker(expected.pool, expected.index)
+        self._started.record(reply.spans)
+        if reply.worker != expected or not self._started.registry.is_current(expected):
+            now = self._started.registry.worker(expected.pool, expected.index)
             raise WorkerDiedError(
                 f"an answer to {self._role}.{name} from {reply.worker} is refused: the call went to {expected}, and "
                 f"its slot has {now} now. An old incarnation has outdated weights and state."
@@ -305,15 +255,18 @@ class RoleGroup(Generic[RoleT]):
         large = getattr(value, "nbytes", 0) > _STORE_ABOVE
         return ByReference(stored=self._transport.store(value)) if large else value
 
-    async def _next_block(
-        self, opened: _Opened, worker: WorkerId, blocks: Blocks, *, hurried: bool = True
-    ) -> tuple[Reply, Stored[Any]]:
-        name, worker_pool = opened.name, opened.worker_pool
+    async def _next_block(self, opened: _Opened) -> tuple[Reply, Stored[Any]]:
+        name, worker_pool, worker = opened.name, opened.worker_pool, opened.worker
         try:
-            async with asyncio.timeout(self._deadline_s if hurried else None):
-                reply, rows = await worker_pool.unless_dead(worker, anext(blocks))
+            async with asyncio.timeout(self._deadline_s):
+                reply, rows = await worker_pool.unless_dead(worker, anext(opened.blocks))
         except TimeoutError:
-            await self._overdue(opened, f"{worker} has sent no block")
+            report = await worker_pool.where([worker])
+            what = f"{self._role}.{name}"
+            worker_pool.breaks(f"a stream of {what} came to no end")
+            raise DeadlineError(
+                f"{worker} has sent no block of {what} for {self._deadline_s:.1f} s. Where they are:\n{report}"
+            ) from None
         except GoneError as gone:
             worker_pool.died(worker, str(gone))
             raise WorkerDiedError(
@@ -342,25 +295,21 @@ class RoleGroup(Generic[RoleT]):
             )
         return waiting.without(result.ids)
 
-    def _result(self, reply: Reply, data_rank: int, rows: Stored[Any]) -> ShardResult[Any]:
+    def _result(self, reply: Reply, rank: int, rows: Stored[Any]) -> ShardResult[Any]:
         head: RowsHead = reply.value
         assert reply.worker is not None
-        if head.stored:
-            self._shelf.count(rows, head.nbytes)
         return ShardResult(
             worker=reply.worker,
-            coordinates=self.mesh.coordinates(reply.worker.index),
-            data_rank=data_rank,
+            rank=rank,
             ids=head.ids,
             lengths_N=head.lengths_N,
             stored=rows if head.stored else None,
             metrics=head.metrics,
-            spans=reply.spans,
             note=head.note,
         )
 
     def _worker_pool(self) -> WorkerPool:
-        worker_pool = self._roster.worker_pool(self.mesh.pool)
+        worker_pool = self._started.worker_pool(self.mesh.pool)
         if worker_pool.broken:
             raise WorkerDiedError(
                 f"pool {worker_pool.pool.name} cannot be called: {worker_pool.broken}. "
@@ -374,16 +323,11 @@ class RoleGroup(Generic[RoleT]):
             raise ClusterError(f"role {self._role} has the ranks 0 to {len(workers) - 1}, not {rank}.")
         return workers[rank]
 
-    def _check_data_rank(self, data_rank: int) -> None:
-        last = self.mesh.shape.num_data_ranks - 1
-        if not 0 <= data_rank <= last:
-            raise ClusterError(f"role {self._role} has the data ranks 0 to {last}, not {data_rank}.")
-
     def _check_shards(self, shards: Sequence[Shard]) -> None:
-        expected = self.mesh.shape.num_data_ranks
+        expected = self.mesh.shape.world
         if len(shards) != expected:
             raise ClusterError(
-                f"role {self._role} has {expected} data ranks ({self.mesh.shape}) and is given {len(shards)} shards; "
+                f"role {self._role} has {expected} ranks ({self.mesh.shape}) and is given {len(shards)} shards; "
                 "cut one for each, empty ones too."
             )
         self._check_repeats(shards)
@@ -392,11 +336,10 @@ class RoleGroup(Generic[RoleT]):
         """Before the work, not after it: a trajectory is in one shard, once."""
         twice = TrajectoryIds.concatenate([shard.ids for shard in shards]).repeated()
         if len(twice):
-            sources = self._roster.registry.sources_of(self._role)
-            pairs = zip(sources, shards, strict=False)
-            holders = [str(source) for source, shard in pairs if len(twice.without(shard.ids)) < len(twice)]
+            pairs = zip(self.workers, shards, strict=False)
+            holders = [str(worker) for worker, shard in pairs if len(twice.without(shard.ids)) < len(twice)]
             raise ResultError(
-                f"role {self._role}: given to several data ranks, or twice to one ({', '.join(holders)}): {twice}"
+                f"role {self._role}: given to several ranks, or twice to one ({', '.join(holders)}): {twice}"
             )
 
     def _name(self, method: Callable[..., Any]) -> str:
@@ -407,20 +350,6 @@ class RoleGroup(Generic[RoleT]):
                 f"which role {self._role} is."
             )
         return name
-
-
-async def _unless_one_fails(awaited: asyncio.Future[Result], peers: set[asyncio.Future[Any]]) -> Result:
-    """Waits for one, and raises at once what any of its peers raises."""
-    try:
-        while not awaited.done():
-            for peer in peers:
-                if peer.done():
-                    peer.result()
-            running = {peer for peer in peers if not peer.done()}
-            await asyncio.wait({awaited, *running}, return_when=asyncio.FIRST_COMPLETED)
-        return awaited.result()
-    finally:
-        awaited.cancel()
 
 
 # Ray sends arguments up to this size inside the call, and stores larger ones once for every receiver.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 import pickle
-import socket
 import sys
 import time
 import traceback
@@ -104,8 +103,7 @@ class RoleHost:
             with self._recorder.span(_title(order)):
                 for computed in self._invoke(order, arguments, named):
                     head, rows = self._head(order, computed)
-                    if head is not None:
-                        yield self._reply(head, None, last=False), rows
+                    yield self._reply(head, None, last=False), rows
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
@@ -125,15 +123,13 @@ class RoleHost:
 
     def where(self) -> Whereabouts:
         """Each thread's open spans and stack; answers while work is busy."""
-        return Whereabouts(worker=self._worker, threads=self._recorder.places(everyone=self._own_process))
+        return Whereabouts(threads=self._recorder.places(everyone=self._own_process))
 
     def beats(self, every_s: float) -> Iterator[Beat]:
         """A heartbeat every so often, from a separate thread, for as long as the process lives."""
-        number = 0
         while True:
             doing, for_s = self._recorder.doing(WORK)
-            yield Beat(number=number, at_s=time.time(), doing=doing, for_s=for_s)
-            number += 1
+            yield Beat(doing=doing, for_s=for_s)
             time.sleep(every_s)
 
     def _reply(self, value: Any, failure: Failure | None, *, last: bool = True) -> Reply:
@@ -212,21 +208,17 @@ class RoleHost:
             raise ClusterError(f"a call for {order.worker} came to {self._worker}, which is another worker.")
         return getattr(self._roles[order.role], order.method)(*arguments, **named)
 
-    def _head(self, order: Invoke, computed: Any) -> tuple[RowsHead | None, Any]:
-        """The controller's view of the rows. Only the source of a data rank returns any."""
+    def _head(self, order: Invoke, computed: Any) -> tuple[RowsHead, Any]:
+        """The controller's view of the rows, and the rows."""
         if not isinstance(computed, Computed):
             raise ClusterError(
                 f"{order.role}.{order.method} was called for rows and gave {type(computed).__name__}; "
                 "such a method returns (or yields) Computed."
             )
-        assert self._worker is not None
-        if not self._meshes[order.role].is_source(self._worker.index):
-            return None, None
         rows = computed.rows
         head = RowsHead(
             ids=computed.ids,
             lengths_N=np.zeros(len(computed.ids), np.int64) if rows is None else rows.lengths_N,
-            nbytes=0 if rows is None else rows.nbytes,
             stored=rows is not None,
             metrics=computed.metrics,
             note=computed.note,
@@ -288,8 +280,3 @@ def extend_import_path(path: tuple[str, ...]) -> None:
     for entry in path:
         if entry not in sys.path:
             sys.path.append(entry)
-
-
-def host_name() -> str:
-    """The name of this machine."""
-    return socket.gethostname()

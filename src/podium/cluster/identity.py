@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -23,15 +23,3 @@ class WorkerId:
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
         return WorkerId, (self.pool, self.index, self.node, self.device, self.incarnation)
-
-
-class Coordinates(NamedTuple):
-    """Where in a role's mesh a worker sits."""
-
-    replica: int
-    shard: int
-    context: int
-    tensor: int
-
-    def __str__(self) -> str:
-        return f"replica {self.replica}, shard {self.shard}, context {self.context}, tensor {self.tensor}"

@@ -80,7 +80,7 @@ class Pool:
     slots: int
     each: Resources = Resources()
     collectives: bool = True
-    one_node: bool = False  # all slots on one node; else only those that share a data rank
+    one_node: bool = False  # all slots on one node
     spread: bool = False  # prefer many nodes to few
     tokenizers_only: bool = False  # of transformers its workers use nothing else, so that they need no torch
 
@@ -124,24 +124,10 @@ class Layout:
                     f"pool {pool.name} has {pool.slots} slots and no role uses the slots {sorted(idle)}. Give "
                     "them a role, or lower the pool's slots."
                 )
-            together = self.together(pool)
-            if pool.slots % together:
-                raise PlacementError(
-                    f"pool {pool.name} has {pool.slots} slots, and {together} of them at a time must share a node; "
-                    f"{pool.slots} is not a multiple of {together}."
-                )
 
     def pool(self, name: str) -> Pool:
         """The pool of this name."""
         return next(pool for pool in self.pools if pool.name == name)
-
-    def role(self, name: str) -> RoleSpec:
-        """The role of this name."""
-        return next(role for role in self.roles if role.name == name)
-
-    def roles_on(self, pool: str, slot: int) -> tuple[RoleSpec, ...]:
-        """The roles of one slot, in the order in which they are built."""
-        return tuple(role for role in self.roles if role.pool == pool and slot in self.mesh(role).slots)
 
     def mesh(self, role: RoleSpec) -> RoleMesh:
         """The role's mesh over the slots of its pool."""
@@ -151,12 +137,6 @@ class Layout:
     def meshes_of(self, pool: str) -> tuple[RoleMesh, ...]:
         """The meshes of all roles of a pool."""
         return tuple(self.mesh(role) for role in self.roles if role.pool == pool)
-
-    def together(self, pool: Pool) -> int:
-        """How many neighbouring slots must share a node: all, or the fewest that every role's data ranks divide."""
-        if pool.one_node:
-            return pool.slots
-        return math.lcm(*(mesh.shape.per_data_rank for mesh in self.meshes_of(pool.name)))
 
     def _check_role(self, role: RoleSpec) -> None:
         known = [pool.name for pool in self.pools]
@@ -170,19 +150,6 @@ class Layout:
                 f"and pool {pool.name} has {pool.slots}: {beyond} do not exist. Raise the pool's slots to "
                 f"{max(mesh.slots) + 1}, or make the mesh smaller."
             )
-        if not pool.collectives and mesh.shape.per_data_rank > 1:
-            raise PlacementError(
-                f"role {role.name} has a mesh of {role.mesh}, whose workers meet in collectives, and pool {pool.name} "
-                f"has none. Set collectives on the pool."
-            )
-        width = self.together(pool) if not pool.one_node else pool.slots
-        for data_rank in range(mesh.shape.num_data_ranks):
-            members = mesh.members(data_rank)
-            if len({slot // width for slot in members}) > 1:
-                raise PlacementError(
-                    f"role {role.name}: its data rank {data_rank} is spread over the slots {list(members)}, which "
-                    f"need not share a node. Give it neighbouring slots that begin at a multiple of {width}."
-                )
 
 
 def public_methods(kind: type[Any]) -> dict[str, Callable[..., Any]]:

@@ -129,7 +129,6 @@ class RowsHead:
 
     ids: TrajectoryIds
     lengths_N: Ints
-    nbytes: int
     stored: bool
     metrics: tuple[Metric, ...]
     note: Any
@@ -154,8 +153,6 @@ class Reply:
 class Beat:
     """A sign of life: what the work thread is doing, and for how long."""
 
-    number: int
-    at_s: float
     doing: str
     for_s: float
 
@@ -164,5 +161,4 @@ class Beat:
 class Whereabouts:
     """The answer to `where are you`."""
 
-    worker: WorkerId | None
     threads: tuple[ThreadPlace, ...]

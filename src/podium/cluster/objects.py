@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -132,60 +130,24 @@ def _ascending(ids: TrajectoryIds) -> bool:
     return np.array_equal(ids.order, np.arange(len(ids)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreUse:
-    """What the controller holds in the object store now."""
-
-    objects: int
-    bytes: int
-
-
-class Shelf:
-    """Counts what the controller holds, and frees what a step held when it closes."""
-
-    def __init__(self) -> None:
-        self._held: weakref.WeakKeyDictionary[Stored[Any], int] = weakref.WeakKeyDictionary()
-
-    def count(self, stored: Stored[Any], num_bytes: int) -> None:
-        """Adds an object to those that are held."""
-        self._held[stored] = num_bytes
-
-    def forget(self, stored: Stored[Any]) -> None:
-        """Removes an object from those that are held."""
-        self._held.pop(stored, None)
-
-    @property
-    def use(self) -> StoreUse:
-        """Number and bytes of the objects that are held."""
-        held = list(self._held.values())
-        return StoreUse(objects=len(held), bytes=sum(held))
-
-    @contextmanager
-    def scope(self, name: str) -> Iterator[ObjectScope]:
-        """Everything that the scope is given to hold is freed when the block ends, also by an exception."""
-        scope = ObjectScope(self, name)
-        try:
-            yield scope
-        finally:
-            scope.close()
-
-
 class ObjectScope:
-    """Objects that are freed together: those of one step, or of one evaluation."""
+    """Objects that are freed when the block ends, also by an exception: those of one step, or of one evaluation."""
 
-    def __init__(self, shelf: Shelf, name: str) -> None:
-        self._shelf, self._name = shelf, name
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._held: list[Stored[Any]] = []
+
+    def __enter__(self) -> ObjectScope:
+        return self
 
     def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
         """These rows are freed when the scope closes."""
         self._held += rows.pieces
         return rows
 
-    def close(self) -> None:
+    def __exit__(self, *ended: object) -> None:
         """Frees what it holds; reading it afterwards is an error that says so."""
         for stored in self._held:
-            self._shelf.forget(stored)
             stored.free(f"it was freed when {self._name} closed")
         self._held.clear()
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import assert_never
 
-from podium.cluster.layout import Layout, Pool
+from podium.cluster.layout import Pool
 
 # Ray keeps resources in ten-thousandths: sums of fractions are compared with half of one to spare.
 _GRAIN = 5e-5
@@ -67,9 +67,9 @@ class TooLarge:
 Preflight = Fits | Busy | TooLarge
 
 
-def bundles_of(layout: Layout, pool: Pool) -> tuple[Bundle, ...]:
+def bundles_of(pool: Pool) -> tuple[Bundle, ...]:
     """The bundles of a pool: slots that must share a node."""
-    width = layout.together(pool)
+    width = pool.slots if pool.one_node else 1
     return tuple(
         Bundle(
             pool=pool.name,
@@ -223,9 +223,7 @@ def _nearest(failed: Bundle, nodes: Sequence[NodeState], *, busy: bool, num_slot
     slots = "1 slot fits" if widest == 1 else f"{widest} slots fit"
     fits = f"At most {slots} on one node and {sum(per_node.values())} in the cluster (this pool alone)."
     if widest < len(failed.slots):
-        return (
-            f"{fits} Make the tensor × context group (or the one-node pool) {widest} or smaller, or add a larger node."
-        )
+        return f"{fits} Make the one-node pool {widest} or smaller, or add a larger node."
     return f"{fits} Ask for at most {min(num_slots, sum(per_node.values()))} slots, or add nodes" + (
         ", or wait until the others are done." if busy else "."
     )

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from podium.cluster.identity import Coordinates, WorkerId
+from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import RowRefs, Stored
 from podium.data.trajectories import Ints, RowsT, TrajectoryIds
@@ -40,11 +40,6 @@ class Span:
     end_s: float
     worker: WorkerId
 
-    @property
-    def seconds(self) -> float:
-        """Its duration."""
-        return self.end_s - self.begin_s
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
         return Span, (self.name, self.begin_s, self.end_s, self.worker)
@@ -55,9 +50,7 @@ class CallResult(Generic[Value]):
     """One worker's answer to a call of `call_all` or `call_one`."""
 
     worker: WorkerId
-    coordinates: Coordinates
     value: Value
-    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -83,48 +76,40 @@ class Computed(Generic[RowsT]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardResult(Generic[RowsT]):
-    """The canonical answer of a source rank: who it is, which rows, where they are stored, and its time."""
+    """The answer of a rank: who it is, which rows, and where they are stored."""
 
     worker: WorkerId
-    coordinates: Coordinates
-    data_rank: int
+    rank: int
     ids: TrajectoryIds
     lengths_N: Ints
     stored: Stored[RowsT] | None
     metrics: tuple[Metric, ...]
-    spans: tuple[Span, ...]
     note: Any = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Merged(Generic[RowsT]):
-    """The results of all data ranks as one: ids ascending, rows by reference."""
+    """The results of all ranks as one: ids ascending, rows by reference."""
 
-    ids: TrajectoryIds
     rows: RowRefs[RowsT] | None  # None where the workers only reported what they had done
     metrics: Mapping[str, float]
-    spans: tuple[Span, ...]
     results: tuple[ShardResult[RowsT], ...] = field(repr=False)
 
 
 def merge(
     results: Sequence[ShardResult[RowsT]], expected: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
 ) -> Merged[RowsT]:
-    """Joins the results of a sharded call. `expected[k]` are the ids that data rank k was given: each must come back
-    exactly once, from the living source of that data rank. The order of `results` does not matter."""
-    ordered = sorted(results, key=lambda result: (result.data_rank, result.ids.array_N4[:1].tolist()))
+    """Joins the results of a sharded call. `expected[k]` are the ids that rank k was given: each must come back exactly
+    once, from the living worker of that rank. The order of `results` does not matter."""
+    ordered = sorted(results, key=lambda result: (result.rank, result.ids.array_N4[:1].tolist()))
     problems = [*_strangers(ordered, registry, role), *_miscounts(ordered, expected, registry, role)]
     if problems:
         raise ResultError(
             f"the answers of role {role} do not add up, so nothing of this call is used:\n  " + "\n  ".join(problems)
         )
-    ids = TrajectoryIds.concatenate([result.ids for result in ordered])
-    rows = stored_rows(ordered) if any(result.stored is not None for result in ordered) else None
     return Merged(
-        ids=rows.ids if rows is not None else ids.sorted(),
-        rows=rows,
+        rows=stored_rows(ordered) if any(result.stored is not None for result in ordered) else None,
         metrics=reduce_metrics([(result.worker, metric) for result in ordered for metric in result.metrics]),
-        spans=tuple(span for result in ordered for span in result.spans),
         results=tuple(ordered),
     )
 
@@ -151,10 +136,8 @@ def _strangers(results: Sequence[ShardResult[RowsT]], registry: MeshRegistry, ro
             wrong = f"does not host {role}"
         elif not registry.is_current(worker):
             wrong = f"is of a dead incarnation; {registry.worker(worker.pool, worker.index)} has its slot now"
-        elif not mesh.is_source(worker.index):
-            wrong = "is not the source of its data rank"
-        elif mesh.data_rank(worker.index) != result.data_rank:
-            wrong = f"belongs to data rank {mesh.data_rank(worker.index)}, not {result.data_rank}"
+        elif mesh.rank_of(worker.index) != result.rank:
+            wrong = f"is rank {mesh.rank_of(worker.index)}, not {result.rank}"
         if wrong:
             problems.append(f"{worker} answered with {result.ids} and {wrong}")
     return problems
@@ -163,33 +146,33 @@ def _strangers(results: Sequence[ShardResult[RowsT]], registry: MeshRegistry, ro
 def _miscounts(
     results: Sequence[ShardResult[RowsT]], expected: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
 ) -> list[str]:
-    sources, problems = registry.sources_of(role), []
+    workers, problems = registry.workers_of(role), []
     by_rank: list[list[ShardResult[RowsT]]] = [[] for _ in expected]
     for result in results:
-        if 0 <= result.data_rank < len(expected):
-            by_rank[result.data_rank].append(result)
+        if 0 <= result.rank < len(expected):
+            by_rank[result.rank].append(result)
         else:
-            problems.append(f"{result.worker} answered for data rank {result.data_rank}; there are {len(expected)}")
+            problems.append(f"{result.worker} answered for rank {result.rank}; there are {len(expected)}")
     for rank, (given, answers) in enumerate(zip(expected, by_rank, strict=True)):
         if len(answers) == 1 and answers[0].ids.same_as(given):
             continue  # the usual case: exactly what was asked, in that order
         got = TrajectoryIds.concatenate([answer.ids for answer in answers])
-        who = ", ".join(str(answer.worker) for answer in answers) or str(sources[rank])
+        who = ", ".join(str(answer.worker) for answer in answers) or str(workers[rank])
         missing, foreign, twice = given.without(got), got.without(given), got.repeated()
         if len(missing):
             problems.append(f"missing from {who}: {missing}")
         if len(foreign):
-            problems.append(f"foreign, from {who} (data rank {rank} was not given it): {foreign}")
+            problems.append(f"foreign, from {who} (rank {rank} was not given it): {foreign}")
         if len(twice):
             problems.append(f"more than once, from {who}: {twice}")
     everywhere = TrajectoryIds.concatenate(list(expected)).repeated()
     if len(everywhere):
         holders = [
-            source
-            for source, given in zip(sources, expected, strict=True)
+            worker
+            for worker, given in zip(workers, expected, strict=True)
             if len(everywhere.without(given)) < len(everywhere)
         ]
-        problems.append(f"given to several data ranks, or twice to one ({', '.join(map(str, holders))}): {everywhere}")
+        problems.append(f"given to several ranks, or twice to one ({', '.join(map(str, holders))}): {everywhere}")
     return problems
 
 

@@ -24,11 +24,10 @@ _HOST = str(Path(__file__).with_name("host.py"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadPlace:
-    """Where a thread is: its open spans from the outside in, for how long, and its stack, innermost call last."""
+    """Where a thread is: its open spans from the outside in, and its stack, innermost call last."""
 
     thread: str
     span: str  # "" when it is in none
-    for_s: float
     stack: tuple[str, ...]
 
 
@@ -81,9 +80,9 @@ class SpanRecorder:
             if ident == asker or (not everyone and ident not in self._names):
                 continue
             open_spans = list(self._open.get(ident, ()))
-            path, since_s = open_spans[-1] if open_spans else ("", time.time())
+            path = open_spans[-1][0] if open_spans else ""
             name = self._names.get(ident) or names.get(ident, f"thread {ident}")
-            places.append(ThreadPlace(thread=name, span=path, for_s=time.time() - since_s, stack=_stack(frame)))
+            places.append(ThreadPlace(thread=name, span=path, stack=_stack(frame)))
         return tuple(sorted(places, key=lambda place: (place.thread != "work", place.thread)))
 
 

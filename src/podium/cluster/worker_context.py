@@ -8,13 +8,12 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from podium.cluster.identity import Coordinates, WorkerId
-from podium.cluster.meshes import Axis, RoleMesh
+from podium.cluster.identity import WorkerId
+from podium.cluster.meshes import RoleMesh
 from podium.cluster.spans import SpanRecorder
 from podium.errors import ClusterError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from podium.cluster.channels import Channel
@@ -46,28 +45,6 @@ class WorkerContext:
     def world(self) -> int:
         """Ranks of the role's mesh."""
         return self.mesh.shape.world
-
-    @property
-    def coordinates(self) -> Coordinates:
-        """This worker's place in the role's mesh."""
-        return self.mesh.coordinates(self.worker.index)
-
-    @property
-    def data_rank(self) -> int:
-        """This worker's data rank in the role's mesh."""
-        return self.mesh.data_rank(self.worker.index)
-
-    @property
-    def is_source(self) -> bool:
-        """Whether this worker answers for its data rank."""
-        return self.mesh.is_source(self.worker.index)
-
-    def group(self, axis: Axis) -> ProcessGroup | None:
-        """The process group along one axis; None where the axis is 1 long."""
-        if self.mesh.shape.size(axis) == 1:
-            return None
-        assert self.devices is not None
-        return self.devices.get_group(axis)
 
     def transfer(self, name: str) -> TransferGroup:
         """The link of this name, which may span pools."""

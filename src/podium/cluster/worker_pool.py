@@ -59,7 +59,6 @@ class Member:
     slot: int
     worker: WorkerId
     process: Process
-    handshake: Handshake
     beat: Beat | None = None
     heard_s: float = field(default_factory=time.monotonic)
     died: Died | None = None
@@ -76,12 +75,11 @@ class WorkerPool:
         pool: Pool,
         transport: Transport,
         timeouts: Timeouts,
-        on_death: Callable[[Died], None],
         placing: asyncio.Lock,
         tell: Callable[[str], object] = lambda what: None,
     ) -> None:
         self.pool, self.broken, self._tell = pool, "", tell
-        self._layout, self._transport, self._timeouts, self._on_death = layout, transport, timeouts, on_death
+        self._layout, self._transport, self._timeouts = layout, transport, timeouts
         self._placing, self.recovering = placing, asyncio.Lock()
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
@@ -225,7 +223,7 @@ class WorkerPool:
             self._transport.release(place)
             self._places.remove(place)
         held = {place.bundle.slots for place in self._places}
-        return [bundle for bundle in bundles_of(self._layout, self.pool) if bundle.slots not in held]
+        return [bundle for bundle in bundles_of(self.pool) if bundle.slots not in held]
 
     async def reserve(self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline: Deadline) -> None:
         """Reserves places for the bundles on these nodes."""
@@ -258,7 +256,7 @@ class WorkerPool:
             raise
         for slot, handshake in handshakes.items():
             worker = WorkerId(self.pool.name, slot, handshake.node, handshake.device, self._incarnations[slot])
-            member = Member(slot=slot, worker=worker, process=processes[slot], handshake=handshake)
+            member = Member(slot=slot, worker=worker, process=processes[slot])
             self._members[slot] = member
             member.watcher = asyncio.create_task(self._watch(member), name=f"watch {worker}")
         await self._settle(slots, limit)
@@ -396,7 +394,6 @@ class WorkerPool:
                 member.process.kill()
             if not member.death.done():
                 member.death.set_result(member.died)
-            self._on_death(member.died)
 
     def _end_member(self, slot: int) -> None:
         member = self._members.pop(slot, None)

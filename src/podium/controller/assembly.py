@@ -17,7 +17,8 @@ from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
 from podium.controller.state import RunState
-from podium.data.tasks import PromptEncoder, Task, read_tasks
+from podium.data.prompts import PromptTokenizer
+from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, set_aside_later
 from podium.observe import Console, Stopwatch
@@ -53,8 +54,7 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
         saved = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
         for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
             set_aside_later(part, resume_step)
-    encoder = PromptEncoder(load_tokenizer(recipe.model))
-    prompts = PromptSource(recipe, encoder, saved.get("cursor"))
+    prompts = PromptSource(recipe, PromptTokenizer(load_tokenizer(recipe.model)), saved.get("cursor"))
     limit = heldout_limit(recipe.evaluation.generation, recipe.evaluation.max_documents)
     heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
     return Inputs(recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout)

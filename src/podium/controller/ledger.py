@@ -83,12 +83,6 @@ class Ledger:
             ).fetchone()[0]
         return count
 
-    def last_step(self) -> int:
-        """The last step that has episodes; 0 if none has."""
-        with self._using:
-            step: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
-        return step or 0
-
     def close(self) -> None:
         """Closes the database."""
         with self._using:

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from podium.data.tasks import IndexedTask, PromptEncoder, TaskCursor
+from podium.data.prompts import PromptTokenizer
+from podium.data.tasks import IndexedTask, TaskCursor
 from podium.errors import DataError
 from podium.recipe import OnPolicyRecipe
 
@@ -27,20 +28,14 @@ class _Ahead:
 class PromptSource:
     """Only lengths are looked at here; generators tokenize for themselves."""
 
-    def __init__(self, recipe: OnPolicyRecipe, encoder: PromptEncoder, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, recipe: OnPolicyRecipe, tokenizer: PromptTokenizer, state: Mapping[str, Any] | None) -> None:
         data = recipe.data
         assert data.max_length is not None
-        self._cursor = (
-            TaskCursor(
-                data.train, "data.train", seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows
-            )
-            if state is None
-            else TaskCursor.restore(
-                state["cursor"], data.train, "data.train", seed=recipe.run.seed, shuffle=data.shuffle,
-                shuffle_rows=data.shuffle_rows,
-            )
+        self._cursor = TaskCursor(
+            data.train, "data.train", seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
+            state=None if state is None else state["cursor"],
         )  # fmt: skip
-        self._encoder, self._overlong = encoder, data.overlong
+        self._tokenizer, self._overlong = tokenizer, data.overlong
         self._room = min(recipe.rollout.max_length or data.max_length, data.max_length) - recipe.rollout.max_new_tokens
         self._new_tokens = recipe.rollout.max_new_tokens
         self._left_out = 0 if state is None else int(state["left_out"])
@@ -74,7 +69,7 @@ class PromptSource:
         in_a_row = 0
         while len(taken) < count:
             prompt = self._cursor.take(1)[0]
-            length = len(self._encoder.encode(prompt.task))
+            length = len(prompt.task.encode(self._tokenizer))
             if length <= self._room:
                 taken.append(prompt)
                 self._epoch, in_a_row, self._has_taken = prompt.epoch, 0, True

@@ -66,11 +66,6 @@ class DocumentStore:
         """Whether every part has been written."""
         return (self.folder / _COMPLETE).is_file()
 
-    @property
-    def num_parts(self) -> int:
-        """How many are finished."""
-        return self._num_parts
-
     def __len__(self) -> int:
         return len(self._places)
 

@@ -49,15 +49,7 @@ class StepExamples:
         return sum(example.num_trained for example in self.examples)
 
 
-@dataclass(frozen=True, slots=True)
-class _Composed:
-    examples: tuple[Example, ...]
-    state: LoaderState
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    error: BaseException
+_Composed = tuple[tuple[Example, ...], LoaderState]
 
 
 class StepLoader:
@@ -87,7 +79,7 @@ class StepLoader:
         # The same for any number of workers, so that the state after a step is the same too.
         self._chunk_rows = max(1, min(_LARGEST_CHUNK, window // 8))
         self._spec, self._num_workers = maker_spec, workers
-        self._steps: queue.Queue[_Composed | _Failed] = queue.Queue(maxsize=prefetch)
+        self._steps: queue.Queue[_Composed | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._doing = "starting"
         self._failure: BaseException | None = None
@@ -118,10 +110,11 @@ class StepLoader:
                 waited_s = time.monotonic() - begun_s
                 _LOG.warning("waiting for data for %.0f s: the loader is %s", waited_s, self._doing)
                 warn_at_s += _WARN_AFTER_S
-        if isinstance(item, _Failed):
-            self._failure = item.error
-            raise item.error
-        return StepExamples(examples=item.examples, state=item.state, wait_s=time.monotonic() - begun_s)
+        if isinstance(item, BaseException):
+            self._failure = item
+            raise item
+        examples, state = item
+        return StepExamples(examples=examples, state=state, wait_s=time.monotonic() - begun_s)
 
     def close(self) -> None:
         """Ends the thread and the worker processes; a second call does nothing."""
@@ -151,10 +144,9 @@ class StepLoader:
                     self._add_chunk(maker, under_way)
                     continue
                 self._doing = "packing a step"
-                examples, state = self._composer.take()
-                self._put(_Composed(examples, state))
+                self._put(self._composer.take())
         except BaseException as error:
-            self._put(_Failed(error))
+            self._put(error)
         finally:
             if maker is not None:
                 maker.close()
@@ -183,7 +175,7 @@ class StepLoader:
             return error
         return RowChunk(rows=rows, position=self._stream.position)
 
-    def _put(self, item: _Composed | _Failed) -> None:
+    def _put(self, item: _Composed | BaseException) -> None:
         self._doing = "waiting for the trainer to take a step"
         while not self._stop.is_set():
             try:

@@ -42,16 +42,16 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._special_ids = special_ids(tokenizer)
+        self.special_ids = special_ids(tokenizer)
 
     def tokens(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> list[int]:
         """The tokens of the rendered chat."""
-        return self._encode(self._text(messages, tools, generation_prompt=generation_prompt))
+        return self.encode(self.text(messages, tools, generation_prompt=generation_prompt))
 
     def mark(self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
         """The chat up to the last of `turns` (positions of assistant messages, in order, no later one left out)."""
         chat = messages[: turns[-1] + 1]
-        if self._tokenizer.is_fast and _GENERATION.search(self._template(tools)):
+        if self._tokenizer.is_fast and _GENERATION.search(self.template(tools)):
             return self._marked_by_template(chat, tools, turns)
         return self._marked_by_prefixes(chat, tools, turns)
 
@@ -92,7 +92,7 @@ class ChatRenderer:
         """Where the turn ends: after its end-of-turn token, without the white space that the template puts behind it
         (the model stops there and never writes it). A turn without such a token is kept whole."""
         last = end
-        while last > begin and tokens[last - 1] not in self._special_ids:
+        while last > begin and tokens[last - 1] not in self.special_ids:
             if self._tokenizer.decode([tokens[last - 1]]).strip():
                 return end
             last -= 1
@@ -107,11 +107,11 @@ class ChatRenderer:
                 "the chat begins with an assistant turn, so there is no prompt that the turn answers. Begin with a "
                 f"system or user turn. Or: {_WAYS_OUT}"
             )
-        text = self._text(chat[:count], tools, generation_prompt=generation_prompt)
-        prefix = self._encode(text)
+        text = self.text(chat[:count], tools, generation_prompt=generation_prompt)
+        prefix = self.encode(text)
         if tokens[: len(prefix)] == prefix:
             return len(prefix)
-        if self._text(chat, tools, generation_prompt=False).startswith(text):
+        if self.text(chat, tools, generation_prompt=False).startswith(text):
             raise ChatTemplateError(
                 f"messages[{count}]: the first characters of the turn melt into one token with what the template "
                 "writes before them, so where the turn begins is unknown. Strip leading white space from the "
@@ -123,8 +123,9 @@ class ChatRenderer:
             f"assistant wrote is not exactly known. {_WAYS_OUT}"
         )
 
-    def _text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
-        self._template(tools)
+    def text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
+        """The rendered chat, before it becomes tokens."""
+        self.template(tools)
         try:
             with _RENDERING:
                 return str(
@@ -135,11 +136,13 @@ class ChatRenderer:
         except Exception as error:  # the template is the user's code
             raise _refused(error) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Text as tokens, without special ones added."""
         # The template writes its own special tokens; the tokenizer must not add them once more.
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-    def _template(self, tools: Tools) -> str:
+    def template(self, tools: Tools) -> str:
+        """The chat template's source."""
         if not self._tokenizer.chat_template:
             raise ChatTemplateError(
                 "the row is a chat, and the tokenizer has no chat template. Name a Jinja file in model.chat_template, "

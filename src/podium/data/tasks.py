@@ -9,7 +9,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from podium.data.chat import load_map
 from podium.data.documents import Tokens
@@ -46,6 +46,24 @@ class Task:
         """File and line for people. Not a field: finding a line's number reads the file up to it."""
         return str(self.place)
 
+    @property
+    def prompt_text(self) -> str:
+        """The prompt as a person reads it."""
+        if self.messages is not None:
+            return as_text(self.messages)
+        assert self.text is not None
+        return self.text
+
+    def encode(self, tokenizer: PromptTokenizer) -> Tokens:
+        """The chat with the template's prompt for an answer, or the text without an end token behind it."""
+        tokens = tokenizer.tokens(self.messages, self.text, self.tools, Row(self.row, self.place))
+        if len(tokens) == 0:
+            raise DataError(
+                f"{self.where}: the prompt is empty, so there is nothing to begin an answer with. Take the row out, or "
+                "drop it with the source's `map`."
+            )
+        return tokens
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IndexedTask:
@@ -55,14 +73,6 @@ class IndexedTask:
     prompt_index: int
     epoch: int  # of the task's source
     task: Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPosition:
-    """The index of the next prompt, and where its row is."""
-
-    next_index: int
-    stream: StreamPosition
 
 
 class TaskReader:
@@ -93,61 +103,23 @@ class TaskReader:
         )
 
 
-class PromptEncoder:
-    """Tasks as tokens that an answer follows. Not shared between threads: tokenizers are not safe."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = PromptTokenizer(tokenizer)
-
-    def encode(self, task: Task) -> Tokens:
-        """The chat with the template's prompt for an answer, or the text without an end token behind it."""
-        tokens = self._tokenizer.tokens(task.messages, task.text, task.tools, Row(task.row, task.place))
-        if len(tokens) == 0:
-            raise DataError(
-                f"{task.where}: the prompt is empty, so there is nothing to begin an answer with. Take the row out, or "
-                "drop it with the source's `map`."
-            )
-        return tokens
-
-    @staticmethod
-    def text(task: Task) -> str:
-        """The prompt as a person reads it."""
-        if task.messages is not None:
-            return as_text(task.messages)
-        assert task.text is not None
-        return task.text
-
-
 class TaskCursor:
     """An endless mix of tasks of several sources by weight, from a position that can be saved and restored exactly."""
 
     def __init__(
         self, sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool, shuffle_rows: int,
-        position: TaskPosition | None = None,
+        state: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
+        """With the `state` of an earlier cursor it goes on there: the very same tasks under the same numbers."""
         self._key = key
+        self._next_index, position = (0, None) if state is None else _decoded(state)
         self._reader = TaskReader(sections, key)
         self._stream = MixedStream(
             [open_source(section, f"{key}.{index}") for index, section in enumerate(sections)],
             [section.weight for section in sections],
             seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows,
-            position=None if position is None else position.stream,
+            position=position,
         )  # fmt: skip
-        self._next_index = 0 if position is None else position.next_index
-
-    @classmethod
-    def restore(
-        cls, state: Mapping[str, Any], sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool,
-        shuffle_rows: int,
-    ) -> Self:  # fmt: skip
-        """A cursor that continues where the one that gave `state` stopped: the same tasks under the same numbers."""
-        position = _decoded(state)
-        return cls(sections, key, seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows, position=position)
-
-    @property
-    def position(self) -> TaskPosition:
-        """Where the cursor stands; a new cursor continues from it."""
-        return TaskPosition(next_index=self._next_index, stream=self._stream.position)
 
     @property
     def has_gone_through(self) -> bool:
@@ -259,15 +231,12 @@ def _folder_and_name(path: str) -> tuple[str, str]:
     return folder, os.path.splitext(last.removesuffix(".gz"))[0] if format_of(last) is not None else last
 
 
-def _decoded(state: Mapping[str, Any]) -> TaskPosition:
+def _decoded(state: Mapping[str, Any]) -> tuple[int, StreamPosition]:
     try:
         places = [tuple(operator.index(number) for number in place) for place in state["sources"]]
-        return TaskPosition(
-            next_index=operator.index(state["next_index"]),
-            stream=StreamPosition(
-                draw=operator.index(state["stream_draw"]),
-                sources=tuple(SourcePosition(epoch=epoch, block=block, row=row) for epoch, block, row in places),
-            ),
+        return operator.index(state["next_index"]), StreamPosition(
+            draw=operator.index(state["stream_draw"]),
+            sources=tuple(SourcePosition(epoch=epoch, block=block, row=row) for epoch, block, row in places),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise DataError(

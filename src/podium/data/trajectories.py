@@ -88,10 +88,6 @@ class TrajectoryIds:
             return np.arange(len(self))
         return np.lexsort((attempt, branch, sample, prompt_index)).astype(np.int64)
 
-    def sorted(self) -> TrajectoryIds:
-        """The same ids in ascending order."""
-        return self.take(self.order)
-
     def repeated(self) -> TrajectoryIds:
         """The ids that stand here more than once, each named once."""
         if _ascends(self.array_N4):

@@ -41,11 +41,6 @@ class OffloadedTensors:
         """What leaving gives back."""
         return sum(self._sizes)
 
-    @property
-    def is_away(self) -> bool:
-        """Whether the tensors are in host memory."""
-        return self._is_away
-
     @torch.no_grad()
     def offload(self) -> int:
         """To host memory; returns the bytes that the device has back."""

@@ -96,14 +96,6 @@ class EpisodeLimits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class EpisodeJob:
-    """An episode to be run."""
-
-    id: TrajectoryId
-    task: Task
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
     """An episode that is over.
 
@@ -166,7 +158,7 @@ async def run_episode(
 
 async def run_episodes(
     make: MakeEnvironment,
-    jobs: Iterable[EpisodeJob],
+    jobs: Iterable[tuple[TrajectoryId, Task]],
     policy: Policy,
     tokenizer: TurnTokenizer,
     *,
@@ -183,8 +175,8 @@ async def run_episodes(
     waiting = iter(jobs)
 
     async def work() -> None:
-        for job in waiting:  # shared: every job is taken by one worker
-            finished.put_nowait(await _run_job(make, job, policy, tokenizer, limits=limits, greedy=greedy))
+        for id, task in waiting:  # shared: every job is taken by one worker
+            finished.put_nowait(await _run_job(make, id, task, policy, tokenizer, limits=limits, greedy=greedy))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]
     everyone = asyncio.gather(*workers)
@@ -424,18 +416,18 @@ class _Running:
 
 
 async def _run_job(
-    make: MakeEnvironment, job: EpisodeJob, policy: Policy, tokenizer: TurnTokenizer, *, limits: EpisodeLimits,
-    greedy: bool,
+    make: MakeEnvironment, id: TrajectoryId, task: Task, policy: Policy, tokenizer: TurnTokenizer, *,
+    limits: EpisodeLimits, greedy: bool,
 ) -> Episode:  # fmt: skip
     try:
         environment = make()
     except Exception as error:  # the environment is the user's code
-        failed = _Running(SingleTurn(), job.task, policy, tokenizer, id=job.id, limits=limits, greedy=greedy)
+        failed = _Running(SingleTurn(), task, policy, tokenizer, id=id, limits=limits, greedy=greedy)
         return failed.over("error", f"the environment cannot be made: {type(error).__name__}: {error}")
     replay = ReplayPolicy(policy)
     while True:  # who makes the environments bounds how often one is lost
         try:
-            return await run_episode(environment, job.task, replay, tokenizer, id=job.id, limits=limits, greedy=greedy)
+            return await run_episode(environment, task, replay, tokenizer, id=id, limits=limits, greedy=greedy)
         except EpisodeLostError as lost:
             environment = lost.again()
 

@@ -225,12 +225,6 @@ def _spread(calls: Sequence[Sequence[int]], work: Work, count: int) -> list[Rewa
     return by_sample
 
 
-async def grade(rewards: Sequence[Reward], samples: Sequence[Sample], *, timeout_s: float) -> list[Grade]:
-    """One batch, by a grader of its own."""
-    async with EpisodeGrader(rewards, timeout_s=timeout_s) as grader:
-        return await grader.grade(samples)
-
-
 def overlong_penalty(num_tokens: int, *, max_new_tokens: int, buffer_tokens: int, penalty: float) -> float:
     """DAPO's soft length penalty: 0 until the last `buffer_tokens`, then linearly down to -`penalty`."""
     over = num_tokens - (max_new_tokens - buffer_tokens)

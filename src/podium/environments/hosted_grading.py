@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from podium.environments.grading import MOST_HANGING, CallId, Grade
 from podium.environments.output_cap import OutputCap
-from podium.environments.reward_service import Calls, GradeBatch, Graded, RewardService, RewardSpec, Settled
+from podium.environments.reward_service import Calls, GradeBatch, RewardService, RewardSpec, Settled
 from podium.environments.rewards import RewardResult, Sample
 from podium.environments.user_process import ProcessLostError, UserProcess
 
@@ -35,14 +35,15 @@ class HostedGrader:
                 purpose=purpose, samples=samples, known=dict(progress.known), alone=progress.alone,
                 careful=progress.num_lost > 0,
             )  # fmt: skip
+            grades: list[Grade]
             try:
-                graded: Graded = await process.call(order, on_partial=progress.hear)
+                grades, num_stuck = await process.call(order, on_partial=progress.hear)
             except ProcessLostError as lost:
                 progress.lose(lost)
                 continue
-            if graded.num_stuck:
+            if num_stuck:
                 process.kill("calls hang in it")  # their threads cannot be ended otherwise
-            return graded.grades
+            return grades
 
     def close(self) -> None:
         """Ends the process."""

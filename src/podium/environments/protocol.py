@@ -17,7 +17,7 @@ from podium.data.kinds import Message
 from podium.data.masks import Tools
 from podium.data.tasks import Task
 from podium.environments.activity import MARK, Mark
-from podium.environments.chat_format import Call, ToolCall
+from podium.environments.chat_format import Call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,11 +46,6 @@ class Turn:
     text: str
     calls: tuple[Call, ...] = ()
     finish: Literal["stop", "length"] = "stop"
-
-    @property
-    def good_calls(self) -> tuple[ToolCall, ...]:
-        """The calls that could be parsed."""
-        return tuple(call for call in self.calls if isinstance(call, ToolCall))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

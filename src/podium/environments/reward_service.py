@@ -53,14 +53,6 @@ class Settled:
     results: tuple[tuple[CallId, list[RewardResult]], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Graded:
-    """All grades, and how many calls outlived their deadline and still run."""
-
-    grades: list[Grade]
-    num_stuck: int
-
-
 class RewardService:
     """Graders by purpose. The slot of a reward has the number of its call while that runs, counted from 1."""
 
@@ -74,8 +66,9 @@ class RewardService:
     def describe(self) -> None:
         """Nothing: the rewards are loaded."""
 
-    async def answer(self, order: GradeBatch, tell: Callable[[Any], None]) -> Graded:
-        """Grades one batch, and reports results as they come."""
+    async def answer(self, order: GradeBatch, tell: Callable[[Any], None]) -> tuple[list[Grade], int]:
+        """Grades one batch, and reports results as they come. The number is of calls that outlived their deadline and
+        still run."""
         grader, news = self._graders[order.purpose], _News(asyncio.get_running_loop(), tell, careful=order.careful)
         observer = Observer(
             mark=lambda call: Mark(self._activity, call[0], call[1] + 1),
@@ -85,7 +78,7 @@ class RewardService:
             alone=order.alone,
         )
         try:
-            return Graded(await grader.grade(order.samples, observer), grader.num_stuck)
+            return await grader.grade(order.samples, observer), grader.num_stuck
         finally:
             news.stop()
 

@@ -179,7 +179,7 @@ class TurnTokenizer:
 
     def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None) -> None:
         self._tokenizer = tokenizer
-        self._renderer = _Renderer(tokenizer)
+        self._renderer = ChatRenderer(tokenizer)
         self._prompts = PromptTokenizer(tokenizer)
         self._stand_in_tokens = self._renderer.encode(_STAND_IN)
         self._forms: dict[tuple[str, bool], StandIn] = {}
@@ -346,29 +346,6 @@ def check_template(tokenizer: Any, *, role: str = "tool", tools: Tools = None) -
             "in model.chat_template that renders every turn the same way whatever follows it, or keep episodes to one "
             "turn."
         ) from error
-
-
-def shows_tools(tokenizer: Any, tools: Sequence[dict[str, Any]]) -> bool:
-    """Whether the chat template renders these tools. Where it does not, the prompts have to describe them."""
-    text = TurnTokenizer(tokenizer).render([_QUESTION], list(tools))
-    return all(str(tool.get("function", tool).get("name")) in text for tool in tools)
-
-
-class _Renderer(ChatRenderer):
-    """A chat template's text before it becomes tokens, and text as tokens without special ones added."""
-
-    @property
-    def special_ids(self) -> set[int]:
-        return self._special_ids
-
-    def text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
-        return self._text(messages, tools, generation_prompt=generation_prompt)
-
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text)
-
-    def template(self, tools: Tools) -> str:
-        return self._template(tools)
 
 
 def _unsampled(tokens_L: Tokens) -> TranscriptSpan:

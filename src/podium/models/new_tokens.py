@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -18,26 +17,18 @@ from podium.models.weights import WeightSource
 from podium.recipe import ModelSection
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewRow:
-    """A new token's id, and the ids of what it was written with before."""
-
-    id: int
-    pieces: tuple[int, ...]
-
-
-def new_rows(section: ModelSection) -> tuple[NewRow, ...]:
-    """Of the tokens that model.new_tokens adds; those which the tokenizer has already keep their embeddings."""
+def new_rows(section: ModelSection) -> dict[int, list[int]]:
+    """Of each token that model.new_tokens adds: its id, and the ids of what it was written with before. Those which the
+    tokenizer has already keep their embeddings."""
     if section.new_tokens is None:
-        return ()
+        return {}
     before, after = load_tokenizer(without_new_tokens(section)), load_tokenizer(section)
     known = before.get_vocab()
     added = sorted((number, token) for token, number in after.get_vocab().items() if token not in known)
     _require_free(added, known)
-    return tuple(
-        NewRow(id=number, pieces=tuple(before(token, add_special_tokens=False, verbose=False)["input_ids"]))
-        for number, token in added
-    )
+    return {
+        number: list(before(token, add_special_tokens=False, verbose=False)["input_ids"]) for number, token in added
+    }
 
 
 def _require_free(added: Sequence[tuple[int, str]], known: Mapping[str, int]) -> None:
@@ -55,7 +46,7 @@ def _require_free(added: Sequence[tuple[int, str]], known: Mapping[str, int]) ->
 
 def grown_vocabulary(section: ModelSection, vocab_size: int) -> int:
     """Rows that the model needs: the checkpoint's, and more where new tokens have ids beyond them."""
-    return max([vocab_size, *(row.id + 1 for row in new_rows(section))])
+    return max([vocab_size, *(number + 1 for number in new_rows(section))])
 
 
 class GrownWeights:
@@ -78,7 +69,7 @@ class GrownWeights:
         shapes = dict(self._source.shapes())
         for name in self._names & shapes.keys():
             rows, *rest = shapes[name]
-            shapes[name] = (max([rows, *(row.id + 1 for row in self._rows)]), *rest)
+            shapes[name] = (max([rows, *(number + 1 for number in self._rows)]), *rest)
         return shapes
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -89,10 +80,10 @@ class GrownWeights:
         values_VE = torch.zeros(self.shapes()[name])
         values_VE[: len(old)] = old
         mean_E = old[: self._known].mean(0)
-        for row in self._rows:
+        for number, pieces in self._rows.items():
             # A token that the tokenizer could not write at all begins as the mean of all.
-            is_written = self._init == "pieces" and len(row.pieces) > 0
-            values_VE[row.id] = old[list(row.pieces)].mean(0) if is_written else mean_E
+            is_written = self._init == "pieces" and len(pieces) > 0
+            values_VE[number] = old[pieces].mean(0) if is_written else mean_E
         return values_VE[box.slices()]
 
 

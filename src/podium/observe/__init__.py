@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run shows and records: metrics, loggers, the console, and where the time went. Torch-free at import."""
 
-from podium.observe.console import Console, EvaluationView, SampleView, SilentConsole, StepView
+from podium.observe.console import Console, EvaluationView, SampleView, StepView
 from podium.observe.loggers import Logger, open_loggers
 from podium.observe.metrics import MetricsFile, StepMetrics, read_metrics
 from podium.observe.opening import open_console
@@ -15,7 +15,6 @@ __all__ = [
     "Logger",
     "MetricsFile",
     "SampleView",
-    "SilentConsole",
     "StartUpLog",
     "StepMetrics",
     "StepView",

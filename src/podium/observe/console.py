@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from podium.observe.formats import duration, one_line, rate
 
@@ -76,8 +76,8 @@ class EvaluationView:
         return "  ".join(parts)
 
 
-class Console(Protocol):
-    """Receives what happens; decides how it looks."""
+class Console:
+    """Receives what happens; decides how it looks. This one prints nothing: for every rank but the first."""
 
     def header(self, lines: Sequence[str]) -> None:
         """What the run is, before its first step. `label: value` lines are aligned."""
@@ -101,32 +101,7 @@ class Console(Protocol):
         """The run is over or interrupted: the terminal is given back. May be called twice."""
 
 
-class SilentConsole:
-    """For every rank but the first."""
-
-    def header(self, lines: Sequence[str]) -> None:
-        """Prints nothing."""
-
-    def step(self, view: StepView) -> None:
-        """Prints nothing."""
-
-    def doing(self, what: str | None) -> None:
-        """Prints nothing."""
-
-    def evaluation(self, view: EvaluationView) -> None:
-        """Prints nothing."""
-
-    def note(self, text: str) -> None:
-        """Prints nothing."""
-
-    def warning(self, text: str) -> None:
-        """Prints nothing."""
-
-    def close(self) -> None:
-        """Prints nothing."""
-
-
-class PlainConsole:
+class PlainConsole(Console):
     """One line per logged step, no colours and no cursor movement: for pipes, files and job logs."""
 
     def __init__(self, stream: TextIO, *, log_every: int) -> None:

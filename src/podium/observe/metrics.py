@@ -38,17 +38,6 @@ class MetricsFile:
         self._file = path.open("a", encoding="utf-8")
 
     @classmethod
-    def create(cls, path: Path) -> Self:
-        """A new file; its folder is made if need be."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            raise RunFolderError(
-                f"{path} exists already, and a new run would mix its numbers with the old ones. "
-                "Resume that run, or give this one another run.name."
-            )
-        return cls(path)
-
-    @classmethod
     def resume(cls, path: Path, *, step: int) -> Self:
         """Opens the file of a resumed run. Lines after `step` are removed first, so that no step appears twice."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,13 @@ from __future__ import annotations
 import sys
 from typing import TextIO
 
-from podium.observe.console import Console, PlainConsole, SilentConsole
+from podium.observe.console import Console, PlainConsole
 
 
 def open_console(*, rank: int, log_every: int = 1, stream: TextIO | None = None) -> Console:
     """The console that fits: silent beside rank 0, live on a terminal, plain otherwise."""
     if rank != 0:
-        return SilentConsole()
+        return Console()
     stream = stream if stream is not None else sys.stdout
     if stream.isatty():
         from podium.observe.terminal import TerminalConsole  # imports rich

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from podium.observe.console import EvaluationView, SampleView, StepView, aligned
+from podium.observe.console import Console, EvaluationView, SampleView, StepView, aligned
 from podium.observe.formats import one_line
 
 _REFRESH_S = 0.1  # redrawing costs about a millisecond: as often as an eye sees, not as often as steps come
@@ -22,7 +22,7 @@ _LEAST_BAR, _WIDEST_BAR = 10, 32
 _DROPPED_FIRST = ("grad", "lr", "MFU", "tokens/s", "ETA")
 
 
-class TerminalConsole:
+class TerminalConsole(Console):
     """Draws from the caller's thread only: no refresh thread competes with training for a core."""
 
     def __init__(self, stream: TextIO) -> None:

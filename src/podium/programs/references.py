@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from numpy.typing import NDArray
@@ -30,43 +31,8 @@ REFERENCE_KEY = "preference.reference_model"
 _COLUMN = "logprob"
 
 
-class References(Protocol):
-    """Log-probs of whole documents under the reference."""
-
-    def __call__(self, batch: PackedExamples) -> Tensor:
-        """Summed over the trained tokens of each document [D], in packed order. Collective."""
-
-
-class LiveReferences:
-    """A model of its own, sharded as the policy is; inference only."""
-
-    def __init__(self, model: PackedCausalLM, mesh: Mesh) -> None:
-        self._model, self._mesh = model, mesh
-
-    def __call__(self, batch: PackedExamples) -> Tensor:
-        return summed_logprobs(self._model, self._mesh, batch)
-
-
-class BaseReferences:
-    """The policy with its adapter switched off: no second copy."""
-
-    def __init__(self, model: PackedCausalLM, mesh: Mesh) -> None:
-        self._model, self._mesh = model, mesh
-
-    def __call__(self, batch: PackedExamples) -> Tensor:
-        with self._model.without_adapter():
-            return summed_logprobs(self._model, self._mesh, batch)
-
-
-class StoredReferences:
-    """Computed once, before training."""
-
-    def __init__(self, store: DocumentStore, mesh: Mesh) -> None:
-        self._store, self._mesh = store, mesh
-
-    def __call__(self, batch: PackedExamples) -> Tensor:
-        sums = [float(self._store.read(document)[_COLUMN][0]) for document in batch.documents]
-        return torch.tensor(sums, dtype=torch.float32).to(self._mesh.device)
+# Log-probs by the reference, summed over the trained tokens of each document [D], in packed order. Collective.
+References = Callable[[PackedExamples], Tensor]
 
 
 def open_references(run: SpmdRun[DpoRecipe]) -> References | None:
@@ -78,15 +44,27 @@ def open_references(run: SpmdRun[DpoRecipe]) -> References | None:
         case None:
             return None
         case "base":
-            return BaseReferences(engine.language_model, engine.mesh)
+            return partial(base_logprobs, engine.language_model, engine.mesh)
         case "live":
             with run.preparing("loading the reference"):
-                return LiveReferences(_reference_model(run), engine.mesh)
+                return partial(summed_logprobs, _reference_model(run), engine.mesh)
         case _:
             return _stored(run)
 
 
-def _stored(run: SpmdRun[DpoRecipe]) -> StoredReferences:
+def base_logprobs(model: PackedCausalLM, mesh: Mesh, batch: PackedExamples) -> Tensor:
+    """By the policy with its adapter switched off: no second copy."""
+    with model.without_adapter():
+        return summed_logprobs(model, mesh, batch)
+
+
+def stored_logprobs(store: DocumentStore, mesh: Mesh, batch: PackedExamples) -> Tensor:
+    """Computed once, before training."""
+    sums = [float(store.read(document)[_COLUMN][0]) for document in batch.documents]
+    return torch.tensor(sums, dtype=torch.float32).to(mesh.device)
+
+
+def _stored(run: SpmdRun[DpoRecipe]) -> References:
     recipe, mesh = run.recipe, run.engine.mesh
     section = _section(recipe)
     adapter = [folder_fingerprint(Path(section.lora.adapter))] if section.lora and section.lora.adapter else []
@@ -107,7 +85,8 @@ def _stored(run: SpmdRun[DpoRecipe]) -> StoredReferences:
 
         return compute
 
-    return StoredReferences(stored_pass(run, folder, "computing the reference's log-probs", prepare), mesh)
+    store = stored_pass(run, folder, "computing the reference's log-probs", prepare)
+    return partial(stored_logprobs, store, mesh)
 
 
 def _section(recipe: DpoRecipe) -> ModelSection:

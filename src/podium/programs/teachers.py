@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,11 +44,8 @@ class Target(Protocol):
         them both would say the same."""
 
 
-class Teachers(Protocol):
-    """Targets of micro-batches."""
-
-    def __call__(self, batch: PackedExamples) -> Target:
-        """Collective."""
+# Targets of micro-batches. Collective.
+Teachers = Callable[[PackedExamples], Target]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -126,23 +124,19 @@ class LiveTeachers:
         return states_SE
 
 
-class StoredTeachers:
+def stored_targets(
+    section: DistillSection, store: DocumentStore, mesh: Mesh, width: int, batch: PackedExamples
+) -> Target:
     """The top k of every trained token, computed once, before training."""
-
-    def __init__(self, section: DistillSection, store: DocumentStore, mesh: Mesh, *, width: int) -> None:
-        self._section, self._store, self._mesh, self._width = section, store, mesh, width
-
-    def __call__(self, batch: PackedExamples) -> _TopTarget:
-        targets = [self._store.read(document) for document in batch.documents]
-        none = {"ids": np.empty((0, 1), np.int32), "logprobs": np.empty((0, 1), np.float32)}
-        ids_SK, logprobs_SK = (np.concatenate([each[name] for each in targets or [none]]) for name in none)
-        device = self._mesh.device
-        return _TopTarget(
-            section=self._section,
-            width=self._width,
-            ids_SK=torch.from_numpy(ids_SK).long().to(device),
-            logprobs_SK=torch.from_numpy(logprobs_SK).to(device),
-        )
+    targets = [store.read(document) for document in batch.documents]
+    none = {"ids": np.empty((0, 1), np.int32), "logprobs": np.empty((0, 1), np.float32)}
+    ids_SK, logprobs_SK = (np.concatenate([each[name] for each in targets or [none]]) for name in none)
+    return _TopTarget(
+        section=section,
+        width=width,
+        ids_SK=torch.from_numpy(ids_SK).long().to(mesh.device),
+        logprobs_SK=torch.from_numpy(logprobs_SK).to(mesh.device),
+    )
 
 
 def open_teachers(run: SpmdRun[DistillRecipe]) -> Teachers:
@@ -171,7 +165,7 @@ def open_teachers(run: SpmdRun[DistillRecipe]) -> Teachers:
         return compute
 
     store = stored_pass(run, folder, f"computing the teachers' top {section.num_cached}", prepare)
-    return StoredTeachers(section, store, mesh, width=width)
+    return partial(stored_targets, section, store, mesh, width)
 
 
 def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> dict[str, NDArray[Any]]:

@@ -20,7 +20,7 @@ from podium.recipe.loading import (
     read_values,
     recipe_or_problems,
 )
-from podium.recipe.pipeline import NAME, PipelineRecipe, StageReference, reference_problems, references, written_out
+from podium.recipe.pipeline import NAME, PipelineRecipe, reference_problems, references, written_out
 from podium.recipe.programs import BUILT_IN, CUSTOM, AnyRecipe
 from podium.recipe.recipes import Recipe
 from podium.recipe.resolving import located
@@ -94,11 +94,6 @@ def unmade_stage_recipe(pipeline: PipelineRecipe, stage: str) -> Recipe:
     """A stage before any has run: what a reference names is not looked for."""
     places = {name: _NOT_YET_MADE + name for name in pipeline.stages}
     return stage_recipe(pipeline, stage, places, Path(pipeline.run.folder) / (pipeline.run.name or "pipeline"))
-
-
-def references_of(pipeline: PipelineRecipe, stage: str) -> list[StageReference]:
-    """References of one stage to other stages, defaults included."""
-    return references(pipeline.merged(stage))
 
 
 def resolved_pipeline(pipeline: PipelineRecipe) -> PipelineRecipe:

@@ -191,18 +191,6 @@ class GradeNote:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class ScoreShard:
-    """Episodes to be scored by a model: log-probs of their sampled tokens."""
-
-    rows: RowRefs[TrajectoryBlock]
-
-    @property
-    def ids(self) -> TrajectoryIds:
-        """Ids of the episodes to score."""
-        return self.rows.ids
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class DistanceNote:
     """How far the sampling policy is from the scoring model: sums over each row's sampled tokens."""
 

@@ -21,7 +21,7 @@ from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
-from podium.engine.offload import OffloadedTensors, what_can_leave
+from podium.engine.offload import what_can_leave
 from podium.engine.optimizer import AdamW
 from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.scoring import values
@@ -32,7 +32,9 @@ from podium.models.scalar import PackedScalarLM
 from podium.recipe import AlgorithmSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ValueShard
-from podium.roles.interfaces import MICRO_BATCH, Critic, CriticNote, CriticShard, CriticSpec
+from podium.roles.interfaces import MICRO_BATCH, Critic, CriticShard, CriticSpec
+from podium.roles.scorer import HeldTensors
+from podium.roles.stages import CriticReport
 from podium.roles.token_rows import packed_rows, token_rewards
 from podium.rollout.engine import MemoryChange
 
@@ -83,7 +85,7 @@ class CriticRank(Critic):
             spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep, keep_best=False, beside=spec.beside,
             background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
         )  # fmt: skip
-        self._leaving: OffloadedTensors | None = None
+        self._held = HeldTensors(lambda: [*what_can_leave(self._engine.optimizer), *self._model.parameters()])
 
     def estimate(self, shard: ValueShard, algorithm: AlgorithmSection, kl_coefficient: float) -> Computed[ValueColumns]:
         """Values, generalised advantages and returns of the shard's trained tokens."""
@@ -139,7 +141,7 @@ class CriticRank(Critic):
                 assert isinstance(objective, _ValueObjective)
                 statistics.append(value_statistics(values_S, objective.old_S, objective.returns_S, clip=clip))
         resolved = [report.resolve() for report in reports]
-        note = CriticNote(
+        note = CriticReport(
             statistics=ValueStatistics.merge(statistics),
             losses=tuple(report.loss for report in resolved),
             grad_norms=tuple(report.grad_norm for report in resolved),
@@ -148,15 +150,7 @@ class CriticRank(Critic):
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves optimizer state and weights to host memory, or back."""
-        if residency == "offloaded" and self._leaving is None:
-            leaving = {id(each): each for each in what_can_leave(self._engine.optimizer)}
-            leaving |= {id(each): each for each in self._model.parameters()}
-            self._leaving = OffloadedTensors(list(leaving.values()))
-            return MemoryChange(measured_bytes=0, accounted_bytes=self._leaving.offload())
-        if residency != "offloaded" and self._leaving is not None:
-            back, self._leaving = self._leaving, None
-            return MemoryChange(measured_bytes=0, accounted_bytes=back.restore())
-        return MemoryChange(measured_bytes=0, accounted_bytes=0)
+        return self._held.hold(residency)
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint."""

@@ -18,7 +18,6 @@ from podium.data.tokenizer import load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.environments.episode import (
     Episode,
-    EpisodeJob,
     EpisodeLimits,
     TurnAnswer,
     TurnRequest,
@@ -107,7 +106,7 @@ class EpisodeRunner:
             timeout_s=section.timeout_s,
         )
         jobs = [
-            EpisodeJob(id=TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt), task=prompt.task)
+            (TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt), prompt.task)
             for prompt in shard.prompts
             for sample in range(shard.samples)
         ]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from podium.cluster import Computed, Metric, WorkerContext
-from podium.data.tasks import PromptEncoder
+from podium.data.prompts import PromptTokenizer
 from podium.data.tokenizer import answer_text, load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
@@ -42,7 +42,7 @@ class GeneratorRank(Generator):
         transformers.logging.set_verbosity_error()
         self._context, self._spec = context, spec
         self._tokenizer = load_tokenizer(spec.model)
-        self._encoder = PromptEncoder(self._tokenizer)
+        self._prompts = PromptTokenizer(self._tokenizer)
         self._stops = stop_tokens(self._tokenizer, spec.folder)
         self._copy: WholeCopy | None = None
         self._learner: LearnerRank | None = None
@@ -183,7 +183,7 @@ class GeneratorRank(Generator):
         )
         requests = []
         for prompt in shard.prompts:
-            tokens = self._encoder.encode(prompt.task)
+            tokens = prompt.task.encode(self._prompts)
             for sample in range(shard.samples):
                 id = TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt)
                 requests.append(Request(id=id, prompt=tokens, sampling=sampling, seed=plan.seed))

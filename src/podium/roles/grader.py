@@ -12,7 +12,7 @@ import numpy as np
 
 from podium.cluster import WorkerContext
 from podium.data.kinds import Message
-from podium.data.tasks import PromptEncoder, Task
+from podium.data.tasks import Task
 from podium.data.tokenizer import load_tokenizer
 from podium.environments.grading import Grade
 from podium.environments.hosted_grading import HostedGrader
@@ -74,7 +74,7 @@ class Grader:
         rewards = RewardSpec(sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored)
         self._grader = HostedGrader(rewards, output=self._output)  # starts while the tokenizer is read
         tokenizer = load_tokenizer(spec.model)
-        self._reader, self._encoder = TextReader(tokenizer), PromptEncoder(tokenizer)
+        self._reader = TextReader(tokenizer)
         self._loop = asyncio.new_event_loop()  # kept: the process is connected to it
         try:
             self._loop.run_until_complete(self._grader.open())
@@ -118,7 +118,7 @@ class Grader:
         return Sample(
             id=id,
             group=id.prompt_index,
-            prompt_text=self._encoder.text(task),
+            prompt_text=task.prompt_text,
             messages=task.messages,
             answer=text.answer,
             reference=task.reference,

@@ -19,7 +19,6 @@ from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S, even_parts
 from podium.roles.interfaces import RewardModel
 from podium.roles.stages import Rollouts
-from podium.rollout.engine import MemoryChange
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -49,7 +48,7 @@ class GraderHandle:
 
     async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
         """Groups stay whole: a reward may compare within them."""
-        parts = group_parts(rollouts.group_N, self._group.mesh.shape.num_data_ranks)
+        parts = group_parts(rollouts.group_N, self._group.mesh.shape.world)
         notes = await asyncio.gather(
             *(
                 self._share(rank, shard_of(rollouts, part, show=show if rank == 0 else 0), purpose)
@@ -118,7 +117,7 @@ class RewardModelHandle:
 
     async def score(self, rollouts: Rollouts) -> Floats:
         """One score for each episode."""
-        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.num_data_ranks)
+        parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.world)
         shards = [shard_of(rollouts, part) for part in parts]
         merged = await self._group.call_sharded(RewardModel.score, shards)
         scores = np.empty(len(rollouts))
@@ -127,9 +126,9 @@ class RewardModelHandle:
                 scores[rollouts.rows.ids.positions_of(result.ids)] = result.note
         return scores
 
-    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+    async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
-        return tuple(answer.value for answer in await self._group.call_all(RewardModel.hold, residency))
+        await self._group.call_all(RewardModel.hold, residency)
 
 
 def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:

@@ -26,7 +26,6 @@ from podium.roles.carriers import (
     PromptShard,
     Residency,
     SamplingPlan,
-    ScoreShard,
     TurnRewards,
     UpdatePlan,
     UpdateShard,
@@ -41,7 +40,7 @@ from podium.roles.stages import (
     TrainBatch,
     UpdateReport,
 )
-from podium.rollout.engine import Load, MemoryChange
+from podium.rollout.engine import Load
 from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByBroadcast
@@ -60,7 +59,7 @@ class GeneratorHandle:
     @property
     def num_engines(self) -> int:
         """Number of engines, one per data rank."""
-        return self._group.mesh.shape.num_data_ranks
+        return self._group.mesh.shape.world
 
     async def generate(
         self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
@@ -99,9 +98,9 @@ class GeneratorHandle:
         answers = await self._group.call_all(Generator.install, transfer)
         return sum(answer.value for answer in answers)
 
-    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+    async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
-        return tuple(answer.value for answer in await self._group.call_all(Generator.hold, residency))
+        await self._group.call_all(Generator.hold, residency)
 
     async def load(self) -> tuple[Load, ...]:
         """How busy each engine is."""
@@ -123,7 +122,7 @@ class LearnerHandle:
     @property
     def num_ranks(self) -> int:
         """Number of data ranks."""
-        return self._group.mesh.shape.num_data_ranks
+        return self._group.mesh.shape.world
 
     def split(self, lengths_N: Ints, mini_batch_N: Ints) -> SplitPlan:
         """Spreads episodes over ranks and micro-steps by cost, each mini-batch for itself."""
@@ -178,7 +177,7 @@ class LearnerHandle:
         self, rows: RowRefs[TrajectoryBlock], temperature: float, *, base: bool = False
     ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
         """As a scorer's own, by the policy itself; with `base`, by what its adapter adapts."""
-        shards = [ScoreShard(rows=rows.take(part)) for part in even_parts(rows.lengths_N, self.num_ranks)]
+        shards = [rows.take(part) for part in even_parts(rows.lengths_N, self.num_ranks)]
         merged = await self._group.call_sharded(Learner.score, shards, temperature, base)
         assert merged.rows is not None
         return merged.rows, joined_distance(merged.results, rows)
@@ -195,9 +194,9 @@ class LearnerHandle:
         """Sends published weights; returns the bytes sent by all ranks."""
         return sum(answer.value for answer in await self._group.call_all(Learner.send, transfer))
 
-    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+    async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
-        return tuple(answer.value for answer in await self._group.call_all(Learner.hold, residency))
+        await self._group.call_all(Learner.hold, residency)
 
     async def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint on all ranks."""
@@ -257,8 +256,8 @@ class ScorerHandle:
         self, rows: RowRefs[TrajectoryBlock], temperature: float
     ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
         """Log-probs by reference, and the distance of each episode in the order of the rows."""
-        ranks = self._group.mesh.shape.num_data_ranks
-        shards = [ScoreShard(rows=rows.take(part)) for part in even_parts(rows.lengths_N, ranks)]
+        ranks = self._group.mesh.shape.world
+        shards = [rows.take(part) for part in even_parts(rows.lengths_N, ranks)]
         merged = await self._group.call_sharded(Scorer.score, shards, temperature)
         assert merged.rows is not None
         return merged.rows, joined_distance(merged.results, rows)
@@ -271,9 +270,9 @@ class ScorerHandle:
         """Writes the weights on all ranks."""
         await self._group.call_all(Scorer.save, step)
 
-    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+    async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
-        return tuple(answer.value for answer in await self._group.call_all(Scorer.hold, residency))
+        await self._group.call_all(Scorer.hold, residency)
 
 
 class CriticHandle:
@@ -334,9 +333,9 @@ class CriticHandle:
             grad_norms=notes[0].grad_norms,
         )
 
-    async def hold(self, residency: Residency) -> tuple[MemoryChange, ...]:
+    async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
-        return tuple(answer.value for answer in await self._group.call_all(Critic.hold, residency))
+        await self._group.call_all(Critic.hold, residency)
 
     async def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Writes a checkpoint on all ranks and waits until it is complete."""

@@ -22,7 +22,6 @@ from podium.roles.carriers import (
     PromptShard,
     Residency,
     SamplingPlan,
-    ScoreShard,
     UpdatePlan,
     UpdateShard,
     ValueShard,
@@ -36,7 +35,6 @@ if TYPE_CHECKING:
     from podium.algorithms.corrections import EffectiveSampleSize
     from podium.algorithms.policy import PolicyStatistics
     from podium.algorithms.returns import Moments
-    from podium.algorithms.values import ValueStatistics
     from podium.weights.canary import LogprobGap
 
 # The learner's name as a role, by which others on the same worker find it.
@@ -68,7 +66,6 @@ class LearnerFacts:
     cost: SequenceCost
     peak_flops: float
     max_tokens: int  # of one micro-batch
-    longest: int  # sequence that one micro-batch takes
     optimizer_bytes: int  # that can leave the device
     device_bytes: int  # 0 on CPU
     cpu: CpuSettings | None
@@ -102,7 +99,7 @@ class Learner(ABC):
         """Answered once, at the start."""
 
     @abstractmethod
-    def score(self, shard: ScoreShard, temperature: float, base: bool = False) -> Computed[TokenColumn]:
+    def score(self, rows: RowRefs[TrajectoryBlock], temperature: float, base: bool = False) -> Computed[TokenColumn]:
         """Log-probs of the sampled tokens under the weights of this moment, or with `base` under those that its adapter
         adapts; and how far each episode's are from those of the policy that sampled them."""
 
@@ -228,15 +225,6 @@ class CriticShard:
         return self.rows.ids
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CriticNote:
-    """What one rank has to say of an update."""
-
-    statistics: ValueStatistics
-    losses: tuple[float, ...]
-    grad_norms: tuple[float, ...]
-
-
 class Critic(ABC):
     """PPO's value model. All methods are collective where there are several ranks."""
 
@@ -247,7 +235,7 @@ class Critic(ABC):
 
     @abstractmethod
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
-        """All optimizer steps over one batch; the note is a CriticNote."""
+        """All optimizer steps over one batch; the note is a CriticReport of this rank."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
@@ -281,7 +269,7 @@ class Scorer(ABC):
     there are several ranks."""
 
     @abstractmethod
-    def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
+    def score(self, rows: RowRefs[TrajectoryBlock], temperature: float) -> Computed[TokenColumn]:
         """Log-probs of the sampled tokens, and how far each episode's are from the policy's that sampled them."""
 
     @abstractmethod

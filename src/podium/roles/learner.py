@@ -12,8 +12,8 @@ import torch
 import transformers
 
 from podium.algorithms.dense import token_cross_entropy
-from podium.cluster import Computed, WorkerContext
-from podium.data.trajectories import TokenColumn
+from podium.cluster import Computed, RowRefs, WorkerContext
+from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import Mesh, adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
@@ -27,7 +27,7 @@ from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.verify import random_batch, self_check
 from podium.roles.blocks import empty_block
-from podium.roles.carriers import Residency, ScoreShard, UpdatePlan, UpdateShard
+from podium.roles.carriers import Residency, UpdatePlan, UpdateShard
 from podium.roles.distances import distance
 from podium.roles.interfaces import MICRO_BATCH, Learner, LearnerFacts, LearnerSpec, UpdateNote
 from podium.roles.policy_update import PolicyUpdate
@@ -87,7 +87,6 @@ class LearnerRank(Learner):
             cost=cost.per_sequence,
             peak_flops=matrix_peak(mesh.device, dtype),
             max_tokens=self._max_tokens,
-            longest=max(self._max_tokens, self._recipe.data.max_length),
             optimizer_bytes=sum(tensor.untyped_storage().nbytes() for tensor in leaving),
             device_bytes=torch.cuda.get_device_properties(mesh.device).total_memory if cuda else 0,
             cpu=self.cpu,
@@ -98,9 +97,9 @@ class LearnerRank(Learner):
             ),
         )
 
-    def score(self, shard: ScoreShard, temperature: float, base: bool = False) -> Computed[TokenColumn]:
-        """Log-probs of the shard's tokens under the current weights, or without the adapter."""
-        block, model = shard.rows.read() if len(shard.rows) else empty_block(), self.engine.language_model
+    def score(self, rows: RowRefs[TrajectoryBlock], temperature: float, base: bool = False) -> Computed[TokenColumn]:
+        """Log-probs of the rows' tokens under the current weights, or without the adapter."""
+        block, model = rows.read() if len(rows) else empty_block(), self.engine.language_model
         with model.without_adapter() if base else contextlib.nullcontext():
             column = score(model, self.mesh, block, temperature=temperature, max_tokens=self._max_tokens)
         return Computed(rows=column, note=distance(block, column))

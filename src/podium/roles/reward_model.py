@@ -20,7 +20,7 @@ from podium.errors import ModelError
 from podium.models.packing import round_tokens, to_device
 from podium.roles.carriers import Floats, GradeShard, Residency
 from podium.roles.interfaces import RewardModel, RewardModelSpec
-from podium.roles.scorer import HeldWeights
+from podium.roles.scorer import HeldTensors
 from podium.roles.texts import EpisodeText, TextReader
 from podium.rollout.engine import MemoryChange
 
@@ -44,7 +44,7 @@ class RewardModelRank(RewardModel):
             )
         self._model.eval()
         self._context = getattr(self._model.hf.config.get_text_config(), "max_position_embeddings", None)
-        self._weights = HeldWeights(self._model)
+        self._weights = HeldTensors(self._model.parameters)
 
     def score(self, shard: GradeShard) -> Computed[TokenColumn]:
         """Scores the shard's episodes; the note has one score per row."""

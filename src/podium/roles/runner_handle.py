@@ -36,7 +36,7 @@ class RunnerHandle:
         self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
     ) -> AsyncIterator[Block]:
         """As the generators' own, with an environment between the turns."""
-        count = self._group.mesh.shape.num_data_ranks
+        count = self._group.mesh.shape.world
         shards = [
             PromptShard(prompts=tuple(prompts[first::count]), samples=samples, attempt=attempt)
             for first in range(count)

@@ -3,22 +3,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 import transformers
+from torch import Tensor
 
-from podium.cluster import Computed, WorkerContext
+from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_tokens
-from podium.data.trajectories import TokenColumn
+from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
 from podium.engine.resuming import buffer_pieces, weight_pieces
 from podium.engine.scoring import score
-from podium.engine.sharding import PackedModel, local_tensor, place
+from podium.engine.sharding import local_tensor, place
 from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers
 from podium.roles.blocks import empty_block
-from podium.roles.carriers import Residency, ScoreShard
+from podium.roles.carriers import Residency
 from podium.roles.distances import distance
 from podium.roles.interfaces import POLICY, Scorer, ScorerSpec
 from podium.roles.learner import LearnerRank
@@ -53,11 +56,11 @@ class ScorerRank(Scorer):
             own = spec.model.model_copy(update={"tokenizer": None, "chat_template": None})
             require_same_tokens(load_tokenizer(spec.policy), load_tokenizer(own), spec.model.path)
         self._model.eval()
-        self._weights = HeldWeights(self._model)
+        self._weights = HeldTensors(self._model.parameters)
 
-    def score(self, shard: ScoreShard, temperature: float) -> Computed[TokenColumn]:
-        """Log-probs of the shard's tokens under the frozen weights."""
-        block = shard.rows.read() if len(shard.rows) else empty_block()
+    def score(self, rows: RowRefs[TrajectoryBlock], temperature: float) -> Computed[TokenColumn]:
+        """Log-probs of the rows' tokens under the frozen weights."""
+        block = rows.read() if len(rows) else empty_block()
         column = score(self._model, self._mesh, block, temperature=temperature, max_tokens=self._spec.max_tokens)
         return Computed(rows=column, note=distance(block, column))
 
@@ -88,17 +91,17 @@ class ScorerRank(Scorer):
         return self._weights.hold(residency)
 
 
-class HeldWeights:
-    """A frozen model's weights, on the device or away."""
+class HeldTensors:
+    """Tensors of a role, on the device or away."""
 
-    def __init__(self, model: PackedModel) -> None:
-        self._model = model
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
+        self._tensors = tensors
         self._away: OffloadedTensors | None = None
 
     def hold(self, residency: Residency) -> MemoryChange:
-        """Moves the weights to host memory, or back."""
+        """Moves the tensors to host memory, or back."""
         if residency == "offloaded" and self._away is None:
-            unique = {id(each): each for each in self._model.parameters()}
+            unique = {id(each): each for each in self._tensors()}
             self._away = OffloadedTensors(list(unique.values()))
             return MemoryChange(measured_bytes=0, accounted_bytes=self._away.offload())
         if residency != "offloaded" and self._away is not None:

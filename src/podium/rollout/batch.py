@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TextIO
@@ -56,14 +55,6 @@ def generate_file(job: GenerationJob, rows: PromptRows, *, stream: TextIO | None
         return _Batch(job, placement, file, stream).run(rows)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """What generating took."""
-
-    load: Load
-    seconds: float
-
-
 class _Batch:
     """One start: what is wanted and not there yet is generated and written as it finishes."""
 
@@ -81,7 +72,7 @@ class _Batch:
         wanted = [AnswerKey(prompt.row, sample) for prompt in prompts for sample in range(job.samples)]
         missing = [key for key in wanted if key not in self._file]
         with self._interrupts_told(wanted):
-            work = self._generate(tokenizer, prompts, wanted, missing) if missing else None
+            load, seconds = self._generate(tokenizer, prompts, wanted, missing) if missing else (None, 0.0)
             self._file.put_in_order()
         finishes = Counter(self._file.finish_of(key) for key in wanted)
         return GenerationSummary(
@@ -89,16 +80,16 @@ class _Batch:
             answers=len(wanted),
             finishes=dict(finishes),
             new_answers=len(missing),
-            new_tokens=work.load.generated_tokens if work else 0,
-            prefilled_tokens=work.load.prefilled_tokens if work else 0,
-            reused_tokens=work.load.reused_tokens if work else 0,
-            seconds=work.seconds if work else 0.0,
+            new_tokens=load.generated_tokens if load else 0,
+            prefilled_tokens=load.prefilled_tokens if load else 0,
+            reused_tokens=load.reused_tokens if load else 0,
+            seconds=seconds,
         )
 
     def _generate(
         self, tokenizer: Any, prompts: Sequence[PromptRow], wanted: Sequence[AnswerKey], missing: Sequence[AnswerKey]
-    ) -> _Work:
-        """Writes what is missing."""
+    ) -> tuple[Load, float]:
+        """Writes what is missing. Returns what the engine did, and its seconds."""
         job, before = self._job, len(wanted) - len(missing)
         self._say(
             f"prompts: {len(prompts)}, answers: {len(wanted)}" + (f", of which {before} are there" if before else "")
@@ -116,7 +107,7 @@ class _Batch:
                     prompt = by_row[completion.id.prompt_index]
                     self._file.write(_record(completion, prompt, tokenizer, job))
                     self._finished += 1
-            return _Work(load=engine.load(), seconds=time.perf_counter() - began)
+            return engine.load(), time.perf_counter() - began
 
     def _open(self, tokenizer: Any, prompts: Sequence[PromptRow]) -> OpenedEngine:
         job = self._job

@@ -39,12 +39,6 @@ class FairLock:
         with self._changed:
             return self._taken
 
-    @property
-    def waiting(self) -> int:
-        """How many callers wait behind the holder of the lock."""
-        with self._changed:
-            return max(len(self._line) - 1, 0)
-
     def wait_for_another(self, taken: int, *, timeout_s: float) -> None:
         """Waits, outside any turn, until more than `taken` turns are over. Every caller of the engine unblocks this."""
         with self._changed:

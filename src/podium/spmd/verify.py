@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,30 +20,22 @@ from podium.recipe import ModelSection, PlacementSection
 from podium.spmd.launch import RankPlace
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VerifyTask:
-    """What every rank is started with."""
-
-    model: ModelSection
-    placement: PlacementSection
-
-
-def verify_rank(where: RankPlace, task: VerifyTask) -> Comparison:
+def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSection) -> Comparison:
     """Collective. The reference is loaded by transformers itself, so loading is checked too."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    check_devices(task.placement, where.local_world)
-    torch.set_num_threads(task.placement.threads or 1)
-    mesh = join(task.placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting)
-    folder = local_folder(task.model.path, "MODEL")
-    dtype = compute_dtype(task.model, mesh.device)
+    check_devices(placement, where.local_world)
+    torch.set_num_threads(placement.threads or 1)
+    mesh = join(placement, rank=where.rank, world=where.world, local_rank=where.local_rank, meeting=where.meeting)
+    folder = local_folder(section.path, "MODEL")
+    dtype = compute_dtype(section, mesh.device)
     try:
         with tempfile.TemporaryDirectory() as scratch:
             if not list(folder.glob("*.safetensors")):
-                folder = _with_random_weights(folder, Path(scratch), task.model.trust_remote_code)
-            model, _ = place(task.model, folder, mesh, seed=0)
+                folder = _with_random_weights(folder, Path(scratch), section.trust_remote_code)
+            model, _ = place(section, folder, mesh, seed=0)
             reference = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=dtype, attn_implementation="eager", trust_remote_code=task.model.trust_remote_code
+                folder, dtype=dtype, attn_implementation="eager", trust_remote_code=section.trust_remote_code
             )
         reference = reference.to(mesh.device).eval()
         plain = random_batch(model.vocab_size)

@@ -17,12 +17,10 @@ from typing import Any, Protocol, assert_never
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from podium.errors import RolloutError, WeightMismatchError
 from podium.weights.versions import TensorSpec
@@ -56,19 +54,6 @@ class TransferLink(Protocol):
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Fills `tensor` on all with what the rank `source` has."""
-
-
-class GroupLink:
-    """A plain torch process group as a link; None is the default group."""
-
-    def __init__(self, group: ProcessGroup | None = None) -> None:
-        self._group = group
-        self.rank = dist.get_rank(group)
-
-    def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills `tensor` on all ranks with what the rank `source` has."""
-        dist.broadcast(tensor, group=self._group, group_src=source)
-        return tensor
 
 
 def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[str], TransferLink]) -> Arrival | None:

@@ -43,11 +43,6 @@ class WholeCopy:
         """What it takes of the device while it is there."""
         return sum(self._sizes.values())
 
-    @property
-    def is_resident(self) -> bool:
-        """Whether the copy is in memory."""
-        return self._is_resident
-
     def refill(self) -> None:
         """The learner's weights of this moment, bucket by bucket; of a base that is frozen only once, as long as the
         copy stays. Collective over the learner's ranks."""

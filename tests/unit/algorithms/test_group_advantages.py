@@ -16,7 +16,6 @@ from podium.algorithms.advantages import (
     group_relative,
     leave_one_out,
     length_weighted,
-    minus_baseline,
 )
 
 Estimator = Callable[[Tensor, Tensor], Tensor]
@@ -66,10 +65,6 @@ def test_length_weighted_lets_long_answers_count_more_in_the_baseline() -> None:
 def test_a_group_without_trained_tokens_gives_numbers_all_the_same() -> None:
     advantages_N = length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([0, 0]))
     assert advantages_N.isfinite().all()
-
-
-def test_minus_baseline_subtracts_the_reward_of_the_greedy_episode() -> None:
-    assert minus_baseline(torch.tensor([1.0, 0.25]), torch.tensor([0.5, 0.5])).tolist() == [0.5, -0.25]
 
 
 @every_estimator

@@ -33,7 +33,7 @@ def test_each_kind_of_clipping_is_counted_on_its_own() -> None:
     assert (statistics.above, statistics.below) == (3.0, 2.0)
     assert statistics.clip_fraction == pytest.approx(2 / 6)
     assert statistics.dual_clip_fraction == pytest.approx(1 / 6)
-    assert statistics.outside_fraction == pytest.approx(5 / 6)
+    assert (statistics.above + statistics.below) / statistics.count == pytest.approx(5 / 6)
 
 
 def test_without_a_dual_clip_none_is_counted() -> None:

@@ -35,18 +35,13 @@ def refusal(pools, roles):
     return str(refused.value)
 
 
-def names(specs):
-    return [spec.name for spec in specs]
+def slots_of(layout, pool):
+    return {mesh.role: mesh.slots for mesh in layout.meshes_of(pool)}
 
 
 def test_roles_on_the_same_slots_of_a_pool_are_colocated():
-    layout = Layout(
-        pools=(Pool(name="all", slots=4),), roles=(role("learner", shard=4), role("generator", replica=2, tensor=2))
-    )
-    assert [names(layout.roles_on("all", slot)) for slot in range(4)] == [["learner", "generator"]] * 4
-    assert layout.mesh(layout.role("learner")).slots == (0, 1, 2, 3)
-    assert [mesh.role for mesh in layout.meshes_of("all")] == ["learner", "generator"]
-    assert layout.together(layout.pool("all")) == 2
+    layout = Layout(pools=(Pool(name="all", slots=4),), roles=(role("learner", shard=4), role("generator", replica=4)))
+    assert slots_of(layout, "all") == {"learner": (0, 1, 2, 3), "generator": (0, 1, 2, 3)}
 
 
 def test_roles_in_two_pools_are_split():
@@ -54,10 +49,8 @@ def test_roles_in_two_pools_are_split():
         pools=(Pool(name="learn", slots=2), Pool(name="gen", slots=3, collectives=False)),
         roles=(role("learner", "learn", shard=2), role("generator", "gen", replica=3)),
     )
-    assert names(layout.roles_on("learn", 0)) == ["learner"]
-    assert names(layout.roles_on("gen", 0)) == ["generator"]
-    assert [mesh.role for mesh in layout.meshes_of("gen")] == ["generator"]
-    assert layout.together(layout.pool("gen")) == 1
+    assert slots_of(layout, "learn") == {"learner": (0, 1)}
+    assert slots_of(layout, "gen") == {"generator": (0, 1, 2)}
 
 
 def test_roles_on_overlapping_slots_are_mixed():
@@ -65,23 +58,7 @@ def test_roles_on_overlapping_slots_are_mixed():
         pools=(Pool(name="all", slots=4),),
         roles=(role("learner", slots=(0, 1, 2), shard=3), role("generator", slots=(2, 3), replica=2)),
     )
-    assert [names(layout.roles_on("all", slot)) for slot in range(4)] == [
-        ["learner"],
-        ["learner"],
-        ["learner", "generator"],
-        ["generator"],
-    ]
-    assert layout.mesh(layout.role("generator")).rank_of(3) == 1
-
-
-def test_as_many_slots_share_a_node_as_the_data_ranks_of_all_roles_need():
-    pool = Pool(name="all", slots=12)
-    layout = Layout(pools=(pool,), roles=(role("a", replica=3, tensor=4), role("b", replica=2, context=2, tensor=3)))
-    assert layout.together(pool) == 12
-    layout = Layout(pools=(pool,), roles=(role("a", replica=3, tensor=4), role("b", replica=6, context=2)))
-    assert layout.together(pool) == 4
-    whole = Pool(name="all", slots=6, one_node=True)
-    assert Layout(pools=(whole,), roles=(role("a", replica=6),)).together(whole) == 6
+    assert slots_of(layout, "all") == {"learner": (0, 1, 2), "generator": (2, 3)}
 
 
 def test_a_slots_needs_are_counted_in_rays_names_and_grain():
@@ -138,8 +115,8 @@ def test_a_role_on_a_pool_that_is_not_there_is_refused():
 
 
 def test_a_role_that_is_larger_than_its_pool_is_refused():
-    assert refusal([Pool(name="all", slots=3)], [role("a", replica=2, tensor=2)]) == (
-        "role a asks for replica 2 × tensor 2 = 4 workers, on the slots [0, 1, 2, 3], and pool all has 3: [3] do not "
+    assert refusal([Pool(name="all", slots=3)], [role("a", replica=2, shard=2)]) == (
+        "role a asks for replica 2 × shard 2 = 4 workers, on the slots [0, 1, 2, 3], and pool all has 3: [3] do not "
         "exist. Raise the pool's slots to 4, or make the mesh smaller."
     )
 
@@ -167,31 +144,6 @@ def test_a_pool_without_any_role_is_refused():
     text = refusal([Pool(name="all", slots=1), Pool(name="gen", slots=1)], [role("a")])
     assert "pool gen" in text
     assert "[0]" in text
-
-
-def test_workers_that_share_rows_need_a_pool_with_collectives():
-    assert refusal([Pool(name="gen", slots=2, collectives=False)], [role("a", "gen", tensor=2)]) == (
-        "role a has a mesh of tensor 2, whose workers meet in collectives, and pool gen has none. Set collectives on "
-        "the pool."
-    )
-
-
-def test_a_pool_whose_slots_are_no_multiple_of_what_must_share_a_node_is_refused():
-    roles = [role("a", tensor=2), role("b", slots=(2,))]
-    assert refusal([Pool(name="all", slots=3)], roles) == (
-        "pool all has 3 slots, and 2 of them at a time must share a node; 3 is not a multiple of 2."
-    )
-
-
-def test_a_data_rank_that_need_not_share_a_node_is_refused():
-    roles = [role("a", replica=2, tensor=2, slots=(1, 2, 0, 3))]
-    assert refusal([Pool(name="all", slots=4)], roles) == (
-        "role a: its data rank 0 is spread over the slots [1, 2], which need not share a node. Give it neighbouring "
-        "slots that begin at a multiple of 2."
-    )
-    # On one node they do share it, so there it is as good as any other.
-    whole = Pool(name="all", slots=4, one_node=True)
-    assert Layout(pools=(whole,), roles=tuple(roles)).together(whole) == 4
 
 
 def test_what_may_be_called_on_a_role_is_its_public_methods_and_those_it_inherits():

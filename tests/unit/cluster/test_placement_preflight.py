@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.cluster.layout import Layout, Pool, Resources, RoleSpec
-from podium.cluster.meshes import MeshShape
+from podium.cluster.layout import Pool, Resources
 from podium.cluster.placement import Bundle, Busy, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.errors import PlacementError
 
@@ -20,15 +19,6 @@ class Role:
 
 def node(name, free=None, **total):
     return NodeState(id=name, name=name, total=total, free=total if free is None else free)
-
-
-def layout_of(pool, **mesh):
-    shape = MeshShape(**mesh) if mesh else MeshShape(replica=pool.slots)
-    return Layout(pools=(pool,), roles=(RoleSpec(name="role", kind=Role, pool=pool.name, mesh=shape),))
-
-
-def bundles(pool, **mesh):
-    return bundles_of(layout_of(pool, **mesh), pool)
 
 
 def gpus(slots, each=1.0, **kind):
@@ -49,35 +39,24 @@ TWO_BY_FOUR = (node("node-a", GPU=4.0, CPU=32.0), node("node-b", GPU=4.0, CPU=32
 
 
 def test_neighbours_that_must_share_a_node_are_one_bundle():
-    four = bundles(gpus(8), replica=2, tensor=4)
-    assert [bundle.slots for bundle in four] == [(0, 1, 2, 3), (4, 5, 6, 7)]
-    assert [bundle.needs for bundle in four] == [{"GPU": 4.0}] * 2
-    assert str(four[1]) == "policy[4, 5, 6, 7] (4 GPU)"
-    assert [bundle.slots for bundle in bundles(gpus(3))] == [(0,), (1,), (2,)]
-    assert [bundle.slots for bundle in bundles(gpus(3, one_node=True))] == [(0, 1, 2)]
+    (four,) = bundles_of(gpus(4, one_node=True))
+    assert (four.slots, four.needs, str(four)) == ((0, 1, 2, 3), {"GPU": 4.0}, "policy[0, 1, 2, 3] (4 GPU)")
+    assert [bundle.slots for bundle in bundles_of(gpus(3))] == [(0,), (1,), (2,)]
 
 
 def test_eight_on_one_node_are_refused_where_the_nodes_have_four():
-    outcome = preflight(bundles(gpus(8, one_node=True)), TWO_BY_FOUR)
+    outcome = preflight(bundles_of(gpus(8, one_node=True)), TWO_BY_FOUR)
     assert outcome == TooLarge(
         reason="pool policy asks for 1 × 8 slots on one node, each 8 GPU, and the cluster is too small for it:\n"
         "  node-a: has 4 GPU, free 4 GPU\n"
         "  node-b: has 4 GPU, free 4 GPU\n"
-        "At most 4 slots fit on one node and 8 in the cluster (this pool alone). Make the tensor × context group (or "
-        "the one-node pool) 4 or smaller, or add a larger node."
+        "At most 4 slots fit on one node and 8 in the cluster (this pool alone). Make the one-node pool 4 or "
+        "smaller, or add a larger node."
     )
 
 
-def test_two_tensor_groups_of_four_fit_on_two_nodes_of_four():
-    assert placed(preflight(bundles(gpus(8), replica=2, tensor=4), TWO_BY_FOUR)) == ("node-a", "node-b")
-
-
-def test_a_tensor_group_of_eight_does_not():
-    assert isinstance(preflight(bundles(gpus(8), tensor=8), TWO_BY_FOUR), TooLarge)
-
-
 def test_too_many_slots_are_refused_with_how_many_would_fit():
-    outcome = preflight(bundles(gpus(12)), TWO_BY_FOUR)
+    outcome = preflight(bundles_of(gpus(12)), TWO_BY_FOUR)
     assert isinstance(outcome, TooLarge)
     assert outcome.reason.startswith("pool policy asks for 12 × 1 slot, each 1 GPU, and the cluster is too small")
     assert outcome.reason.endswith(
@@ -87,7 +66,7 @@ def test_too_many_slots_are_refused_with_how_many_would_fit():
 
 def test_what_others_hold_now_is_busy_and_what_nobody_could_give_is_too_large():
     held = (node("node-a", free={"GPU": 1.0}, GPU=4.0), node("node-b", free={}, GPU=4.0))
-    busy = preflight(bundles(gpus(2)), held)
+    busy = preflight(bundles_of(gpus(2)), held)
     assert busy == Busy(
         reason="pool policy asks for 2 × 1 slot, each 1 GPU, and the cluster has too little free now:\n"
         "  node-a: has 4 GPU, free 1 GPU\n"
@@ -95,26 +74,26 @@ def test_what_others_hold_now_is_busy_and_what_nobody_could_give_is_too_large():
         "At most 1 slot fits on one node and 1 in the cluster (this pool alone). Ask for at most 1 slots, or add "
         "nodes, or wait until the others are done."
     )
-    assert isinstance(preflight(bundles(gpus(9)), held), TooLarge)
-    assert placed(preflight(bundles(gpus(1)), held)) == ("node-a",)
+    assert isinstance(preflight(bundles_of(gpus(9)), held), TooLarge)
+    assert placed(preflight(bundles_of(gpus(1)), held)) == ("node-a",)
 
 
 def test_everything_held_by_others_is_not_called_missing():
     held = (node("node-a", free={}, GPU=4.0),)
-    outcome = preflight(bundles(gpus(2)), held)
+    outcome = preflight(bundles_of(gpus(2)), held)
     assert isinstance(outcome, Busy)
     assert "Others hold all that a slot needs: wait until they are done" in outcome.reason
 
 
 def test_a_resource_that_no_node_has_is_named():
-    outcome = preflight(bundles(gpus(1)), (node("node-a", CPU=8.0),))
+    outcome = preflight(bundles_of(gpus(1)), (node("node-a", CPU=8.0),))
     assert isinstance(outcome, TooLarge)
     assert "  node-a: has 0 GPU, free 0 GPU\n" in outcome.reason
     assert outcome.reason.endswith("no node has GPU. Add a node that has, or ask for less per slot.")
 
 
 def test_a_cluster_without_nodes_is_said_to_have_none():
-    outcome = preflight(bundles(cpus(1)), ())
+    outcome = preflight(bundles_of(cpus(1)), ())
     assert isinstance(outcome, TooLarge)
     assert "(no node is alive)" in outcome.reason
 
@@ -126,20 +105,20 @@ def test_messages_of_outcomes_are_their_reasons():
 
 
 def test_two_halves_share_one_device():
-    assert placed(preflight(bundles(gpus(2, each=0.5)), (node("node-a", GPU=1.0),))) == ("node-a",) * 2
-    assert isinstance(preflight(bundles(gpus(3, each=0.5)), (node("node-a", GPU=1.0),)), TooLarge)
+    assert placed(preflight(bundles_of(gpus(2, each=0.5)), (node("node-a", GPU=1.0),))) == ("node-a",) * 2
+    assert isinstance(preflight(bundles_of(gpus(3, each=0.5)), (node("node-a", GPU=1.0),)), TooLarge)
 
 
 def test_ten_tenths_are_a_whole_in_spite_of_rounding():
-    assert placed(preflight(bundles(gpus(10, each=0.1)), (node("node-a", GPU=1.0),))) == ("node-a",) * 10
-    assert placed(preflight(bundles(gpus(3, each=1 / 3)), (node("node-a", GPU=1.0),))) == ("node-a",) * 3
+    assert placed(preflight(bundles_of(gpus(10, each=0.1)), (node("node-a", GPU=1.0),))) == ("node-a",) * 10
+    assert placed(preflight(bundles_of(gpus(3, each=1 / 3)), (node("node-a", GPU=1.0),))) == ("node-a",) * 3
 
 
 def test_a_device_is_shared_in_equal_parts_only():
     with pytest.raises(PlacementError, match="a device is shared in equal parts"):
         Resources(gpus=0.6)
-    assert placed(preflight(bundles(gpus(4, each=0.5)), (node("node-a", GPU=2.0),))) == ("node-a",) * 4
-    assert isinstance(preflight(bundles(gpus(5, each=0.5)), (node("node-a", GPU=2.0),)), TooLarge)
+    assert placed(preflight(bundles_of(gpus(4, each=0.5)), (node("node-a", GPU=2.0),))) == ("node-a",) * 4
+    assert isinstance(preflight(bundles_of(gpus(5, each=0.5)), (node("node-a", GPU=2.0),)), TooLarge)
 
 
 def test_parts_of_devices_that_stay_together_ask_for_whole_devices():
@@ -150,32 +129,32 @@ def test_parts_of_devices_that_stay_together_ask_for_whole_devices():
 
 def test_a_cpu_only_cluster_holds_a_cpu_only_pool():
     nodes = (node("laptop", CPU=8.0, memory=1e9),)
-    assert placed(preflight(bundles(cpus(4, each=2.0)), nodes)) == ("laptop",) * 4
-    assert isinstance(preflight(bundles(cpus(5, each=2.0)), nodes), TooLarge)
+    assert placed(preflight(bundles_of(cpus(4, each=2.0)), nodes)) == ("laptop",) * 4
+    assert isinstance(preflight(bundles_of(cpus(5, each=2.0)), nodes), TooLarge)
 
 
 def test_custom_resources_decide_where_a_pool_goes():
     pool = Pool(name="score", slots=2, each=Resources(cpus=1, custom={"fast_disk": 1}))
     nodes = (node("node-a", CPU=8.0), node("node-b", CPU=8.0, fast_disk=2.0))
-    assert placed(preflight(bundles(pool), nodes)) == ("node-b", "node-b")
+    assert placed(preflight(bundles_of(pool), nodes)) == ("node-b", "node-b")
 
 
 def test_packed_slots_stay_on_the_node_that_their_pool_uses_already():
     nodes = (node("node-a", CPU=2.0), node("node-b", CPU=2.0))
-    assert placed(preflight(bundles(cpus(2)), nodes)) == ("node-a", "node-a")
-    assert placed(preflight(bundles(cpus(4)), nodes)) == ("node-a", "node-a", "node-b", "node-b")
+    assert placed(preflight(bundles_of(cpus(2)), nodes)) == ("node-a", "node-a")
+    assert placed(preflight(bundles_of(cpus(4)), nodes)) == ("node-a", "node-a", "node-b", "node-b")
 
 
 def test_a_pool_that_one_node_can_hold_is_not_split_over_two():
     nodes = (node("small", GPU=2.0), node("large", GPU=8.0))
-    assert placed(preflight(bundles(gpus(8)), nodes)) == ("large",) * 8
+    assert placed(preflight(bundles_of(gpus(8)), nodes)) == ("large",) * 8
     # A smaller one leaves the large node to others.
-    assert placed(preflight(bundles(gpus(2)), nodes)) == ("small",) * 2
+    assert placed(preflight(bundles_of(gpus(2)), nodes)) == ("small",) * 2
 
 
 def test_spread_slots_go_to_as_many_nodes_as_there_are():
     nodes = (node("node-a", CPU=4.0), node("node-b", CPU=4.0), node("node-c", CPU=1.0))
-    outcome = preflight(bundles(cpus(4, spread=True)), nodes)
+    outcome = preflight(bundles_of(cpus(4, spread=True)), nodes)
     assert isinstance(outcome, Fits)
     assert Counter(placed(outcome)) in (
         {"node-a": 2, "node-b": 1, "node-c": 1},
@@ -185,25 +164,25 @@ def test_spread_slots_go_to_as_many_nodes_as_there_are():
 
 def test_neighbouring_ranks_share_a_node_also_when_spread():
     nodes = (node("node-a", CPU=4.0), node("node-b", CPU=4.0))
-    assert placed(preflight(bundles(cpus(4, spread=True)), nodes)) == ("node-a", "node-a", "node-b", "node-b")
+    assert placed(preflight(bundles_of(cpus(4, spread=True)), nodes)) == ("node-a", "node-a", "node-b", "node-b")
 
 
 def test_several_pools_are_placed_together_the_largest_first():
-    small, large = bundles(cpus(2, name="gen")), bundles(cpus(2, name="learn", one_node=True))
+    small, large = bundles_of(cpus(2, name="gen")), bundles_of(cpus(2, name="learn", one_node=True))
     nodes = (node("node-a", CPU=2.0), node("node-b", CPU=2.0))
     assert placed(preflight([*small, *large], nodes)) == ("node-b", "node-b", "node-a")
 
 
 def test_a_pool_that_does_not_fit_beside_the_others_says_so():
     nodes = (node("node-a", CPU=2.0),)
-    outcome = preflight([*bundles(cpus(2, name="learn")), *bundles(cpus(1, name="gen"))], nodes)
+    outcome = preflight([*bundles_of(cpus(2, name="learn")), *bundles_of(cpus(1, name="gen"))], nodes)
     assert isinstance(outcome, TooLarge)
     assert outcome.reason.startswith("pool gen asks for 1 × 1 slot, each 1 CPU (beside learn), and the cluster is")
 
 
 def test_a_pool_that_can_go_anywhere_leaves_the_rare_node_to_the_pool_that_needs_it():
-    plain = bundles(cpus(1, each=2.0, name="gen"))
-    rare = bundles(Pool(name="score", slots=1, each=Resources(cpus=1, custom={"fast_disk": 1})))
+    plain = bundles_of(cpus(1, each=2.0, name="gen"))
+    rare = bundles_of(Pool(name="score", slots=1, each=Resources(cpus=1, custom={"fast_disk": 1})))
     nodes = (node("rare", CPU=2.0, fast_disk=1.0), node("plain", CPU=2.0))
     assert placed(preflight([*plain, *rare], nodes)) == ("plain", "rare")
 
@@ -211,7 +190,7 @@ def test_a_pool_that_can_go_anywhere_leaves_the_rare_node_to_the_pool_that_needs
 def test_a_pool_beside_another_is_kept_on_one_node_too():
     environments, policy = cpus(4, name="env"), Pool(name="policy", slots=2, each=Resources(cpus=1, gpus=1))
     nodes = (node("node-a", CPU=4.0, GPU=2.0), node("node-b", CPU=4.0))
-    outcome = preflight([*bundles(environments), *bundles(policy)], nodes)
+    outcome = preflight([*bundles_of(environments), *bundles_of(policy)], nodes)
     assert placed(outcome) == ("node-b",) * 4 + ("node-a",) * 2
 
 
@@ -283,7 +262,7 @@ def test_what_any_search_can_place_is_placed_and_busy_is_what_an_empty_cluster_c
 @given(st.integers(1, 12), st.lists(st.integers(0, 4), min_size=1, max_size=4), st.booleans())
 def test_equal_slots_are_refused_only_where_there_are_too_few(slots, rooms, spread):
     nodes = [node(f"node-{number}", CPU=float(room)) for number, room in enumerate(rooms)]
-    outcome = preflight(bundles(cpus(slots, spread=spread)), nodes)
+    outcome = preflight(bundles_of(cpus(slots, spread=spread)), nodes)
     assert isinstance(outcome, Fits) == (slots <= sum(rooms))
     if isinstance(outcome, Fits):
         # Neighbours share nodes as often as can be: each node's slots are one stretch.
@@ -294,7 +273,7 @@ def test_equal_slots_are_refused_only_where_there_are_too_few(slots, rooms, spre
 @given(st.integers(1, 6), st.lists(st.integers(0, 6), min_size=1, max_size=4))
 def test_packed_equal_slots_use_as_few_nodes_as_can_be(slots, rooms):
     nodes = [node(f"node-{number}", CPU=float(room)) for number, room in enumerate(rooms)]
-    outcome = preflight(bundles(cpus(slots)), nodes)
+    outcome = preflight(bundles_of(cpus(slots)), nodes)
     if isinstance(outcome, Fits):
         fewest = next(count for count in range(1, 5) if sum(sorted(rooms, reverse=True)[:count]) >= slots)
         assert len(set(placed(outcome))) == fewest
@@ -304,6 +283,6 @@ def test_packed_equal_slots_use_as_few_nodes_as_can_be(slots, rooms):
 @given(st.integers(1, 8), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_spread_equal_slots_use_as_many_nodes_as_can_be(slots, rooms):
     nodes = [node(f"node-{number}", CPU=float(room)) for number, room in enumerate(rooms)]
-    outcome = preflight(bundles(cpus(slots, spread=True)), nodes)
+    outcome = preflight(bundles_of(cpus(slots, spread=True)), nodes)
     if isinstance(outcome, Fits):
         assert len(set(placed(outcome))) == min(slots, len(rooms))

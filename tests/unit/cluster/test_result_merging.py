@@ -13,12 +13,12 @@ from helpers.roles import make_block
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry, MeshShape, RoleMesh
 from podium.cluster.objects import InlineStored
-from podium.cluster.results import Computed, Metric, ShardResult, Span, merge, reduce_metrics, stored_rows
+from podium.cluster.results import Computed, Metric, ShardResult, merge, reduce_metrics, stored_rows
 from podium.data.trajectories import TrajectoryId, TrajectoryIds
 from podium.errors import ResultError
 
-# Two data ranks of two workers each, on the slots 0 1 and 2 3; the sources are 0 and 2.
-LEARNER = RoleMesh(role="learner", pool="learn", shape=MeshShape(shard=2, tensor=2), slots=(0, 1, 2, 3))
+# Two ranks, on the slots 0 and 2.
+LEARNER = RoleMesh(role="learner", pool="learn", shape=MeshShape(shard=2), slots=(0, 2))
 
 
 def worker(slot, incarnation=0, pool="learn"):
@@ -35,17 +35,15 @@ def of(*pairs):
     return TrajectoryIds.of(TrajectoryId(*pair) for pair in pairs)
 
 
-def result(who, data_rank, ids, metrics=(), *, stored=True):
+def result(who, rank, ids, metrics=(), *, stored=True):
     block = make_block(ids)
     return ShardResult(
         worker=who,
-        coordinates=LEARNER.coordinates(who.index) if who.index < 4 else LEARNER.coordinates(0),
-        data_rank=data_rank,
+        rank=rank,
         ids=ids,
         lengths_N=block.lengths_N,
         stored=InlineStored(block) if stored else None,
         metrics=metrics,
-        spans=(Span(f"of {data_rank}", 0.0, 1.0, who),),
     )
 
 
@@ -62,24 +60,22 @@ def refusal(results, asked=ASKED, registry=REGISTRY):
 
 def test_results_are_joined_by_ascending_id():
     merged = merge(GOOD, ASKED, REGISTRY, "learner")
-    assert list(merged.ids) == [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
-    assert merged.rows.ids.same_as(merged.ids)
+    assert list(merged.rows.ids) == [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
     # (d, s) has 1 + (7d + 3s) mod 11 tokens of value 100d + s.
     assert merged.rows.lengths_N.tolist() == [1, 8, 11, 4, 11]
     block = merged.rows.read()
     assert block.tokens_T[block.offsets[:-1]].tolist() == [0, 100, 101, 200, 300]
-    assert [span.name for span in merged.spans] == ["of 0", "of 1"]
     assert [each.worker for each in merged.results] == [worker(0), worker(2)]
 
 
 @st.composite
 def answered_shards(draw):
-    """What two data ranks were given and the blocks in which they answered, in any order."""
+    """What two ranks were given and the blocks in which they answered, in any order."""
     pairs = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), unique=True, max_size=12))
     cut = draw(st.integers(0, len(pairs)))
     asked = [of(*pairs[:cut]), of(*pairs[cut:])]
     answers = []
-    for data_rank, ids in enumerate(asked):
+    for rank, ids in enumerate(asked):
         order = draw(st.permutations(range(len(ids))))
         middle = draw(st.integers(0, len(ids)))
         for part in (order[:middle], order[middle:]):
@@ -88,7 +84,7 @@ def answered_shards(draw):
                 Metric(name="loss", value=float(len(answers) + 1), reduction="mean", weight=float(len(mine))),
                 Metric(name="rows", value=float(len(mine)), reduction="sum"),
             )
-            answers.append(result(worker(2 * data_rank), data_rank, mine, metrics))
+            answers.append(result(worker(2 * rank), rank, mine, metrics))
     return asked, answers
 
 
@@ -99,7 +95,7 @@ def test_the_order_of_the_answers_does_not_matter(shards, data):
     merged = merge(answers, asked, REGISTRY, "learner")
     again = merge(data.draw(st.permutations(answers)), asked, REGISTRY, "learner")
     everything = sorted(each for ids in asked for each in ids)
-    assert list(merged.ids) == list(again.ids) == everything
+    assert list(merged.rows.ids) == list(again.rows.ids) == everything
     assert merged.rows.lengths_N.tolist() == again.rows.lengths_N.tolist()
     assert merged.metrics == again.metrics or math.isnan(merged.metrics["loss"]) == math.isnan(again.metrics["loss"])
     assert merged.metrics["rows"] == len(everything)
@@ -135,32 +131,32 @@ def test_a_block_that_is_sent_twice_is_caught():
 
 def test_a_foreign_trajectory_is_named_with_who_sent_it():
     foreign = result(worker(0), 0, of((0, 0), (2, 0), (9, 9)))
-    assert "foreign, from learn[0]@node-a/cpu#0 (data rank 0 was not given it): 9.9#0" in refusal([foreign, GOOD[1]])
+    assert "foreign, from learn[0]@node-a/cpu#0 (rank 0 was not given it): 9.9#0" in refusal([foreign, GOOD[1]])
 
 
 def test_another_attempt_at_the_same_trajectory_is_foreign():
     again = result(worker(0), 0, of((0, 0), (2, 0, 0, 1)))
     text = refusal([again, GOOD[1]])
     assert "missing from learn[0]@node-a/cpu#0: 2.0#0" in text
-    assert "foreign, from learn[0]@node-a/cpu#0 (data rank 0 was not given it): 2.0#1" in text
+    assert "foreign, from learn[0]@node-a/cpu#0 (rank 0 was not given it): 2.0#1" in text
 
 
-def test_rows_that_were_exchanged_between_data_ranks_are_caught_on_both():
+def test_rows_that_were_exchanged_between_ranks_are_caught_on_both():
     text = refusal([result(worker(0), 0, SECOND), result(worker(2), 1, FIRST)])
     assert "missing from learn[0]@node-a/cpu#0: 0.0#0, 2.0#0" in text
-    assert "foreign, from learn[2]@node-a/cpu#0 (data rank 1 was not given it): 0.0#0, 2.0#0" in text
+    assert "foreign, from learn[2]@node-a/cpu#0 (rank 1 was not given it): 0.0#0, 2.0#0" in text
 
 
-def test_an_answer_for_another_data_rank_is_refused_with_its_worker_and_ids():
+def test_an_answer_for_another_rank_is_refused_with_its_worker_and_ids():
     text = refusal([result(worker(2), 0, FIRST), GOOD[1]])
     assert "learn[2]@node-a/cpu#0 answered with " in text
-    assert " and belongs to data rank 1, not 0" in text
+    assert " and is rank 1, not 0" in text
     assert "0.0#0, 2.0#0" in text
 
 
-def test_an_answer_for_a_data_rank_that_there_is_not_is_refused():
+def test_an_answer_for_a_rank_that_there_is_not_is_refused():
     text = refusal([*GOOD, result(worker(2), 7, of((9, 9)))])
-    assert "learn[2]@node-a/cpu#0 answered for data rank 7; there are 2" in text
+    assert "learn[2]@node-a/cpu#0 answered for rank 7; there are 2" in text
 
 
 def test_an_answer_of_a_dead_incarnation_is_refused_with_its_worker_its_heir_and_its_ids():
@@ -171,10 +167,10 @@ def test_an_answer_of_a_dead_incarnation_is_refused_with_its_worker_its_heir_and
     assert "1.1#0, 1.0#0, 3.0#0" in text
 
 
-def test_rows_of_a_worker_that_is_not_the_source_are_refused_with_their_ids():
+def test_rows_of_a_worker_without_the_role_are_refused_with_their_ids():
     text = refusal([result(worker(1), 0, FIRST), GOOD[1]])
     assert "learn[1]@node-a/cpu#0 answered with " in text
-    assert " and is not the source of its data rank" in text
+    assert " and does not host learner" in text
     assert "0.0#0, 2.0#0" in text
 
 
@@ -192,10 +188,10 @@ def test_an_answer_of_a_slot_without_the_role_is_refused():
     assert " and does not host learner" in text
 
 
-def test_a_trajectory_that_was_given_to_two_data_ranks_is_named_with_both():
+def test_a_trajectory_that_was_given_to_two_ranks_is_named_with_both():
     asked = [of((0, 0)), of((0, 0), (1, 0))]
     text = refusal([result(worker(0), 0, asked[0]), result(worker(2), 1, asked[1])], asked)
-    assert "given to several data ranks, or twice to one" in text
+    assert "given to several ranks, or twice to one" in text
     assert "0.0#0" in text
     assert "learn[0]@node-a/cpu#0" in text
     assert "learn[2]@node-a/cpu#0" in text
@@ -208,7 +204,7 @@ def test_every_problem_of_a_call_is_told_at_once():
         assert words in text
 
 
-CORRUPTIONS = ["missing", "duplicate", "foreign", "wrong data rank", "dead incarnation", "not a source", "other pool"]
+CORRUPTIONS = ["missing", "duplicate", "foreign", "wrong rank", "dead incarnation", "another slot", "other pool"]
 
 
 @settings(deadline=None)
@@ -223,15 +219,15 @@ def test_every_corruption_of_any_result_is_caught_and_names_a_worker(shards, kin
     victim = answers[at]
     if kind == "missing":
         ids = victim.ids.take(np.delete(np.arange(len(victim.ids)), row))
-        spoiled = result(victim.worker, victim.data_rank, ids)
+        spoiled = result(victim.worker, victim.rank, ids)
     elif kind in ("duplicate", "foreign"):
         more = victim.ids.take(np.array([row])) if kind == "duplicate" else of((77, 0))
-        spoiled = result(victim.worker, victim.data_rank, TrajectoryIds.concatenate([victim.ids, more]))
-    elif kind == "wrong data rank":
-        spoiled = replace(victim, data_rank=1 - victim.data_rank)
+        spoiled = result(victim.worker, victim.rank, TrajectoryIds.concatenate([victim.ids, more]))
+    elif kind == "wrong rank":
+        spoiled = replace(victim, rank=1 - victim.rank)
     elif kind == "dead incarnation":
         spoiled = replace(victim, worker=worker(victim.worker.index, incarnation=3))
-    elif kind == "not a source":
+    elif kind == "another slot":
         spoiled = replace(victim, worker=worker(victim.worker.index + 1))
     else:
         spoiled = replace(victim, worker=worker(victim.worker.index, pool="gen"))
@@ -246,7 +242,7 @@ def test_every_corruption_of_any_result_is_caught_and_names_a_worker(shards, kin
 def test_an_empty_shard_may_be_answered_without_rows():
     empty = of()
     merged = merge([GOOD[0], result(worker(2), 1, empty, stored=False)], [FIRST, empty], REGISTRY, "learner")
-    assert list(merged.ids) == list(FIRST)
+    assert list(merged.rows.ids) == list(FIRST)
     assert len(merged.rows.pieces) == 1
 
 
@@ -258,7 +254,6 @@ def test_results_without_rows_are_only_counted():
         "learner",
     )
     assert merged.rows is None
-    assert list(merged.ids) == sorted([*FIRST, *SECOND])
 
 
 def test_rows_from_some_and_none_from_others_are_refused():
@@ -320,7 +315,3 @@ def test_workers_that_disagree_about_a_reduction_are_named():
         "metric x: learn[0]@node-a/cpu#0 declares mean and learn[1]@node-a/cpu#0 declares sum. A name has one "
         "reduction."
     )
-
-
-def test_a_span_knows_how_long_it_was():
-    assert Span("work", 10.0, 12.5, worker(0)).seconds == 2.5

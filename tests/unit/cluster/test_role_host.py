@@ -3,7 +3,6 @@
 
 import os
 import threading
-import time
 
 import pytest
 
@@ -20,7 +19,6 @@ from podium.errors import ClusterError, DataError
 
 WORKER = WorkerId("gen", 1, "node-a", "cpu", 2)
 ALONE = RoleMesh(role="counter", pool="gen", shape=MeshShape(replica=2), slots=(0, 1))
-PAIR = RoleMesh(role="counter", pool="gen", shape=MeshShape(tensor=2), slots=(0, 1))
 FOUR = ids(range(2))
 
 
@@ -114,9 +112,7 @@ def test_a_role_is_told_its_seat():
     host = built(Picky)
     context, _ = done(host.perform(invoke(Picky.seen)))
     assert (context.worker, context.role, context.device, context.devices) == (WORKER, "counter", "cpu", None)
-    assert (context.rank, context.world, context.data_rank, context.is_source) == (1, 2, 1, True)
-    assert str(context.coordinates) == "replica 1, shard 0, context 0, tensor 0"
-    assert context.group("tensor") is None
+    assert (context.rank, context.world) == (1, 2)
     with pytest.raises(ClusterError, match=r"gen\[1\]@node-a/cpu#2 has no link 'weights'; it has none"):
         context.transfer("weights")
 
@@ -137,7 +133,7 @@ def test_rows_are_set_apart_from_the_answer_which_tells_of_them():
     assert head.ids.same_as(FOUR)
     # (d, s) has 1 + (7d + 3s) mod 11 tokens.
     assert head.lengths_N.tolist() == [1, 4, 8, 11]
-    assert (head.nbytes, head.stored) == (rows.nbytes, True)
+    assert head.stored
     assert {metric.name: metric.value for metric in head.metrics if metric.name != "token"} == {
         "tokens": 24.0,
         "longest": 11.0,
@@ -149,12 +145,7 @@ def test_rows_that_were_only_dealt_with_are_told_of_without_any():
     host = built(Picky)
     head, rows = done(host.perform(invoke(Counter.consume, "rows"), Batch(block=Request(ids=FOUR))))
     assert rows is None
-    assert (head.stored, head.nbytes, head.lengths_N.tolist()) == (False, 0, [0, 0, 0, 0])
-
-
-def test_only_the_source_of_a_data_rank_answers_with_rows():
-    # Slot 1 is tensor 1 of the only data rank.
-    assert done(built(mesh=PAIR).perform(invoke(Counter.generate, "rows"), Request(ids=FOUR))) == (None, None)
+    assert (head.stored, head.lengths_N.tolist()) == (False, [0, 0, 0, 0])
 
 
 def test_a_stream_hands_on_each_block_as_it_comes_and_says_when_it_ends():
@@ -312,20 +303,16 @@ def test_where_and_beats_answer_while_the_work_thread_is_busy():
     try:
         assert inside.wait(20)
         where = host.where()
-        beats = host.beats(0.0)
-        first, second = next(beats), next(beats)
+        beat = next(host.beats(0.0))
     finally:
         leave.set()
         thread.join(20)
-    assert where.worker == WORKER
     place = next(place for place in where.threads if place.span)
     assert (place.thread, place.span) == ("work", "counter.hold > holding")
     # What leads to the role's own code is left out.
     assert place.stack[0].split()[-1] == "hold"
-    assert (first.number, second.number) == (0, 1)
-    assert first.doing == "counter.hold > holding"
-    assert first.for_s >= 0.0
-    assert abs(first.at_s - time.time()) < 60
+    assert beat.doing == "counter.hold > holding"
+    assert beat.for_s >= 0.0
     wait_until(lambda: next(host.beats(0.0)).doing == "", "the end of the work", deadline_s=10)
 
 

@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows by reference against a plain dict of rows, and the steps that hold and free them."""
 
-import gc
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.cluster.objects import InlineStored, RowRefs, Shelf, Stored
+from podium.cluster.objects import InlineStored, ObjectScope, RowRefs, Stored
 from podium.data.trajectories import TokenColumn, TrajectoryId, TrajectoryIds
 from podium.errors import ResultError, StoreError
 
@@ -194,22 +192,19 @@ def test_stored_rows_of_other_trajectories_than_the_references_say_are_refused()
 
 
 def test_a_step_frees_what_it_held_and_a_later_read_says_why():
-    shelf, refs = Shelf(), stored(1, 2, 3)
-    shelf.count(refs.pieces[0], 100)
-    with shelf.scope("step 7") as step:
+    refs = stored(1, 2, 3)
+    with ObjectScope("step 7") as step:
         assert step.hold(refs) is refs
         check(refs, [1, 2, 3])
-        assert (shelf.use.objects, shelf.use.bytes) == (1, 100)
-    assert (shelf.use.objects, shelf.use.bytes) == (0, 0)
     with pytest.raises(StoreError, match="step 7"):
         refs.read()
 
 
 def test_a_step_that_fails_frees_what_it_held_too():
-    shelf, refs = Shelf(), stored(1)
+    refs = stored(1)
 
     def fail():
-        with shelf.scope("step 0") as step:
+        with ObjectScope("step 0") as step:
             step.hold(refs)
             raise ValueError("in the step")
 
@@ -220,29 +215,16 @@ def test_a_step_that_fails_frees_what_it_held_too():
 
 
 def test_a_step_leaves_alone_what_it_was_not_given():
-    shelf, held, other = Shelf(), stored(1), stored(2)
-    with shelf.scope("step 0") as step:
+    held, other = stored(1), stored(2)
+    with ObjectScope("step 0") as step:
         step.hold(held)
     check(other, [2])
 
 
 def test_holding_rows_twice_frees_them_once_and_by_all_names():
-    shelf, refs = Shelf(), stored(1, 2)
-    with shelf.scope("step 0") as step:
+    refs = stored(1, 2)
+    with ObjectScope("step 0") as step:
         step.hold(refs)
         step.hold(refs.select(of(2)))
     with pytest.raises(StoreError):
         refs.select(of(2)).read()
-
-
-def test_the_shelf_counts_what_somebody_still_refers_to():
-    shelf, refs = Shelf(), RowRefs.join([stored(1), stored(2)])
-    shelf.count(refs.pieces[0], 10)
-    shelf.count(refs.pieces[1], 5)
-    assert (shelf.use.objects, shelf.use.bytes) == (2, 15)
-    refs = refs.select(of(2))
-    gc.collect()
-    assert (shelf.use.objects, shelf.use.bytes) == (1, 5)
-    shelf.forget(refs.pieces[0])
-    shelf.forget(refs.pieces[0])
-    assert shelf.use.objects == 0

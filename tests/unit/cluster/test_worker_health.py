@@ -14,13 +14,13 @@ def worker(slot):
 
 
 def beat(doing, for_s):
-    return Beat(number=4, at_s=0.0, doing=doing, for_s=for_s)
+    return Beat(doing=doing, for_s=for_s)
 
 
 def at(slot, span, *stack):
-    work = ThreadPlace(thread="work", span=span, for_s=3.0, stack=stack)
-    other = ThreadPlace(thread="pulse", span="", for_s=0.0, stack=("host.py:1 beats",))
-    return Whereabouts(worker=worker(slot), threads=(work, other))
+    work = ThreadPlace(thread="work", span=span, stack=stack)
+    other = ThreadPlace(thread="pulse", span="", stack=("host.py:1 beats",))
+    return Whereabouts(threads=(work, other))
 
 
 @pytest.mark.parametrize("collectives", [True, False])
@@ -118,5 +118,5 @@ def test_an_idle_worker_shows_no_stack_and_only_the_innermost_frames_of_a_busy_o
 
 
 def test_a_worker_without_a_work_thread_yet_is_idle():
-    report = WhereReport(answers={worker(0): Whereabouts(worker=None, threads=())})
+    report = WhereReport(answers={worker(0): Whereabouts(threads=())})
     assert str(report) == "gen[0]@node-a/cpu#0: idle"

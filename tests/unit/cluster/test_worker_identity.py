@@ -3,7 +3,7 @@
 
 import pickle
 
-from podium.cluster.identity import Coordinates, WorkerId
+from podium.cluster.identity import WorkerId
 
 WORKER = WorkerId("learn", 3, "node-a", "gpu1")
 
@@ -27,7 +27,3 @@ def test_workers_sort_by_pool_then_slot_then_age():
 
 def test_identities_travel_between_processes():
     assert pickle.loads(pickle.dumps(WORKER)) == WORKER
-
-
-def test_coordinates_print_every_axis_by_name():
-    assert str(Coordinates(1, 0, 2, 3)) == "replica 1, shard 0, context 2, tensor 3"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from helpers.made_batches import on_policy_recipe
-from podium.cluster import Layout, MeshShape
+from podium.cluster import Layout, MeshShape, RoleSpec
 from podium.controller.layout import layout_of, longest_sequence, role_names
 from podium.errors import CheckpointError
 from podium.recipe import Recipe
@@ -35,6 +35,10 @@ EVERYTHING = (
 
 
 # --- names ---
+
+
+def role_of(layout: Layout, name: str) -> RoleSpec:
+    return next(role for role in layout.roles if role.name == name)
 
 
 def test_a_plain_run_has_a_policy_and_a_generator_on_its_devices() -> None:
@@ -64,7 +68,7 @@ def test_teachers_are_numbered() -> None:
     ],
 )
 def test_somebody_always_reads_what_was_answered(here: Path, overrides: tuple[str, ...]) -> None:
-    assert _layout(on_policy_recipe(*overrides)).role("grader").pool == "graders"
+    assert role_of(_layout(on_policy_recipe(*overrides)), "grader").pool == "graders"
 
 
 # --- colocated ---
@@ -86,16 +90,16 @@ def test_colocated_roles_share_all_devices(here: Path) -> None:
         ("grader", "Grader", "graders"),
     ]
     assert all(role.mesh == MeshShape(shard=4) for role in layout.roles[:5])
-    assert layout.role("generator").mesh == MeshShape(replica=4)
-    assert layout.role("grader").mesh == MeshShape(replica=3)
-    assert layout.role("generator").arguments[0].learner == "policy"
+    assert role_of(layout, "generator").mesh == MeshShape(replica=4)
+    assert role_of(layout, "grader").mesh == MeshShape(replica=3)
+    assert role_of(layout, "generator").arguments[0].learner == "policy"
 
 
 def test_folders_are_those_of_each_role(here: Path) -> None:
     layout = _layout(on_policy_recipe(*EVERYTHING))
 
     (policy,), (critic,), (reference,), (judge,) = (
-        layout.role(name).arguments for name in ("policy", "critic", "reference", "reward-0")
+        role_of(layout, name).arguments for name in ("policy", "critic", "reference", "reward-0")
     )
     run = here / "runs/bandit"  # absolute: workers may be elsewhere
     assert (policy.folder, policy.checkpoints) == (Path("models/base"), run / "checkpoints")
@@ -112,8 +116,8 @@ def test_folders_are_those_of_each_role(here: Path) -> None:
 def test_critic_and_reference_begin_as_the_policy_where_the_recipe_says_nothing(here: Path) -> None:
     layout = _layout(on_policy_recipe("program=ppo", "algorithm.kl={coefficient: 0.1}", "model.init=random"))
 
-    assert layout.role("critic").arguments[0].folder == Path("models/base")
-    reference = layout.role("reference").arguments[0]
+    assert role_of(layout, "critic").arguments[0].folder == Path("models/base")
+    reference = role_of(layout, "reference").arguments[0]
     assert (reference.folder, reference.model.init, reference.seed) == (Path("models/base"), "random", 0)
 
 
@@ -122,7 +126,7 @@ def test_another_checkpoint_is_never_drawn_at_random(here: Path) -> None:
         on_policy_recipe("model.init=random", "program=on_policy_distill", "teachers=[{path: a}, {path: b}]")
     )
 
-    teachers = [layout.role(f"teacher-{number}").arguments[0] for number in range(2)]
+    teachers = [role_of(layout, f"teacher-{number}").arguments[0] for number in range(2)]
     assert [(spec.folder, spec.model.init) for spec in teachers] == [
         (Path("a"), "pretrained"),
         (Path("b"), "pretrained"),
@@ -143,9 +147,9 @@ def test_a_gpu_is_asked_for_whole_and_graders_ask_for_none(here: Path) -> None:
 def test_scorers_take_as_many_tokens_as_the_device_bears(here: Path, device: str, tokens: int) -> None:
     kl = "algorithm.kl={coefficient: 0.1}"
 
-    assert _layout(on_policy_recipe(kl), device).role("reference").arguments[0].max_tokens == tokens
+    assert role_of(_layout(on_policy_recipe(kl), device), "reference").arguments[0].max_tokens == tokens
     asked = on_policy_recipe(kl, "micro_batch_tokens=99")
-    assert _layout(asked, device).role("reference").arguments[0].max_tokens == 99
+    assert role_of(_layout(asked, device), "reference").arguments[0].max_tokens == 99
 
 
 # --- split ---
@@ -165,8 +169,8 @@ def test_split_generators_have_devices_of_their_own(here: Path, placement: str, 
     assert [(pool.name, pool.slots, pool.collectives, pool.each.gpus) for pool in layout.pools] == [
         ("train", learn, True, 1.0), ("rollout", generate, False, 1.0), ("graders", 3, False, 0.0)
     ]  # fmt: skip
-    assert layout.role("policy").mesh == layout.role("critic").mesh == MeshShape(shard=learn)
-    generator = layout.role("generator")
+    assert role_of(layout, "policy").mesh == role_of(layout, "critic").mesh == MeshShape(shard=learn)
+    generator = role_of(layout, "generator")
     assert (generator.pool, generator.mesh) == ("rollout", MeshShape(replica=generate))
     assert generator.arguments[0].learner is None
 
@@ -178,7 +182,7 @@ def test_episode_runners_have_processes_of_their_own(here: Path) -> None:
     layout = _layout(on_policy_recipe("environment={tools: ['mine.py:f'], runners: 2}", "placement.timeout_s=50"))
 
     assert [(pool.name, pool.slots) for pool in layout.pools] == [("train", 1), ("runners", 2), ("graders", 1)]
-    runner = layout.role("runner")
+    runner = role_of(layout, "runner")
     assert (runner.kind.__name__, runner.mesh) == ("EpisodeRunner", MeshShape(replica=2))
     assert (runner.arguments[0].generator, runner.arguments[0].deadline_s) == ("generator", 50.0)
 
@@ -191,7 +195,7 @@ def test_an_engine_is_never_longer_than_the_data_allows(here: Path, override: st
     recipe = on_policy_recipe(override)
 
     assert longest_sequence(recipe) == longest
-    assert _layout(recipe).role("generator").arguments[0].max_length == longest
+    assert role_of(_layout(recipe), "generator").arguments[0].max_length == longest
     assert longest_sequence(on_policy_recipe()) == 64
 
 
@@ -202,10 +206,10 @@ def test_a_run_that_goes_on_begins_at_its_checkpoints(here: Path) -> None:
 
     resumed = _layout(recipe, resume_step=6)
 
-    assert [resumed.role(name).arguments[0].resume_step for name in ("policy", "critic")] == [6, 6]
-    assert resumed.role("reference").arguments[0].begin == saved
+    assert [role_of(resumed, name).arguments[0].resume_step for name in ("policy", "critic")] == [6, 6]
+    assert role_of(resumed, "reference").arguments[0].begin == saved
     # Without it the KL would be to another policy than before.
     with pytest.raises(CheckpointError, match=r"step-00000005 is missing"):
         _layout(recipe, resume_step=5)
     fixed = on_policy_recipe("program=ppo", "algorithm.kl={coefficient: 0.1}")
-    assert _layout(fixed, resume_step=6).role("reference").arguments[0].begin is None
+    assert role_of(_layout(fixed, resume_step=6), "reference").arguments[0].begin is None

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from helpers.made_batches import advantages_of, make_graded
-from podium.cluster.objects import ObjectScope, Shelf
+from podium.cluster.objects import ObjectScope
 from podium.controller.step import Step
 from podium.errors import ProgramError
 from podium.roles.carriers import DistanceNote
@@ -17,9 +17,7 @@ from podium.roles.stages import GradedRollouts, ReferenceLogprobs
 
 
 def _step(graded: GradedRollouts) -> Step:
-    return Step(
-        number=3, lr=0.5, kl_coefficient=0.1, sampled=graded, episodes=graded, objects=ObjectScope(Shelf(), "step 3")
-    )
+    return Step(number=3, lr=0.5, kl_coefficient=0.1, sampled=graded, episodes=graded, objects=ObjectScope("step 3"))
 
 
 STEP = _step(make_graded([1.0, 0.0, 2.0, 2.0], [4, 4, 7, 7]))

@@ -70,7 +70,7 @@ def test_a_document_is_known_by_its_tokens_and_by_what_is_trained_in_it(tmp_path
 def test_every_rank_reads_what_the_others_wrote(tmp_path):
     for store in part(tmp_path / "s", DOCUMENTS, 3):
         assert_holds(store, DOCUMENTS)
-        assert store.num_parts == 1
+        assert store._num_parts == 1
 
 
 def test_a_rank_may_have_nothing_to_write(tmp_path):
@@ -85,7 +85,7 @@ def test_a_pass_that_was_broken_off_goes_on_behind_its_last_part(tmp_path):
     write(broken, 0, DOCUMENTS[3:5])  # rank 1 never wrote, so the part was never finished
 
     again = DocumentStore(folder)
-    assert again.num_parts == 1
+    assert again._num_parts == 1
     assert not again.is_complete
     assert [document_key(each) in again for each in DOCUMENTS] == [True] * 3 + [False] * 5
 
@@ -105,7 +105,7 @@ def test_a_note_that_was_not_yet_renamed_does_not_count(tmp_path):
     (folder / "part-00000.json").rename(folder / "part-00000.json.tmp")
     (folder / "complete.json.tmp").write_text("{}")
     store = DocumentStore(folder)
-    assert (store.num_parts, len(store), store.is_complete) == (0, 0, False)
+    assert (store._num_parts, len(store), store.is_complete) == (0, 0, False)
 
 
 def test_a_part_that_is_written_again_replaces_what_was_left_of_it(tmp_path):

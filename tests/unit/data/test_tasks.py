@@ -18,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.tiny import tiny_tokenizer
+from podium.data.prompts import PromptTokenizer
 from podium.data.rows import Row
-from podium.data.tasks import PromptEncoder, Task, TaskCursor, TaskReader, check_task_source, read_tasks
+from podium.data.tasks import Task, TaskCursor, TaskReader, check_task_source, read_tasks
 from podium.errors import DataError
 from podium.recipe import SourceSection
 
@@ -39,9 +40,7 @@ def read(folder: Path, *rows: Any, **section: Any) -> list[Task]:
 
 
 def cursor(*sections: SourceSection, shuffle: bool = True, state: dict[str, Any] | None = None) -> TaskCursor:
-    if state is None:
-        return TaskCursor(sections, "data.train", seed=5, shuffle=shuffle, shuffle_rows=64)
-    return TaskCursor.restore(state, sections, "data.train", seed=5, shuffle=shuffle, shuffle_rows=64)
+    return TaskCursor(sections, "data.train", seed=5, shuffle=shuffle, shuffle_rows=64, state=state)
 
 
 def drawn(tasks: TaskCursor, count: int) -> list[tuple[int, int, str | None]]:
@@ -205,23 +204,23 @@ def test_a_task_pickles_to_about_the_size_of_its_row(tmp_path: Path) -> None:
 def test_a_chat_is_encoded_with_the_generation_prompt_and_shown_for_people(tmp_path: Path) -> None:
     tokenizer = tiny_tokenizer()
     [alone, longer] = read(tmp_path, {"messages": [ASK, ANSWER]}, {"prompt": [ASK, ANSWER, ASK]})
-    encoder = PromptEncoder(tokenizer)
+    encoder = PromptTokenizer(tokenizer)
 
-    tokens = encoder.encode(alone)
+    tokens = alone.encode(encoder)
 
     assert tokens.dtype == np.int32
     assert tokenizer.decode(tokens.tolist()) == "<|im_start|>user\nwhat is 1+2?<|im_end|><|im_start|>assistant\n"
-    assert encoder.text(alone) == "what is 1+2?"
-    assert encoder.text(longer) == "user: what is 1+2?\nassistant: 3\nuser: what is 1+2?"
+    assert alone.prompt_text == "what is 1+2?"
+    assert longer.prompt_text == "user: what is 1+2?\nassistant: 3\nuser: what is 1+2?"
 
 
 def test_a_text_is_encoded_with_its_beginning_and_without_an_end(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(bos=True)
     [task] = read(tmp_path, {"prompt": "1+2="})
-    encoder = PromptEncoder(tokenizer)
+    encoder = PromptTokenizer(tokenizer)
 
-    assert tokenizer.decode(encoder.encode(task).tolist()) == "<s>1+2="
-    assert encoder.text(task) == "1+2="
+    assert tokenizer.decode(task.encode(encoder).tolist()) == "<s>1+2="
+    assert task.prompt_text == "1+2="
 
 
 def test_tools_of_the_row_reach_the_template(tmp_path: Path) -> None:
@@ -229,19 +228,19 @@ def test_tools_of_the_row_reach_the_template(tmp_path: Path) -> None:
     [task] = read(tmp_path, {"prompt": [ASK], "tools": [{"name": "add", "parameters": {}}]})
 
     assert task.tools == [{"name": "add", "parameters": {}}]
-    assert tokenizer.decode(PromptEncoder(tokenizer).encode(task).tolist()).startswith("[add]<|im_start|>user")
+    assert tokenizer.decode(task.encode(PromptTokenizer(tokenizer)).tolist()).startswith("[add]<|im_start|>user")
 
 
 def test_prompts_that_cannot_be_encoded_are_named(tmp_path: Path) -> None:
     broken, empty, chat = read(tmp_path, {"prompt": "\ud83d"}, {"prompt": ""}, {"messages": [ASK]})
-    encoder = PromptEncoder(byte_tokenizer(None))
+    encoder = PromptTokenizer(byte_tokenizer(None))
 
     with pytest.raises(DataError, match="line 1: the tokenizer cannot read this prompt"):
-        encoder.encode(broken)
+        broken.encode(encoder)
     with pytest.raises(DataError, match="line 2: the prompt is empty"):
-        encoder.encode(empty)
+        empty.encode(encoder)
     with pytest.raises(DataError, match="line 3: the row is a chat, and the tokenizer has no chat template"):
-        encoder.encode(chat)
+        chat.encode(encoder)
 
 
 def test_draws_are_numbered_from_0_and_epochs_repeat_for_ever(tmp_path: Path) -> None:

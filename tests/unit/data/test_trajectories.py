@@ -72,7 +72,7 @@ def test_many_ids_print_the_first_eight_and_how_many_more_there_are():
 def test_ids_order_by_draw_then_sample_then_branch_then_attempt():
     ids = of((1, 0), (0, 2), (0, 1, 1), (0, 1, 0, 5), (0, 1, 0, 4))
     assert ids.order.tolist() == [4, 3, 2, 1, 0]
-    assert list(ids.sorted()) == [(0, 1, 0, 4), (0, 1, 0, 5), (0, 1, 1, 0), (0, 2, 0, 0), (1, 0, 0, 0)]
+    assert list(ids.take(ids.order)) == [(0, 1, 0, 4), (0, 1, 0, 5), (0, 1, 1, 0), (0, 2, 0, 0), (1, 0, 0, 0)]
 
 
 @settings(deadline=None)

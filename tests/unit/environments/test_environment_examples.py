@@ -24,7 +24,7 @@ from podium.environments.episode import Episode, EpisodeLimits, environment_make
 from podium.environments.protocol import Environment
 from podium.environments.signatures import fit_signature
 from podium.environments.tools import load_tools
-from podium.environments.transcript import TurnTokenizer, check_template, shows_tools
+from podium.environments.transcript import TurnTokenizer, check_template
 from podium.recipe import plugins
 from podium.recipe.loading import load_recipe
 from podium.recipe.schema import SourceSection
@@ -88,7 +88,8 @@ def test_the_model_is_tiny_and_the_template_fit_for_tools(made: Path, tokenizer:
     assert config.vocab_size == len(tokenizer) == 266
     assert TurnTokenizer(tokenizer).tool_format == "hermes"
     check_template(tokenizer, role="tool", tools=_schemas())
-    assert shows_tools(tokenizer, _schemas())
+    text = TurnTokenizer(tokenizer).render([{"role": "user", "content": "?"}], _schemas())
+    assert all(tool["function"]["name"] in text for tool in _schemas())
 
 
 def test_a_demonstration_trains_the_calls_and_the_answers(made: Path, tokenizer: Any) -> None:

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from scripted import CHATML, COUNTING, ScriptedPolicy, answer, byte_tokenizer, encoded, task
 
+from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryId
 from podium.environments.episode import (
     Episode,
-    EpisodeJob,
     EpisodeLimits,
     Policy,
     TurnAnswer,
@@ -373,12 +373,15 @@ def test_a_broken_policy_is_not_an_episodes_fault() -> None:
 # --- many at a time -----------------------------------------------------------------------------------------------
 
 
-def jobs(count: int) -> list[EpisodeJob]:
-    return [EpisodeJob(id=TrajectoryId(number, 0), task=task(f"{number}*3?")) for number in range(count)]
+def jobs(count: int) -> list[tuple[TrajectoryId, Task]]:
+    return [(TrajectoryId(number, 0), task(f"{number}*3?")) for number in range(count)]
 
 
 def play_all(
-    make: Any, work: Iterator[EpisodeJob] | Sequence[EpisodeJob], policy: Policy, **named: Any
+    make: Any,
+    work: Iterator[tuple[TrajectoryId, Task]] | Sequence[tuple[TrajectoryId, Task]],
+    policy: Policy,
+    **named: Any,
 ) -> list[Episode]:
     async def main() -> list[Episode]:
         async with asyncio.timeout(60):
@@ -430,10 +433,10 @@ def test_no_more_than_the_concurrency_are_under_way_and_jobs_are_read_as_places_
     begun: list[int] = []
     most = 0
 
-    def reading() -> Iterator[EpisodeJob]:
+    def reading() -> Iterator[tuple[TrajectoryId, Task]]:
         nonlocal most
         for job in jobs(50):
-            begun.append(job.id.prompt_index)
+            begun.append(job[0].prompt_index)
             most = max(most, len(begun) - policy.ended)
             yield job
 

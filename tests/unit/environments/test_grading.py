@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.data.trajectories import TrajectoryId
-from podium.environments.grading import EpisodeGrader, Grade, grade, overlong_penalty
+from podium.environments.grading import EpisodeGrader, Grade, overlong_penalty
 from podium.environments.protocol import is_async
 from podium.environments.rewards import Reward, Sample, build_rewards
 from podium.environments.signatures import fit_signature
@@ -47,7 +47,11 @@ def reward(function: Callable[..., Any], *, weight: float = 1.0, name: str = "f"
 
 
 def graded(given: Sequence[Reward], batch: Sequence[Sample], timeout_s: float = PATIENT_S) -> list[Grade]:
-    return asyncio.run(grade(given, batch, timeout_s=timeout_s))
+    async def grades() -> list[Grade]:
+        async with EpisodeGrader(given, timeout_s=timeout_s) as grader:
+            return await grader.grade(batch)
+
+    return asyncio.run(grades())
 
 
 def totals(grades: Sequence[Grade]) -> list[float | None]:

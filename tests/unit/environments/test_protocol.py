@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from scripted import task
 
-from podium.environments.chat_format import BadCall, ToolCall
 from podium.environments.protocol import SingleTurn, Turn, call_within, is_async
 
 
@@ -142,12 +141,6 @@ def test_cancelling_the_caller_cancels_the_call() -> None:
         return True
 
     assert asyncio.run(scene())
-
-
-def test_a_turn_tells_its_good_calls() -> None:
-    good = ToolCall(name="add", arguments={}, text="")
-    turn = Turn(number=0, text="", calls=(good, BadCall(text="", why="no")))
-    assert turn.good_calls == (good,)
 
 
 def test_a_single_turn_is_an_environment_whose_first_step_is_done() -> None:

@@ -14,11 +14,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from podium.data.kinds import Message
-from podium.data.tasks import PromptEncoder, Task
+from podium.data.prompts import PromptTokenizer
+from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.environments.chat_format import ToolCall
-from podium.environments.tools import Tool
-from podium.environments.transcript import Transcript, TurnTokenizer, check_template, shows_tools
+from podium.environments.transcript import Transcript, TurnTokenizer, check_template
 from podium.errors import DataError, ModelError
 from podium.roles.texts import TextReader
 
@@ -177,7 +177,7 @@ def test_the_first_prompt_is_the_one_of_single_answers(asked: Task) -> None:
     start = asked.text if asked.messages is None else asked.messages
     assert start is not None
     prompt = Transcript(TurnTokenizer(_CHATML), start).tokens_T
-    assert prompt.tolist() == PromptEncoder(_CHATML).encode(asked).tolist()
+    assert prompt.tolist() == asked.encode(PromptTokenizer(_CHATML)).tolist()
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
@@ -254,12 +254,6 @@ def test_templates_that_rewrite_refuse_or_leave_out_are_told_at_the_start(
         check_template(byte_tokenizer(template), role=role)
     assert str(caught.value).startswith("model.chat_template: not fit for episodes of several turns")
     assert why in str(caught.value)
-
-
-def test_whether_the_template_shows_tools_is_told() -> None:
-    tools = [Tool.of(add).schema]
-    assert shows_tools(_CHATML, tools)
-    assert not shows_tools(_PLAIN, tools)
 
 
 # --- properties ---------------------------------------------------------------------------------------------------

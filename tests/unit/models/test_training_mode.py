@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,11 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
 from podium.engine.checkpoint import newest_usable
 from podium.engine.optimizer import AdamW
-from podium.engine.scoring import score, scoring_batches, values
+from podium.engine.scoring import score, scoring_batches, summed_logprobs, values
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
 from podium.errors import RecipeError
 from podium.programs.dpo import PreferenceMethod
-from podium.programs.references import LiveReferences
 from podium.recipe import ModelSection, OptimizerSection
 from podium.recipe.changes import changes
 from podium.recipe.dense import SigmoidPreference
@@ -68,7 +68,11 @@ def test_dpo_against_itself_is_ln_2(folders: dict[str, Path], name: str) -> None
     engine, rows = make_engine(folders[name]), random_rows("pairs")
     reference, _ = place(ModelSection(path=str(folders[name])), folders[name], one_rank(), seed=0, masters=False)
     method = PreferenceMethod(
-        SigmoidPreference(beta=10.0), engine, LiveReferences(reference, one_rank()), max_tokens=40, max_length=256
+        SigmoidPreference(beta=10.0),
+        engine,
+        partial(summed_logprobs, reference, one_rank()),
+        max_tokens=40,
+        max_length=256,
     )
     tally = method.tally()
     batches = method.batches(dealt(rows, one_rank(), 40), tally)

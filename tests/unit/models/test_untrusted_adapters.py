@@ -60,6 +60,6 @@ def test_a_new_token_never_takes_the_row_of_an_old_one(base: Path, tmp_path: Pat
     def section(*tokens: str) -> ModelSection:
         return ModelSection(path=str(base), tokenizer=str(tmp_path), new_tokens={"tokens": tokens})  # type: ignore[arg-type]
 
-    assert [row.id for row in new_rows(section("<x>"))] == [4]
+    assert list(new_rows(section("<x>"))) == [4]
     with pytest.raises(ModelError, match=r"gives '<y>' the id 5, which 'd' has already"):
         new_rows(section("<x>", "<y>"))

@@ -18,7 +18,7 @@ def metrics(step: int, **values: float) -> StepMetrics:
 
 
 def write(path: Path, *steps: int) -> None:
-    with MetricsFile.create(path) as file:
+    with MetricsFile(path) as file:
         for step in steps:
             file.append(metrics(step, loss=1.0 / step))
 
@@ -37,7 +37,7 @@ def test_a_line_is_one_flat_json_object(tmp_path: Path) -> None:
 
 
 def test_a_line_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
-    file = MetricsFile.create(tmp_path / "metrics.jsonl")
+    file = MetricsFile(tmp_path / "metrics.jsonl")
     file.append(metrics(1, loss=2.0))
     assert steps_in(tmp_path / "metrics.jsonl") == [1]
     file.close()
@@ -45,7 +45,7 @@ def test_a_line_can_be_read_before_the_file_is_closed(tmp_path: Path) -> None:
 
 def test_numbers_that_json_lacks_are_written_as_words_and_read_back_as_numbers(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsFile.create(path) as file:
+    with MetricsFile(path) as file:
         file.append(metrics(1, a=math.nan, b=math.inf, c=-math.inf))
     fields = json.loads(path.read_text(), parse_constant=refuse_constant)
     assert (fields["a"], fields["b"], fields["c"]) == ("NaN", "Infinity", "-Infinity")
@@ -94,12 +94,6 @@ def test_a_foreign_line_in_the_middle_is_named_by_file_and_number(tmp_path: Path
         read_metrics(path)
 
 
-def test_a_new_run_does_not_write_into_the_file_of_an_old_one(tmp_path: Path) -> None:
-    write(tmp_path / "metrics.jsonl", 1)
-    with pytest.raises(RunFolderError, match=r"metrics\.jsonl exists already.*run\.name"):
-        MetricsFile.create(tmp_path / "metrics.jsonl")
-
-
 def test_a_run_that_was_stopped_before_its_first_line_can_be_resumed(tmp_path: Path) -> None:
     with MetricsFile.resume(tmp_path / "run" / "metrics.jsonl", step=0) as file:
         file.append(metrics(1, loss=1.0))
@@ -114,7 +108,7 @@ def test_whatever_is_written_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, values: dict[str, float], step: int
 ) -> None:
     path = tmp_path_factory.mktemp("any") / "metrics.jsonl"
-    with MetricsFile.create(path) as file:
+    with MetricsFile(path) as file:
         file.append(StepMetrics(step=step, time_s=0.5, values=values))
     (read,) = read_metrics(path)
     assert read.step == step

@@ -8,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers.made_batches import WORKER, make_answer, make_rollouts
-from podium.cluster.identity import Coordinates
 from podium.cluster.results import ShardResult
 from podium.data.splitting import split_rows
 from podium.data.trajectories import TokenColumn, TrajectoryIds
@@ -122,8 +121,8 @@ def _said(ids: TrajectoryIds, values: list[float]) -> ShardResult[TokenColumn]:
     numbers = np.array(values)
     note = DistanceNote(k1_N=numbers, k2_N=numbers * 2, k3_N=numbers * 3, tokens_N=numbers.astype(np.int64))
     return ShardResult(
-        worker=WORKER, coordinates=Coordinates(0, 0, 0, 0), data_rank=0, ids=ids, lengths_N=np.ones(len(ids), np.int64),
-        stored=None, metrics=(), spans=(), note=note,
+        worker=WORKER, rank=0, ids=ids, lengths_N=np.ones(len(ids), np.int64),
+        stored=None, metrics=(), note=note,
     )  # fmt: skip
 
 

@@ -150,7 +150,7 @@ def test_a_released_copy_holds_no_memory_and_comes_back(folder: Path) -> None:
     assert copy.nbytes == sum(tensor.nbytes for tensor in copy.tensors.values())
     assert copy.release() == copy.nbytes > 0
     assert copy.release() == 0
-    assert not copy.is_resident
+    assert not copy._is_resident
     assert sum(tensor.untyped_storage().nbytes() for tensor in copy.tensors.values()) == 0
     with pytest.raises(RolloutError, match=r"released.*Restore it first"):
         copy.refill()

@@ -10,7 +10,7 @@ more. Where a block is as long as the longest sequence (a slot, as on CPU), all 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -189,10 +189,6 @@ class BlockManager:
         """Most tokens that one of these blocks is remembered with."""
         return max((len(self._nodes[block].tokens) for block in blocks if block in self._nodes), default=0)
 
-    def holders(self, block: int) -> int:
-        """Number of sequences that use a block."""
-        return self._holders[block]
-
     def common_with_remembered(self, tokens: Tokens) -> int:
         """How many leading tokens a sequence would find computed."""
         full, _, copied = self._longest_match(tokens)
@@ -320,26 +316,6 @@ class BlockManager:
         for block in reversed(block_table.blocks):
             self._drop(block)
         block_table.blocks = []
-
-    def check(self) -> Iterator[str]:
-        """What is inconsistent; for tests."""
-        if len(set(self._free)) != len(self._free):
-            yield "a page is free twice"
-        for block in self._free:
-            if self._holders[block] or block in self._nodes:
-                yield f"page {block} is free and in use"
-        for block, node in self._nodes.items():
-            if node.block != block:
-                yield f"page {block} is filed under another"
-            if (block in self._spare) != (self._holders[block] == 0 and not node.children):
-                yield f"page {block} is spare and should not be, or the other way round"
-        accounted = len(self._free) + sum(
-            1 for block in range(self.num_blocks) if self._holders[block] or block in self._nodes
-        )
-        if accounted != self.num_blocks:
-            yield f"{self.num_blocks - accounted} pages are lost"
-        if self._num_kept != sum(1 for block in self._nodes if self._holders[block] == 0):
-            yield "the count of kept pages is wrong"
 
 
 def common_prefix(left: Tokens, right: Tokens) -> int:

@@ -87,22 +87,12 @@ def world_size(engine: Any) -> int:
     return int(engine.vllm_config.parallel_config.world_size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KvCacheSize:
-    """The KV cache that requests can use."""
-
-    tokens: int
-    bytes: int
-
-
-def kv_cache_size(engine: Any) -> KvCacheSize:
-    """Size of the engine's KV cache."""
+def kv_cache_size(engine: Any) -> tuple[int, int]:
+    """Size of the KV cache that requests can use, in tokens and in bytes."""
     cache = engine.vllm_config.cache_config
     tensors = _scheduler(engine).kv_cache_config.kv_cache_tensors
-    return KvCacheSize(
-        tokens=(cache.num_gpu_blocks - 1) * _block_size(engine),  # vLLM keeps one block for itself
-        bytes=sum(each.size for each in tensors),
-    )
+    num_blocks = cache.num_gpu_blocks - 1  # vLLM keeps one block for itself
+    return num_blocks * _block_size(engine), sum(each.size for each in tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,21 +230,12 @@ def set_sampler(worker: Any, sampler: Any) -> None:
     worker.model_runner.sampler = sampler
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchRow:
-    """One request of the step that is sampled."""
-
-    num_tokens: int  # prompt and answer, so far
-    extra_args: dict[str, Any]  # of its SamplingParams
-
-
-def batch_rows(worker: Any) -> list[BatchRow]:
-    """The requests of this step, in the order of the rows of its logits."""
+def batch_rows(worker: Any) -> list[tuple[int, dict[str, Any]]]:
+    """Of each request of this step, in the order of the rows of its logits: tokens so far, prompt and answer, and the
+    extra_args of its SamplingParams."""
     runner = worker.model_runner
     states = [runner.requests[request_id] for request_id in runner.input_batch.req_ids]
-    return [
-        BatchRow(num_tokens=state.num_tokens, extra_args=state.sampling_params.extra_args or {}) for state in states
-    ]
+    return [(state.num_tokens, state.sampling_params.extra_args or {}) for state in states]
 
 
 def with_generators(sampling_metadata: Any, generators: dict[int, torch.Generator]) -> Any:

@@ -356,13 +356,13 @@ class VllmEngine:
             self._lock.wait_for_another(seen, timeout_s=left)
 
     def _measure(self) -> Capacity:
-        cache = compat.kv_cache_size(self._engine)
+        cache_tokens, cache_bytes = compat.kv_cache_size(self._engine)
         return Capacity(
             vocab_size=compat.vocab_size(self._engine),
             max_length=self._settings.max_length,
             max_running=self._settings.max_running,
-            cache_tokens=cache.tokens,
-            cache_bytes=cache.bytes,
+            cache_tokens=cache_tokens,
+            cache_bytes=cache_bytes,
         )
 
     def _sleeping_bytes(self) -> int:

@@ -102,8 +102,8 @@ class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when t
 
     def _seeded(self, device: torch.device) -> dict[int, torch.Generator]:
         chosen = {}
-        for at, row in enumerate(compat.batch_rows(self._worker)):
-            if SEED in row.extra_args:
+        for at, (num_tokens, extra_args) in enumerate(compat.batch_rows(self._worker)):
+            if SEED in extra_args:
                 generator = self._generators.get(at) or self._generators.setdefault(at, torch.Generator(device))
-                chosen[at] = generator.manual_seed(position_seed(row.extra_args[SEED], row.num_tokens))
+                chosen[at] = generator.manual_seed(position_seed(extra_args[SEED], num_tokens))
         return chosen

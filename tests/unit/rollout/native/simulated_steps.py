@@ -5,7 +5,7 @@ checked on the way."""
 from __future__ import annotations
 
 from collections import abc, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,27 @@ from podium.rollout.native.scheduler import Drain, Scheduler, StepPlan
 from podium.rollout.requests import Request, Sampling
 
 STOP = 6
+
+
+def inconsistencies(manager: BlockManager) -> Iterator[str]:
+    """What does not fit together in its books."""
+    if len(set(manager._free)) != len(manager._free):
+        yield "a page is free twice"
+    for block in manager._free:
+        if manager._holders[block] or block in manager._nodes:
+            yield f"page {block} is free and in use"
+    for block, node in manager._nodes.items():
+        if node.block != block:
+            yield f"page {block} is filed under another"
+        if (block in manager._spare) != (manager._holders[block] == 0 and not node.children):
+            yield f"page {block} is spare and should not be, or the other way round"
+    accounted = len(manager._free) + sum(
+        1 for block in range(manager.num_blocks) if manager._holders[block] or block in manager._nodes
+    )
+    if accounted != manager.num_blocks:
+        yield f"{manager.num_blocks - accounted} pages are lost"
+    if manager._num_kept != sum(1 for block in manager._nodes if manager._holders[block] == 0):
+        yield "the count of kept pages is wrong"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,7 +196,7 @@ class Simulation:
         assert len(set(fed_rows)) == len(fed_rows), "a row is fed twice in one step"
         assert set(plan.sample_rows.tolist()) <= set(fed_rows)
         assert sum(chunk.stop - chunk.start for chunk in plan.chunks) <= self.prefill_tokens
-        assert list(self.block_manager.check()) == []
+        assert list(inconsistencies(self.block_manager)) == []
         for row in rows.active.tolist():
             sequence = rows.sequences[row]
             assert sequence is not None
@@ -225,6 +246,6 @@ class Simulation:
             block = sequence.block_table.blocks[i // self.block_size]
             at, value = (block, i % self.block_size), (self.weights, tokens[: i + 1])
             if i >= start:
-                assert self.block_manager.holders(block) == 1, "a block is written that another holds"
+                assert self.block_manager._holders[block] == 1, "a block is written that another holds"
                 self.memory[at] = value
             assert self.memory.get(at) == value, "attention reads what was not computed for this sequence"

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulated_steps import inconsistencies
 
 from podium.rollout.native.block_manager import BlockCopy, BlockManager, BlockTable, common_prefix
 
@@ -46,10 +47,10 @@ def test_two_samples_of_one_prompt_hold_the_same_full_pages() -> None:
     assert second is not None
     assert first.blocks == [0, 1, 2]
     assert second.blocks == [0, 1, 3]
-    assert [block_manager.holders(block) for block in range(4)] == [2, 2, 2, 1]  # page 2 is pinned until it is copied
+    assert [block_manager._holders[block] for block in range(4)] == [2, 2, 2, 1]  # page 2 is pinned until it is copied
     assert second.reused == 9  # the last token must be fed for its logits
     assert block_manager.take_copies() == [BlockCopy(source=2, target=3, tokens=1)]
-    assert [block_manager.holders(block) for block in range(4)] == [2, 2, 1, 1]
+    assert [block_manager._holders[block] for block in range(4)] == [2, 2, 1, 1]
     assert block_manager.num_held == 4
 
 
@@ -179,7 +180,7 @@ def test_a_lease_is_given_back_once_however_often_it_is_released() -> None:
     block_manager.release(block_table, None)
     block_manager.forget()
     assert block_manager.num_available == 2
-    assert not list(block_manager.check())
+    assert not list(inconsistencies(block_manager))
     with pytest.raises(AssertionError, match="page 0 was given back twice"):
         block_manager.release(BlockTable(blocks=[0], reused=0), None)
 
@@ -277,7 +278,7 @@ class PagesInUse(RuleBasedStateMachine):
             return
         for i in range(sequence.done, until):
             block, offset = self.at(sequence.block_table, i)
-            assert self.block_manager.holders(block) == 1, "a page is written that another sequence holds"
+            assert self.block_manager._holders[block] == 1, "a page is written that another sequence holds"
             self.memory[block, offset] = self.holds(sequence, i)
         sequence.done = until
         if remember and sequence.weights == self.weights:
@@ -308,12 +309,12 @@ class PagesInUse(RuleBasedStateMachine):
     def the_books_are_right(self) -> None:
         if not hasattr(self, "book"):
             return
-        assert list(self.block_manager.check()) == []
+        assert list(inconsistencies(self.block_manager)) == []
         held = [block for sequence in self.live for block in sequence.block_table.blocks]
         assert self.block_manager.num_held == len(set(held))
         assert self.block_manager.num_held + self.block_manager.num_available == self.block_manager.num_blocks
         assert all(
-            self.block_manager.holders(block) == held.count(block) for block in range(self.block_manager.num_blocks)
+            self.block_manager._holders[block] == held.count(block) for block in range(self.block_manager.num_blocks)
         )
 
     @invariant()
@@ -329,7 +330,7 @@ class PagesInUse(RuleBasedStateMachine):
             self.block_manager.release(sequence.block_table, None)
         self.block_manager.forget()
         assert (self.block_manager.num_available, self.block_manager.num_held) == (self.block_manager.num_blocks, 0)
-        assert list(self.block_manager.check()) == []
+        assert list(inconsistencies(self.block_manager)) == []
 
 
 TestPagesInUse = PagesInUse.TestCase

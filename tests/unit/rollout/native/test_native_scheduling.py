@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_steps import Simulation, Work
+from simulated_steps import Simulation, Work, inconsistencies
 
 from podium.data.trajectories import TrajectoryId
 
@@ -57,7 +57,7 @@ def finish(simulation: Simulation, *, updates: int = 0) -> None:
     assert (simulation.scheduler.num_running, len(simulation.scheduler.waiting), block_manager.num_held) == (0, 0, 0)
     block_manager.forget()
     assert block_manager.num_available == block_manager.num_blocks
-    assert list(block_manager.check()) == []
+    assert list(inconsistencies(block_manager)) == []
 
 
 @settings(max_examples=100)
