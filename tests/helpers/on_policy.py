@@ -19,7 +19,7 @@ from torch import Tensor
 
 from helpers.engines import make_engine
 from helpers.processes import started, wait_until
-from helpers.ranks import assembled
+from helpers.ranks import assembled, mesh_of
 from podium.cluster import MeshShape, RowRefs, WorkerContext
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import RoleMesh
@@ -27,11 +27,11 @@ from podium.cluster.objects import InlineStored
 from podium.cluster.spans import SpanRecorder
 from podium.data.splitting import split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
-from podium.engine.mesh import Mesh, join, leave
+from podium.engine.mesh import Mesh
 from podium.engine.scoring import score
 from podium.engine.train_step import PendingReport, TrainEngine
 from podium.observe import read_metrics
-from podium.recipe import AlgorithmSection, PlacementSection, Recipe, parse_recipe
+from podium.recipe import AlgorithmSection, Recipe, parse_recipe
 from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard, ValueShard
 from podium.roles.critic import CriticRank
 from podium.roles.handles import even_parts, rank_batches
@@ -327,14 +327,9 @@ class UpdateResult:
 
 
 def update_rank(place: RankPlace, task: UpdateTask) -> UpdateResult:
-    """Everything that is asked of one group of ranks, in one start of processes."""
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(False)
-    mesh = join(PlacementSection(device="cpu", timeout_s=120), rank=place.rank, world=place.world, local_rank=0)
-    try:
+    """All work of one group of ranks, in one start of processes."""
+    with mesh_of(place) as mesh:
         return update_on(mesh, task)
-    finally:
-        leave(mesh)
 
 
 def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
