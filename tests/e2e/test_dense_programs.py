@@ -223,6 +223,7 @@ def numbers() -> list[str]:
     return words
 
 
+@pytest.mark.slow  # fast: tests/golden[distill] and the gradients in tests/spmd/test_dense_gradients.py
 def test_a_smaller_student_answers_as_its_teacher_whatever_the_data_says(
     workspace: Workspace, numbers: list[str]
 ) -> None:

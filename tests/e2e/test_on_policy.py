@@ -192,6 +192,7 @@ def test_the_critics_warm_up_is_no_warning(workspace: Workspace) -> None:
     assert "nothing to learn from" not in outcome.out + outcome.err
 
 
+@pytest.mark.slow  # fast: tests/golden[on-policy-distillation]
 def test_distillation_draws_the_policy_towards_its_teacher(workspace: Workspace, teacher: Path) -> None:
     recipe = rl_recipe(
         workspace, program="on_policy_distill", reward=[], teachers=[{"path": str(teacher)}], steps=12,

@@ -100,6 +100,7 @@ def test_a_reward_that_fails_leaves_out_its_group(workspace: Workspace, deed: st
     assert found[1]["reward/mean"] >= 0.25
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py
 def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: Workspace) -> None:
     code, told = DEEDS["NaN"]
 
@@ -113,7 +114,7 @@ def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: 
     assert [row[7] for row in ledger(workspace.path / "runs/sums")][:4] == [0.0] * 4
 
 
-@pytest.mark.parametrize("deed", ["raises", "hangs"])
+@pytest.mark.parametrize("deed", ["raises", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_reward_that_fails_stops_the_run_where_the_recipe_says_so(workspace: Workspace, deed: str) -> None:
     code, told = DEEDS[deed]
 
@@ -123,12 +124,14 @@ def test_a_reward_that_fails_stops_the_run_where_the_recipe_says_so(workspace: W
     workspace.refused(outcome, f"4 of 16 episodes of step 1 have no reward: {told}", "grading.on_error is fail")
 
 
+@pytest.mark.slow  # fast: tests/unit/environments/test_grading.py
 def test_a_list_of_the_wrong_length_fails_its_group(workspace: Workspace) -> None:
     text = said(workspace, with_rewards(workspace, function="by_group", section={"per": "group"}))
     assert "4 of 16 episodes of step 1 have no reward: by_group returned 1 values for 4 samples" in text
     assert numbers(workspace.path / "runs/sums")[1]["episodes/learned_from"] == 12
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py
 def test_more_failures_than_the_recipe_allows_stop_the_run(workspace: Workspace) -> None:
     recipe = with_rewards(workspace, DEEDS["raises"][0], grading={"max_failed_share": 0.2})
     outcome = workspace.podium("train", recipe)
@@ -140,14 +143,8 @@ def test_more_failures_than_the_recipe_allows_stop_the_run(workspace: Workspace)
     )
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "ppo",
-        "on_policy_distill",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("grpo", "expert_iteration")),
-    ],
-)
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py and test_run_methods.py
+@pytest.mark.parametrize("program", ["ppo", "on_policy_distill", "grpo", "expert_iteration"])
 def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_goes_on(
     workspace: Workspace, program: str
 ) -> None:
@@ -182,6 +179,7 @@ def test_equal_rewards_teach_nothing_and_break_nothing(workspace: Workspace) -> 
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py
 def test_dynamic_sampling_gives_up_where_all_rewards_are_equal(workspace: Workspace) -> None:
     recipe = with_rewards(
         workspace, function="constant", algorithm={"dynamic_sampling": True, "max_refills": 2}, steps=1
@@ -220,6 +218,7 @@ def test_a_verifier_whose_rows_have_no_reference(workspace: Workspace) -> None:
 # --- data ---
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_prompt_source.py
 def test_prompts_that_are_all_too_long(workspace: Workspace) -> None:
     outcome = workspace.podium("train", rl_recipe(workspace, data={"max_length": 20}))
     workspace.refused(
@@ -228,6 +227,7 @@ def test_prompts_that_are_all_too_long(workspace: Workspace) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_prompt_source.py
 def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace: Workspace) -> None:
     long = [{"messages": [{"role": "user", "content": "what is 1" + "+1" * 60}]}]
     short = [{"messages": [{"role": "user", "content": f"what is {number}?"}]} for number in range(9)]
@@ -319,8 +319,9 @@ def loss_mean(tokens):
     ("name", "told"),
     [
         ("raises", "algorithm.advantage: {path} raised RuntimeError: no baseline"),
-        ("short", "algorithm.advantage: {path} gave (3,) values for 16 episodes"),
-        ("infinite", "which is not finite"),
+        # fast: tests/unit/programs/test_estimators.py
+        pytest.param("short", "algorithm.advantage: {path} gave (3,) values for 16 episodes", marks=pytest.mark.slow),
+        pytest.param("infinite", "which is not finite", marks=pytest.mark.slow),
     ],
 )
 def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name: str, told: str) -> None:
@@ -390,23 +391,15 @@ def test_a_reward_model_of_several_labels_is_refused(workspace: Workspace) -> No
     workspace.refused(outcome, "three has 3 labels, and a reward is one number")
 
 
-def diverged(workspace: Workspace) -> str:
-    """What is said of weights that are no numbers any more after the first step."""
+def test_a_run_whose_weights_diverged_stops_and_does_not_blame_the_reward(workspace: Workspace) -> None:
+    """The weights are not numbers any more after the first step."""
     optimizer = {"lr": 1e38, "clip_norm": None}
     outcome = workspace.podium("train", rl_recipe(workspace, optimizer=optimizer, checkpoint={"every": 1}))
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.out + outcome.err
     assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
-    return outcome.err
-
-
-@pytest.mark.slow
-def test_a_run_whose_weights_are_no_numbers_any_more_stops_and_says_so(workspace: Workspace) -> None:
-    assert "the logits were not numbers" in diverged(workspace)
-
-
-def test_weights_that_diverged_are_not_blamed_on_the_reward(workspace: Workspace) -> None:
-    assert "Fix the reward" not in diverged(workspace)
+    assert "the logits were not numbers" in outcome.err
+    assert "Fix the reward" not in outcome.err
 
 
 # --- on Ray ---

@@ -127,6 +127,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one_bit_for_bit(
     assert len(weights(whole)) == 1 + ("kl" in method or method == "ppo")
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_on_policy_run.py; resuming: the test above
 def test_ctrl_c_saves_and_stops_at_the_end_of_the_step_and_resume_goes_on(workspace: Workspace) -> None:
     whole = done(workspace, "train", rl_recipe(workspace, "whole", **changed()))
     recipe = rl_recipe(workspace, "stopped", **changed(run=with_deed(workspace, CTRL_C)))
@@ -146,6 +147,7 @@ def test_ctrl_c_saves_and_stops_at_the_end_of_the_step_and_resume_goes_on(worksp
     assert ledger(run) == ledger(whole)
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py; resuming: see above
 def test_a_reward_that_fails_the_run_is_mended_and_the_run_goes_on(workspace: Workspace) -> None:
     whole = done(workspace, "train", rl_recipe(workspace, "whole", **changed()))
     good = (workspace.path / "rewards.py").read_text()

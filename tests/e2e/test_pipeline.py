@@ -237,7 +237,8 @@ def test_ctrl_c_stops_the_pipeline_and_says_how_to_go_on(workspace: Workspace, w
         pytest.param("before the export", marks=pytest.mark.slow),
         "in the export",
         pytest.param("before the note", marks=pytest.mark.slow),
-        "before the record",
+        # fast: tests/unit/programs/test_pipeline_decisions.py
+        pytest.param("before the record", marks=pytest.mark.slow),
     ],
 )
 def test_a_pipeline_that_is_killed_around_an_export_trains_nothing_again(moment: str, workspace: Workspace) -> None:
