@@ -15,8 +15,8 @@ from hypothesis import settings
 from helpers.tiny import save_tiny_folder, write_chats
 from helpers.workspace import Workspace
 
-# How long an example takes depends on what else the machine does.
-settings.register_profile("podium", deadline=None)
+# How long an example takes depends on what else the machine does. A property with more cases says so itself.
+settings.register_profile("podium", deadline=None, max_examples=50)
 settings.load_profile("podium")
 # Two busy cores share these tests: hand-offs between threads, and oneDNN's cost per call, are most of a tiny model.
 torch.set_num_threads(1)
