@@ -147,9 +147,9 @@ def test_an_argument_that_cannot_be_sent_is_named_without_its_value(open_on_ray:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
         secret = "".join(reversed("TERCES"))
-        with pytest.raises(ClusterError, match=r"counter.measure: its argument number 0 \(Settings\)") as told:
+        with pytest.raises(ClusterError, match=r"counter.measure: its argument number 0 \(Settings\)") as message:
             await group.call_one(0, Counter.measure, Settings(key=secret, lock=Lock()))  # type: ignore[arg-type]
-        assert "SECRET" not in "".join(traceback.format_exception(told.value))
+        assert "SECRET" not in "".join(traceback.format_exception(message.value))
 
     in_cluster(open_on_ray, one_role(Counter, (5,), slots=1), body)
 
@@ -175,9 +175,9 @@ class Gives(Counter):
 def test_an_answer_that_cannot_be_read_is_no_death(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Gives)
-        with pytest.raises(ClusterError, match="only_on_workers") as told:
+        with pytest.raises(ClusterError, match="only_on_workers") as message:
             await group.call_one(0, Gives.give)
-        assert not isinstance(told.value, WorkerDiedError)
+        assert not isinstance(message.value, WorkerDiedError)
         assert (await group.call_one(0, Gives.value)).value == 5
 
     in_cluster(open_on_ray, one_role(Gives, (5,), slots=1), body)

@@ -122,7 +122,7 @@ def test_a_custom_program_resumes_exactly(user: Workspace) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_failed_is_fixed_and_the_run_goes_on(user: Workspace) -> None:
+def test_a_program_that_failed_is_fixed_and_the_run_continues(user: Workspace) -> None:
     steps = {"steps": 4, "checkpoint": {"every": 2, "keep": 9, "background": False}}
     _done(user.podium("train", rl_recipe(user, "whole", **_custom("grpo"), **steps)))
     broken = ON_POLICY.replace(

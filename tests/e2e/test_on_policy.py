@@ -193,7 +193,7 @@ def test_the_critics_warm_up_is_no_warning(workspace: Workspace) -> None:
 
 
 @pytest.mark.slow  # fast: tests/golden[on-policy-distillation]
-def test_distillation_draws_the_policy_towards_its_teacher(workspace: Workspace, teacher: Path) -> None:
+def test_distillation_moves_the_policy_towards_its_teacher(workspace: Workspace, teacher: Path) -> None:
     recipe = rl_recipe(
         workspace, program="on_policy_distill", reward=[], teachers=[{"path": str(teacher)}], steps=12,
         optimizer={"lr": 1e-2}, rollout={"prompts_per_step": 8}, algorithm={"loss": "policy_gradient"},

@@ -86,12 +86,12 @@ def assert_finite(found: dict[int, dict[str, float]]) -> None:
     "deed", [each if each in ("raises", "hangs") else pytest.param(each, marks=pytest.mark.slow) for each in DEEDS]
 )
 def test_a_reward_that_fails_leaves_out_its_group(workspace: Workspace, deed: str) -> None:
-    code, told = DEEDS[deed]
+    code, message = DEEDS[deed]
 
     text = said(workspace, with_rewards(workspace, code, grading={"timeout_s": 0.2}))
 
     found = numbers(workspace.path / "runs/sums")
-    assert f"4 of 16 episodes of step 1 have no reward: {told}" in text
+    assert f"4 of 16 episodes of step 1 have no reward: {message}" in text
     assert_finite(found)
     shares = ("episodes", "episodes/failed", "episodes/dropped", "episodes/learned_from", "groups")
     assert [found[1][name] for name in shares] == [16, 4, 4, 12, 3]
@@ -102,12 +102,12 @@ def test_a_reward_that_fails_leaves_out_its_group(workspace: Workspace, deed: st
 
 @pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py
 def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: Workspace) -> None:
-    code, told = DEEDS["NaN"]
+    code, message = DEEDS["NaN"]
 
     text = said(workspace, with_rewards(workspace, code, grading={"on_error": "zero"}))
 
     found = numbers(workspace.path / "runs/sums")
-    assert f"4 of 16 episodes of step 1 have no reward: {told}" in text
+    assert f"4 of 16 episodes of step 1 have no reward: {message}" in text
     assert_finite(found)
     assert [found[1][name] for name in ("episodes/failed", "episodes/dropped", "episodes/learned_from")] == [4, 0, 16]
     assert found[1]["reward/min"] == 0.0
@@ -116,12 +116,12 @@ def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: 
 
 @pytest.mark.parametrize("deed", ["raises", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_reward_that_fails_stops_the_run_where_the_recipe_says_so(workspace: Workspace, deed: str) -> None:
-    code, told = DEEDS[deed]
+    code, message = DEEDS[deed]
 
     outcome = workspace.podium("train", with_rewards(workspace, code, grading={"on_error": "fail", "timeout_s": 0.2}))
 
     (workspace.path / "go").touch()
-    workspace.refused(outcome, f"4 of 16 episodes of step 1 have no reward: {told}", "grading.on_error is fail")
+    workspace.refused(outcome, f"4 of 16 episodes of step 1 have no reward: {message}", "grading.on_error is fail")
 
 
 @pytest.mark.slow  # fast: tests/unit/environments/test_grading.py
@@ -145,7 +145,7 @@ def test_more_failures_than_the_recipe_allows_stop_the_run(workspace: Workspace)
 
 @pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py and test_run_methods.py
 @pytest.mark.parametrize("program", ["ppo", "on_policy_distill", "grpo", "expert_iteration"])
-def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_goes_on(
+def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_continues(
     workspace: Workspace, program: str
 ) -> None:
     """One episode of each group has no reward."""
@@ -204,7 +204,7 @@ def test_rewards_that_float32_cannot_hold_do_not_reach_the_weights_and_stop_the_
     assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
 
 
-def test_a_reward_that_ends_its_process_is_told(workspace: Workspace) -> None:
+def test_a_reward_that_ends_its_process_is_reported(workspace: Workspace) -> None:
     outcome = workspace.podium("train", with_rewards(workspace, function="leaves"))
     workspace.refused(outcome, "16 of 16 episodes of step 1 have no reward", "leaves raised SystemExit: 3")
 
@@ -246,7 +246,7 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"function": "broken.py:digits"}, ("reward.0.function", "broken.py, line 2")),
         ({"function": "none.py:digits"}, ("reward.0.function: there is no file none.py",)),
@@ -258,16 +258,16 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
         ({}, ("reward.0: needs exactly one of function, verifier and model",)),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_found_before_anything_starts(
-    workspace: Workspace, verb: str, section: dict[str, Any], told: tuple[str, ...]
+def test_a_reward_that_is_unavailable_is_found_before_anything_starts(
+    workspace: Workspace, verb: str, section: dict[str, Any], message: tuple[str, ...]
 ) -> None:
     (workspace.path / "broken.py").write_text("def digits(answer):\n    return ]\n")
-    workspace.refused(workspace.podium(verb, rl_recipe(workspace, reward=[section])), *told)
+    workspace.refused(workspace.podium(verb, rl_recipe(workspace, reward=[section])), *message)
 
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"algorithm": {"advantage": "grpo"}}, ("algorithm.advantage", "grpo")),
         ({"algorithm": {"loss": "ppo"}}, ("algorithm.loss", "ppo")),
@@ -290,9 +290,9 @@ def test_a_reward_that_cannot_be_had_is_found_before_anything_starts(
     ],
 )  # fmt: skip
 def test_a_method_that_cannot_be_is_found_before_anything_starts(
-    workspace: Workspace, verb: str, changes: dict[str, Any], told: tuple[str, ...]
+    workspace: Workspace, verb: str, changes: dict[str, Any], message: tuple[str, ...]
 ) -> None:
-    workspace.refused(workspace.podium(verb, rl_recipe(workspace, **changes)), *told)
+    workspace.refused(workspace.podium(verb, rl_recipe(workspace, **changes)), *message)
 
 
 OWN = """
@@ -316,7 +316,7 @@ def loss_mean(tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("raises", "algorithm.advantage: {path} raised RuntimeError: no baseline"),
         # fast: tests/unit/programs/test_estimators.py
@@ -324,24 +324,24 @@ def loss_mean(tokens):
         pytest.param("infinite", "which is not finite", marks=pytest.mark.slow),
     ],
 )
-def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name: str, told: str) -> None:
+def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name: str, message: str) -> None:
     (workspace.path / "own.py").write_text(OWN)
     outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"advantage": f"own.py:{name}"}))
-    workspace.refused(outcome, told.format(path=workspace.path / f"own.py:{name}"))
+    workspace.refused(outcome, message.format(path=workspace.path / f"own.py:{name}"))
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("loss_raises", "no ratio"),
         ("loss_mean", "algorithm.loss"),
     ],
 )
-def test_a_loss_of_ones_own_that_is_wrong_is_told(workspace: Workspace, name: str, told: str) -> None:
+def test_a_custom_loss_that_is_wrong_is_reported(workspace: Workspace, name: str, message: str) -> None:
     (workspace.path / "own.py").write_text(OWN)
     outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"loss": f"own.py:{name}"}))
     assert outcome.code == 2, outcome
-    assert told in outcome.err
+    assert message in outcome.err
     assert name in outcome.err
 
 

@@ -80,7 +80,7 @@ def test_the_base_as_reference_gives_the_numbers_of_a_second_model(workspace: Wo
     assert "reference" not in {path.name for path in (workspace.path / "runs/base").iterdir()}
 
 
-def test_a_reference_that_goes_on_from_an_adapter_is_base_and_adapter(workspace: Workspace) -> None:
+def test_a_reference_that_starts_from_an_adapter_is_base_and_adapter(workspace: Workspace) -> None:
     adapter = save_peft_adapter(workspace.model, workspace.path / "adapter")
     recipe = rl_recipe(workspace, model=adapted(workspace, adapter=str(adapter)), algorithm={"kl": KL})
     found = trained(workspace, recipe)
@@ -97,7 +97,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.slow  # fast: an adapter resumes in tests/spmd/test_adapter_runs.py, GRPO in test_on_policy_resume.py
 @pytest.mark.parametrize("method", METHODS)
-def test_a_resumed_run_goes_on_bit_for_bit(workspace: Workspace, method: str) -> None:
+def test_a_resumed_run_continues_bit_for_bit(workspace: Workspace, method: str) -> None:
     changes = {**METHODS[method], "checkpoint": {"every": 3, "background": False}, "model": adapted(workspace)}
     wanted = trained(workspace, rl_recipe(workspace, "whole", **changes, steps=5))
     trained(workspace, rl_recipe(workspace, "parts", **changes, steps=3))

@@ -189,7 +189,7 @@ def _unbroken(workspace: Workspace) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_pipeline_that_is_killed_in_a_stage_goes_on_in_it(workspace: Workspace, waiting: str) -> None:
+def test_a_pipeline_that_is_killed_in_a_stage_continues_in_it(workspace: Workspace, waiting: str) -> None:
     with started(["-m", "podium", "train", waiting], workspace.path / "said") as process:
         wait_until((workspace.path / "here").exists, "step 3 of the second stage")
         refused = workspace.podium("train", waiting)
@@ -293,7 +293,7 @@ def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(worksp
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "message"),
     [
         ({"b": {"model": "${stage.c}"}}, "stages.b.model: there is no stage 'c'"),
         ({"b": {"model": "${stage.c}"}, "c": {"model": "${stage.b}"}}, "wait for each other: b -> c -> b"),
@@ -303,12 +303,12 @@ def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(worksp
         ({"b": {"model": "${stage.a}", "placement": {"devices": 4096}}}, "4096 ranks are asked for"),
     ],
 )  # fmt: skip
-def test_mistakes_of_any_stage_are_told_before_the_first_one_runs(
-    stages: dict[str, Any], told: str, workspace: Workspace
+def test_mistakes_of_any_stage_are_reported_before_the_first_one_runs(
+    stages: dict[str, Any], message: str, workspace: Workspace
 ) -> None:
     file = write_pipeline(workspace, {"a": {"model": str(workspace.model)}, **stages})
 
-    workspace.refused(workspace.podium("train", file), told)
+    workspace.refused(workspace.podium("train", file), message)
 
 
 def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> None:
@@ -328,7 +328,7 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("resume", "runs/chain", "--step", "2"), "--step: runs/chain is a pipeline, and steps are of its stages"),
         (("resume", "runs/chain", "--set", "defaults.steps=9"), "has the defaults written into every stage"),
@@ -339,8 +339,10 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
         (("show", "."), "is not a run folder"),
     ],
 )
-def test_what_a_finished_pipeline_cannot_do_is_said(arguments: tuple[str, ...], told: str, finished: Workspace) -> None:
-    finished.refused(finished.podium(*arguments), told, left=("chain",))
+def test_what_a_finished_pipeline_cannot_do_is_said(
+    arguments: tuple[str, ...], message: str, finished: Workspace
+) -> None:
+    finished.refused(finished.podium(*arguments), message, left=("chain",))
     assert not (finished.path / "out").exists()
 
 

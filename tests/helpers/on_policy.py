@@ -62,14 +62,14 @@ def block_of_rows(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], logprobs_T: np.ndarray | None = None
 ) -> TrajectoryBlock:
     """(tokens, which of them were drawn) of each row, all drawn by version 0 and trained on; two samples a draw."""
-    drawn_T = np.concatenate([drawn for _, drawn in rows])
+    sampled_T = np.concatenate([sampled for _, sampled in rows])
     return TrajectoryBlock(
         ids=TrajectoryIds.of(TrajectoryId(number // 2, number % 2) for number in range(len(rows))),
         offsets=np.cumsum([0, *(len(tokens) for tokens, _ in rows)]).astype(np.int64),
         tokens_T=np.concatenate([tokens for tokens, _ in rows]).astype(np.int32),
-        loss_mask_T=drawn_T,
-        behavior_logprobs_T=np.zeros(len(drawn_T), np.float32) if logprobs_T is None else logprobs_T,
-        versions_T=np.where(drawn_T, 0, -1).astype(np.int32),
+        loss_mask_T=sampled_T,
+        behavior_logprobs_T=np.zeros(len(sampled_T), np.float32) if logprobs_T is None else logprobs_T,
+        versions_T=np.where(sampled_T, 0, -1).astype(np.int32),
     )
 
 
@@ -78,8 +78,8 @@ def make_episodes(folder: Path, *, temperature: float = 1.0, seed: int = 0) -> E
     draw = np.random.default_rng(seed)
     rows = []
     for shape in SHAPES:
-        drawn = np.repeat(np.arange(len(shape)) % 2 == 1, shape)
-        rows.append((draw.integers(0, VOCABULARY, len(drawn)), drawn))
+        sampled = np.repeat(np.arange(len(shape)) % 2 == 1, shape)
+        rows.append((draw.integers(0, VOCABULARY, len(sampled)), sampled))
     block = block_of_rows(rows)
     engine = make_engine(folder)
     own_T = score(engine.language_model, engine.mesh, block, temperature=temperature).values_T

@@ -161,7 +161,7 @@ def test_training_has_the_losses_of_one_and_the_whole_copy_follows_by_the_adapte
     assert by_ranks.copied == ((1 + 2 * 11 + 1, 12), (1,))
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_one_rank_goes_on_from_it(folder: Path, by_ranks: Seen) -> None:
+def test_a_checkpoint_holds_the_adapter_alone_and_one_rank_continues_from_it(folder: Path, by_ranks: Seen) -> None:
     reader = newest_usable(by_ranks.checkpoints)
     assert len(reader.shapes()) == 3 * 12
     assert all(".lora_" in name for name in reader.shapes())

@@ -184,7 +184,7 @@ def test_parameters_that_all_ranks_hold_whole_have_the_gradient_and_norm_of_one(
     assert seen.replicated_losses == pytest.approx(two_steps(alone), rel=1e-5)
 
 
-def test_a_checkpoint_of_two_ranks_has_the_frozen_bias_and_one_rank_goes_on(folder: Path, seen: Seen) -> None:
+def test_a_checkpoint_of_two_ranks_has_the_frozen_bias_and_one_rank_continues(folder: Path, seen: Seen) -> None:
     reader = newest_usable(folder / "saved")
     assert f"weight/{BIAS}" in reader.shapes()
     engine = make_engine(folder / "ernie4_5_moe", optimizer=OPTIMIZER, checkpoint=reader)

@@ -60,7 +60,7 @@ def test_leaving_twice_and_coming_back_without_leaving_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_goes_on_as_if_nothing_had_left(folder: Path, dtype: str) -> None:
+def test_training_continues_as_if_nothing_had_left(folder: Path, dtype: str) -> None:
     stayed, travelled = make_engine(folder, dtype=dtype), make_engine(folder, dtype=dtype)
     wanted = [step(stayed, seed) for seed in (1, 2, 3)]
     away = OffloadedTensors(what_can_leave(travelled.optimizer))
