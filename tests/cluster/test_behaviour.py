@@ -136,6 +136,7 @@ def test_where_and_health_answer_while_the_work_thread_is_busy(open_cluster: Ope
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray  # fast on Ray: test_a_stream_that_stops_is_given_up_with_a_report
 def test_a_call_past_its_deadline_says_who_is_late_and_where_they_are(open_cluster: Opener, tmp_path: Path) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -220,6 +221,7 @@ def test_what_is_not_a_public_method_of_the_role_is_refused_at_once(open_cluster
 # Rows
 
 
+@inline_then_ray  # fast on Ray: test_columns_are_joined_to_their_rows_on_the_worker_however_both_were_cut
 def test_rows_are_merged_by_id_and_metrics_as_declared(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)

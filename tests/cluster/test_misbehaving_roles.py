@@ -108,6 +108,7 @@ class Strange(Counter):
         raise MumbleError
 
 
+@inline_then_ray  # fast on Ray: test_an_exception_of_a_role_comes_back_with_its_worker_and_traceback
 def test_exceptions_that_are_not_errors_or_too_long_or_without_text_are_the_roles_own(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Strange)

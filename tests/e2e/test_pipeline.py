@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines as a user runs them: stages in order, nothing run twice, and whatever breaks one off it goes on."""
+"""Pipelines as a user runs them: stages in order, nothing run twice, and an interrupted one resumes."""
 
 from __future__ import annotations
 
@@ -300,7 +300,7 @@ def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(worksp
         ({"b": {"model": "${stage.a}", "data": {"train": [{"path": "no"}]}}}, "stages.b.data.train.0: there is no"),
         ({"b": {"model": "none"}, "c": {"steps": 0, "model": "none"}}, "stages.c.steps: input should be greater"),
         ({"b": {"model": "none"}}, "stages.b.model.path: there is no folder none"),
-        ({"b": {"model": "${stage.a}", "placement": {"devices": 4096}}}, "4096 ranks are asked for"),
+        ({"b": {"model": "${stage.a}", "placement": {"devices": 4096}}}, "placement.devices: 4096 ranks"),
     ],
 )  # fmt: skip
 def test_mistakes_of_any_stage_are_reported_before_the_first_one_runs(

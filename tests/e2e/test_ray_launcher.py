@@ -145,7 +145,7 @@ def joined(two_nodes: RunningCluster, _alone: None, monkeypatch: pytest.MonkeyPa
 
 def session_of(leader: int) -> dict[int, str]:
     """Living processes of a session, by id, with the names that they have given themselves. Ray's workers leave the
-    process group of whoever started Ray, and stay in its session."""
+    process group of the process that started Ray, and stay in its session."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -248,7 +248,7 @@ def test_torchrun_cannot_launch_what_launches_itself(workspace: Workspace, monke
 
 
 def test_a_node_without_the_launching_folder_is_reported_with_what_must_be_shared(tmp_path: Path) -> None:
-    """A node with another file system cannot be had on one machine, so this is the worker's part alone."""
+    """A node with another file system is not possible on one machine, so this is the worker's part alone."""
 
     async def build() -> None:
         mesh, pool = MeshShape(), Pool(name="ranks", slots=1)

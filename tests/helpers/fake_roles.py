@@ -56,8 +56,8 @@ class Bandit:
     log_odds: float = 0.0
     is_right: Callable[[TrajectoryId, float], bool] = sampled
     is_truncated: Callable[[TrajectoryId], bool] = lambda id: False
-    spoils: Callable[[TrajectoryId], str | None] = lambda id: None  # why the episode cannot be had
-    fails: Callable[[TrajectoryId], str | None] = lambda id: None  # why its reward cannot be had
+    spoils: Callable[[TrajectoryId], str | None] = lambda id: None  # why the episode is unavailable
+    fails: Callable[[TrajectoryId], str | None] = lambda id: None  # why its reward is unavailable
     environment: Callable[[EpisodeNote], EpisodeNote] = lambda note: note
     reports: Callable[[int], dict[str, Any]] = lambda step: {}  # what an update has to say beside the usual
     distance: float = 0.0  # log-prob of the policy less that of the reference, at every sampled token

@@ -351,7 +351,7 @@ def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
 
 
 def session_of(leader: int) -> set[int]:
-    """Living processes of a session. Ray's workers leave the process group of whoever started Ray, and stay in its
+    """Living processes of a session. Ray's workers leave the process group of Ray's starter, and stay in its
     session."""
     found = set()
     for entry in Path("/proc").iterdir():

@@ -336,7 +336,7 @@ def test_a_request_larger_than_the_whole_cache_is_refused_alone(
 def test_logits_that_are_not_numbers_end_their_own_answer_only(
     engine_factory: EngineFactory, untied_folder: Path
 ) -> None:
-    """Token 9 has an embedding of NaN: whoever meets it fails, and keeps what was drawn before. Those who are given its
+    """Token 9 has an embedding of NaN: a sequence that meets it fails, and keeps its tokens. Those who are given its
     place in the cache afterwards find nothing of it."""
     engine, judge = engine_factory(untied_folder, cache_bytes=200 * 1024), Judge(untied_folder)
     with torch.no_grad():

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages about on-policy training are about this code: programs are quoted as they are, recipes and pieces of one's
-own work, every key and name is told, and links lead somewhere."""
+own work, every key and name is documented, and links lead somewhere."""
 
 from __future__ import annotations
 

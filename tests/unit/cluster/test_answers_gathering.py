@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many answers awaited at once: deaths outrank failures, a deadline is told with where everyone is."""
+"""Many answers awaited at once: deaths outrank failures, a deadline is reported with where everyone is."""
 
 import asyncio
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ def worker(slot):
 
 
 class CrewStub:
-    """What is told to a worker pool while its answers are gathered."""
+    """What a worker pool gets to know while its answers are gathered."""
 
     def __init__(self, slots):
         self.pool = SimpleNamespace(name="gen")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of a run: too long ones are left out and counted, and a saved position goes on exactly."""
+"""Prompts of a run: too long ones are left out and counted, and a saved position continues exactly."""
 
 from __future__ import annotations
 

@@ -130,7 +130,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_and_is_counted(tmp_path: Path
     assert trial.metric("groups/uniform") == {1: 0.75}
 
 
-# --- rewards that cannot be had ---
+# --- rewards that are unavailable ---
 
 
 def test_drop_group_leaves_the_whole_group_out_and_says_so(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_the_prompt_of_a_pair_is_what_comes_before_its_chosen_answer():
     prompt = maker().prompt_of(Row(values, "rows.jsonl, line 1"))
     assert prompt is not None
     assert prompt.reference == "4"
-    assert prompt.values == values  # all of it, for whoever scores the answer
+    assert prompt.values == values  # all of it, for the reward function
     assert byte_tokenizer(CHATML).decode(prompt.tokens) == "2+2="
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs, labels and scores: what rows of each shape say, and rows that make no sense, each told with its place."""
+"""Pairs, labels and scores: what rows of each shape say, and rows that make no sense, each reported with its place."""
 
 import json
 

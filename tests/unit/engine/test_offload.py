@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves the device comes back bit for bit into the same tensors, and training goes on as if nothing had been."""
+"""What leaves the device comes back bit for bit into the same tensors, and training continues as before."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_tensors_come_back_in_place_bit_for_bit() -> None:
         assert away.restore() == size
         assert not away.is_away
         assert all(torch.equal(tensor, each) for tensor, each in zip(tensors, wanted, strict=True))
-        assert torch.equal(view, wanted[0][1:3])  # whoever looked at it before still does
+        assert torch.equal(view, wanted[0][1:3])  # an older view still sees it
         tensors[0].add_(1)
         wanted[0].add_(1)
 

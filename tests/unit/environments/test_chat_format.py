@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls are found in every common format, malformed ones are told apart from none, and nothing raises."""
+"""Tool calls are found in every common format, malformed ones are distinguished from none, and nothing raises."""
 
 from __future__ import annotations
 

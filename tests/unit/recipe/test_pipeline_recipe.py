@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a pipeline: how they refer to each other, in which order they run, and how their mistakes are told."""
+"""Stages of a pipeline: how they refer to each other, in which order they run, and how their mistakes are reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pipeline(stages: dict[str, Any], **keys: Any) -> PipelineRecipe:
 
 
 def problems(stages: dict[str, Any], **keys: Any) -> list[str]:
-    """One line for each, as told."""
+    """One line for each problem, as reported."""
     with pytest.raises(RecipeError) as caught:
         pipeline(stages, **keys)
     return [line.strip() for line in str(caught.value).splitlines()[1:]]

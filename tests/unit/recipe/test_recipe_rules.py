@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that span several keys: each is broken once, and its sentence says how to mend it."""
+"""Rules that span several keys: each is broken once, and its sentence says how to fix it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks are placed, how the first failure is told, and when something is due."""
+"""How ranks are placed, how the first failure is reported, and when something is due."""
 
 from __future__ import annotations
 

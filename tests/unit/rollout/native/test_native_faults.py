@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be served is an error of its own request; the engine goes on, also after broken weights."""
+"""What cannot be served is an error of its own request; the engine continues, also after broken weights."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def tight_memory(draw: st.DrawFn) -> Simulation:
 
 
 def finish(simulation: Simulation, *, updates: int = 0) -> None:
-    """Whoever is oldest always advances, so the work of all, one after the other, bounds the steps; an update may
+    """The oldest sequence always advances, so the work of all, one after the other, bounds the steps; an update may
     cost all of it again."""
     most = (1 + updates) * sum(each.steps(simulation.prefill_tokens) for each in simulation.work)
     while not simulation.is_over:
