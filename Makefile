@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo test test-slow test-vllm test-verl test-all lint types format clean
+.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-vllm test-verl test-all lint types format clean
 
 install: $(INSTALLED)
 
@@ -26,8 +26,14 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 
 FAST := not slow and not gpu and not verl and not trl
 
-test: lint types  ## what every change must pass: in two processes, then what needs ports, Ray or a steady clock
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile -m "$(FAST) and not serial"
+test: lint  ## what every change must pass
+	$(MAKE) --no-print-directory -j 2 types test-parallel
+	$(MAKE) --no-print-directory test-serial
+
+test-parallel: $(INSTALLED)  ## in two processes
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(FAST) and not serial"
+
+test-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(FAST) and serial"
 
 test-slow: $(INSTALLED)  ## the rest: several ranks, kills, restarts

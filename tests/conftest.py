@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,8 @@ from hypothesis import settings
 from helpers.tiny import save_tiny_folder, write_chats
 from helpers.workspace import Workspace
 
-# How long an example takes depends on what else the machine does.
-settings.register_profile("podium", deadline=None)
+# How long an example takes depends on what else the machine does. A property with more cases says so itself.
+settings.register_profile("podium", deadline=None, max_examples=50)
 settings.load_profile("podium")
 # Two busy cores share these tests: hand-offs between threads, and oneDNN's cost per call, are most of a tiny model.
 torch.set_num_threads(1)
@@ -25,11 +26,33 @@ transformers.logging.disable_progress_bar()
 _TESTS = Path(__file__).parent
 
 
+# Folders whose files take longest: they begin first, so that both processes of `make test` end at the same time.
+_LONGEST_FIRST = ("golden", "spmd", "e2e", "rollout", "unit/rollout", "unit/models", "unit/environments")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests with Ray or process groups are serial: they use all processors, and two of them may choose one port."""
+    """Tests of tests/cluster are serial: Ray uses all processors. Files that take long come first."""
     for item in items:
-        if item.path.is_relative_to(_TESTS / "cluster") or item.path.is_relative_to(_TESTS / "spmd"):
+        if item.path.is_relative_to(_TESTS / "cluster"):
             item.add_marker(pytest.mark.serial)
+    items.sort(key=lambda item: _rank(item.path))
+
+
+def _rank(file: Path) -> int:
+    folders = (index for index, folder in enumerate(_LONGEST_FIRST) if file.is_relative_to(_TESTS / folder))
+    return next(folders, len(_LONGEST_FIRST))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, with the modules of tests/spmd as one file: they share one start of ranks."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/spmd" if nodeid.startswith("tests/spmd/") else str(super()._split_scope(nodeid))
+
+    return Scheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(autouse=True)

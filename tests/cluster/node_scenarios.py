@@ -112,9 +112,9 @@ async def all_free(cpus: int) -> None:
             await asyncio.sleep(0.05)
 
 
-async def refused(cluster: Cluster, asked: Layout) -> str:
+async def refused(cluster: Cluster, layout: Layout) -> str:
     try:
-        await cluster.start(asked, deadline_s=30)
+        await cluster.start(layout, deadline_s=30)
     except PlacementError as error:
         return str(error)
     raise AssertionError("this should have been refused")
@@ -228,7 +228,7 @@ async def death(folder: Path) -> dict[str, float]:
             assert small.read().ids.same_as(ids(range(4)))
             alive = large.select(shards[1].ids).read()
             assert alive.values_N.shape == (4, 50_000)
-            with seconds(measured, "loss_told_s"):
+            with seconds(measured, "loss_reported_s"):
                 text = failed_now(lambda: large.select(shards[0].ids).read(), StoreError)
             assert "lost with the node that held it" in text
             # So does a worker say that is given them.

@@ -134,6 +134,7 @@ def test_where_and_health_answer_while_the_work_thread_is_busy(open_cluster: Ope
     in_cluster(open_cluster, COUNTERS, body)
 
 
+@inline_then_ray  # fast on Ray: test_a_stream_that_stops_is_given_up_with_a_report
 def test_a_call_past_its_deadline_says_who_is_late_and_where_they_are(open_cluster: Opener, tmp_path: Path) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -218,6 +219,7 @@ def test_what_is_not_a_public_method_of_the_role_is_refused_at_once(open_cluster
 # Rows
 
 
+@inline_then_ray  # fast on Ray: test_columns_are_joined_to_their_rows_on_the_worker_however_both_were_cut
 def test_rows_are_merged_by_id_and_metrics_as_declared(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
@@ -414,17 +416,18 @@ def test_a_worker_with_other_code_than_the_controllers_says_so_when_it_is_built(
     known = {name: parameters_of(method) for name, method in public_methods(Counter).items()}
     assert known["add"] == ("self", "number", "*", "twice")
 
-    def told(**changed: tuple[str, ...]) -> str:
+    def message(**changed: tuple[str, ...]) -> str:
         reply, _ = host.perform(Build(role="counter", methods={**known, **changed}), Counter, ())
         return reply.failure.text if reply.failure else ""
 
-    assert told() == ""
-    assert told(update=("self", "batch")) == (
+    assert message() == ""
+    assert message(update=("self", "batch")) == (
         "gen[0]@node-a/cpu#0: the controller would call Counter.update(self, batch), and in this worker's copy of "
         "the code it does not exist. Controller and workers must run the same code."
     )
-    assert "Counter.add(self, amount), and in this worker's copy of the code it has (self, number, *, twice)" in told(
-        add=("self", "amount")
+    assert (
+        "Counter.add(self, amount), and in this worker's copy of the code it has (self, number, *, twice)"
+        in message(add=("self", "amount"))
     )
 
 
@@ -492,17 +495,17 @@ def test_a_call_to_a_dead_worker_names_it(open_cluster: Opener) -> None:
         group = workers.role("counter", Counter)
         lost = group.workers[1]
         await workers.end_worker(lost)
-        told = r"gen\[1\]@.*#0"
-        with pytest.raises(WorkerDiedError, match=told):
+        message = r"gen\[1\]@.*#0"
+        with pytest.raises(WorkerDiedError, match=message):
             await group.call_all(Counter.value)
-        with pytest.raises(WorkerDiedError, match=told):
+        with pytest.raises(WorkerDiedError, match=message):
             await group.call_one(1, Counter.value)
-        with pytest.raises(WorkerDiedError, match=told):
+        with pytest.raises(WorkerDiedError, match=message):
             await group.call_sharded(Counter.generate, SHARDS)
-        with pytest.raises(WorkerDiedError, match=told):
+        with pytest.raises(WorkerDiedError, match=message):
             await drain(group.stream_sharded(Counter.generate_slowly, SHARDS))
         await workers.recover("gen", deadline_s=30)
-        with pytest.raises(WorkerDiedError, match=rf"{told} is gone; gen\[1\]@.*#1"):
+        with pytest.raises(WorkerDiedError, match=rf"{message} is gone; gen\[1\]@.*#1"):
             await workers.end_worker(lost)
 
     in_cluster(open_cluster, COUNTERS, body)

@@ -19,7 +19,7 @@ Opener = Callable[[], AbstractAsyncContextManager[Cluster]]
 
 
 class Pausable:
-    """Works until it is told to stop."""
+    """Works until it gets a request to stop."""
 
     def __init__(self, context: WorkerContext) -> None:
         self._stop, self._turns = threading.Event(), 0

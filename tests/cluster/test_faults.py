@@ -112,7 +112,7 @@ def test_blocks_finished_before_a_kill_are_readable_after_it(open_on_ray: Opener
     in_cluster(open_on_ray, one_role(Counter), body)
 
 
-def test_what_a_worker_cannot_send_is_told_with_its_name(open_on_ray: Opener) -> None:
+def test_what_a_worker_cannot_send_is_reported_with_its_name(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
         with pytest.raises(ClusterError, match=r"(?s)cannot pickle.*gen\[0\]"):
@@ -321,7 +321,7 @@ def test_a_meeting_that_nobody_serves_ends_in_time() -> None:
     assert time.monotonic() - began < 10.0
 
 
-def test_an_address_that_no_interface_has_is_told_with_those_there_are() -> None:
+def test_an_address_that_no_interface_has_is_reported_with_those_there_are() -> None:
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(RendezvousError, match=r"no network interface .* 192\.0\.2\.7; there are .*lo \(127\.0\.0\.1\)"):
         interface_of("192.0.2.7")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups that span pools: weights go from a policy to its generator, whoever of them has just been rebuilt."""
+"""Process groups that span pools: weights go from a policy to its generator, also after one was rebuilt."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_pools_of_one_link_that_die_together_come_back_together(open_on_ray: Ope
         await workers.connect("weights", ("policy", "generator"), deadline_s=30)
         await kill(workers, "policy", 1)
         await kill(workers, "generator", 0)
-        # Whoever comes first finds the other dead: it may say so, but must not forget what it has left undone.
+        # The first one finds the other dead: it may report that, but must not forget what it has left undone.
         for pool in ("train", "gen", "train"):
             with suppress(WorkerDiedError):
                 await workers.recover(pool, deadline_s=60)

@@ -107,6 +107,7 @@ class Strange(Counter):
         raise MumbleError
 
 
+@inline_then_ray  # fast on Ray: test_an_exception_of_a_role_comes_back_with_its_worker_and_traceback
 def test_exceptions_that_are_not_errors_or_too_long_or_without_text_are_the_roles_own(open_cluster: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Strange)
@@ -146,9 +147,9 @@ def test_an_argument_that_cannot_be_sent_is_named_without_its_value(open_on_ray:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
         secret = "".join(reversed("TERCES"))
-        with pytest.raises(ClusterError, match=r"counter.measure: its argument number 0 \(Settings\)") as told:
+        with pytest.raises(ClusterError, match=r"counter.measure: its argument number 0 \(Settings\)") as message:
             await group.call_one(0, Counter.measure, Settings(key=secret, lock=Lock()))  # type: ignore[arg-type]
-        assert "SECRET" not in "".join(traceback.format_exception(told.value))
+        assert "SECRET" not in "".join(traceback.format_exception(message.value))
 
     in_cluster(open_on_ray, one_role(Counter, (5,), slots=1), body)
 
@@ -174,9 +175,9 @@ class Gives(Counter):
 def test_an_answer_that_cannot_be_read_is_no_death(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Gives)
-        with pytest.raises(ClusterError, match="only_on_workers") as told:
+        with pytest.raises(ClusterError, match="only_on_workers") as message:
             await group.call_one(0, Gives.give)
-        assert not isinstance(told.value, WorkerDiedError)
+        assert not isinstance(message.value, WorkerDiedError)
         assert (await group.call_one(0, Gives.value)).value == 5
 
     in_cluster(open_on_ray, one_role(Gives, (5,), slots=1), body)

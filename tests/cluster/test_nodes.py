@@ -37,10 +37,10 @@ def scenario(name: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
     folder = Path(tempfile.mkdtemp(prefix="pn", dir="/tmp"))
     environment = {**os.environ, "RAY_TMPDIR": str(folder), "PYTHONPATH": _path(), "OMP_NUM_THREADS": "1"}
     environment.pop("RAY_ADDRESS", None)
-    with (folder / "told").open("wb") as told, (folder / "errors").open("wb") as errors:
+    with (folder / "output").open("wb") as output, (folder / "errors").open("wb") as errors:
         process = subprocess.Popen(
             [sys.executable, str(SCRIPT), name, str(folder)],
-            stdout=told,
+            stdout=output,
             stderr=errors,
             env=environment,
             start_new_session=True,
@@ -73,9 +73,9 @@ def users_of(folder: Path) -> dict[int, str]:
     return found
 
 
-def told(folder: Path) -> dict[str, Any]:
+def report(folder: Path) -> dict[str, Any]:
     """The last line that a scenario has printed of itself; it must have ended well if it had no more to say."""
-    lines = [line for line in (folder / "told").read_text().splitlines() if line.startswith("{")]
+    lines = [line for line in (folder / "output").read_text().splitlines() if line.startswith("{")]
     assert lines, (folder / "errors").read_text()[-6000:]
     found: dict[str, Any] = json.loads(lines[-1])
     return found
@@ -90,7 +90,7 @@ def measured(name: str, *, limit_s: float) -> dict[str, float]:
             pytest.fail(f"{name} took more than {limit_s:.0f} s:\n{(folder / 'errors').read_text()[-4000:]}")
         assert code == 0, (folder / "errors").read_text()[-6000:]
         wait_until(lambda: not users_of(folder), f"the end of {name}'s processes", deadline_s=60)
-        found = told(folder)
+        found = report(folder)
         print(name, found)
         return found
 
@@ -104,7 +104,7 @@ def test_pools_are_placed_as_they_ask_on_a_cluster_that_is_joined_and_left_up() 
 def test_a_node_that_dies_under_calls_is_noticed_and_its_workers_come_back_on_another() -> None:
     times = measured("death", limit_s=240)
     assert times["noticed_s"] < 5
-    assert times["loss_told_s"] < 10
+    assert times["loss_reported_s"] < 10
 
 
 @pytest.mark.slow
@@ -126,10 +126,10 @@ def test_an_address_where_something_else_listens_fails_at_its_deadline() -> None
 def test_a_local_ray_listens_on_loopback_only_and_ends_with_a_killed_controller() -> None:
     with scenario("local") as (process, folder):
         wait_until(
-            lambda: (folder / "told").read_text().endswith("}\n") or process.poll() is not None,
+            lambda: (folder / "output").read_text().endswith("}\n") or process.poll() is not None,
             "the scenario's first words",
         )
-        started = told(folder)
+        started = report(folder)
         assert started["outside"] == []
         assert len(started["workers"]) == 2
         assert all(Path(f"/proc/{worker}").exists() for worker in started["workers"])

@@ -59,7 +59,7 @@ def test_check_deep_reads_tokenizer_model_and_data(workspace: Workspace) -> None
     assert not (workspace.path / "runs").exists()
 
 
-def test_the_version_is_told(workspace: Workspace) -> None:
+def test_the_version_is_reported(workspace: Workspace) -> None:
     outcome = workspace.podium("--version")
 
     assert outcome.code == 0
@@ -125,7 +125,7 @@ def test_a_recipe_object_and_a_file_give_the_same_losses(workspace: Workspace) -
     assert (by_object.status, by_object.step, by_object.folder) == ("finished", 4, Path("runs/object"))
 
 
-def test_ctrl_c_saves_and_resume_goes_on_exactly(workspace: Workspace) -> None:
+def test_ctrl_c_saves_and_resume_continues_exactly(workspace: Workspace) -> None:
     (workspace.path / "mine.py").write_text(STOP_AT_2)
     recipe = workspace.recipe(data=HELDOUT, optimizer={"schedule": "cosine", "warmup_steps": 2}, steps=6)
     whole = workspace.podium("train", recipe, "--set", "run.name=whole")
@@ -196,8 +196,8 @@ def test_resume_refuses_data_that_changed(workspace: Workspace) -> None:
 
     outcome = workspace.podium("resume", "runs/sums", "--step", "2")
 
-    told = f"{workspace.path / 'train.jsonl'}: its content is not what the run began with"
-    workspace.refused(outcome, "cannot be resumed exactly", told, left=("sums",))
+    message = f"{workspace.path / 'train.jsonl'}: its content is not what the run began with"
+    workspace.refused(outcome, "cannot be resumed exactly", message, left=("sums",))
 
 
 def test_harmless_changes_are_taken_and_change_no_loss(workspace: Workspace) -> None:

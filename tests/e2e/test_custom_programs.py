@@ -122,7 +122,7 @@ def test_a_custom_program_resumes_exactly(user: Workspace) -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_failed_is_fixed_and_the_run_goes_on(user: Workspace) -> None:
+def test_a_program_that_failed_is_fixed_and_the_run_continues(user: Workspace) -> None:
     steps = {"steps": 4, "checkpoint": {"every": 2, "keep": 9, "background": False}}
     _done(user.podium("train", rl_recipe(user, "whole", **_custom("grpo"), **steps)))
     broken = ON_POLICY.replace(
@@ -139,7 +139,11 @@ def test_a_program_that_failed_is_fixed_and_the_run_goes_on(user: Workspace) -> 
     assert any(file.endswith("on_policy.py:grpo") for file in files)
 
 
-@pytest.mark.parametrize("program", ["forgetful", "leaves", "wrong_shape"])
+@pytest.mark.parametrize(
+    "program",
+    # fast: tests/unit/controller/test_on_policy_run.py and test_steps.py
+    ["forgetful", *(pytest.param(each, marks=pytest.mark.slow) for each in ("leaves", "wrong_shape"))],
+)
 def test_a_program_that_misuses_its_run_is_stopped_in_words(user: Workspace, program: str) -> None:
     outcome = user.podium("train", rl_recipe(user, program, **_custom(program)))
 

@@ -223,6 +223,7 @@ def numbers() -> list[str]:
     return words
 
 
+@pytest.mark.slow  # fast: tests/golden[distill] and the gradients in tests/spmd/test_dense_gradients.py
 def test_a_smaller_student_answers_as_its_teacher_whatever_the_data_says(
     workspace: Workspace, numbers: list[str]
 ) -> None:
@@ -282,7 +283,9 @@ def prepare(workspace: Workspace, program: str) -> None:
 
 
 @pytest.mark.parametrize("program", ["dpo", pytest.param("distill", marks=pytest.mark.slow)])
-def test_a_stopped_run_goes_on_bit_for_bit_with_or_without_what_it_computed(workspace: Workspace, program: str) -> None:
+def test_a_stopped_run_continues_bit_for_bit_with_or_without_what_it_computed(
+    workspace: Workspace, program: str
+) -> None:
     prepare(workspace, program)
     (workspace.path / "stopper.py").write_text(STOPPER)
     every = {"every": 2, "background": False, "keep": 9}
@@ -372,7 +375,7 @@ def parts(workspace: Workspace) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (workspace.path / "runs/.cache").rglob("part-*.json")}
 
 
-def test_a_request_to_stop_is_heard_during_the_pass_and_the_same_command_goes_on(workspace: Workspace) -> None:
+def test_a_request_to_stop_is_heard_during_the_pass_and_the_same_command_continues(workspace: Workspace) -> None:
     write_pairs(workspace)
     (workspace.path / "stopper.py").write_text(STOPPER)
     trained(workspace, long_pass(workspace, "whole"))
@@ -394,7 +397,7 @@ def test_a_request_to_stop_is_heard_during_the_pass_and_the_same_command_goes_on
 
 
 @pytest.mark.slow
-def test_a_pass_that_is_killed_goes_on_where_it_was(workspace: Workspace) -> None:
+def test_a_pass_that_is_killed_continues_where_it_was(workspace: Workspace) -> None:
     write_pairs(workspace)
     (workspace.path / "stuck.py").write_text(STUCK)
     trained(workspace, long_pass(workspace, "whole"))
@@ -459,7 +462,7 @@ VERBS = ("check", "train")
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
-    ("program", "changes", "told"),
+    ("program", "changes", "message"),
     [
         ("distill", {}, "teachers: required, and missing"),
         ("distill", {"teachers": [{"path": "./none"}]}, "teachers.0.path: there is no folder ./none"),
@@ -474,16 +477,16 @@ VERBS = ("check", "train")
         ("reward_model", {"reward_model": {"learns": "scores"}}, "train.jsonl, line 1: there is no `score`"),
     ],
 )  # fmt: skip
-def test_a_recipe_that_cannot_work_is_told_before_anything_runs(
-    workspace: Workspace, verb: str, program: str, changes: dict[str, Any], told: str
+def test_a_recipe_that_cannot_work_is_reported_before_anything_runs(
+    workspace: Workspace, verb: str, program: str, changes: dict[str, Any], message: str
 ) -> None:
     write_pairs(workspace, 4)
-    workspace.refused(workspace.podium(verb, dense(workspace, program=program, **changes)), told)
+    workspace.refused(workspace.podium(verb, dense(workspace, program=program, **changes)), message)
 
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize("program", ["dpo", "reward_model", "distill"])
-def test_an_empty_file_is_told(workspace: Workspace, verb: str, program: str) -> None:
+def test_an_empty_file_is_reported(workspace: Workspace, verb: str, program: str) -> None:
     (workspace.path / "train.jsonl").write_text("")
     recipe = dense(
         workspace, program=program, **({"teachers": [{"path": str(workspace.model)}]} if program == "distill" else {})
@@ -500,10 +503,10 @@ BAD_PAIRS = [
 
 @pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
 @pytest.mark.parametrize(
-    ("program", "change", "told"), [*(("dpo", *bad) for bad in BAD_PAIRS), ("reward_model", *BAD_PAIRS[1])]
+    ("program", "change", "message"), [*(("dpo", *bad) for bad in BAD_PAIRS), ("reward_model", *BAD_PAIRS[1])]
 )
-def test_a_bad_pair_in_the_middle_is_told_with_its_line(
-    workspace: Workspace, arguments: tuple[str, ...], program: str, change: dict[str, Any], told: str
+def test_a_bad_pair_in_the_middle_is_reported_with_its_line(
+    workspace: Workspace, arguments: tuple[str, ...], program: str, change: dict[str, Any], message: str
 ) -> None:
     rows = pairs(8, 1)
     rows[5]["chosen"] = [{"role": "assistant", "content": "it is 2."}]
@@ -511,7 +514,7 @@ def test_a_bad_pair_in_the_middle_is_told_with_its_line(
     workspace.rows("train.jsonl", rows)
     outcome = workspace.podium(*arguments, dense(workspace, program=program))
     left = (".cache",) if (workspace.path / "runs/.cache").exists() else ()
-    workspace.refused(outcome, "train.jsonl, line 6: ", told, left=left)
+    workspace.refused(outcome, "train.jsonl, line 6: ", message, left=left)
 
 
 def test_a_teacher_or_reference_with_other_words_is_refused(workspace: Workspace) -> None:
@@ -545,7 +548,7 @@ def test_a_teacher_or_reference_with_other_words_is_refused(workspace: Workspace
         assert "Traceback" not in outcome.err + outcome.out
 
 
-def test_a_map_that_draws_anew_cannot_have_its_reference_computed_before(workspace: Workspace) -> None:
+def test_a_random_map_cannot_have_its_reference_computed_before(workspace: Workspace) -> None:
     write_pairs(workspace, 16)
     (workspace.path / "mine.py").write_text(
         "import itertools\ncount = itertools.count()\n\n"

@@ -36,12 +36,12 @@ def generate(workspace: Workspace, *options: str, prompts: str = "heldout.jsonl"
     return workspace.podium("generate", str(workspace.model), "--prompts", prompts, "--out", out, *options)
 
 
-def refused(outcome: Outcome, *told: str) -> None:
+def refused(outcome: Outcome, *message: str) -> None:
     """Exit code 2 and the reason, without a traceback; what was read before may have been said before."""
     assert outcome.code == 2, outcome
     assert "\nerror: " in "\n" + outcome.err
     assert "Traceback" not in outcome.err + outcome.out
-    for part in told:
+    for part in message:
         assert part in outcome.err
 
 
@@ -156,7 +156,7 @@ def test_a_csv_with_renamed_columns_is_read(workspace: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         (("--temperature", "-1"), "temperature is -1.0"),
         (("--max-new-tokens", "0"), "max_new_tokens is 0"),
@@ -184,13 +184,15 @@ def test_a_csv_with_renamed_columns_is_read(workspace: Workspace) -> None:
         (("--tokenizer", "."), "has no tokenizer"),
     ],
 )
-def test_what_is_wrong_is_told_and_leaves_nothing(workspace: Workspace, options: tuple[str, ...], told: str) -> None:
+def test_what_is_wrong_is_reported_and_leaves_nothing(
+    workspace: Workspace, options: tuple[str, ...], message: str
+) -> None:
     (workspace.path / "empty.jsonl").touch()
     before = {file.name: file.read_bytes() for file in workspace.path.iterdir()}
 
     outcome = generate(workspace, *options)
 
-    refused(outcome, told)
+    refused(outcome, message)
     assert {file.name: file.read_bytes() for file in workspace.path.iterdir()} == before
 
 
@@ -208,7 +210,7 @@ assert {"torch", "transformers", "ray"}.isdisjoint(sys.modules)
 """
 
 
-def test_mistakes_are_told_before_anything_heavy_is_imported(workspace: Workspace) -> None:
+def test_mistakes_are_reported_before_anything_heavy_is_imported(workspace: Workspace) -> None:
     command = [sys.executable, "-c", MISTAKES, str(workspace.model)]
     done = subprocess.run(command, cwd=workspace.path, capture_output=True, text=True, timeout=120)
 
@@ -239,14 +241,14 @@ def test_models_that_cannot_generate_are_refused(workspace: Workspace) -> None:
     run = workspace.path / "a-run"
     run.mkdir()
     (run / "recipe.yaml").touch()
-    told = {
+    message = {
         "bare": "has no tokenizer, and prompts are text",
         "weightless": "has no *.safetensors weights",
         "a-run": "Export it first with `podium export a-run OUT`",
         "gone": "there is no folder gone",
     }
 
-    for model, reason in told.items():
+    for model, reason in message.items():
         refused(workspace.podium("generate", model, "--prompts", "heldout.jsonl", "--out", "a.jsonl"), reason)
     options = ("--prompts", "heldout.jsonl", "--out", "a.jsonl", "--tokenizer", str(workspace.model))
     refused(workspace.podium("generate", str(linear), *options), "Qwen3NextForCausalLM DIFFERS")

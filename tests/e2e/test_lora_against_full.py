@@ -60,8 +60,8 @@ def test_an_adapter_comes_within_a_few_points_of_full_fine_tuning_on_the_demo_ta
     task.make_task(tmp_path, seed=0)
     train, _ = task.split_questions(task.all_questions(), random.Random(0))
     dice = random.Random(1)
-    drawn = dice.choices(train, task.weights_of(train), k=6000)
-    rows = [task.as_row(each, each.answer if each.is_easy else each.worked_out, dice) for each in drawn]
+    sampled = dice.choices(train, task.weights_of(train), k=6000)
+    rows = [task.as_row(each, each.answer if each.is_easy else each.worked_out, dice) for each in sampled]
     task.write_jsonl(tmp_path / "careful.jsonl", rows)
 
     before = accuracy(tmp_path, "base", tmp_path / "model", "train.jsonl", 340, 4e-3)

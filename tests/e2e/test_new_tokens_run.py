@@ -33,5 +33,5 @@ def test_items_are_learned_resumed_exported_and_known_to_plain_transformers(work
     tokenizer = transformers.AutoTokenizer.from_pretrained(workspace.path / "out")
     old = len(tiny_tokenizer())
     assert (model.config.vocab_size, len(tokenizer)) == (old + 3, old + 3)
-    asked = tokenizer("what is 1?", return_tensors="pt")
-    assert tokenizer.decode(model.generate(**asked, max_new_tokens=1, do_sample=False)[0, -1]) == "<item_2>"
+    requested = tokenizer("what is 1?", return_tensors="pt")
+    assert tokenizer.decode(model.generate(**requested, max_new_tokens=1, do_sample=False)[0, -1]) == "<item_2>"

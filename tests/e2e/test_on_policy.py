@@ -192,7 +192,8 @@ def test_the_critics_warm_up_is_no_warning(workspace: Workspace) -> None:
     assert "nothing to learn from" not in outcome.out + outcome.err
 
 
-def test_distillation_draws_the_policy_towards_its_teacher(workspace: Workspace, teacher: Path) -> None:
+@pytest.mark.slow  # fast: tests/golden[on-policy-distillation]
+def test_distillation_moves_the_policy_towards_its_teacher(workspace: Workspace, teacher: Path) -> None:
     recipe = rl_recipe(
         workspace, program="on_policy_distill", reward=[], teachers=[{"path": str(teacher)}], steps=12,
         optimizer={"lr": 1e-2}, rollout={"prompts_per_step": 8}, algorithm={"loss": "policy_gradient"},

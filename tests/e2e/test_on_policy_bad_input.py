@@ -86,12 +86,12 @@ def assert_finite(found: dict[int, dict[str, float]]) -> None:
     "deed", [each if each in ("raises", "hangs") else pytest.param(each, marks=pytest.mark.slow) for each in DEEDS]
 )
 def test_a_reward_that_fails_leaves_out_its_group(workspace: Workspace, deed: str) -> None:
-    code, told = DEEDS[deed]
+    code, message = DEEDS[deed]
 
     text = said(workspace, with_rewards(workspace, code, grading={"timeout_s": 0.2}))
 
     found = numbers(workspace.path / "runs/sums")
-    assert f"4 of 16 episodes of step 1 have no reward: {told}" in text
+    assert f"4 of 16 episodes of step 1 have no reward: {message}" in text
     assert_finite(found)
     shares = ("episodes", "episodes/failed", "episodes/dropped", "episodes/learned_from", "groups")
     assert [found[1][name] for name in shares] == [16, 4, 4, 12, 3]
@@ -100,35 +100,38 @@ def test_a_reward_that_fails_leaves_out_its_group(workspace: Workspace, deed: st
     assert found[1]["reward/mean"] >= 0.25
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py
 def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: Workspace) -> None:
-    code, told = DEEDS["NaN"]
+    code, message = DEEDS["NaN"]
 
     text = said(workspace, with_rewards(workspace, code, grading={"on_error": "zero"}))
 
     found = numbers(workspace.path / "runs/sums")
-    assert f"4 of 16 episodes of step 1 have no reward: {told}" in text
+    assert f"4 of 16 episodes of step 1 have no reward: {message}" in text
     assert_finite(found)
     assert [found[1][name] for name in ("episodes/failed", "episodes/dropped", "episodes/learned_from")] == [4, 0, 16]
     assert found[1]["reward/min"] == 0.0
     assert [row[7] for row in ledger(workspace.path / "runs/sums")][:4] == [0.0] * 4
 
 
-@pytest.mark.parametrize("deed", ["raises", "hangs"])
+@pytest.mark.parametrize("deed", ["raises", pytest.param("hangs", marks=pytest.mark.slow)])
 def test_a_reward_that_fails_stops_the_run_where_the_recipe_says_so(workspace: Workspace, deed: str) -> None:
-    code, told = DEEDS[deed]
+    code, message = DEEDS[deed]
 
     outcome = workspace.podium("train", with_rewards(workspace, code, grading={"on_error": "fail", "timeout_s": 0.2}))
 
     (workspace.path / "go").touch()
-    workspace.refused(outcome, f"4 of 16 episodes of step 1 have no reward: {told}", "grading.on_error is fail")
+    workspace.refused(outcome, f"4 of 16 episodes of step 1 have no reward: {message}", "grading.on_error is fail")
 
 
+@pytest.mark.slow  # fast: tests/unit/environments/test_grading.py
 def test_a_list_of_the_wrong_length_fails_its_group(workspace: Workspace) -> None:
     text = said(workspace, with_rewards(workspace, function="by_group", section={"per": "group"}))
     assert "4 of 16 episodes of step 1 have no reward: by_group returned 1 values for 4 samples" in text
     assert numbers(workspace.path / "runs/sums")[1]["episodes/learned_from"] == 12
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py
 def test_more_failures_than_the_recipe_allows_stop_the_run(workspace: Workspace) -> None:
     recipe = with_rewards(workspace, DEEDS["raises"][0], grading={"max_failed_share": 0.2})
     outcome = workspace.podium("train", recipe)
@@ -140,15 +143,9 @@ def test_more_failures_than_the_recipe_allows_stop_the_run(workspace: Workspace)
     )
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "ppo",
-        "on_policy_distill",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in ("grpo", "expert_iteration")),
-    ],
-)
-def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_goes_on(
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py and test_run_methods.py
+@pytest.mark.parametrize("program", ["ppo", "on_policy_distill", "grpo", "expert_iteration"])
+def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_continues(
     workspace: Workspace, program: str
 ) -> None:
     """One episode of each group has no reward."""
@@ -182,6 +179,7 @@ def test_equal_rewards_teach_nothing_and_break_nothing(workspace: Workspace) -> 
     assert all(torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py
 def test_dynamic_sampling_gives_up_where_all_rewards_are_equal(workspace: Workspace) -> None:
     recipe = with_rewards(
         workspace, function="constant", algorithm={"dynamic_sampling": True, "max_refills": 2}, steps=1
@@ -206,7 +204,7 @@ def test_rewards_that_float32_cannot_hold_do_not_reach_the_weights_and_stop_the_
     assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
 
 
-def test_a_reward_that_ends_its_process_is_told(workspace: Workspace) -> None:
+def test_a_reward_that_ends_its_process_is_reported(workspace: Workspace) -> None:
     outcome = workspace.podium("train", with_rewards(workspace, function="leaves"))
     workspace.refused(outcome, "16 of 16 episodes of step 1 have no reward", "leaves raised SystemExit: 3")
 
@@ -220,6 +218,7 @@ def test_a_verifier_whose_rows_have_no_reference(workspace: Workspace) -> None:
 # --- data ---
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_prompt_source.py
 def test_prompts_that_are_all_too_long(workspace: Workspace) -> None:
     outcome = workspace.podium("train", rl_recipe(workspace, data={"max_length": 20}))
     workspace.refused(
@@ -228,6 +227,7 @@ def test_prompts_that_are_all_too_long(workspace: Workspace) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.slow  # fast: tests/unit/controller/test_prompt_source.py
 def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace: Workspace) -> None:
     long = [{"messages": [{"role": "user", "content": "what is 1" + "+1" * 60}]}]
     short = [{"messages": [{"role": "user", "content": f"what is {number}?"}]} for number in range(9)]
@@ -246,7 +246,7 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
-    ("section", "told"),
+    ("section", "message"),
     [
         ({"function": "broken.py:digits"}, ("reward.0.function", "broken.py, line 2")),
         ({"function": "none.py:digits"}, ("reward.0.function: there is no file none.py",)),
@@ -258,16 +258,16 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
         ({}, ("reward.0: needs exactly one of function, verifier and model",)),
     ],
 )
-def test_a_reward_that_cannot_be_had_is_found_before_anything_starts(
-    workspace: Workspace, verb: str, section: dict[str, Any], told: tuple[str, ...]
+def test_a_reward_that_is_unavailable_is_found_before_anything_starts(
+    workspace: Workspace, verb: str, section: dict[str, Any], message: tuple[str, ...]
 ) -> None:
     (workspace.path / "broken.py").write_text("def digits(answer):\n    return ]\n")
-    workspace.refused(workspace.podium(verb, rl_recipe(workspace, reward=[section])), *told)
+    workspace.refused(workspace.podium(verb, rl_recipe(workspace, reward=[section])), *message)
 
 
 @pytest.mark.parametrize("verb", VERBS)
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"algorithm": {"advantage": "grpo"}}, ("algorithm.advantage", "grpo")),
         ({"algorithm": {"loss": "ppo"}}, ("algorithm.loss", "ppo")),
@@ -290,9 +290,9 @@ def test_a_reward_that_cannot_be_had_is_found_before_anything_starts(
     ],
 )  # fmt: skip
 def test_a_method_that_cannot_be_is_found_before_anything_starts(
-    workspace: Workspace, verb: str, changes: dict[str, Any], told: tuple[str, ...]
+    workspace: Workspace, verb: str, changes: dict[str, Any], message: tuple[str, ...]
 ) -> None:
-    workspace.refused(workspace.podium(verb, rl_recipe(workspace, **changes)), *told)
+    workspace.refused(workspace.podium(verb, rl_recipe(workspace, **changes)), *message)
 
 
 OWN = """
@@ -316,31 +316,32 @@ def loss_mean(tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("raises", "algorithm.advantage: {path} raised RuntimeError: no baseline"),
-        ("short", "algorithm.advantage: {path} gave (3,) values for 16 episodes"),
-        ("infinite", "which is not finite"),
+        # fast: tests/unit/programs/test_estimators.py
+        pytest.param("short", "algorithm.advantage: {path} gave (3,) values for 16 episodes", marks=pytest.mark.slow),
+        pytest.param("infinite", "which is not finite", marks=pytest.mark.slow),
     ],
 )
-def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name: str, told: str) -> None:
+def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name: str, message: str) -> None:
     (workspace.path / "own.py").write_text(OWN)
     outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"advantage": f"own.py:{name}"}))
-    workspace.refused(outcome, told.format(path=workspace.path / f"own.py:{name}"))
+    workspace.refused(outcome, message.format(path=workspace.path / f"own.py:{name}"))
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("loss_raises", "no ratio"),
         ("loss_mean", "algorithm.loss"),
     ],
 )
-def test_a_loss_of_ones_own_that_is_wrong_is_told(workspace: Workspace, name: str, told: str) -> None:
+def test_a_custom_loss_that_is_wrong_is_reported(workspace: Workspace, name: str, message: str) -> None:
     (workspace.path / "own.py").write_text(OWN)
     outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"loss": f"own.py:{name}"}))
     assert outcome.code == 2, outcome
-    assert told in outcome.err
+    assert message in outcome.err
     assert name in outcome.err
 
 
@@ -390,23 +391,15 @@ def test_a_reward_model_of_several_labels_is_refused(workspace: Workspace) -> No
     workspace.refused(outcome, "three has 3 labels, and a reward is one number")
 
 
-def diverged(workspace: Workspace) -> str:
-    """What is said of weights that are no numbers any more after the first step."""
+def test_a_run_whose_weights_diverged_stops_and_does_not_blame_the_reward(workspace: Workspace) -> None:
+    """The weights are not numbers any more after the first step."""
     optimizer = {"lr": 1e38, "clip_norm": None}
     outcome = workspace.podium("train", rl_recipe(workspace, optimizer=optimizer, checkpoint={"every": 1}))
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.out + outcome.err
     assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
-    return outcome.err
-
-
-@pytest.mark.slow
-def test_a_run_whose_weights_are_no_numbers_any_more_stops_and_says_so(workspace: Workspace) -> None:
-    assert "the logits were not numbers" in diverged(workspace)
-
-
-def test_weights_that_diverged_are_not_blamed_on_the_reward(workspace: Workspace) -> None:
-    assert "Fix the reward" not in diverged(workspace)
+    assert "the logits were not numbers" in outcome.err
+    assert "Fix the reward" not in outcome.err
 
 
 # --- on Ray ---

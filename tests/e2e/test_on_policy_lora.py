@@ -65,7 +65,7 @@ def test_grpo_with_an_adapter_learns(workspace: Workspace) -> None:
     assert sum(rewards[-4:]) / 4 > sum(rewards[:2]) / 2 + 0.1, rewards
 
 
-@pytest.mark.parametrize("where", ["loss", "reward"])
+@pytest.mark.parametrize("where", ["loss", pytest.param("reward", marks=pytest.mark.slow)])
 def test_the_base_as_reference_gives_the_numbers_of_a_second_model(workspace: Workspace, where: str) -> None:
     """Without a reference of its own the policy scores with its adapter off, and no other model is placed."""
     kl = {**KL, "where": where}
@@ -80,7 +80,7 @@ def test_the_base_as_reference_gives_the_numbers_of_a_second_model(workspace: Wo
     assert "reference" not in {path.name for path in (workspace.path / "runs/base").iterdir()}
 
 
-def test_a_reference_that_goes_on_from_an_adapter_is_base_and_adapter(workspace: Workspace) -> None:
+def test_a_reference_that_starts_from_an_adapter_is_base_and_adapter(workspace: Workspace) -> None:
     adapter = save_peft_adapter(workspace.model, workspace.path / "adapter")
     recipe = rl_recipe(workspace, model=adapted(workspace, adapter=str(adapter)), algorithm={"kl": KL})
     found = trained(workspace, recipe)
@@ -95,10 +95,9 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "method", [each if each == "grpo" else pytest.param(each, marks=pytest.mark.slow) for each in METHODS]
-)
-def test_a_resumed_run_goes_on_bit_for_bit(workspace: Workspace, method: str) -> None:
+@pytest.mark.slow  # fast: an adapter resumes in tests/spmd/test_adapter_runs.py, GRPO in test_on_policy_resume.py
+@pytest.mark.parametrize("method", METHODS)
+def test_a_resumed_run_continues_bit_for_bit(workspace: Workspace, method: str) -> None:
     changes = {**METHODS[method], "checkpoint": {"every": 3, "background": False}, "model": adapted(workspace)}
     wanted = trained(workspace, rl_recipe(workspace, "whole", **changes, steps=5))
     trained(workspace, rl_recipe(workspace, "parts", **changes, steps=3))

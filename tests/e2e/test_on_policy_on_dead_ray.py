@@ -26,7 +26,7 @@ def gcs_server_of(session: int) -> int:
     raise AssertionError("there is no gcs_server")
 
 
-def test_start_up_is_told_and_a_dead_gcs_server_ends_the_run_with_the_way_to_go_on(workspace: Workspace) -> None:
+def test_start_up_is_reported_and_a_dead_gcs_server_ends_the_run_with_how_to_resume(workspace: Workspace) -> None:
     recipe = rl_recipe(
         workspace, "doomed", steps=500, placement={"launcher": "ray"}, checkpoint={"every": 1, "background": False}
     )
@@ -39,8 +39,8 @@ def test_start_up_is_told_and_a_dead_gcs_server_ends_the_run_with_the_way_to_go_
         wait_until(lambda: not session_of(process.pid), "the end of the session", deadline_s=10)
     lines = output.read_text().splitlines()
     waits = [re.fullmatch(r"start-up +[0-9.]+ s: (.*)", line) for line in lines]
-    told = [found[1] for found in waits if found]
-    assert (told[0], told[-1]) == ("starting Ray", "ready")
+    message = [found[1] for found in waits if found]
+    assert (message[0], message[-1]) == ("starting Ray", "ready")
     assert {
         "controller: importing torch, reading tokenizer and prompts",
         "waiting for Ray",
@@ -50,6 +50,6 @@ def test_start_up_is_told_and_a_dead_gcs_server_ends_the_run_with_the_way_to_go_
         "graders: starting 1 process",
         "graders: importing transformers",
         "graders: building grader",
-    } <= set(told)
+    } <= set(message)
     assert lines[-2] == f"error: Ray's gcs_server (process {victim}) died, and no Ray cluster goes on without it."
     assert re.fullmatch(r".*checkpoint of step \d+ with: podium resume runs/doomed", lines[-1])

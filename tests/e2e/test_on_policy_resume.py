@@ -111,9 +111,7 @@ def with_deed(workspace: Workspace, deed: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "method", [each if each == "grpo, kl" else pytest.param(each, marks=pytest.mark.slow) for each in METHODS]
 )
-def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one_bit_for_bit(
-    workspace: Workspace, method: str
-) -> None:
+def test_a_run_resumed_from_a_checkpoint_is_the_unbroken_one_bit_for_bit(workspace: Workspace, method: str) -> None:
     (workspace.path / "dialogue.py").write_text(DIALOGUE)
     whole = done(workspace, "train", rl_recipe(workspace, "whole", **changed(**METHODS[method])))
     run = Path(shutil.copytree(whole, workspace.path / "runs" / "again"))
@@ -127,7 +125,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_is_the_unbroken_one_bit_for_bit(
     assert len(weights(whole)) == 1 + ("kl" in method or method == "ppo")
 
 
-def test_ctrl_c_saves_and_stops_at_the_end_of_the_step_and_resume_goes_on(workspace: Workspace) -> None:
+@pytest.mark.slow  # fast: tests/unit/controller/test_on_policy_run.py; resuming: the test above
+def test_ctrl_c_saves_and_stops_at_the_end_of_the_step_and_resume_continues(workspace: Workspace) -> None:
     whole = done(workspace, "train", rl_recipe(workspace, "whole", **changed()))
     recipe = rl_recipe(workspace, "stopped", **changed(run=with_deed(workspace, CTRL_C)))
 
@@ -146,7 +145,8 @@ def test_ctrl_c_saves_and_stops_at_the_end_of_the_step_and_resume_goes_on(worksp
     assert ledger(run) == ledger(whole)
 
 
-def test_a_reward_that_fails_the_run_is_mended_and_the_run_goes_on(workspace: Workspace) -> None:
+@pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py; resuming: see above
+def test_a_run_that_its_reward_failed_resumes_with_the_fixed_reward(workspace: Workspace) -> None:
     whole = done(workspace, "train", rl_recipe(workspace, "whole", **changed()))
     good = (workspace.path / "rewards.py").read_text()
     (workspace.path / "rewards.py").write_text(
@@ -191,9 +191,9 @@ def test_what_would_make_another_run_of_it_is_refused(workspace: Workspace) -> N
     run = done(workspace, "train", rl_recipe(workspace, "run", steps=2, checkpoint={"every": 1}))
     before = numbers(run)
 
-    for change, told in CHANGES.items():
+    for change, message in CHANGES.items():
         outcome = workspace.podium("resume", "runs/run", "--step", "1", "--set", change)
-        workspace.refused(outcome, "runs/run cannot be resumed exactly", told, left=("run",))
+        workspace.refused(outcome, "runs/run cannot be resumed exactly", message, left=("run",))
     outcome = workspace.podium("resume", "runs/run", "--step", "1", "--set", "program=expert_iteration")
     workspace.refused(outcome, "runs/run/recipe.yaml", "algorithm.loss", left=("run",))  # keys of another program
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from pathlib import Path
 
 import pytest
@@ -23,8 +25,12 @@ def test_the_page_quotes_the_example_word_for_word() -> None:
         assert block in code
 
 
-def test_the_example_recovers_from_a_death_in_one_process(tmp_path: Path) -> None:
-    said = finished([str(EXAMPLE), "--inline"], tmp_path / "said.txt")
+def test_the_example_recovers_from_a_death_in_one_process(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(EXAMPLE), "--inline"])
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    said = capsys.readouterr().out
     assert "rebuilt as train[0]@inline/cpu#1" in said
     assert "step 2: 16 trajectories, 103 tokens, policy 10.507" in said
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pipelines as a user runs them: stages in order, nothing run twice, and whatever breaks one off it goes on."""
+"""Pipelines as a user runs them: stages in order, nothing run twice, and an interrupted one resumes."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def _unbroken(workspace: Workspace) -> dict[int, float]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_a_pipeline_that_is_killed_in_a_stage_goes_on_in_it(workspace: Workspace, waiting: str) -> None:
+def test_a_pipeline_that_is_killed_in_a_stage_continues_in_it(workspace: Workspace, waiting: str) -> None:
     with started(["-m", "podium", "train", waiting], workspace.path / "said") as process:
         wait_until((workspace.path / "here").exists, "step 3 of the second stage")
         refused = workspace.podium("train", waiting)
@@ -237,7 +237,8 @@ def test_ctrl_c_stops_the_pipeline_and_says_how_to_go_on(workspace: Workspace, w
         pytest.param("before the export", marks=pytest.mark.slow),
         "in the export",
         pytest.param("before the note", marks=pytest.mark.slow),
-        "before the record",
+        # fast: tests/unit/programs/test_pipeline_decisions.py
+        pytest.param("before the record", marks=pytest.mark.slow),
     ],
 )
 def test_a_pipeline_that_is_killed_around_an_export_trains_nothing_again(moment: str, workspace: Workspace) -> None:
@@ -292,22 +293,22 @@ def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(worksp
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "message"),
     [
         ({"b": {"model": "${stage.c}"}}, "stages.b.model: there is no stage 'c'"),
         ({"b": {"model": "${stage.c}"}, "c": {"model": "${stage.b}"}}, "wait for each other: b -> c -> b"),
         ({"b": {"model": "${stage.a}", "data": {"train": [{"path": "no"}]}}}, "stages.b.data.train.0: there is no"),
         ({"b": {"model": "none"}, "c": {"steps": 0, "model": "none"}}, "stages.c.steps: input should be greater"),
         ({"b": {"model": "none"}}, "stages.b.model.path: there is no folder none"),
-        ({"b": {"model": "${stage.a}", "placement": {"devices": 4096}}}, "4096 ranks are asked for"),
+        ({"b": {"model": "${stage.a}", "placement": {"devices": 4096}}}, "placement.devices: 4096 ranks"),
     ],
 )  # fmt: skip
-def test_mistakes_of_any_stage_are_told_before_the_first_one_runs(
-    stages: dict[str, Any], told: str, workspace: Workspace
+def test_mistakes_of_any_stage_are_reported_before_the_first_one_runs(
+    stages: dict[str, Any], message: str, workspace: Workspace
 ) -> None:
     file = write_pipeline(workspace, {"a": {"model": str(workspace.model)}, **stages})
 
-    workspace.refused(workspace.podium("train", file), told)
+    workspace.refused(workspace.podium("train", file), message)
 
 
 def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> None:
@@ -327,7 +328,7 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (("resume", "runs/chain", "--step", "2"), "--step: runs/chain is a pipeline, and steps are of its stages"),
         (("resume", "runs/chain", "--set", "defaults.steps=9"), "has the defaults written into every stage"),
@@ -338,8 +339,10 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
         (("show", "."), "is not a run folder"),
     ],
 )
-def test_what_a_finished_pipeline_cannot_do_is_said(arguments: tuple[str, ...], told: str, finished: Workspace) -> None:
-    finished.refused(finished.podium(*arguments), told, left=("chain",))
+def test_what_a_finished_pipeline_cannot_do_is_said(
+    arguments: tuple[str, ...], message: str, finished: Workspace
+) -> None:
+    finished.refused(finished.podium(*arguments), message, left=("chain",))
     assert not (finished.path / "out").exists()
 
 

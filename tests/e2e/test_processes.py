@@ -17,7 +17,7 @@ HELDOUT = {"heldout": [{"path": "heldout.jsonl"}]}
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_two_ranks_train_as_one_and_their_run_goes_on_with_one(workspace: Workspace) -> None:
+def test_two_ranks_train_as_one_and_their_run_continues_with_one(workspace: Workspace) -> None:
     generation = {"prompts": 3, "max_new_tokens": 3, "score": "exact_match"}
     recipe = workspace.recipe(data=HELDOUT, evaluation={"generation": generation})
 
@@ -41,7 +41,7 @@ def test_two_ranks_train_as_one_and_their_run_goes_on_with_one(workspace: Worksp
 
 @pytest.mark.slow
 @pytest.mark.timeout(280)
-def test_a_mistake_found_by_a_rank_is_told_once_and_leaves_nothing(workspace: Workspace) -> None:
+def test_a_mistake_found_by_a_rank_is_reported_once_and_leaves_nothing(workspace: Workspace) -> None:
     rows = (workspace.path / "train.jsonl").read_text().splitlines()
     rows[9] = "{oops"
     (workspace.path / "train.jsonl").write_text("\n".join(rows))

@@ -145,7 +145,7 @@ def joined(two_nodes: RunningCluster, _alone: None, monkeypatch: pytest.MonkeyPa
 
 def session_of(leader: int) -> dict[int, str]:
     """Living processes of a session, by id, with the names that they have given themselves. Ray's workers leave the
-    process group of whoever started Ray, and stay in its session."""
+    process group of the process that started Ray, and stay in its session."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -219,7 +219,7 @@ def losses_so_far(run: Path) -> dict[int, float]:
     return losses(run) if (run / "metrics.jsonl").exists() else {}
 
 
-def test_a_ray_started_on_demand_gives_the_local_launchers_losses_and_a_run_that_goes_on_locally(
+def test_a_ray_started_on_demand_gives_the_local_launchers_losses_and_a_run_that_continues_locally(
     tiny_folder: Path, data: Path, local_run: Path, tmp_path: Path
 ) -> None:
     recipe = recipe_on_ray(tiny_folder, data, tmp_path, "ray")
@@ -247,8 +247,8 @@ def test_torchrun_cannot_launch_what_launches_itself(workspace: Workspace, monke
     workspace.refused(outcome, "placement.launcher: ray starts the ranks itself", "without torchrun")
 
 
-def test_a_node_without_the_launching_folder_is_told_what_must_be_shared(tmp_path: Path) -> None:
-    """A node with another file system cannot be had on one machine, so this is the worker's part alone."""
+def test_a_node_without_the_launching_folder_is_reported_with_what_must_be_shared(tmp_path: Path) -> None:
+    """A node with another file system is not possible on one machine, so this is the worker's part alone."""
 
     async def build() -> None:
         mesh, pool = MeshShape(), Pool(name="ranks", slots=1)
@@ -261,7 +261,7 @@ def test_a_node_without_the_launching_folder_is_told_what_must_be_shared(tmp_pat
     assert isinstance(found.value.__cause__, LaunchError)
 
 
-def test_an_address_where_no_ray_answers_is_told_at_once(
+def test_an_address_where_no_ray_answers_is_reported_at_once(
     tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
@@ -276,7 +276,7 @@ def test_an_address_where_no_ray_answers_is_told_at_once(
 
 
 @pytest.mark.slow
-def test_a_local_run_goes_on_exactly_on_a_cluster_that_runs_already(
+def test_a_local_run_continues_exactly_on_a_cluster_that_runs_already(
     joined: int, tiny_folder: Path, data: Path, local_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From a folder with relative paths, which the nodes do not have as theirs, and with tokenizers as processes."""
@@ -294,7 +294,7 @@ def test_a_local_run_goes_on_exactly_on_a_cluster_that_runs_already(
 
 
 @pytest.mark.slow
-def test_a_cluster_that_happens_to_run_on_this_machine_is_not_joined_unasked(
+def test_a_cluster_that_happens_to_run_on_this_machine_is_not_joined(
     joined: int, tiny_folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("RAY_ADDRESS")
@@ -404,7 +404,7 @@ def test_without_restarts_a_killed_rank_is_named_with_the_way_to_go_on(
 
 
 @pytest.mark.slow
-def test_a_bad_row_is_told_as_itself_after_the_restarts_and_leaves_nothing(
+def test_a_bad_row_is_reported_as_itself_after_the_restarts_and_leaves_nothing(
     joined: int, tiny_folder: Path, tmp_path: Path
 ) -> None:
     rows = write_chats(tmp_path / "train.jsonl").read_text().splitlines()
@@ -413,16 +413,16 @@ def test_a_bad_row_is_told_as_itself_after_the_restarts_and_leaves_nothing(
 
     said = said_by("train", recipe, output=tmp_path / "out", code=2)
 
-    told = f"data.train.0: {tmp_path}/train.jsonl, line 10: not valid JSON"
-    assert f"\nrestart 1 of 1: {told}" in said
-    assert f"\nerror: {told}" in said
+    message = f"data.train.0: {tmp_path}/train.jsonl, line 10: not valid JSON"
+    assert f"\nrestart 1 of 1: {message}" in said
+    assert f"\nerror: {message}" in said
     assert "Traceback" not in said
     assert "died" not in said
     assert not (tmp_path / "bad").exists()
 
 
 @pytest.mark.slow
-def test_a_run_that_diverges_is_told_as_itself(joined: int, tiny_folder: Path, data: Path, tmp_path: Path) -> None:
+def test_a_run_that_diverges_is_reported_as_itself(joined: int, tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     optimizer = {"lr": 1e38, "warmup_steps": 0, "clip_norm": None, "max_skipped_in_a_row": 3}
     recipe = recipe_on_ray(tiny_folder, data, tmp_path, "wild", optimizer=optimizer, checkpoint={"every": 1})
 

@@ -46,7 +46,7 @@ def test_more_ranks_than_devices_start_no_process(trained: Workspace, monkeypatc
 
     outcome = trained.podium("resume", "runs/sums", "--step", "2", "--devices", "4096")
 
-    trained.refused(outcome, "placement.devices: 4096 ranks are asked for", left=("sums",))
+    trained.refused(outcome, "placement.devices: 4096 ranks", left=("sums",))
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(trained: Workspace) -> None:
@@ -83,12 +83,12 @@ def test_a_run_without_checkpoints_cannot_go_on(trained: Workspace) -> None:
 
 
 @pytest.mark.parametrize(
-    ("gone", "told"), [("model", "model.path: there is no folder"), ("train.jsonl", "data.train.0")]
+    ("gone", "message"), [("model", "model.path: there is no folder"), ("train.jsonl", "data.train.0")]
 )
-def test_what_a_run_reads_must_still_be_there(trained: Workspace, gone: str, told: str) -> None:
+def test_what_a_run_reads_must_still_be_there(trained: Workspace, gone: str, message: str) -> None:
     (trained.path / gone).rename(trained.path / "elsewhere")
 
-    trained.refused(trained.podium("resume", "runs/sums", "--step", "2"), told, gone, left=("sums",))
+    trained.refused(trained.podium("resume", "runs/sums", "--step", "2"), message, gone, left=("sums",))
 
 
 def test_another_tokenizer_is_noticed(trained: Workspace) -> None:

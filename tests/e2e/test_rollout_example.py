@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
 import pytest
-
-from helpers.processes import finished
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "rollout" / "answers.py"
@@ -25,10 +24,11 @@ def test_the_page_quotes_the_example_word_for_word(page: str, count: int) -> Non
         assert textwrap.indent(block, " " * 4) in code or block in code
 
 
-def test_the_example_names_versions_and_raises_no_alarm(tmp_path: Path) -> None:
+def test_the_example_names_versions_and_raises_no_alarm(capsys: pytest.CaptureFixture[str]) -> None:
     """Prompts of 20 and 7 tokens are computed once, and three samples of each feed the last token again: 33 tokens. The
     six answers under way at the update have three tokens each and are computed anew: 3 x 23 and 3 x 10."""
-    said = finished([str(EXAMPLE)], tmp_path / "said.txt")
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+    said = capsys.readouterr().out
     assert "0.0#0: 4 tokens, length, versions [1, 1, 1, 1]" in said
     assert "1.3#0: 10 tokens, length, versions [1, 1, 1, 2, 2, 2, 2, 2, 2, 2]" in said
     assert "prompt tokens: 132 computed, 75 found in the cache" in said

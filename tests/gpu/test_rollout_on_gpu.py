@@ -132,7 +132,7 @@ def test_logprobs_are_the_learners_within_bfloat16(
     assert measured.mean < 0.01
 
 
-def test_in_float32_graphs_and_plain_torch_draw_the_same_tokens(
+def test_in_float32_graphs_and_plain_torch_sample_the_same_tokens(
     folder: Path, mesh: Mesh, opened: Callable[..., NativeEngine]
 ) -> None:
     trainer = learner(folder, mesh, dtype="float32")
@@ -276,11 +276,11 @@ def test_the_paged_kernel_attends_as_plain_attention_does(
         table[row, : len(own)] = own
     heads, lanes = shared * group, len(lengths)
 
-    def drawn(*shape: int) -> torch.Tensor:
+    def sampled(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=CUDA, dtype=torch.bfloat16)
 
-    keys, values = drawn(sum(needed), shared, page, width), drawn(sum(needed), shared, page, depth)
-    q, k, v = (drawn(1, lanes, n, e).transpose(1, 2) for n, e in ((heads, width), (shared, width), (shared, depth)))
+    keys, values = sampled(sum(needed), shared, page, width), sampled(sum(needed), shared, page, depth)
+    q, k, v = (sampled(1, lanes, n, e).transpose(1, 2) for n, e in ((heads, width), (shared, width), (shared, depth)))
     sinks = torch.randn(heads, device=CUDA) if sunk else None
     out = paged_decode(
         q, k, v, keys, values, table.cuda(), rows.cuda(), lengths.int().cuda(), cut_for(2600, CUDA), sinks,

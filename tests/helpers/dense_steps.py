@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from helpers.on_policy import RecordingEngine
-from helpers.ranks import assembled
+from helpers.ranks import assembled, mesh_of
 from podium.data.document_store import DocumentStore
 from podium.data.documents import Document, Example, SplitExamples
 from podium.data.splitting import split_step
-from podium.engine.mesh import Mesh, join, leave
+from podium.engine.mesh import Mesh
 from podium.engine.optimizer import AdamW
 from podium.engine.scoring import summed_logprobs
 from podium.engine.sharding import place, place_scalar
@@ -30,7 +30,7 @@ from podium.programs.dpo import PreferenceMethod
 from podium.programs.references import References, base_logprobs, stored_logprobs
 from podium.programs.reward_model import RewardModelMethod
 from podium.programs.teachers import LiveTeachers, Teachers, stored_targets
-from podium.recipe import ModelSection, OptimizerSection, PlacementSection
+from podium.recipe import ModelSection, OptimizerSection
 from podium.recipe.dense import DistillSection, KtoPreference, PreferenceSection, RewardModelSection
 from podium.spmd.launch import RankPlace
 
@@ -118,13 +118,8 @@ def scored(pairs: Sequence[Example]) -> tuple[Example, ...]:
 
 
 def dense_rank(where: RankPlace, task: DenseTask) -> dict[str, Stepped]:
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(False)
-    mesh = join(PlacementSection(device="cpu", timeout_s=120), rank=where.rank, world=where.world, local_rank=0)
-    try:
+    with mesh_of(where) as mesh:
         return dense_on(mesh, task)
-    finally:
-        leave(mesh)
 
 
 def dense_on(mesh: Mesh, task: DenseTask) -> dict[str, Stepped]:

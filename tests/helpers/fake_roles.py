@@ -43,7 +43,7 @@ from podium.rollout.requests import Completion
 WRONG, RIGHT = 10, 11
 
 
-def drawn(id: TrajectoryId, chance: float) -> bool:
+def sampled(id: TrajectoryId, chance: float) -> bool:
     """The same episode draws the same number, whatever it is drawn with."""
     return bool(np.random.default_rng([7, id.prompt_index, id.sample]).random() < chance)
 
@@ -53,10 +53,10 @@ class Bandit:
     """What the fakes share, and what a test may change about them."""
 
     log_odds: float = 0.0
-    is_right: Callable[[TrajectoryId, float], bool] = drawn
+    is_right: Callable[[TrajectoryId, float], bool] = sampled
     is_truncated: Callable[[TrajectoryId], bool] = lambda id: False
-    spoils: Callable[[TrajectoryId], str | None] = lambda id: None  # why the episode cannot be had
-    fails: Callable[[TrajectoryId], str | None] = lambda id: None  # why its reward cannot be had
+    spoils: Callable[[TrajectoryId], str | None] = lambda id: None  # why the episode is unavailable
+    fails: Callable[[TrajectoryId], str | None] = lambda id: None  # why its reward is unavailable
     environment: Callable[[EpisodeNote], EpisodeNote] = lambda note: note
     reports: Callable[[int], dict[str, Any]] = lambda step: {}  # what an update has to say beside the usual
     distance: float = 0.0  # log-prob of the policy less that of the reference, at every sampled token

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from helpers.engines import make_engine
 from helpers.processes import started, wait_until
-from helpers.ranks import assembled
+from helpers.ranks import assembled, mesh_of
 from podium.cluster import MeshShape, RowRefs, WorkerContext
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import RoleMesh
@@ -27,11 +27,11 @@ from podium.cluster.objects import InlineStored
 from podium.cluster.spans import SpanRecorder
 from podium.data.splitting import split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
-from podium.engine.mesh import Mesh, join, leave
+from podium.engine.mesh import Mesh
 from podium.engine.scoring import score
 from podium.engine.train_step import PendingReport, TrainEngine
 from podium.observe import read_metrics
-from podium.recipe import AlgorithmSection, PlacementSection, Recipe, parse_recipe
+from podium.recipe import AlgorithmSection, Recipe, parse_recipe
 from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard, ValueShard
 from podium.roles.critic import CriticRank
 from podium.roles.handles import even_parts, rank_batches
@@ -62,14 +62,14 @@ def block_of_rows(
     rows: Sequence[tuple[np.ndarray, np.ndarray]], logprobs_T: np.ndarray | None = None
 ) -> TrajectoryBlock:
     """(tokens, which of them were drawn) of each row, all drawn by version 0 and trained on; two samples a draw."""
-    drawn_T = np.concatenate([drawn for _, drawn in rows])
+    sampled_T = np.concatenate([sampled for _, sampled in rows])
     return TrajectoryBlock(
         ids=TrajectoryIds.of(TrajectoryId(number // 2, number % 2) for number in range(len(rows))),
         offsets=np.cumsum([0, *(len(tokens) for tokens, _ in rows)]).astype(np.int64),
         tokens_T=np.concatenate([tokens for tokens, _ in rows]).astype(np.int32),
-        loss_mask_T=drawn_T,
-        behavior_logprobs_T=np.zeros(len(drawn_T), np.float32) if logprobs_T is None else logprobs_T,
-        versions_T=np.where(drawn_T, 0, -1).astype(np.int32),
+        loss_mask_T=sampled_T,
+        behavior_logprobs_T=np.zeros(len(sampled_T), np.float32) if logprobs_T is None else logprobs_T,
+        versions_T=np.where(sampled_T, 0, -1).astype(np.int32),
     )
 
 
@@ -78,8 +78,8 @@ def make_episodes(folder: Path, *, temperature: float = 1.0, seed: int = 0) -> E
     draw = np.random.default_rng(seed)
     rows = []
     for shape in SHAPES:
-        drawn = np.repeat(np.arange(len(shape)) % 2 == 1, shape)
-        rows.append((draw.integers(0, VOCABULARY, len(drawn)), drawn))
+        sampled = np.repeat(np.arange(len(shape)) % 2 == 1, shape)
+        rows.append((draw.integers(0, VOCABULARY, len(sampled)), sampled))
     block = block_of_rows(rows)
     engine = make_engine(folder)
     own_T = score(engine.language_model, engine.mesh, block, temperature=temperature).values_T
@@ -327,14 +327,9 @@ class UpdateResult:
 
 
 def update_rank(place: RankPlace, task: UpdateTask) -> UpdateResult:
-    """Everything that is asked of one group of ranks, in one start of processes."""
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(False)
-    mesh = join(PlacementSection(device="cpu", timeout_s=120), rank=place.rank, world=place.world, local_rank=0)
-    try:
+    """All work of one group of ranks, in one start of processes."""
+    with mesh_of(place) as mesh:
         return update_on(mesh, task)
-    finally:
-        leave(mesh)
 
 
 def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
@@ -356,7 +351,7 @@ def update_on(mesh: Mesh, task: UpdateTask) -> UpdateResult:
 
 
 def session_of(leader: int) -> set[int]:
-    """Living processes of a session. Ray's workers leave the process group of whoever started Ray, and stay in its
+    """Living processes of a session. Ray's workers leave the process group of Ray's starter, and stay in its
     session."""
     found = set()
     for entry in Path("/proc").iterdir():

@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +18,7 @@ from torch import Tensor
 from helpers.engines import LENGTHS, make_engine, num_trained, random_documents
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document, PackedBatch, pack
+from podium.engine.addresses import FileMeeting
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
 from podium.engine.mesh import Mesh, join, leave
 from podium.engine.parameters import TrainedParameter
@@ -26,6 +30,8 @@ from podium.recipe import OptimizerSection, PlacementSection
 from podium.spmd.launch import RankPlace
 
 OPTIMIZER = OptimizerSection(lr=1e-2, weight_decay=0.1, clip_norm=0.5)
+# A function of a rank's place, and its other arguments.
+RankCall = tuple[Callable[..., Any], tuple[Any, ...]]
 EMPTY = Extras(values={"updates": 2}, arrays={})
 
 
@@ -50,12 +56,37 @@ class GroupResult:
     saved: dict[str, Tensor]
 
 
-def group_rank(place: RankPlace, task: GroupTask) -> GroupResult:
-    """Everything that is asked of one group of ranks, in one start of processes."""
+@contextmanager
+def mesh_of(place: RankPlace) -> Iterator[Mesh]:
+    """The mesh of this rank over gloo. Ranks meet over a file: tests that run at the same time share no port."""
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
-    mesh = join(PlacementSection(device="cpu", timeout_s=120), rank=place.rank, world=place.world, local_rank=0)
+    mesh = join(
+        PlacementSection(device="cpu", timeout_s=120),
+        rank=place.rank,
+        world=place.world,
+        local_rank=0,
+        meeting=place.meeting,
+    )
     try:
+        yield mesh
+    finally:
+        leave(mesh)
+
+
+def ranks_in_turn(place: RankPlace, calls: Sequence[RankCall]) -> list[Any]:
+    """Calls `function(place, *arguments)` for each pair; each call has its own process group."""
+    assert isinstance(place.meeting, FileMeeting)
+    results = []
+    for index, (function, arguments) in enumerate(calls):
+        meeting = FileMeeting(path=place.meeting.path.with_name(f"{place.meeting.path.name}-{index}"))
+        results.append(function(replace(place, meeting=meeting), *arguments))
+    return results
+
+
+def group_rank(place: RankPlace, task: GroupTask) -> GroupResult:
+    """All work of one group of ranks, in one start of processes."""
+    with mesh_of(place) as mesh:
         gradients, lopsided, gaps = [], [], []
         for model in task.models:
             engine = make_engine(model, mesh, optimizer=OPTIMIZER)
@@ -77,8 +108,6 @@ def group_rank(place: RankPlace, task: GroupTask) -> GroupResult:
             gradients=tuple(gradients), lopsided=tuple(lopsided), largest_gaps=tuple(gaps), losses=losses,
             loaded=loaded, saved=whole_state(engine),
         )  # fmt: skip
-    finally:
-        leave(mesh)
 
 
 def dealt(documents: list[Document], mesh: Mesh) -> list[PackedBatch]:

@@ -83,12 +83,12 @@ class Workspace:
         lines = read_metrics(self.path / "runs" / run / "metrics.jsonl")
         return {line.step: line.values[name] for line in lines if name in line.values}
 
-    def refused(self, outcome: Outcome, *told: str, left: tuple[str, ...] = ()) -> None:
+    def refused(self, outcome: Outcome, *parts: str, left: tuple[str, ...] = ()) -> None:
         """Exit code 2, the reason without a traceback, and no run folder but those in `left`."""
         assert outcome.code == 2, outcome
         assert outcome.err.startswith("error: "), outcome
         assert "Traceback" not in outcome.err + outcome.out
-        for part in told:
+        for part in parts:
             assert part in outcome.err
         runs = self.path / "runs"
         assert sorted(run.name for run in runs.iterdir()) == sorted(left) if runs.exists() else not left

@@ -55,13 +55,13 @@ def test_answers_are_right_when_the_cache_is_too_small_for_all_at_once(
         assert completion.tokens_L.tolist() == judge.greedy(completion.prompt.tolist(), 90)
 
 
-def test_results_end_at_once_when_nothing_is_asked(engine: RolloutEngine) -> None:
+def test_results_end_at_once_without_requests(engine: RolloutEngine) -> None:
     assert list(engine.results(deadline_s=DEADLINE_S)) == []
     engine.submit([])
     assert list(engine.results(deadline_s=DEADLINE_S)) == []
 
 
-def test_a_short_answer_comes_before_a_long_one_that_was_asked_earlier(engine: RolloutEngine) -> None:
+def test_a_short_answer_comes_before_a_long_one_that_was_submitted_earlier(engine: RolloutEngine) -> None:
     long, short = ask(0, new=LONG), ask(1, new=3)
     engine.submit([long, short])
     assert [completion.id for completion in engine.results(deadline_s=DEADLINE_S)] == [short.id, long.id]
@@ -92,7 +92,7 @@ def test_an_id_that_is_under_way_is_refused_and_nothing_of_its_batch_is_taken(en
     assert answer(engine, ask(0)).finish == "length"
 
 
-def test_cancelling_gives_what_has_been_drawn(engine: RolloutEngine) -> None:
+def test_cancelling_gives_what_has_been_sampled(engine: RolloutEngine) -> None:
     whole = answer(engine, ask(0, new=LONG))
     long, short = ask(0, new=LONG), ask(1, new=6)
     engine.submit([long, short])
@@ -129,7 +129,7 @@ def test_a_pause_that_lasts_longer_than_the_deadline_raises(engine: RolloutEngin
     assert len(list(engine.results(deadline_s=DEADLINE_S))) == 1
 
 
-def test_a_pause_stops_drawing_and_going_on_gives_the_same_tokens(engine: RolloutEngine) -> None:
+def test_a_pause_stops_generation_and_resuming_gives_the_same_tokens(engine: RolloutEngine) -> None:
     request = ask(0, new=LONG)
     expected = answer(engine, request).tokens_L.tolist()
     before = engine.load().generated_tokens
@@ -149,7 +149,7 @@ def test_a_pause_stops_drawing_and_going_on_gives_the_same_tokens(engine: Rollou
     assert completion.tokens_L.tolist() == expected
 
 
-def test_a_reader_that_waits_in_a_pause_goes_on_when_another_thread_resumes(engine: RolloutEngine) -> None:
+def test_a_reader_that_waits_in_a_pause_continues_when_another_thread_resumes(engine: RolloutEngine) -> None:
     engine.submit([ask(0, new=LONG)])
     engine.pause()
     resuming = in_background(engine.resume)
@@ -239,7 +239,7 @@ def _interrupted(weights: Weights) -> Weights:
 
 
 @pytest.mark.parametrize("broken", [_changed, _of_another_shape, _cut_short, _interrupted])
-def test_wrong_weights_are_refused_and_nothing_is_drawn_until_right_ones_come(
+def test_wrong_weights_are_refused_and_nothing_is_sampled_until_right_ones_come(
     engine: RolloutEngine, other_judge: Judge, broken: Callable[[Weights], Weights]
 ) -> None:
     weights, old = Weights.of(other_judge.model), engine.version
@@ -250,10 +250,10 @@ def test_wrong_weights_are_refused_and_nothing_is_drawn_until_right_ones_come(
     with pytest.raises(RolloutError, match=r"down_proj|q_proj|ends before|sender is gone") as refusal:
         engine.install(weights.version(old + 1), wrong)
     assert isinstance(refusal.value, WeightMismatchError) or broken is _interrupted
-    drawn = engine.load().generated_tokens
+    sampled = engine.load().generated_tokens
     with pytest.raises(RolloutError):
         list(engine.results(deadline_s=0.2))
-    assert engine.load().generated_tokens == drawn
+    assert engine.load().generated_tokens == sampled
     engine.install(weights.version(old + 2), weights)
     [completion] = engine.results(deadline_s=DEADLINE_S)
     cut = int((completion.versions_L == old).sum())
@@ -272,10 +272,10 @@ def test_sleeping_keeps_answers_under_way(engine: RolloutEngine) -> None:
     freed = engine.sleep()
     assert freed.measured_bytes >= 0
     assert freed.accounted_bytes >= 0
-    drawn = engine.load().generated_tokens
+    sampled = engine.load().generated_tokens
     with pytest.raises(RolloutError, match="sleep"):
         list(engine.results(deadline_s=0.05))
-    assert engine.load().generated_tokens == drawn
+    assert engine.load().generated_tokens == sampled
     taken = engine.wake()
     assert taken.accounted_bytes == freed.accounted_bytes
     found = collected(engine.results(deadline_s=DEADLINE_S))
@@ -336,7 +336,7 @@ def test_a_request_larger_than_the_whole_cache_is_refused_alone(
 def test_logits_that_are_not_numbers_end_their_own_answer_only(
     engine_factory: EngineFactory, untied_folder: Path
 ) -> None:
-    """Token 9 has an embedding of NaN: whoever meets it fails, and keeps what was drawn before. Those who are given its
+    """Token 9 has an embedding of NaN: a sequence that meets it fails, and keeps its tokens. Those who are given its
     place in the cache afterwards find nothing of it."""
     engine, judge = engine_factory(untied_folder, cache_bytes=200 * 1024), Judge(untied_folder)
     with torch.no_grad():
@@ -358,7 +358,7 @@ def test_logits_that_are_not_numbers_end_their_own_answer_only(
         assert completion.tokens_L.tolist() == judge.greedy(completion.prompt.tolist(), 20)
 
 
-def test_capacity_says_what_was_asked_for(engine_factory: EngineFactory, rollout_folder: Path) -> None:
+def test_capacity_says_what_was_requested(engine_factory: EngineFactory, rollout_folder: Path) -> None:
     capacity = engine_factory(rollout_folder, max_length=200, max_running=5, cache_bytes=2**20).capacity
     assert (capacity.vocab_size, capacity.max_length, capacity.max_running) == (250, 200, 5)
     # Two layers of two heads of 32 keys and 32 values in float32: 1024 bytes a token.

@@ -12,16 +12,16 @@ DEADLINE_S = 20.0
 
 
 def test_a_busy_loop_lets_a_waiting_thread_in_after_its_present_turn() -> None:
-    lock, asked, order = FairLock(), threading.Event(), []
+    lock, requested, order = FairLock(), threading.Event(), []
 
     def other() -> None:
-        asked.set()
+        requested.set()
         with lock:
             order.append("other")
 
     with lock:
         waiting = in_background(other)
-        assert asked.wait(DEADLINE_S)
+        assert requested.wait(DEADLINE_S)
         while len(lock._line) < 2:  # until it stands in line, which no event tells
             pass
         order.append("first")

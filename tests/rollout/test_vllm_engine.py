@@ -100,7 +100,7 @@ def test_limits_of_vllm_are_errors_of_single_requests(other_folder: Path, other_
 
 @needs_vllm
 @pytest.mark.vllm
-def test_a_prompt_taken_in_parts_draws_the_same(rollout_folder: Path, judge: Judge) -> None:
+def test_a_prompt_taken_in_parts_samples_the_same(rollout_folder: Path, judge: Judge) -> None:
     """Also beside answers that draw meanwhile; vLLM's own generators would not come through this on a CPU."""
     requests = [ask(0, PROMPT, new=60), ask(1, range(1, 200), new=20), ask(2, range(3, 180), new=20)]
     found = []
@@ -118,7 +118,7 @@ def test_a_prompt_taken_in_parts_draws_the_same(rollout_folder: Path, judge: Jud
 
 @needs_vllm
 @pytest.mark.vllm
-def test_a_mixture_of_experts_draws_and_refuses_new_weights_on_cpu(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_samples_and_refuses_new_weights_on_cpu(tmp_path: Path) -> None:
     """vLLM's own reload leaves it wrong there, so it is refused, never silently wrong."""
     shape = {"head_dim": 32, "max_position_embeddings": 512, "hidden_size": 64, "moe_intermediate_size": 64}
     folder = save_tiny_model("qwen3_moe", tmp_path / "mixture", **shape)

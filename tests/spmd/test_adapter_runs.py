@@ -59,7 +59,7 @@ def test_a_run_learns_by_its_adapter_and_its_checkpoints_hold_nothing_else(run: 
     assert 3 * 4 * ADAPTER < size < 3 * 4 * ADAPTER + 12_000
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_dropout_included(
+def test_a_resumed_run_continues_bit_for_bit_dropout_included(
     tiny_folder: Path, data: Path, tmp_path: Path, run: Path
 ) -> None:
     values = recipe(tiny_folder, data, tmp_path, "parts", dropout=0.1)
@@ -86,7 +86,7 @@ def test_the_merged_export_is_a_plain_checkpoint_equal_to_what_peft_merges(
     assert not torch.allclose(logits(merged), logits(base), atol=0.1)
 
 
-def test_plain_peft_loads_the_exported_adapter_and_podium_goes_on_from_it(
+def test_plain_peft_loads_the_exported_adapter_and_podium_continues_from_it(
     run: Path, tiny_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     api.export(run, tmp_path / "adapter", adapter=True)

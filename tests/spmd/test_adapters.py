@@ -12,18 +12,27 @@ from torch import Tensor
 
 from helpers.adapters import save_peft_adapter
 from helpers.engines import LENGTHS, full_gradient, make_engine, num_trained, random_documents, relative_l2
-from helpers.ranks import EMPTY, OPTIMIZER, all_on_rank_0, dealt, two_steps, whole_gradient, whole_state
+from helpers.ranks import (
+    EMPTY,
+    OPTIMIZER,
+    RankCall,
+    all_on_rank_0,
+    dealt,
+    mesh_of,
+    two_steps,
+    whole_gradient,
+    whole_state,
+)
 from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
 from podium.engine.checkpoint import CheckpointWriter, newest_usable
-from podium.engine.mesh import join, leave
 from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import load_config
 from podium.models.packing import to_device
 from podium.models.verify import self_check
-from podium.recipe import ModelSection, PlacementSection
+from podium.recipe import ModelSection
 from podium.spmd.launch import RankPlace, launch
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import verify_in_place
@@ -50,11 +59,8 @@ class Seen:
 
 
 def rank(place: RankPlace, base: Path, adapter: Path, out: Path) -> Seen:
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(False)
-    mesh = join(PlacementSection(device="cpu", timeout_s=120), rank=place.rank, world=place.world, local_rank=0)
     lora = {"adapter": str(adapter)}
-    try:
+    with mesh_of(place) as mesh:
         engine = make_engine(base, mesh, optimizer=OPTIMIZER, lora=lora)
         model = engine.language_model
         gap = self_check(model, mesh.device, torch.float32).largest
@@ -86,8 +92,6 @@ def rank(place: RankPlace, base: Path, adapter: Path, out: Path) -> Seen:
             copy_scores=scores(copy.model), copied=(copied, (int(untouched),)), saved=whole_state(engine),
             dtypes=(dtypes[0], dtypes[1]), low_loss=short_step(low),
         )  # fmt: skip
-    finally:
-        leave(mesh)
 
 
 def short_step(engine: TrainEngine) -> float:
@@ -104,20 +108,27 @@ def scores(model: torch.nn.Module) -> Tensor:
     return found
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("adapters")
+def make_folder(folder: Path) -> None:
     save_tiny_model("qwen3", folder / "base", intermediate_size=50)
     save_peft_adapter(folder / "base", folder / "adapter")
-    return folder
+
+
+def on_two_ranks(folder: Path) -> RankCall:
+    return adapter_call(folder, folder / "saved-2")
+
+
+def adapter_call(folder: Path, out: Path) -> RankCall:
+    out.mkdir()
+    return rank, (folder / "base", folder / "adapter", out)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def by_ranks(request: pytest.FixtureRequest, folder: Path) -> Seen:
-    out = folder / f"saved-{request.param}"
-    out.mkdir()
-    task = (folder / "base", folder / "adapter", out)
-    return launch(rank, task, ranks=request.param, restarts=0, stop_file=folder / "stop")
+    if request.param == 2:
+        seen: Seen = request.getfixturevalue("two_ranks")
+        return seen
+    function, arguments = adapter_call(folder, folder / "saved-3")
+    return launch(function, arguments, ranks=3, restarts=0, stop_file=folder / "stop")
 
 
 def alone(folder: Path) -> TrainEngine:
@@ -150,7 +161,7 @@ def test_training_has_the_losses_of_one_and_the_whole_copy_follows_by_the_adapte
     assert by_ranks.copied == ((1 + 2 * 11 + 1, 12), (1,))
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_one_rank_goes_on_from_it(folder: Path, by_ranks: Seen) -> None:
+def test_a_checkpoint_holds_the_adapter_alone_and_one_rank_continues_from_it(folder: Path, by_ranks: Seen) -> None:
     reader = newest_usable(by_ranks.checkpoints)
     assert len(reader.shapes()) == 3 * 12
     assert all(".lora_" in name for name in reader.shapes())

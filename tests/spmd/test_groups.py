@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from helpers.engines import full_gradient, make_engine, random_documents, relative_l2
-from helpers.ranks import OPTIMIZER, GroupResult, GroupTask, group_rank, two_steps, whole_state
+from helpers.ranks import OPTIMIZER, GroupResult, GroupTask, RankCall, group_rank, two_steps, whole_state
 from helpers.tiny import save_tiny_model
 from podium import api
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
@@ -23,26 +23,26 @@ MODELS = ("qwen3_moe", "gemma3", "qwen3")
 SAME = 1e-5
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("groups")
+def make_folder(folder: Path) -> None:
     for name in MODELS:
         save_tiny_model(name, folder / name, intermediate_size=50)
-    return folder
 
 
-def spawned(folder: Path, ranks: int, *, load: str | None, save: str) -> GroupResult:
-    task = GroupTask(
-        models=tuple(folder / name for name in MODELS), load=None if load is None else folder / load, save=folder / save
-    )
+def on_two_ranks(folder: Path) -> RankCall:
+    """Trains two steps and saves."""
+    return group_call(folder, load=None, save="by-two")
+
+
+def group_call(folder: Path, *, load: str | None, save: str) -> RankCall:
     (folder / save).mkdir()
-    return launch(group_rank, (task,), ranks=ranks, restarts=0, stop_file=folder / "stop")
+    loaded_from = None if load is None else folder / load
+    models = tuple(folder / name for name in MODELS)
+    return group_rank, (GroupTask(models=models, load=loaded_from, save=folder / save),)
 
 
 @pytest.fixture(scope="module")
-def two(folder: Path) -> GroupResult:
-    """Trains two steps and saves."""
-    return spawned(folder, 2, load=None, save="by-two")
+def two(two_ranks: GroupResult) -> GroupResult:
+    return two_ranks
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,8 @@ def one(folder: Path, two: GroupResult) -> dict[str, Tensor]:
 @pytest.fixture(scope="module")
 def four(folder: Path, one: dict[str, Tensor]) -> GroupResult:
     """Four ranks load what one saved, and save it again."""
-    return spawned(folder, 4, load="by-one", save="by-four")
+    function, arguments = group_call(folder, load="by-one", save="by-four")
+    return launch(function, arguments, ranks=4, restarts=0, stop_file=folder / "stop")
 
 
 @pytest.fixture(params=["two", pytest.param("four", marks=pytest.mark.slow)])
@@ -113,7 +114,8 @@ def test_one_rank_to_four_keeps_weights_and_moments_bit_for_bit(
     assert len(list((folder / "by-four" / "step-00000002").glob("rank-*.safetensors"))) == 4
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.slow  # the fast group has the same comparison in test_the_sharded_forward_agrees_with_transformers
+@pytest.mark.parametrize("name", ["qwen3_moe", "gemma3"])
 def test_verify_compares_a_sharded_model_with_what_transformers_loads(folder: Path, name: str) -> None:
     found = api.verify(folder / name, devices=2)
     assert found.agrees, str(found)

@@ -93,6 +93,6 @@ def test_more_ranks_than_cores_are_refused_before_a_folder_is_made(
     tiny_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tiny_folder, data, tmp_path, "many", placement={"devices": 4096})
-    with pytest.raises(LaunchError, match=r"placement\.devices: 4096 ranks are asked for and this machine has"):
+    with pytest.raises(LaunchError, match=r"placement\.devices: 4096 ranks"):
         api.train(recipe)
     assert not (tmp_path / "many").exists()

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import transformers
 
 from helpers.engines import one_rank, relative_l2
 from helpers.on_policy import CASES, UpdateResult, UpdateTask, make_episodes, update_on, update_rank
+from helpers.ranks import RankCall
 from helpers.tiny import save_tiny_model, tiny_config
 from podium.spmd.launch import launch
 
@@ -19,18 +21,29 @@ SAME = 1e-5
 WORLDS = [2, pytest.param(4, marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> UpdateTask:
-    folder = tmp_path_factory.mktemp("policies")
-    policy = save_tiny_model("qwen3", folder / "policy", intermediate_size=50)  # rows that do not divide by 4 ranks
+def make_folder(folder: Path) -> None:
+    save_tiny_model("qwen3", folder / "policy", intermediate_size=50)  # rows that do not divide by 4 ranks
     torch.manual_seed(3)
     critic = transformers.AutoModelForSequenceClassification.from_config(tiny_config("qwen3", num_labels=1))
     with torch.no_grad():
         for parameter in critic.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     critic.save_pretrained(folder / "critic")
-    episodes = make_episodes(policy, temperature=0.8)
-    return UpdateTask(policy=policy, critic=folder / "critic", episodes=episodes, cases=CASES)
+
+
+@cache
+def update_task(folder: Path) -> UpdateTask:
+    episodes = make_episodes(folder / "policy", temperature=0.8)
+    return UpdateTask(policy=folder / "policy", critic=folder / "critic", episodes=episodes, cases=CASES)
+
+
+def on_two_ranks(folder: Path) -> RankCall:
+    return update_rank, (update_task(folder),)
+
+
+@pytest.fixture(scope="module")
+def task(folder: Path) -> UpdateTask:
+    return update_task(folder)
 
 
 @pytest.fixture(scope="module")
@@ -39,21 +52,12 @@ def alone(task: UpdateTask) -> UpdateResult:
     return update_on(one_rank(), task)
 
 
-@pytest.fixture(scope="module")
-def groups(task: UpdateTask, tmp_path_factory: pytest.TempPathFactory) -> dict[int, UpdateResult]:
-    """Filled as worlds are asked for."""
-    return {}
-
-
-@pytest.fixture(params=WORLDS)
-def several(
-    request: pytest.FixtureRequest, task: UpdateTask, groups: dict[int, UpdateResult], tmp_path: Path
-) -> UpdateResult:
-    if request.param not in groups:
-        groups[request.param] = launch(
-            update_rank, (task,), ranks=request.param, restarts=0, stop_file=tmp_path / "stop"
-        )
-    return groups[request.param]
+@pytest.fixture(scope="module", params=WORLDS)
+def several(request: pytest.FixtureRequest, folder: Path, task: UpdateTask) -> UpdateResult:
+    if request.param == 2:
+        result: UpdateResult = request.getfixturevalue("two_ranks")
+        return result
+    return launch(update_rank, (task,), ranks=request.param, restarts=0, stop_file=folder / "stop")
 
 
 @pytest.mark.parametrize("name", CASES)

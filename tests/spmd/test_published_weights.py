@@ -14,16 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from helpers.engines import LENGTHS, make_engine, num_trained, one_rank, random_documents
+from helpers.ranks import RankCall, mesh_of
 from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import pack
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
-from podium.engine.mesh import Mesh, join, leave
+from podium.engine.mesh import Mesh
 from podium.engine.scoring import score
 from podium.engine.train_step import TrainEngine
 from podium.models.causal_lm import load_config
 from podium.models.packing import to_device
-from podium.recipe import ModelSection, PlacementSection
+from podium.recipe import ModelSection
 from podium.spmd.launch import RankPlace, launch
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified, verify_in_place
@@ -63,13 +64,8 @@ class Seen:
 
 
 def publishing_rank(place: RankPlace, folders: tuple[Path, ...], out: Path) -> list[Seen]:
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(False)
-    mesh = join(PlacementSection(device="cpu", timeout_s=120), rank=place.rank, world=place.world, local_rank=0)
-    try:
+    with mesh_of(place) as mesh:
         return [seen(folder, mesh, out / folder.name) for folder in folders]
-    finally:
-        leave(mesh)
 
 
 def seen(folder: Path, mesh: Mesh, out: Path) -> Seen:
@@ -154,19 +150,32 @@ def trajectories(count: int) -> TrajectoryBlock:
     )
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("published")
+def make_folder(folder: Path) -> None:
     for name in MODELS:
         save_tiny_model(name, folder / name, intermediate_size=50)
-    return folder
+
+
+def on_two_ranks(folder: Path) -> RankCall:
+    return publishing_call(folder, files(folder, 2))
+
+
+def publishing_call(folder: Path, out: Path) -> RankCall:
+    return publishing_rank, (tuple(folder / name for name in MODELS), out)
+
+
+def files(folder: Path, ranks: int) -> Path:
+    return folder / f"files-{ranks}"
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def by_ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, Seen]:
     """Three ranks do not divide most rows, and some hold none of a small tensor."""
-    folders, out = tuple(folder / name for name in MODELS), folder / f"files-{request.param}"
-    results = launch(publishing_rank, (folders, out), ranks=request.param, restarts=0, stop_file=folder / "stop")
+    out = files(folder, request.param)
+    if request.param == 2:
+        results: list[Seen] = request.getfixturevalue("two_ranks")
+    else:
+        function, arguments = publishing_call(folder, out)
+        results = launch(function, arguments, ranks=request.param, restarts=0, stop_file=folder / "stop")
     for name in MODELS:
         verify_files(ByFile(version=_seen(results, name).after, folder=out / name, bucket_bytes=9_000))
     return {name: _seen(results, name) for name in MODELS}

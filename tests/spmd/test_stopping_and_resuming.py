@@ -125,7 +125,7 @@ def losses_so_far(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_what_one_rank_saved_goes_on_with_two(
+def test_what_one_rank_saved_continues_with_two(
     tiny_folder: Path, data: Path, unbroken: dict[int, dict[int, float]], tmp_path: Path
 ) -> None:
     api.train(tiny_recipe(tiny_folder, data, tmp_path, "grown"))

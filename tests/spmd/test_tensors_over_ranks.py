@@ -12,18 +12,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from helpers.engines import LENGTHS, full_gradient, make_engine, num_trained, random_documents, relative_l2
-from helpers.ranks import OPTIMIZER, all_on_rank_0, assembled, dealt, two_steps, whole_gradient, whole_state
+from helpers.ranks import OPTIMIZER, all_on_rank_0, assembled, dealt, mesh_of, two_steps, whole_gradient, whole_state
 from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
 from podium.engine import sharding
 from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
-from podium.engine.mesh import Mesh, join, leave
+from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.sharding import PackedModel
 from podium.engine.train_step import TrainEngine
 from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import load_config
-from podium.recipe import ModelSection, PlacementSection
+from podium.recipe import ModelSection
 from podium.spmd.launch import RankPlace, launch
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import verify_in_place
@@ -56,10 +56,7 @@ class Seen:
 
 
 def rank(place: RankPlace, folder: Path) -> Seen:
-    torch.set_num_threads(1)
-    torch.backends.mkldnn.set_flags(False)
-    mesh = join(PlacementSection(device="cpu", timeout_s=120), rank=place.rank, world=place.world, local_rank=0)
-    try:
+    with mesh_of(place) as mesh:
         ernie = folder / "ernie4_5_moe"
         low = make_engine(ernie, mesh, optimizer=OPTIMIZER, dtype="bfloat16")
         weights = PublishedWeights(low.language_model, low.optimizer.trained, mesh, torch.bfloat16)
@@ -92,8 +89,6 @@ def rank(place: RankPlace, folder: Path) -> Seen:
             text_moved=any("language_model" in name and name.startswith("weight/") for name in moved),
             missed=vision.optimizer.missed_updates(), disagreement=disagreeing(vision),
         )  # fmt: skip
-    finally:
-        leave(mesh)
 
 
 def replicating(mesh: Mesh, folder: Path) -> TrainEngine:
@@ -189,7 +184,7 @@ def test_parameters_that_all_ranks_hold_whole_have_the_gradient_and_norm_of_one(
     assert seen.replicated_losses == pytest.approx(two_steps(alone), rel=1e-5)
 
 
-def test_a_checkpoint_of_two_ranks_has_the_frozen_bias_and_one_rank_goes_on(folder: Path, seen: Seen) -> None:
+def test_a_checkpoint_of_two_ranks_has_the_frozen_bias_and_one_rank_continues(folder: Path, seen: Seen) -> None:
     reader = newest_usable(folder / "saved")
     assert f"weight/{BIAS}" in reader.shapes()
     engine = make_engine(folder / "ernie4_5_moe", optimizer=OPTIMIZER, checkpoint=reader)

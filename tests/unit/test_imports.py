@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -94,10 +95,18 @@ def test_the_controller_starts_workers_before_it_imports_torch_and_never_imports
     assert {"transformers", "podium.roles.learner", "podium.engine.sharding"}.isdisjoint(answer["after"])
 
 
-def test_a_tokenizer_is_the_same_where_transformers_was_kept_from_importing_torch(tmp_path: Path) -> None:
-    save_tiny_folder(tmp_path)
+def test_a_tokenizer_is_the_same_where_transformers_was_kept_from_importing_torch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny_folder(tmp_path / "model")
+    script = tmp_path / "reading.py"
+    script.write_text(READING)
 
-    without, whole = (_answer(READING, how, tmp_path) for how in ("without", "with"))
+    without = _answer(READING, "without", tmp_path / "model")
+    monkeypatch.setattr(sys, "argv", [str(script), "with", str(tmp_path / "model")])
+    capsys.readouterr()
+    runpy.run_path(str(script), run_name="__main__")  # here, where torch is imported
+    whole = json.loads(capsys.readouterr().out.splitlines()[-1])
 
     assert (without.pop("torch"), whole.pop("torch")) == (False, True)
     assert without == whole

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pages about on-policy training are about this code: programs are quoted as they are, recipes and pieces of one's
-own work, every key and name is told, and links lead somewhere."""
+own work, every key and name is documented, and links lead somewhere."""
 
 from __future__ import annotations
 
@@ -93,9 +93,9 @@ def test_the_lines_of_a_method_make_a_recipe(row: list[str]) -> None:
 
 def test_every_method_that_the_readme_names_is_in_the_table() -> None:
     named = {re.sub(r" as .*| with .*", "", row[0]).lower() for row in METHODS}
-    told = re.search(r"\]\(docs/on_policy.md\)\*\*: (.*?), most of them", page("README.md"), flags=re.DOTALL)
-    assert told is not None
-    for method in re.split(r",\s+|\s+and\s+", told[1]):
+    message = re.search(r"\]\(docs/on_policy.md\)\*\*: (.*?), most of them", page("README.md"), flags=re.DOTALL)
+    assert message is not None
+    for method in re.split(r",\s+|\s+and\s+", message[1]):
         assert re.sub(r"\s+", " ", method).lower() in named
 
 
@@ -113,13 +113,13 @@ def test_every_piece_has_its_formula(heading: str, names: Any) -> None:
     assert first_names("docs/methods.md", heading) == set(get_args(names))
 
 
-def test_an_estimator_of_ones_own_works_as_the_page_says() -> None:
+def test_a_custom_estimator_works_as_the_page_says() -> None:
     estimate = _defined(0)["against_the_median"]
     rewards_N, group_N = torch.tensor([1.0, 3.0, 8.0, 5.0]), torch.tensor([7, 7, 7, 2])
     assert estimate(rewards_N, group_N).tolist() == [-2.0, 0.0, 5.0, 0.0]
 
 
-def test_a_loss_of_ones_own_works_as_the_page_says() -> None:
+def test_a_custom_loss_works_as_the_page_says() -> None:
     loss = _defined(1)["soft_clip"]
     logprobs_S = torch.tensor([-1.0, -2.0], requires_grad=True)
     tokens = PolicyTokens(
@@ -139,7 +139,7 @@ def _defined(number: int) -> dict[str, Any]:
     return names
 
 
-def test_the_fields_of_policy_tokens_are_told() -> None:
+def test_the_fields_of_policy_tokens_are_documented() -> None:
     assert first_names("docs/methods.md", "## A custom loss") == set(PolicyTokens.__dataclass_fields__)
 
 
@@ -169,7 +169,7 @@ def test_the_map_of_recipes_has_every_key_and_program() -> None:
     assert set(re.findall(r"`(\w+)`", programs)) - {"program"} == set(BUILT_IN)
 
 
-def test_the_columns_of_the_ledger_are_told(tmp_path: Path) -> None:
+def test_the_columns_of_the_ledger_are_documented(tmp_path: Path) -> None:
     Ledger(tmp_path / "episodes.sqlite").close()
     file = sqlite3.connect(tmp_path / "episodes.sqlite")
     columns = {row[1] for row in file.execute("PRAGMA table_info(episodes)")}

@@ -224,7 +224,7 @@ def agree_on_metrics(statistics: PolicyStatistics, name: str, theirs: dict[str, 
         assert statistics.kl_k1 == pytest.approx(theirs["actor/ppo_kl"], abs=1e-5)
 
 
-def test_verl_divides_by_the_padded_width_where_it_is_told_no_constant(step: Step) -> None:
+def test_verl_divides_by_the_padded_width_where_it_has_no_constant(step: Step) -> None:
     loss_T = step.noise_T()
     theirs = core_algos.agg_loss(step.padded(loss_T), step.mask_NL, "seq-mean-token-sum-norm")
     divisor = normalizer(

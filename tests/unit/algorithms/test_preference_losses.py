@@ -87,7 +87,7 @@ def test_the_gradient_of_dpo_is_beta_times_the_doubt_and_opposite_on_the_two_sid
     assert rejected_R.grad.tolist() == pytest.approx([0.0425557, 0.0574443], abs=1e-7)
 
 
-def test_ipo_draws_the_lead_of_mean_log_ratios_to_half_over_beta() -> None:
+def test_ipo_moves_the_lead_of_mean_log_ratios_to_half_over_beta() -> None:
     columns = double(CHOSEN, REJECTED, REFERENCE_CHOSEN, REFERENCE_REJECTED)
     loss_R = ipo(*columns, torch.tensor(CHOSEN_TOKENS), torch.tensor(REJECTED_TOKENS), beta=0.5)
     # Leads 2/4 + 1/2 = 1 and -1/2 - 2/4 = -1; the target is 1: no loss, and 2².

@@ -127,11 +127,11 @@ def test_without_a_peer_its_known_figure_is_cited_as_such(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("device", "idle_s", "told"),
+    ("device", "idle_s", "message"),
     [("cpu", 0.049, "holds"), ("cpu", 0.051, "MISSED"), ("cuda", 0.019, "holds"), ("cuda", 0.021, "MISSED")],
 )
 def test_the_controllers_overhead_is_held_against_its_goal(
-    tmp_path: Path, device: str, idle_s: float, told: str
+    tmp_path: Path, device: str, idle_s: float, message: str
 ) -> None:
     lines = grpo.phase_lines("Podium", make(tmp_path, device=device), [result(1.0, idle_s=idle_s)])
-    assert lines[1].endswith(told)
+    assert lines[1].endswith(message)

@@ -52,7 +52,7 @@ def row(*attempts: Attempt, victim: str = "learner", layout: str = "colocated", 
 # --- trials ---
 
 
-def test_a_trial_is_the_same_however_many_are_drawn() -> None:
+def test_a_trial_is_the_same_however_many_there_are() -> None:
     assert trials(60, seed=7)[:13] == trials(13, seed=7)
     assert trials(13, seed=8) != trials(13, seed=7)
     assert [trial.number for trial in trials(5, seed=7)] == [0, 1, 2, 3, 4]
@@ -158,7 +158,7 @@ def test_a_run_is_complete_when_its_last_checkpoint_is_whole(tmp_path: Path) -> 
     assert is_complete(run)
 
 
-def test_the_first_step_that_differs_is_told(tmp_path: Path) -> None:
+def test_the_first_step_that_differs_is_reported(tmp_path: Path) -> None:
     whole, other = numbers_of(write_run(tmp_path / "a")), numbers_of(write_run(tmp_path / "b", loss=0.25))
     assert whole.first_difference(other) == 1
     assert whole.weights == other.weights
@@ -186,7 +186,7 @@ def test_a_process_that_left_its_session_is_found_by_its_environment_and_ended(t
             process.wait(10)
 
 
-def test_processes_are_told_apart_by_what_they_call_themselves_and_by_rays_logs(
+def test_processes_are_identified_by_their_titles_and_by_rays_logs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     titles = {

@@ -99,7 +99,7 @@ def test_the_table_names_the_advantage_over_every_peer_and_that_the_work_was_the
         (result(1.0, losses=(0.6931, 0.703)), "NOT THE SAME WORK: step 2 has loss 0.7000, and 0.7030 in TRL"),
     ],
 )
-def test_a_side_that_did_other_work_is_told(tmp_path: Path, other: SideResult, fault: str) -> None:
+def test_a_side_that_did_other_work_is_reported(tmp_path: Path, other: SideResult, fault: str) -> None:
     lines = preferences.report(make(tmp_path), {"TRL": [other], "Podium": [result(1.0)]}, same_loss=True)
     assert lines[-1] == fault
 

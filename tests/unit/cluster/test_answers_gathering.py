@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Many answers awaited at once: deaths outrank failures, a deadline is told with where everyone is."""
+"""Many answers awaited at once: deaths outrank failures, a deadline is reported with where everyone is."""
 
 import asyncio
 from types import SimpleNamespace
@@ -21,12 +21,12 @@ def worker(slot):
 
 
 class CrewStub:
-    """What is told to a worker pool while its answers are gathered."""
+    """What a worker pool gets to know while its answers are gathered."""
 
     def __init__(self, slots):
         self.pool = SimpleNamespace(name="gen")
         self.members = [SimpleNamespace(worker=worker(slot), died=None) for slot in range(slots)]
-        self.broken, self.marked_dead, self.asked = [], [], []
+        self.broken, self.marked_dead, self.queried = [], [], []
         self.meets, self.dead = False, ()
 
     def breaks(self, reason):
@@ -42,7 +42,7 @@ class CrewStub:
         return None
 
     async def where(self, workers=None):
-        self.asked.append(list(workers))
+        self.queried.append(list(workers))
         return WhereReport(answers=dict.fromkeys(workers))
 
 
@@ -85,10 +85,10 @@ def _short_grace(monkeypatch):
 def test_answers_come_in_the_order_of_the_workers():
     worker_pool, found = gather(answers(3), answers(1), answers(2))
     assert [reply.value for reply in found] == [3, 1, 2]
-    assert (worker_pool.broken, worker_pool.marked_dead, worker_pool.asked) == ([], [], [])
+    assert (worker_pool.broken, worker_pool.marked_dead, worker_pool.queried) == ([], [], [])
 
 
-def test_a_failure_is_told_with_the_workers_name_and_traceback_and_breaks_nothing_if_all_answered():
+def test_a_failure_is_reported_with_the_workers_name_and_traceback_and_breaks_nothing_if_all_answered():
     worker_pool, error = gather(answers(1), fails("no memory"), answers(1))
     assert isinstance(error, RoleError)
     assert str(error) == ("gen[1]@node-a/cpu#0 failed while in gen.act: ValueError: no memory\nits traceback")
@@ -100,7 +100,7 @@ def test_an_error_of_podiums_is_the_cause_of_what_is_raised():
     assert gather(fails("line 7", cause))[1].__cause__ is cause
 
 
-def test_several_failures_are_told_together_and_who_is_silent_is_named():
+def test_several_failures_are_reported_together_and_who_is_silent_is_named():
     worker_pool, error = gather(fails("first"), never(), fails("second"))
     assert isinstance(error, RoleError)
     assert "gen[0]@node-a/cpu#0 failed while in gen.act: ValueError: first" in str(error)
@@ -126,14 +126,14 @@ def test_a_death_ends_the_wait_for_those_who_hang_on_it():
     assert worker_pool.broken == ["gen[1]@node-a/cpu#0, gen[0]@node-a/cpu#0 left the others while in gen.act"]
 
 
-def test_a_deadline_is_told_with_who_is_late_and_where_all_of_them_are():
+def test_a_deadline_is_reported_with_who_is_late_and_where_all_of_them_are():
     worker_pool, error = gather(answers(1), never(), deadline_s=0.1)
     assert isinstance(error, DeadlineError)
     assert str(error) == (
         "1 of 2 workers of gen are still in gen.act after 0.1 s: gen[1]@node-a/cpu#0. Where they are:\n"
         "gen[0]@node-a/cpu#0, gen[1]@node-a/cpu#0: does not answer (dead, or in a call that holds Python's lock)"
     )
-    assert worker_pool.asked == [[worker(0), worker(1)]]
+    assert worker_pool.queried == [[worker(0), worker(1)]]
     assert worker_pool.broken == ["gen[1]@node-a/cpu#0 did not answer while in gen.act"]
     assert worker_pool.marked_dead == []
 

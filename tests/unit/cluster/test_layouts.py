@@ -69,7 +69,7 @@ def test_a_slots_needs_are_counted_in_rays_names_and_grain():
 
 
 @pytest.mark.parametrize(
-    ("asked", "text"),
+    ("requested", "text"),
     [
         ({"cpus": -1}, "a slot asks for -1 cpus; it must be 0, or 0.0001 or more."),
         ({"gpus": math.nan}, "a slot asks for nan gpus; it must be 0, or 0.0001 or more."),
@@ -78,9 +78,9 @@ def test_a_slots_needs_are_counted_in_rays_names_and_grain():
         ({"cpus": 0}, "a slot asks for nothing. Give it cpus, gpus or a custom resource."),
     ],
 )
-def test_what_no_slot_can_have_is_refused(asked, text):
+def test_what_no_slot_can_have_is_refused(requested, text):
     with pytest.raises(PlacementError) as refused:
-        Resources(**asked)
+        Resources(**requested)
     assert str(refused.value) == text
 
 

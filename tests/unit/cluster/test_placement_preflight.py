@@ -209,7 +209,7 @@ def nodes_with_room(draw):
 
 
 @st.composite
-def asked(draw):
+def requested(draw):
     """Bundles of up to three pools, those of one pool alike."""
     found = []
     for number in range(draw(st.integers(1, 3))):
@@ -236,7 +236,7 @@ def can_be_held(bundles, nodes, amounts):
 
 
 @settings(deadline=None)
-@given(asked(), nodes_with_room())
+@given(requested(), nodes_with_room())
 def test_what_fits_has_one_node_for_every_bundle_and_respects_what_each_node_has_free(bundles, nodes):
     outcome = preflight(bundles, nodes)
     if isinstance(outcome, Fits):
@@ -247,7 +247,7 @@ def test_what_fits_has_one_node_for_every_bundle_and_respects_what_each_node_has
 
 
 @settings(max_examples=200, deadline=None)
-@given(asked().filter(lambda bundles: len(bundles) <= 6), nodes_with_room())
+@given(requested().filter(lambda bundles: len(bundles) <= 6), nodes_with_room())
 def test_what_any_search_can_place_is_placed_and_busy_is_what_an_empty_cluster_could_hold(bundles, nodes):
     outcome = preflight(bundles, nodes)
     if can_be_held(bundles, nodes, lambda each: each.free):

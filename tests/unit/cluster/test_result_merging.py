@@ -48,18 +48,18 @@ def result(who, rank, ids, metrics=(), *, stored=True):
 
 
 FIRST, SECOND = of((0, 0), (2, 0)), of((1, 1), (1, 0), (3, 0))
-ASKED = [FIRST, SECOND]
+REQUESTED = [FIRST, SECOND]
 GOOD = [result(worker(0), 0, FIRST), result(worker(2), 1, SECOND)]
 
 
-def refusal(results, asked=ASKED, registry=REGISTRY):
+def refusal(results, requested=REQUESTED, registry=REGISTRY):
     with pytest.raises(ResultError) as refused:
-        merge(results, asked, registry, "learner")
+        merge(results, requested, registry, "learner")
     return str(refused.value)
 
 
 def test_results_are_joined_by_ascending_id():
-    merged = merge(GOOD, ASKED, REGISTRY, "learner")
+    merged = merge(GOOD, REQUESTED, REGISTRY, "learner")
     assert list(merged.rows.ids) == [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 0, 0), (2, 0, 0, 0), (3, 0, 0, 0)]
     # (d, s) has 1 + (7d + 3s) mod 11 tokens of value 100d + s.
     assert merged.rows.lengths_N.tolist() == [1, 8, 11, 4, 11]
@@ -73,9 +73,9 @@ def answered_shards(draw):
     """What two ranks were given and the blocks in which they answered, in any order."""
     pairs = draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2)), unique=True, max_size=12))
     cut = draw(st.integers(0, len(pairs)))
-    asked = [of(*pairs[:cut]), of(*pairs[cut:])]
+    requested = [of(*pairs[:cut]), of(*pairs[cut:])]
     answers = []
-    for rank, ids in enumerate(asked):
+    for rank, ids in enumerate(requested):
         order = draw(st.permutations(range(len(ids))))
         middle = draw(st.integers(0, len(ids)))
         for part in (order[:middle], order[middle:]):
@@ -85,16 +85,16 @@ def answered_shards(draw):
                 Metric(name="rows", value=float(len(mine)), reduction="sum"),
             )
             answers.append(result(worker(2 * rank), rank, mine, metrics))
-    return asked, answers
+    return requested, answers
 
 
 @settings(deadline=None)
 @given(answered_shards(), st.data())
 def test_the_order_of_the_answers_does_not_matter(shards, data):
-    asked, answers = shards
-    merged = merge(answers, asked, REGISTRY, "learner")
-    again = merge(data.draw(st.permutations(answers)), asked, REGISTRY, "learner")
-    everything = sorted(each for ids in asked for each in ids)
+    requested, answers = shards
+    merged = merge(answers, requested, REGISTRY, "learner")
+    again = merge(data.draw(st.permutations(answers)), requested, REGISTRY, "learner")
+    everything = sorted(each for ids in requested for each in ids)
     assert list(merged.rows.ids) == list(again.rows.ids) == everything
     assert merged.rows.lengths_N.tolist() == again.rows.lengths_N.tolist()
     assert merged.metrics == again.metrics or math.isnan(merged.metrics["loss"]) == math.isnan(again.metrics["loss"])
@@ -189,15 +189,15 @@ def test_an_answer_of_a_slot_without_the_role_is_refused():
 
 
 def test_a_trajectory_that_was_given_to_two_ranks_is_named_with_both():
-    asked = [of((0, 0)), of((0, 0), (1, 0))]
-    text = refusal([result(worker(0), 0, asked[0]), result(worker(2), 1, asked[1])], asked)
+    requested = [of((0, 0)), of((0, 0), (1, 0))]
+    text = refusal([result(worker(0), 0, requested[0]), result(worker(2), 1, requested[1])], requested)
     assert "given to several ranks, or twice to one" in text
     assert "0.0#0" in text
     assert "learn[0]@node-a/cpu#0" in text
     assert "learn[2]@node-a/cpu#0" in text
 
 
-def test_every_problem_of_a_call_is_told_at_once():
+def test_every_problem_of_a_call_is_reported_at_once():
     text = refusal([result(worker(0), 0, of((0, 0), (8, 8))), result(worker(2), 1, of((1, 1)))])
     assert text.count("\n  ") == 3
     for words in ("missing from learn[0]", "foreign, from learn[0]", "missing from learn[2]"):
@@ -210,7 +210,7 @@ CORRUPTIONS = ["missing", "duplicate", "foreign", "wrong rank", "dead incarnatio
 @settings(deadline=None)
 @given(answered_shards(), st.sampled_from(CORRUPTIONS), st.data())
 def test_every_corruption_of_any_result_is_caught_and_names_a_worker(shards, kind, data):
-    asked, answers = shards
+    requested, answers = shards
     filled = [at for at, answer in enumerate(answers) if len(answer.ids)]
     if not filled:
         return
@@ -231,7 +231,7 @@ def test_every_corruption_of_any_result_is_caught_and_names_a_worker(shards, kin
         spoiled = replace(victim, worker=worker(victim.worker.index + 1))
     else:
         spoiled = replace(victim, worker=worker(victim.worker.index, pool="gen"))
-    text = refusal([*answers[:at], spoiled, *answers[at + 1 :]], asked)
+    text = refusal([*answers[:at], spoiled, *answers[at + 1 :]], requested)
     assert str(spoiled.worker) in text
     if kind in ("missing", "duplicate"):
         assert str(victim.ids[row]) in text
@@ -249,7 +249,7 @@ def test_an_empty_shard_may_be_answered_without_rows():
 def test_results_without_rows_are_only_counted():
     merged = merge(
         [result(worker(0), 0, FIRST, stored=False), result(worker(2), 1, SECOND, stored=False)],
-        ASKED,
+        REQUESTED,
         REGISTRY,
         "learner",
     )
@@ -258,7 +258,7 @@ def test_results_without_rows_are_only_counted():
 
 def test_rows_from_some_and_none_from_others_are_refused():
     with pytest.raises(ResultError, match=r"learn\[2\]@node-a/cpu#0 answered without rows, the others with"):
-        merge([GOOD[0], result(worker(2), 1, SECOND, stored=False)], ASKED, REGISTRY, "learner")
+        merge([GOOD[0], result(worker(2), 1, SECOND, stored=False)], REQUESTED, REGISTRY, "learner")
 
 
 def test_blocks_of_a_stream_are_joined_by_ascending_id():

@@ -96,7 +96,7 @@ def invoke(method, wants="value", worker=WORKER):
     return Invoke(worker, "counter", method.__name__, wants)
 
 
-def test_a_worker_says_where_it_is_before_it_is_told_who_it_is():
+def test_a_worker_reports_where_it_is_before_it_has_its_identity():
     handshake = RoleHost(node="node-a", host="10.0.0.7", device="cpu", kind="cpu", own_process=False).handshake()
     assert (handshake.node, handshake.host, handshake.device, handshake.kind) == ("node-a", "10.0.0.7", "cpu", "cpu")
     assert handshake.pid == os.getpid()
@@ -108,7 +108,7 @@ def test_a_role_is_built_with_its_arguments_and_called_by_name():
     assert done(host.perform(invoke(Counter.value))) == (11, None)
 
 
-def test_a_role_is_told_its_seat():
+def test_a_role_gets_its_worker_context():
     host = built(Picky)
     context, _ = done(host.perform(invoke(Picky.seen)))
     assert (context.worker, context.role, context.device, context.devices) == (WORKER, "counter", "cpu", None)
@@ -141,7 +141,7 @@ def test_rows_are_set_apart_from_the_answer_which_tells_of_them():
     assert rows.tokens_T[rows.offsets[:-1]].tolist() == [0, 1, 100, 101]
 
 
-def test_rows_that_were_only_dealt_with_are_told_of_without_any():
+def test_a_call_that_returns_no_rows_reports_a_length_of_0_for_each():
     host = built(Picky)
     head, rows = done(host.perform(invoke(Counter.consume, "rows"), Batch(block=Request(ids=FOUR))))
     assert rows is None
@@ -188,7 +188,7 @@ def test_an_exception_of_the_role_is_part_of_the_answer_with_its_traceback():
     assert "in fail_on" in failed.trace
 
 
-def test_the_worker_goes_on_after_a_failure():
+def test_the_worker_continues_after_a_failure():
     host = built()
     failure(host.perform(invoke(Counter.fail_on), 1))
     assert done(host.perform(invoke(Counter.add), 2)) == (2, None)
@@ -245,7 +245,7 @@ def test_a_parameter_that_only_one_copy_takes_by_keyword_is_noticed():
     assert parameters_of(by_keyword) != parameters_of(by_position)
 
 
-def test_parameters_are_told_by_name_and_not_by_default_or_annotation():
+def test_parameters_are_recognised_by_name_and_not_by_default_or_annotation():
     def plain(self, number, *rest, **named): ...
     def annotated(self, number: int = 3, *rest: int, **named: str): ...
 

@@ -162,7 +162,7 @@ def test_a_whole_object_is_read_without_a_copy():
     assert refs.read() is made
 
 
-def test_an_object_that_has_no_row_among_those_asked_for_is_not_opened():
+def test_an_object_that_has_no_row_among_those_requested_is_not_opened():
     # A data rank without rows still stores its empty answer.
     (empty, none), (_, some) = counted(), counted(1, 2)
     check(RowRefs.join([none, some]), [1, 2])
@@ -176,7 +176,7 @@ def test_an_object_that_two_parts_share_is_opened_once():
     assert shared.opened == 1
 
 
-def test_rows_of_several_objects_come_in_the_order_of_the_ids_asked_for():
+def test_rows_of_several_objects_come_in_the_order_of_the_ids_requested():
     refs = RowRefs.join([stored(1, 6, 3), stored(2, 5)])
     check(refs.select(of(5, 1, 2, 6)), [5, 1, 2, 6])
 

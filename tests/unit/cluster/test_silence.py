@@ -47,14 +47,14 @@ def test_a_silence_is_over_after_six_seconds_without_a_sign_of_life(
     assert slices_until_over(looks) == expected
 
 
-def test_a_silence_is_told_once_for_every_warning_time() -> None:
+def test_a_silence_is_reported_once_for_every_warning_time() -> None:
     silence = Silence(lambda: seen("T", 0.0), warn_s=4.0, timeout_s=60.0)
-    told = []
+    message = []
     for number in range(1, 7):
         silence.look()
         if silence.should_warn():
-            told.append(number)
-    assert told == [2, 4, 6]
+            message.append(number)
+    assert message == [2, 4, 6]
     assert silence.guess == "process 7 is stopped (SIGSTOP)"
 
 

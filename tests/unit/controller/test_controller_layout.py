@@ -121,7 +121,7 @@ def test_critic_and_reference_begin_as_the_policy_where_the_recipe_says_nothing(
     assert (reference.folder, reference.model.init, reference.seed) == (Path("models/base"), "random", 0)
 
 
-def test_another_checkpoint_is_never_drawn_at_random(here: Path) -> None:
+def test_another_checkpoint_is_never_initialized_at_random(here: Path) -> None:
     layout = _layout(
         on_policy_recipe("model.init=random", "program=on_policy_distill", "teachers=[{path: a}, {path: b}]")
     )
@@ -134,7 +134,7 @@ def test_another_checkpoint_is_never_drawn_at_random(here: Path) -> None:
     assert all(spec.checkpoints is None for spec in teachers)
 
 
-def test_a_gpu_is_asked_for_whole_and_graders_ask_for_none(here: Path) -> None:
+def test_a_role_requests_a_whole_gpu_and_graders_request_none(here: Path) -> None:
     layout = _layout(on_policy_recipe(), "cuda")
 
     train, graders = layout.pools
@@ -199,7 +199,7 @@ def test_an_engine_is_never_longer_than_the_data_allows(here: Path, override: st
     assert longest_sequence(on_policy_recipe()) == 64
 
 
-def test_a_run_that_goes_on_begins_at_its_checkpoints(here: Path) -> None:
+def test_a_resumed_run_begins_at_its_checkpoints(here: Path) -> None:
     recipe = on_policy_recipe("program=ppo", "algorithm.kl={coefficient: 0.1, refresh_every: 3}")
     saved = here / "runs/bandit/reference/step-00000006"
     saved.mkdir(parents=True)

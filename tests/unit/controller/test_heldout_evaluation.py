@@ -61,7 +61,7 @@ def test_without_a_section_answers_are_as_long_as_those_of_the_steps(tmp_path: P
     assert trial.metric("heldout/length") == {1: 1.0}
 
 
-def test_samples_are_drawn_too_for_pass_at_k(tmp_path: Path) -> None:
+def test_samples_are_generated_too_for_pass_at_k(tmp_path: Path) -> None:
     trial = _evaluated(
         tmp_path, "{prompts: 4, samples: 3, temperature: 0.7}",
         # Held-out prompts 0 and 1 are solved by one of three samples, 2 by all, 3 by none.
@@ -105,7 +105,7 @@ def test_models_and_weights_count_in_held_out_scores_as_in_training(tmp_path: Pa
     assert view.score_name == "held-out reward"
 
 
-def test_an_answer_that_cannot_be_scored_is_worth_nothing_and_told(tmp_path: Path) -> None:
+def test_an_answer_that_cannot_be_scored_counts_zero_and_is_reported(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "steps=1", heldout=4, bandit=Bandit(log_odds=2.0))
     # Draws 0 and on are of the step, and then again of the evaluation.
     trial.bandit.fails = lambda id: (

@@ -88,7 +88,7 @@ def test_every_episode_is_in_the_ledger_exactly_once(hundred: Done) -> None:
     assert Counter(row[5:6] + row[7:] for row in found) == {("consumed", "stop", "train"): 1600}
 
 
-def test_versions_ascend_and_generators_have_each_before_they_draw(tmp_path: Path) -> None:
+def test_versions_ascend_and_generators_have_each_before_they_generate(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "steps=4")
 
     trial.run()
@@ -124,13 +124,13 @@ def test_checkpoints_are_saved_when_due_and_at_the_end(tmp_path: Path) -> None:
     assert trial.bandit.journal[-1] == ("finish_saving", "policy")
 
 
-def test_a_checkpoint_has_the_position_before_what_was_drawn_ahead(tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_position_before_what_was_taken_ahead(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "steps=3", "checkpoint.every=1", "algorithm.dynamic_sampling=true")
 
     trial.run()
 
     draws = [entry[2] for entry in trial.bandit.calls("generate")]
-    assert [draw for drawn in draws for draw in drawn] == list(range(sum(map(len, draws))))
+    assert [draw for sampled in draws for draw in sampled] == list(range(sum(map(len, draws))))
     saves = trial.bandit.saves["policy"]
     found = trial.episodes("step, MAX(prompt_index) + 1", "GROUP BY step")
     assert [(step, saves[step]["cursor"]["cursor"]["next_index"]) for step in (1, 2, 3)] == found
@@ -183,7 +183,7 @@ def test_held_out_prompts_are_answered_greedily_by_the_newest_weights(tmp_path: 
     assert [entry[2] for entry in trial.bandit.calls("generate")][1] == (0, 1, 2)
 
 
-def test_a_saved_step_that_is_evaluated_is_told_how_good_it_is(tmp_path: Path) -> None:
+def test_a_saved_step_that_is_evaluated_gets_its_score(tmp_path: Path) -> None:
     trial = Trial(
         tmp_path, "steps=4", "evaluation.every=1", "checkpoint={every: 2, keep_best: true}", heldout=3,
         bandit=Bandit(log_odds=2.0),
@@ -249,7 +249,7 @@ def test_a_stop_before_the_first_step_saves_nothing(tmp_path: Path) -> None:
     assert trial.folder.state()["status"] == "stopped"
 
 
-def test_a_resumed_run_draws_what_the_unbroken_one_would_have(tmp_path: Path) -> None:
+def test_a_resumed_run_takes_the_prompts_that_the_unbroken_one_would_have(tmp_path: Path) -> None:
     (tmp_path / "whole").mkdir()
     (tmp_path / "broken").mkdir()
     whole = Trial(tmp_path / "whole", "steps=6")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of a run: too long ones are left out and counted, and a saved position goes on exactly."""
+"""Prompts of a run: too long ones are left out and counted, and a saved position continues exactly."""
 
 from __future__ import annotations
 
@@ -34,28 +34,28 @@ def _source(folder: Path, lengths: list[int], *overrides: str, state: Any = None
     return PromptSource(recipe, CountingEncoder(), state)  # type: ignore[arg-type]
 
 
-def _numbers(drawn: list[IndexedTask]) -> list[int]:
-    return [each.task.row["number"] for each in drawn]
+def _numbers(sampled: list[IndexedTask]) -> list[int]:
+    return [each.task.row["number"] for each in sampled]
 
 
 def test_prompts_come_in_order_and_begin_again(tmp_path: Path) -> None:
     source = _source(tmp_path, [3, 3, 3], "data.shuffle=false")
 
-    drawn = source.take(4)
+    sampled = source.take(4)
 
-    assert _numbers(drawn) == [0, 1, 2, 0]
-    assert [each.prompt_index for each in drawn] == [0, 1, 2, 3]
+    assert _numbers(sampled) == [0, 1, 2, 0]
+    assert [each.prompt_index for each in sampled] == [0, 1, 2, 3]
     assert source.metrics() == {"prompts/too_long": 0.0, "epoch": 1.0}
 
 
 def test_a_prompt_without_room_for_an_answer_is_left_out_and_counted(tmp_path: Path) -> None:
     source = _source(tmp_path, [FITS, TOO_LONG, 3, 90], "data.shuffle=false")
 
-    drawn = source.take(3)
+    sampled = source.take(3)
 
-    assert _numbers(drawn) == [0, 2, 0]
+    assert _numbers(sampled) == [0, 2, 0]
     # A draw that is left out keeps its number, so that numbers never mean two prompts.
-    assert [each.prompt_index for each in drawn] == [0, 2, 4]
+    assert [each.prompt_index for each in sampled] == [0, 2, 4]
     assert source.metrics() == {"prompts/too_long": 2.0, "epoch": 1.0}
 
 
@@ -129,7 +129,7 @@ def test_prompts_are_never_cut(tmp_path: Path, overlong: str) -> None:
     assert _numbers(source.take(1)) == [1]
 
 
-def test_what_is_drawn_ahead_comes_next_and_is_not_yet_gone(tmp_path: Path) -> None:
+def test_what_is_taken_ahead_comes_next_and_is_not_yet_gone(tmp_path: Path) -> None:
     source = _source(tmp_path, [3] * 5, "data.shuffle=false")
     source.take(1)
     before = source.state()
@@ -156,7 +156,7 @@ NONE_LONG = st.lists(st.sampled_from([3, 7]), min_size=1, max_size=9)
     seed=st.integers(0, 3),
     ahead=st.booleans(),
 )
-def test_a_saved_position_goes_on_exactly(
+def test_a_saved_position_continues_exactly(
     data: tuple[list[int], bool], before: int, after: int, seed: int, ahead: bool
 ) -> None:
     lengths, shuffle = data

@@ -44,7 +44,7 @@ OTHERS = {"policy", "critic", "reference"}
 
 
 @pytest.mark.parametrize(
-    ("colocated", "optimizer_gib", "device_gib", "asked", "leaving"),
+    ("colocated", "optimizer_gib", "device_gib", "requested", "leaving"),
     [
         # On a CPU there is nowhere to go.
         (True, 100, 0, None, set()),
@@ -64,11 +64,11 @@ OTHERS = {"policy", "critic", "reference"}
     ],
 )
 def test_who_leaves_a_device(
-    colocated: bool, optimizer_gib: int, device_gib: int, asked: bool | None, leaving: set[str]
+    colocated: bool, optimizer_gib: int, device_gib: int, requested: bool | None, leaving: set[str]
 ) -> None:
     found = who_leaves(
         ("policy", "generator", "critic", "reference"), colocated=colocated, optimizer_bytes=optimizer_gib * GIB,
-        device_bytes=device_gib * GIB, offload_optimizer=asked,
+        device_bytes=device_gib * GIB, offload_optimizer=requested,
     )  # fmt: skip
 
     assert found == leaving

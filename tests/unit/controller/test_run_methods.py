@@ -53,7 +53,7 @@ def test_a_coefficient_without_a_target_stays(tmp_path: Path) -> None:
     assert all(train_batch.reference is not None for _, train_batch in trial.bandit.updates)
 
 
-def test_a_resumed_run_goes_on_with_the_coefficient_that_it_had(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_with_the_coefficient_that_it_had(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "steps=3", "algorithm.kl={coefficient: 0.1}", step=2, saved={"kl_coefficient": 0.7})
 
     trial.run()
@@ -165,7 +165,7 @@ def test_a_critic_is_saved_before_the_policy(tmp_path: Path) -> None:
     assert trial.bandit.calls("save") == [("save", "critic", 1), ("save", "policy", 1)]
 
 
-def test_ppo_goes_on_when_every_group_is_dropped(tmp_path: Path) -> None:
+def test_ppo_continues_when_every_group_is_dropped(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "program=ppo", "steps=1", bandit=Bandit(fails=lambda id: "no" if id.sample == 0 else None))
 
     trial.run()
@@ -235,7 +235,7 @@ def test_a_student_with_rewards_only_logs_them(tmp_path: Path) -> None:
     assert isinstance(train_batch.advantages, TeacherAdvantages)
 
 
-def test_distillation_goes_on_when_every_group_is_dropped(tmp_path: Path) -> None:
+def test_distillation_continues_when_every_group_is_dropped(tmp_path: Path) -> None:
     trial = Trial(
         tmp_path, "program=on_policy_distill", "steps=1", "teachers=[{path: a}]",
         bandit=Bandit(fails=lambda id: "no" if id.sample == 0 else None),
@@ -253,7 +253,7 @@ def _gap(mean: float) -> dict[str, Any]:
     return {"gap": LogprobGap(count=10, sum_abs=10 * mean, sum_ratio=10.0, largest=mean)}
 
 
-def test_an_engine_that_draws_from_something_else_is_warned_of(tmp_path: Path) -> None:
+def test_an_engine_that_samples_from_another_policy_is_warned_of(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "steps=2", bandit=Bandit(reports=lambda step: _gap(0.3) if step == 2 else _gap(5e-5)))
 
     trial.run()
@@ -314,7 +314,7 @@ def test_the_count_of_skipped_steps_is_saved(tmp_path: Path) -> None:
     assert [saves[step]["skipped_in_a_row"] for step in (1, 2, 3)] == [1, 2, 0]
 
 
-def test_an_estimator_of_ones_own_that_fails_names_its_key(tmp_path: Path) -> None:
+def test_a_custom_estimator_that_fails_names_its_key(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def half(rewards_N, group_N):\n    return rewards_N[1:] / 2\n")
     trial = Trial(tmp_path, f"algorithm.advantage='{tmp_path}/mine.py:half'")
 
@@ -322,7 +322,7 @@ def test_an_estimator_of_ones_own_that_fails_names_its_key(tmp_path: Path) -> No
         trial.run()
 
 
-def test_an_estimator_of_ones_own_weighs_the_episodes(tmp_path: Path) -> None:
+def test_a_custom_estimator_computes_the_advantages(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def own(rewards_N, group_N):\n    return rewards_N - 10 * group_N\n")
     trial = Trial(
         tmp_path, "steps=1", f"algorithm.advantage='{tmp_path}/mine.py:own'", bandit=Bandit(is_right=_all_right)

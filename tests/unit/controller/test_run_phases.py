@@ -72,8 +72,8 @@ def test_who_leaves_goes_before_who_comes(tmp_path: Path) -> None:
 
     trial.run()
 
-    told = [entry[1:3] if entry[0] == "hold" else entry[0] for entry in _steps(trial, 2)]
-    assert told == [
+    message = [entry[1:3] if entry[0] == "hold" else entry[0] for entry in _steps(trial, 2)]
+    assert message == [
         "generate",
         "grade",
         ("generator", "offloaded"),

@@ -66,7 +66,7 @@ def test_what_is_left_over_of_a_refill_is_not_learned_from(tmp_path: Path) -> No
     assert set(trial.episodes("prompt_index")) == {(draw,) for draw in range(6)}
 
 
-def test_refills_stop_after_max_refills_and_the_step_goes_on_with_what_it_has(tmp_path: Path) -> None:
+def test_refills_stop_after_max_refills_and_the_step_continues_with_what_it_has(tmp_path: Path) -> None:
     trial = Trial(
         tmp_path, ONE_STEP, "algorithm={dynamic_sampling: true, max_refills: 2}",
         bandit=Bandit(is_right=_mixed_where(2)),
@@ -130,7 +130,7 @@ def test_a_group_of_equal_rewards_has_no_advantage_and_is_counted(tmp_path: Path
     assert trial.metric("groups/uniform") == {1: 0.75}
 
 
-# --- rewards that cannot be had ---
+# --- rewards that are unavailable ---
 
 
 def test_drop_group_leaves_the_whole_group_out_and_says_so(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_an_episode_that_could_not_be_generated_has_no_reward(tmp_path: Path) ->
     assert "no luck with 3.3#0" in trial.console.warnings[0]
 
 
-def test_when_every_group_is_dropped_the_run_goes_on(tmp_path: Path) -> None:
+def test_when_every_group_is_dropped_the_run_continues(tmp_path: Path) -> None:
     everywhere = [(draw, 0) for draw in range(4)]
     trial = Trial(tmp_path, "steps=2", bandit=Bandit(fails=_failing(*everywhere)))
 

@@ -99,7 +99,7 @@ def test_extras_are_means_over_those_who_said_something() -> None:
     assert _values(record, "reward/extra/f/steps", "reward/extra/f/never") == (1.5, 0.0)
 
 
-def test_shaping_is_told_where_there_is_any() -> None:
+def test_shaping_is_reported_where_there_is_any() -> None:
     shaped = step_metrics(_record(make_graded([1.0, 0.0], [0, 0], shaping_N=np.array([0.0, -0.5]))))
 
     assert shaped["reward/shaping/mean"] == -0.25
@@ -130,7 +130,7 @@ def test_lengths_are_of_answers_and_prompts_apart() -> None:
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-def test_a_step_in_which_no_token_was_drawn_has_numbers() -> None:
+def test_a_step_in_which_no_token_was_sampled_has_numbers() -> None:
     answers = [make_answer(0, sample, tokens=[], finish="error", error="no") for sample in range(2)]
 
     assert _values(_record(make_graded([0.0, 0.0], [0, 0], answers=answers)), "staleness/mean") == (0.0,)
@@ -145,7 +145,7 @@ def test_a_step_of_which_nothing_is_left_has_numbers_too() -> None:
     assert np.isfinite(list(found.values())).all()
 
 
-def test_an_update_is_told_as_means_over_its_optimizer_steps() -> None:
+def test_an_update_is_reported_as_means_over_its_optimizer_steps() -> None:
     statistics = PolicyStatistics(
         count=8, clipped_high=2, clipped_low=1, clipped_dual=4, above=0, below=0, sum_ratio=10, sum_ratio_squared=20,
         max_ratio=3, sum_kl_k1=4, sum_kl_k3=2,
@@ -168,7 +168,7 @@ def test_an_update_is_told_as_means_over_its_optimizer_steps() -> None:
     assert {name: found[name] for name in wanted} == pytest.approx(wanted)
 
 
-def test_a_critic_is_told_beside_the_policy() -> None:
+def test_a_critic_is_reported_beside_the_policy() -> None:
     statistics = ValueStatistics(
         count=4, sum_values=2, sum_returns=4, sum_returns_squared=8, sum_errors=2, sum_errors_squared=2, clipped=1
     )
@@ -203,8 +203,8 @@ def test_the_learners_own_distance_goes_before_that_of_the_rollouts() -> None:
 
 
 def test_speeds_are_over_the_time_of_their_phase() -> None:
-    drawn = Metric(name="generated_tokens", value=12.0, reduction="sum")
-    graded = make_graded(REWARDS, GROUPS, lengths=[2] * 6, metrics=(drawn,))  # 6 rows of 4 tokens
+    sampled = Metric(name="generated_tokens", value=12.0, reduction="sum")
+    graded = make_graded(REWARDS, GROUPS, lengths=[2] * 6, metrics=(sampled,))  # 6 rows of 4 tokens
     record = _record(
         graded, graded.take(np.array([0, 1])), report=make_report(flops=4e6), seconds={"rollout": 0.5, "update": 0.25}
     )
@@ -225,10 +225,10 @@ def test_ledger_records_say_which_episodes_were_consumed() -> None:
 
     found = ledger_records(graded, graded.take(np.array([0, 1])), step=9)
 
-    told = [
+    message = [
         (tuple(each.id), each.step, each.source, each.state, each.finish, each.version, each.tokens) for each in found
     ]
-    assert told == [
+    assert message == [
         ((3, 0, 0, 0), 9, "sums", "consumed", "stop", 3, 1),
         ((3, 1, 0, 0), 9, "sums", "consumed", "error", -1, 0),
         ((5, 0, 0, 0), 9, "hard", "uninformative", "stop", 5, 1),
@@ -244,8 +244,13 @@ def test_ledger_records_have_what_was_dropped_with_a_failure() -> None:
 
     found = ledger_records(graded, graded, step=2)
 
-    told = [(each.id.prompt_index, each.id.sample, each.state, each.reward) for each in found]
-    assert told == [(3, 0, "consumed", 1.0), (3, 1, "consumed", 0.0), (5, 0, "dropped", None), (5, 1, "failed", None)]
+    message = [(each.id.prompt_index, each.id.sample, each.state, each.reward) for each in found]
+    assert message == [
+        (3, 0, "consumed", 1.0),
+        (3, 1, "consumed", 0.0),
+        (5, 0, "dropped", None),
+        (5, 1, "failed", None),
+    ]
 
 
 # --- idleness ---
@@ -299,5 +304,5 @@ def test_pass_at_k_is_the_share_of_choices_with_a_solved_one(samples: int) -> No
 @pytest.mark.parametrize(
     ("samples", "powers"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (8, [1, 2, 4, 8]), (12, [1, 2, 4, 8, 12])]
 )
-def test_pass_is_told_at_powers_of_two_and_at_all(samples: int, powers: list[int]) -> None:
+def test_pass_is_reported_at_powers_of_two_and_at_all(samples: int, powers: list[int]) -> None:
     assert list(powers_up_to(samples)) == powers

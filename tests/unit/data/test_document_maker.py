@@ -74,7 +74,7 @@ def test_a_document_of_exactly_the_longest_length_is_whole():
     assert made.document.num_inputs == 4
 
 
-def test_a_longer_document_is_truncated_dropped_or_refused_as_asked():
+def test_a_longer_document_is_truncated_dropped_or_refused_as_configured():
     made = maker(max_length=3).make(row(text="abcd"))
     assert isinstance(made, Made)
     assert made.truncated
@@ -192,7 +192,7 @@ def test_the_prompt_is_exactly_how_the_training_document_begins():
         assert made.document.trained.tolist() == [False] * length + [True] * (len(made.document.tokens) - length)
 
 
-def test_a_row_drawn_again_is_not_tokenized_again_unless_a_map_has_to_see_it(tmp_path):
+def test_a_repeated_row_is_not_tokenized_again_unless_a_map_has_to_see_it(tmp_path):
     plugin = tmp_path / "count.py"
     plugin.write_text("calls = []\ndef count(row):\n    calls.append(1)\n    return {'text': 'x' * len(calls)}\n")
     sections = [SourceSection(path="a.jsonl"), SourceSection(path="b.jsonl", map=f"{plugin}:count")]

@@ -78,7 +78,7 @@ def test_a_rank_may_have_nothing_to_write(tmp_path):
         assert_holds(store, DOCUMENTS[:1])
 
 
-def test_a_pass_that_was_broken_off_goes_on_behind_its_last_part(tmp_path):
+def test_an_interrupted_pass_continues_behind_its_last_part(tmp_path):
     folder = tmp_path / "s"
     part(folder, DOCUMENTS[:3], 2)
     broken = DocumentStore(folder)
@@ -122,9 +122,9 @@ def test_a_document_that_it_does_not_know_says_what_to_do(tmp_path):
     (store,) = part(tmp_path / "s", DOCUMENTS[:2], 1)
     with pytest.raises(
         DataError, match=r"nothing about a document that is trained on now.*or remove the folder"
-    ) as told:
+    ) as message:
         store.read(DOCUMENTS[5])
-    assert str(tmp_path / "s") in str(told.value)
+    assert str(tmp_path / "s") in str(message.value)
 
 
 def damaged(folder, name, content):
@@ -153,9 +153,9 @@ NUMBERS = "part-00000-rank-00000.safetensors"
 def test_a_damaged_file_is_named_with_the_way_out(tmp_path, name, content):
     folder = tmp_path / "s"
     damaged(folder, name, content)
-    with pytest.raises(DataError, match=r"cannot be read .*Remove the folder .* to have it computed again") as told:
+    with pytest.raises(DataError, match=r"cannot be read .*Remove the folder .* to have it computed again") as message:
         DocumentStore(folder)
-    assert name in str(told.value)
+    assert name in str(message.value)
 
 
 def test_two_runs_cannot_compute_it_at_once(tmp_path):

@@ -24,7 +24,7 @@ NO_END = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # What the warning asks for: the token is the assistant's, and the next turn does not repeat it.
-MENDED = (
+FIXED = (
     "{% for message in messages %}"
     "{% if loop.first or loop.previtem.role != 'assistant' %}<|im_start|>{% endif %}{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_start|>{% endgeneration %}"
@@ -52,7 +52,7 @@ def ids(tokenizer: Any, *texts: str) -> list[int]:
 
 @pytest.mark.parametrize(
     ("template", "stop"),
-    [(CHATML, "<|im_end|>"), (CHATML_MARKED, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (MENDED, "<|im_start|>")],
+    [(CHATML, "<|im_end|>"), (CHATML_MARKED, "<|im_end|>"), (LLAMA3, "<|eot_id|>"), (FIXED, "<|im_start|>")],
 )
 @pytest.mark.parametrize("trained", ["assistant", "last_turn", "everything"])
 def test_templates_that_end_a_turn_with_a_stop_token_pass(template: str, stop: str, trained: Trained) -> None:

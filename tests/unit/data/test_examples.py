@@ -111,7 +111,7 @@ def test_a_pair_that_is_cut_off_before_it_parts_is_dropped():
     assert [each.num_inputs for each in kept.example.documents] == [9, 9]
 
 
-def test_a_ranked_pair_that_is_told_apart_only_by_its_lost_beginning_is_dropped():
+def test_a_ranked_pair_that_differs_only_in_its_truncated_beginning_is_dropped():
     values = {"chosen": "same ending", "rejected": "same ending", "prompt": "x"}
     with pytest.raises(DataError, match="are the same"):
         made(maker("ranked", max_length=5), **values)
@@ -119,13 +119,13 @@ def test_a_ranked_pair_that_is_told_apart_only_by_its_lost_beginning_is_dropped(
     assert made(maker("ranked", max_length=5), **values) is Dropped.OVERLONG
 
 
-def test_a_pair_whose_difference_the_template_takes_away_is_told_and_not_trained_on():
+def test_a_pair_whose_difference_the_template_takes_away_is_reported_and_not_trained_on():
     trimming = CHATML.replace("message.content", "message.content.strip()").replace("m.content", "m.content.strip()")
     assert trimming != CHATML
-    asked = [{"role": "user", "content": "2+2?"}]
+    requested = [{"role": "user", "content": "2+2?"}]
     answers = ([{"role": "assistant", "content": text}] for text in ("4", "4 "))
     with pytest.raises(DataError, match=r"rows.jsonl, line 3: `chosen` and `rejected` are the same once"):
-        made(maker(template=trimming), prompt=asked, **dict(zip(("chosen", "rejected"), answers, strict=True)))
+        made(maker(template=trimming), prompt=requested, **dict(zip(("chosen", "rejected"), answers, strict=True)))
 
 
 def test_a_pair_is_dropped_whole_when_one_side_is_too_long():
@@ -152,7 +152,7 @@ def test_the_prompt_of_a_pair_is_what_comes_before_its_chosen_answer():
     prompt = maker().prompt_of(Row(values, "rows.jsonl, line 1"))
     assert prompt is not None
     assert prompt.reference == "4"
-    assert prompt.values == values  # all of it, for whoever scores the answer
+    assert prompt.values == values  # all of it, for the reward function
     assert byte_tokenizer(CHATML).decode(prompt.tokens) == "2+2="
 
 

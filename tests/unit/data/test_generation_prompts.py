@@ -37,9 +37,9 @@ def test_a_chat_that_ends_in_a_question_is_answered_from_the_generation_prompt(t
 
 
 def test_the_last_assistant_turn_is_the_reference_and_not_part_of_the_prompt(tmp_path: Path) -> None:
-    asked, answered = read(tmp_path, {"messages": [ASK]}, {"messages": [ASK, ANSWER]})
+    requested, answered = read(tmp_path, {"messages": [ASK]}, {"messages": [ASK, ANSWER]})
 
-    assert answered.tokens.tolist() == asked.tokens.tolist()
+    assert answered.tokens.tolist() == requested.tokens.tolist()
     assert answered.reference == "3"
 
 
@@ -107,7 +107,7 @@ def test_columns_name_the_prompt_and_decide_between_two(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "columns", "told"),
+    ("row", "columns", "message"),
     [
         ({"question": "a"}, {}, "line 2: expected `messages`, `prompt` or `text`, found `question`"),
         ({"prompt": "a", "text": "b"}, {}, "line 2: the row has `prompt` and `text`"),
@@ -120,11 +120,13 @@ def test_columns_name_the_prompt_and_decide_between_two(tmp_path: Path) -> None:
         ({"messages": [{"role": "robot", "content": "a"}]}, {}, "line 2: messages[0].role"),
     ],
 )  # fmt: skip
-def test_a_row_that_is_wrong_is_named(tmp_path: Path, row: dict[str, Any], columns: dict[str, str], told: str) -> None:
+def test_a_row_that_is_wrong_is_named(
+    tmp_path: Path, row: dict[str, Any], columns: dict[str, str], message: str
+) -> None:
     with pytest.raises(DataError) as refusal:
         read(tmp_path, {"prompt": "good"}, row, columns=columns)
 
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_a_mistyped_column_is_refused(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def test_a_mistyped_column_is_refused(tmp_path: Path) -> None:
         read(tmp_path, {"question": "a"}, columns={"promt": "question"})
 
 
-def test_a_map_that_drops_everything_is_told(tmp_path: Path) -> None:
+def test_a_map_that_drops_everything_is_reported(tmp_path: Path) -> None:
     plugin = tmp_path / "none.py"
     plugin.write_text("def keep(row):\n    return None\n")
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pairs, labels and scores: what rows of each shape say, and rows that make no sense, each told with its place."""
+"""Pairs, labels and scores: what rows of each shape say, and rows that make no sense, each reported with its place."""
 
 import json
 
@@ -17,7 +17,7 @@ from podium.errors import DataError
 from podium.recipe import SourceSection
 
 WHERE = "rows.jsonl, line 3"
-ASKED = [{"role": "user", "content": "2+2?"}]
+QUESTION = [{"role": "user", "content": "2+2?"}]
 
 
 def said(text):
@@ -61,7 +61,7 @@ def test_a_pair_of_texts_has_the_chosen_document_first_and_trains_the_completion
 
 
 def test_a_pair_of_messages_shares_its_prompt():
-    chosen, rejected = texts("pairs", prompt=ASKED, chosen=said("4"), rejected=said("5"))
+    chosen, rejected = texts("pairs", prompt=QUESTION, chosen=said("4"), rejected=said("5"))
     before = "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
     assert chosen[0].startswith(before + "4")
     assert rejected[0].startswith(before + "5")
@@ -69,7 +69,7 @@ def test_a_pair_of_messages_shares_its_prompt():
 
 
 def test_whole_conversations_part_at_their_last_turn_and_earlier_turns_are_not_trained():
-    talk = [*ASKED, *said("4"), {"role": "user", "content": "and 3+3?"}]
+    talk = [*QUESTION, *said("4"), {"role": "user", "content": "and 3+3?"}]
     given = texts("pairs", prompt=talk, chosen=said("6"), rejected=said("7"))
     implied = texts("pairs", chosen=talk + said("6"), rejected=talk + said("7"))
     assert implied == given
@@ -78,7 +78,7 @@ def test_whole_conversations_part_at_their_last_turn_and_earlier_turns_are_not_t
 
 def test_a_completion_of_several_turns_trains_all_its_assistant_turns():
     more = [*said("hm"), {"role": "user", "content": "so?"}, *said("4")]
-    chosen, rejected = texts("pairs", prompt=ASKED, chosen=more, rejected=said("5"))
+    chosen, rejected = texts("pairs", prompt=QUESTION, chosen=more, rejected=said("5"))
     assert chosen[1] == ["hm<|im_end|>", "4<|im_end|>"]
     assert rejected[1] == ["5<|im_end|>"]
 
@@ -107,7 +107,7 @@ def test_a_label_is_true_or_false_as_files_write_it(label, value):
 
 
 def test_a_score_goes_with_any_kind_of_row_and_may_be_text_of_a_number():
-    for values in ({"prompt": "2+2=", "completion": "4"}, {"messages": ASKED + said("4")}, {"text": "2+2=4"}):
+    for values in ({"prompt": "2+2=", "completion": "4"}, {"messages": QUESTION + said("4")}, {"text": "2+2=4"}):
         made = make("scores", score="-0.5", **values)
         assert isinstance(made, MadeExample)
         assert made.example.value == -0.5
@@ -115,10 +115,10 @@ def test_a_score_goes_with_any_kind_of_row_and_may_be_text_of_a_number():
 
 def test_what_a_reward_model_reads_is_the_conversation_as_graders_render_it_looked_at_where_it_ends():
     tokenizer = byte_tokenizer(CHATML)
-    made = make("scores", tokenizer, prompt=ASKED, completion=said("4"), score=1)
+    made = make("scores", tokenizer, prompt=QUESTION, completion=said("4"), score=1)
     assert isinstance(made, MadeExample)
     (document,) = made.example.documents
-    assert document.tokens[:-1].tolist() == ConversationEncoder(tokenizer).chat(ASKED + said("4"))
+    assert document.tokens[:-1].tolist() == ConversationEncoder(tokenizer).chat(QUESTION + said("4"))
     assert document.trained.tolist() == [False] * document.num_inputs + [True]
 
 
@@ -141,9 +141,9 @@ def test_nulls_of_columnar_files_are_as_good_as_columns_that_are_not_there():
     """Parquet gives every row every column, and every message every field."""
     talk = [{"role": "user", "content": "2+2?", "tool_calls": None, "name": None}]
     answer = [{"role": "assistant", "content": "4", "tool_calls": None}]
-    plain = texts("pairs", prompt=ASKED, chosen=said("4"), rejected=said("5"))
+    plain = texts("pairs", prompt=QUESTION, chosen=said("4"), rejected=said("5"))
     assert texts("pairs", prompt=talk, chosen=answer, rejected=said("5"), tools=None, margin=None) == plain
-    assert texts("pairs", prompt=None, chosen=talk + answer, rejected=ASKED + said("5")) == plain
+    assert texts("pairs", prompt=None, chosen=talk + answer, rejected=QUESTION + said("5")) == plain
     labelled = make("labels", prompt=talk, completion=answer, label=True, tools=None, text=None)
     assert isinstance(labelled, MadeExample)
     scored = make("scores", messages=talk + answer, prompt=None, completion=None, text=None, tools=None, score=2.0)
@@ -152,7 +152,7 @@ def test_nulls_of_columnar_files_are_as_good_as_columns_that_are_not_there():
 
 def test_pairs_of_parquet_and_labels_of_csv_are_read_as_they_are_written(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    row_of = {"prompt": ASKED, "chosen": said("4"), "rejected": said("5"), "tools": None}
+    row_of = {"prompt": QUESTION, "chosen": said("4"), "rejected": said("5"), "tools": None}
     rows = [{**row_of, "margin": 0.5}, {**row_of, "margin": None, "chosen": [{**said("4")[0], "name": "me"}]}]
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "p.parquet")
     (tmp_path / "l.csv").write_text("prompt,completion,label\n2+2=,4,true\n2+2=,5,False\n")
@@ -172,41 +172,41 @@ def test_pairs_of_parquet_and_labels_of_csv_are_read_as_they_are_written(tmp_pat
 @pytest.mark.parametrize("shape", ["pairs", "ranked"])
 def test_a_pair_of_equals_has_nothing_to_prefer(shape):
     assert "`chosen` and `rejected` are the same" in complaint(shape, prompt="2+2=", chosen="4", rejected="4")
-    assert "are the same" in complaint(shape, prompt=ASKED, chosen=said("4"), rejected=said("4"))
-    assert "are the same" in complaint(shape, chosen=ASKED + said("4"), rejected=ASKED + said("4"))
+    assert "are the same" in complaint(shape, prompt=QUESTION, chosen=said("4"), rejected=said("4"))
+    assert "are the same" in complaint(shape, chosen=QUESTION + said("4"), rejected=QUESTION + said("4"))
 
 
 def test_a_pair_whose_sides_differ_only_in_nulls_is_a_pair_of_equals():
     answer = [{"role": "assistant", "content": "4", "tool_calls": None}]
-    assert "are the same" in complaint("pairs", prompt=ASKED, chosen=answer, rejected=said("4"))
-    assert "are the same" in complaint("pairs", chosen=ASKED + answer, rejected=ASKED + said("4"))
+    assert "are the same" in complaint("pairs", prompt=QUESTION, chosen=answer, rejected=said("4"))
+    assert "are the same" in complaint("pairs", chosen=QUESTION + answer, rejected=QUESTION + said("4"))
 
 
 @pytest.mark.parametrize("shape", ["pairs", "ranked"])
-def test_a_pair_about_two_prompts_is_told_where_they_part(shape):
+def test_a_pair_about_two_prompts_is_reported_with_the_first_difference(shape):
     other = [{"role": "user", "content": "2+3?"}]
-    told = complaint(shape, chosen=ASKED + said("4"), rejected=other + said("5"))
-    assert "the prompts of `chosen` and `rejected` differ at message 0" in told
-    longer = ASKED + said("4") + other
-    told = complaint(shape, chosen=longer + said("5"), rejected=ASKED + said("5"))
-    assert "differ at message 1" in told
+    message = complaint(shape, chosen=QUESTION + said("4"), rejected=other + said("5"))
+    assert "the prompts of `chosen` and `rejected` differ at message 0" in message
+    longer = QUESTION + said("4") + other
+    message = complaint(shape, chosen=longer + said("5"), rejected=QUESTION + said("5"))
+    assert "differ at message 1" in message
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected"), [(ASKED + said("4"), ASKED + ASKED), (said("4"), said("5")), (ASKED, said("5"))]
+    ("chosen", "rejected"), [(QUESTION + said("4"), QUESTION + QUESTION), (said("4"), said("5")), (QUESTION, said("5"))]
 )
 def test_a_conversation_without_prompt_column_must_end_with_an_answer(chosen, rejected):
     assert "must end with an assistant turn" in complaint("pairs", chosen=chosen, rejected=rejected)
 
 
-def test_two_texts_without_a_prompt_cannot_be_told_apart():
+def test_two_texts_without_a_prompt_cannot_be_split():
     assert "Give a `prompt` column" in complaint("pairs", chosen="2+2=4", rejected="2+2=5")
 
 
 @pytest.mark.parametrize("empty", ["", "  \n", [], [{"role": "assistant", "content": ""}]])
 def test_an_empty_completion_is_named(empty):
     is_text = isinstance(empty, str)
-    prompt, answer = ("2+2=", "4") if is_text else (ASKED, said("4"))
+    prompt, answer = ("2+2=", "4") if is_text else (QUESTION, said("4"))
     assert "`chosen` is empty" in complaint("pairs", prompt=prompt, chosen=empty, rejected=answer)
     assert "`rejected` is empty" in complaint("ranked", prompt=prompt, chosen=answer, rejected=empty)
     assert "`completion` is empty" in complaint("labels", prompt=prompt, completion=empty, label=True)
@@ -214,7 +214,7 @@ def test_an_empty_completion_is_named(empty):
 
 def test_a_call_of_a_tool_is_not_an_empty_completion():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
-    values = {"prompt": ASKED, "chosen": [{"role": "assistant", "tool_calls": [call]}], "rejected": said("5")}
+    values = {"prompt": QUESTION, "chosen": [{"role": "assistant", "tool_calls": [call]}], "rejected": said("5")}
     assert len(judged(values, "pairs", row()).texts) == 2
 
 
@@ -222,10 +222,10 @@ def test_a_call_of_a_tool_is_not_an_empty_completion():
 def test_a_pair_without_a_side_says_which_columns_there_are(gone):
     values = {"prompt": "2+2=", "chosen": "4", "rejected": "5", "answer": "4"}
     for changed in ({**values, gone: None}, {name: value for name, value in values.items() if name != gone}):
-        told = complaint("pairs", **changed)
-        assert f"there is no `{gone}`" in told
-        assert "answer" in told
-        assert "`columns`" in told
+        message = complaint("pairs", **changed)
+        assert f"there is no `{gone}`" in message
+        assert "answer" in message
+        assert "`columns`" in message
 
 
 @pytest.mark.parametrize("gone", ["prompt", "completion"])
@@ -240,19 +240,19 @@ def test_a_scored_row_without_text_is_named():
 
 
 def test_text_beside_messages_is_neither():
-    told = complaint("pairs", prompt="2+2=", chosen=said("4"), rejected=said("5"))
-    assert "`prompt` and `chosen` must both be strings or both lists of messages" in told
+    message = complaint("pairs", prompt="2+2=", chosen=said("4"), rejected=said("5"))
+    assert "`prompt` and `chosen` must both be strings or both lists of messages" in message
     assert "`prompt` and `rejected`" in complaint("pairs", prompt="2+2=", chosen="4", rejected=said("5"))
 
 
 @pytest.mark.parametrize("label", ["good", 2, -1, 0.5, "", [], float("nan")])
 def test_a_label_that_is_neither_is_shown(label):
-    told = complaint("labels", prompt="2+2=", completion="4", label=label)
-    assert "`label` must be true (desirable) or false, found" in told
-    assert repr(label) in told
+    message = complaint("labels", prompt="2+2=", completion="4", label=label)
+    assert "`label` must be true (desirable) or false, found" in message
+    assert repr(label) in message
 
 
-def test_a_row_without_label_is_told():
+def test_a_row_without_label_is_reported():
     assert "there is no `label`" in complaint("labels", prompt="2+2=", completion="4")
 
 
@@ -261,15 +261,15 @@ BAD_NUMBERS = ["high", True, float("nan"), float("inf"), [1.0], {}, ""]
 
 @pytest.mark.parametrize("score", BAD_NUMBERS)
 def test_a_score_that_is_no_finite_number_is_shown(score):
-    told = complaint("scores", text="2+2=4", score=score)
-    assert "`score` must be a finite number, found" in told
-    assert repr(score) in told
+    message = complaint("scores", text="2+2=4", score=score)
+    assert "`score` must be a finite number, found" in message
+    assert repr(score) in message
 
 
 @pytest.mark.parametrize("margin", BAD_NUMBERS)
 def test_a_margin_that_is_no_finite_number_is_shown(margin):
-    told = complaint("ranked", prompt="2+2=", chosen="4", rejected="5", margin=margin)
-    assert "`margin` must be a finite number, found" in told
+    message = complaint("ranked", prompt="2+2=", chosen="4", rejected="5", margin=margin)
+    assert "`margin` must be a finite number, found" in message
 
 
 def test_the_quick_look_at_a_source_knows_its_shape(tmp_path):
@@ -285,28 +285,28 @@ def test_the_quick_look_at_a_source_knows_its_shape(tmp_path):
         check_source(renamed, "data.train.0", "labels")
 
 
-def test_a_row_without_score_is_told():
+def test_a_row_without_score_is_reported():
     assert "there is no `score`. The row has: text" in complaint("scores", text="2+2=4")
 
 
 def test_whole_conversations_beside_their_prompt_are_read_once():
-    asked = [{"role": "user", "content": "2+2?"}]
+    requested = [{"role": "user", "content": "2+2?"}]
     found = judged(
-        {"prompt": "2+2?", "chosen": [*asked, *said("4")], "rejected": [*asked, *said("5")]},
+        {"prompt": "2+2?", "chosen": [*requested, *said("4")], "rejected": [*requested, *said("5")]},
         "pairs",
         Row({}, "rows.jsonl, line 3"),
     )
-    assert [text["prompt"] for text in found.texts] == [asked, asked]
+    assert [text["prompt"] for text in found.texts] == [requested, requested]
     assert [text["completion"] for text in found.texts] == [said("4"), said("5")]
 
 
-def test_a_prompt_that_is_not_that_of_the_conversations_beside_it_is_told():
-    asked = [{"role": "user", "content": "2+2?"}]
-    told = complaint("pairs", prompt="3+3?", chosen=[*asked, *said("4")], rejected=[*asked, *said("5")])
-    assert "`prompt` is not what they begin with" in told
+def test_a_prompt_that_is_not_that_of_the_conversations_beside_it_is_reported():
+    requested = [{"role": "user", "content": "2+2?"}]
+    message = complaint("pairs", prompt="3+3?", chosen=[*requested, *said("4")], rejected=[*requested, *said("5")])
+    assert "`prompt` is not what they begin with" in message
 
 
-def test_a_completion_that_begins_with_a_question_is_told():
-    asked = [{"role": "user", "content": "2+2?"}]
-    told = complaint("labels", prompt=asked, completion=[*asked, *said("4")], label=True)
-    assert "`completion` begins with a turn of user" in told
+def test_a_completion_that_begins_with_a_question_is_reported():
+    requested = [{"role": "user", "content": "2+2?"}]
+    message = complaint("labels", prompt=requested, completion=[*requested, *said("4")], label=True)
+    assert "`completion` begins with a turn of user" in message

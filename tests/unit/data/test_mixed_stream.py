@@ -49,9 +49,9 @@ def numbers(mixed, count):
 
 def test_without_shuffling_a_source_is_read_in_order_again_and_again():
     mixed = stream(ListSource("a", [1, 2], [], [3]), shuffle=False)
-    drawn = [mixed.draw() for _ in range(7)]
-    assert [one.row.values["number"] for one in drawn] == [1, 2, 3, 1, 2, 3, 1]
-    assert [one.epoch for one in drawn] == [0, 0, 0, 1, 1, 1, 2]
+    sampled = [mixed.draw() for _ in range(7)]
+    assert [one.row.values["number"] for one in sampled] == [1, 2, 3, 1, 2, 3, 1]
+    assert [one.epoch for one in sampled] == [0, 0, 0, 1, 1, 1, 2]
 
 
 def test_every_epoch_has_every_row_once_in_another_order():
@@ -68,8 +68,8 @@ def test_the_seed_decides_the_order():
 
 
 def test_two_sources_with_the_same_rows_are_shuffled_differently():
-    drawn = [stream(ListSource("a", range(20)), ListSource("b", range(20))).draw() for _ in range(1)]
-    assert drawn[0].source in (0, 1)
+    sampled = [stream(ListSource("a", range(20)), ListSource("b", range(20))).draw() for _ in range(1)]
+    assert sampled[0].source in (0, 1)
     mixed = stream(ListSource("a", range(20)), ListSource("b", range(20)))
     by_source = {0: [], 1: []}
     for _ in range(200):
@@ -78,7 +78,7 @@ def test_two_sources_with_the_same_rows_are_shuffled_differently():
     assert by_source[0][:20] != by_source[1][:20]
 
 
-def test_pools_are_of_the_size_asked_for_so_large_files_stream():
+def test_pools_are_of_the_size_requested_so_large_files_stream():
     source = ListSource("a", *[range(start, start + 10) for start in range(0, 100, 10)])
     mixed = stream(source, shuffle_rows=25)
     mixed.draw()
@@ -92,12 +92,12 @@ def test_pools_are_of_the_size_asked_for_so_large_files_stream():
 
 def test_sources_are_mixed_by_weight():
     mixed = stream(ListSource("a", [1]), ListSource("b", [2]), ListSource("c", [3]), weights=[6.0, 3.0, 1.0])
-    drawn = numbers(mixed, 10_000)
+    sampled = numbers(mixed, 10_000)
     # Standard deviation of a share of 0.6 over 10,000 draws: 0.005.
-    assert [round(drawn.count(number) / 10_000, 1) for number in (1, 2, 3)] == [0.6, 0.3, 0.1]
+    assert [round(sampled.count(number) / 10_000, 1) for number in (1, 2, 3)] == [0.6, 0.3, 0.1]
 
 
-def test_which_source_a_draw_takes_depends_on_its_number_alone():
+def test_which_source_a_row_comes_from_depends_on_its_number_alone():
     sources = (ListSource("a", range(3)), ListSource("b", range(7)))
     begin = [stream(*sources).draw().source]
     whole = stream(*sources)
@@ -114,7 +114,7 @@ def test_which_source_a_draw_takes_depends_on_its_number_alone():
     shuffle_rows=st.integers(1, 12),
     cut=st.integers(0, 40),
 )
-def test_a_stream_goes_on_from_any_saved_position(blocks, other, shuffle, shuffle_rows, cut):
+def test_a_stream_continues_from_any_saved_position(blocks, other, shuffle, shuffle_rows, cut):
     def new(position=None):
         sources = (ListSource("a", *blocks), ListSource("b", other))
         return stream(*sources, shuffle=shuffle, shuffle_rows=shuffle_rows, position=position)

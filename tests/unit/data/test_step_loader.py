@@ -90,7 +90,8 @@ def test_counts_say_what_became_of_every_row(folder):
     assert dropped.truncated == 0
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+# fast, with workers: test_a_map_plug_in_runs_in_the_workers_too
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_loader_resumed_after_any_step_gives_exactly_the_steps_that_follow(folder, workers):
     spec = spec_of(folder)
     with open_loader(spec) as loader:

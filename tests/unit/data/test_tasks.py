@@ -43,7 +43,7 @@ def cursor(*sections: SourceSection, shuffle: bool = True, state: dict[str, Any]
     return TaskCursor(sections, "data.train", seed=5, shuffle=shuffle, shuffle_rows=64, state=state)
 
 
-def drawn(tasks: TaskCursor, count: int) -> list[tuple[int, int, str | None]]:
+def sampled(tasks: TaskCursor, count: int) -> list[tuple[int, int, str | None]]:
     return [(one.prompt_index, one.epoch, one.task.text) for one in tasks.take(count)]
 
 
@@ -133,7 +133,7 @@ def test_a_source_is_named_after_its_file_and_two_of_one_name_with_their_folders
 
 
 @pytest.mark.parametrize(
-    ("row", "told"),
+    ("row", "message"),
     [
         ({"question": "a"}, "line 2: expected `messages`, `prompt` or `text`, found `question`"),
         ({"prompt": "a", "text": "b"}, "line 2: the row has `prompt` and `text`"),
@@ -143,11 +143,11 @@ def test_a_source_is_named_after_its_file_and_two_of_one_name_with_their_folders
         ({"prompt": "a", "completion": 4}, "line 2: `completion` must be a list of {role, content}"),
     ],
 )  # fmt: skip
-def test_a_row_that_is_wrong_is_named(tmp_path: Path, row: dict[str, Any], told: str) -> None:
+def test_a_row_that_is_wrong_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as refusal:
         read(tmp_path, {"prompt": "good"}, row)
 
-    assert told in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_a_reference_that_is_neither_text_nor_json_is_named() -> None:
@@ -167,7 +167,7 @@ def test_reading_held_out_tasks_stops_at_the_limit_over_all_sources(tmp_path: Pa
     assert len(read_tasks(sections, "data.heldout", None)) == 6
 
 
-def test_an_empty_source_and_a_map_that_drops_everything_are_told(tmp_path: Path) -> None:
+def test_an_empty_source_and_a_map_that_drops_everything_are_reported(tmp_path: Path) -> None:
     plugin = tmp_path / "none.py"
     plugin.write_text("def keep(row):\n    return None\n")
     section = SourceSection(path=write(tmp_path / "a.jsonl", {"prompt": "a"}), map=f"{plugin}:keep")
@@ -243,13 +243,13 @@ def test_prompts_that_cannot_be_encoded_are_named(tmp_path: Path) -> None:
         chat.encode(encoder)
 
 
-def test_draws_are_numbered_from_0_and_epochs_repeat_for_ever(tmp_path: Path) -> None:
+def test_prompts_are_numbered_from_0_and_epochs_repeat_for_ever(tmp_path: Path) -> None:
     section = SourceSection(path=write(tmp_path / "a.jsonl", *({"prompt": text} for text in "ab")))
 
     tasks = cursor(section, shuffle=False)
 
-    assert drawn(tasks, 3) == [(0, 0, "a"), (1, 0, "b"), (2, 1, "a")]
-    assert drawn(tasks, 2) == [(3, 1, "b"), (4, 2, "a")]
+    assert sampled(tasks, 3) == [(0, 0, "a"), (1, 0, "b"), (2, 1, "a")]
+    assert sampled(tasks, 2) == [(3, 1, "b"), (4, 2, "a")]
 
 
 def test_rows_that_map_drops_take_no_number(tmp_path: Path) -> None:
@@ -258,10 +258,10 @@ def test_rows_that_map_drops_take_no_number(tmp_path: Path) -> None:
     rows = [{"prompt": str(number)} for number in range(6)]
     section = SourceSection(path=write(tmp_path / "a.jsonl", *rows), map=f"{plugin}:keep")
 
-    assert drawn(cursor(section, shuffle=False), 4) == [(0, 0, "1"), (1, 0, "3"), (2, 0, "5"), (3, 1, "1")]
+    assert sampled(cursor(section, shuffle=False), 4) == [(0, 0, "1"), (1, 0, "3"), (2, 0, "5"), (3, 1, "1")]
 
 
-def test_weights_share_the_draws_between_sources(tmp_path: Path) -> None:
+def test_weights_share_the_prompts_between_sources(tmp_path: Path) -> None:
     sections = [
         SourceSection(path=write(tmp_path / "a.jsonl", {"prompt": "a"}), weight=3.0),
         SourceSection(path=write(tmp_path / "b.jsonl", {"prompt": "b"}), weight=1.0),
@@ -275,7 +275,7 @@ def test_weights_share_the_draws_between_sources(tmp_path: Path) -> None:
 
 @settings(max_examples=30)
 @given(before=st.integers(0, 40), batch=st.integers(1, 7))
-def test_a_restored_cursor_draws_the_very_same_tasks(
+def test_a_restored_cursor_gives_the_very_same_tasks(
     tmp_path_factory: pytest.TempPathFactory, before: int, batch: int
 ) -> None:
     folder = tmp_path_factory.mktemp("tasks")
@@ -288,13 +288,13 @@ def test_a_restored_cursor_draws_the_very_same_tasks(
         ),
     ]  # fmt: skip
     first = cursor(*sections)
-    begun = drawn(first, before)
+    begun = sampled(first, before)
     state = json.loads(json.dumps(first.state()))
 
-    went_on = [drawn(first, batch) for _ in range(5)]
+    went_on = [sampled(first, batch) for _ in range(5)]
     resumed = cursor(*sections, state=state)
 
-    assert [drawn(resumed, batch) for _ in range(5)] == went_on
+    assert [sampled(resumed, batch) for _ in range(5)] == went_on
     assert resumed.state() == first.state()
     numbers = [draw for part in (begun, *went_on) for draw, _, _ in part]
     assert numbers == list(range(before + 5 * batch))

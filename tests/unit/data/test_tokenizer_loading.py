@@ -40,7 +40,7 @@ def test_a_broken_tokenizer_is_named(tmp_path):
         load_tokenizer(ModelSection(path=str(tmp_path)))
 
 
-def test_a_folder_that_is_not_there_is_not_asked_for_on_the_hub(tmp_path):
+def test_a_missing_folder_is_not_requested_from_the_hub(tmp_path):
     with pytest.raises(ModelError, match=r"model\.path: there is no folder"):
         load_tokenizer(ModelSection(path=str(tmp_path / "models" / "base")))
 

@@ -55,7 +55,7 @@ def blocks(draw, min_rows=0):
     return make([(draw(ONE_ID), draw(tokens)) for _ in range(num)])
 
 
-def test_an_id_prints_its_draw_sample_and_attempt_and_its_branch_only_where_it_has_one():
+def test_an_id_prints_its_prompt_index_sample_and_attempt_and_its_branch_only_where_it_has_one():
     assert str(TrajectoryId(7, 3)) == "7.3#0"
     assert str(TrajectoryId(7, 3, attempt=2)) == "7.3#2"
     assert str(TrajectoryId(7, 3, 1, 2)) == "7.3.1#2"
@@ -69,7 +69,7 @@ def test_many_ids_print_the_first_eight_and_how_many_more_there_are():
     assert str(of(*((draw, 0) for draw in range(11)))) == f"{eight} and 3 more"
 
 
-def test_ids_order_by_draw_then_sample_then_branch_then_attempt():
+def test_ids_order_by_prompt_index_then_sample_then_branch_then_attempt():
     ids = of((1, 0), (0, 2), (0, 1, 1), (0, 1, 0, 5), (0, 1, 0, 4))
     assert ids.order.tolist() == [4, 3, 2, 1, 0]
     assert list(ids.take(ids.order)) == [(0, 1, 0, 4), (0, 1, 0, 5), (0, 1, 1, 0), (0, 2, 0, 0), (1, 0, 0, 0)]
@@ -158,7 +158,7 @@ def test_a_block_knows_its_lengths_and_bytes():
     assert block.nbytes == 3 * 32 + 4 * 8 + 4 * 13
 
 
-def test_rows_are_taken_in_the_order_asked_for():
+def test_rows_are_taken_in_the_order_requested():
     block = make([((0, 0, 0, 0), [5, 6]), ((0, 1, 0, 0), [7]), ((1, 0, 0, 0), [8, 9])])
     taken = block.take(np.array([2, 0]))
     assert list(taken.ids) == [(1, 0, 0, 0), (0, 0, 0, 0)]

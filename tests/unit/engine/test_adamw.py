@@ -35,7 +35,7 @@ def step(optimizer: AdamW, gradients: list[Tensor], *, lr: float = 0.1, clip: fl
     optimizer.step(by_id, lr=lr, clip=torch.tensor(clip), skip=torch.tensor(skip))
 
 
-def drawn(seed: int) -> list[Tensor]:
+def random_gradients(seed: int) -> list[Tensor]:
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(shape, generator=draw) for shape in SHAPES]
 
@@ -53,7 +53,7 @@ def test_five_steps_with_decay_clipping_and_a_changing_rate_are_those_of_torch()
     ours, theirs = parameters(), parameters()
     optimizer, reference = AdamW(trained(ours), SECTION), torch_adamw(theirs)
     for number, lr in enumerate((0.1, 0.2, 0.05, 0.1, 0.01)):
-        gradients = drawn(number)
+        gradients = random_gradients(number)
         for each, gradient in zip(theirs, gradients, strict=True):
             each.grad = gradient.clone()
         norm = nn.utils.clip_grad_norm_(theirs, 0.5)
@@ -82,7 +82,7 @@ def test_parameters_without_a_gradient_are_left_alone_as_torch_does() -> None:
     ours, theirs = parameters(), parameters()
     optimizer, reference = AdamW(trained(ours), SECTION), torch_adamw(theirs)
     for number, present in enumerate(((1, 2, 3), (2, 3), (2, 3), (1, 2, 3), (1, 2))):
-        gradients = drawn(number)
+        gradients = random_gradients(number)
         for at, each in enumerate(theirs):
             each.grad = gradients[at].clone() if at in present else None
         by_id = {id(optimizer.trained[at]): gradients[at].clone() for at in present}
@@ -102,7 +102,7 @@ def test_an_optimizer_whose_parameters_missed_updates_is_resumed_bit_for_bit() -
     made = parameters()
     optimizer = AdamW(trained(made), SECTION)
     for number, present in enumerate(((1, 2), (2, 3), (1, 2, 3))):
-        gradients = drawn(number)
+        gradients = random_gradients(number)
         by_id = {id(optimizer.trained[at]): gradients[at] for at in present}
         optimizer.step(by_id, lr=0.1, clip=torch.tensor(1.0), skip=torch.tensor(0.0))
     copies = [nn.Parameter(each.detach().clone()) for each in made]
@@ -114,7 +114,7 @@ def test_an_optimizer_whose_parameters_missed_updates_is_resumed_bit_for_bit() -
         new.copy_(old)
     resumed.set_updates(optimizer.updates, optimizer.missed_updates())
     for each in (optimizer, resumed):
-        step(each, drawn(9))
+        step(each, random_gradients(9))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, copies, strict=True))
     assert resumed.missed_updates() == optimizer.missed_updates() == {"0": 3, "1": 1, "3": 1}
 
@@ -122,23 +122,23 @@ def test_an_optimizer_whose_parameters_missed_updates_is_resumed_bit_for_bit() -
 def test_a_skipped_step_changes_nothing_and_does_not_count() -> None:
     made, other = parameters(), parameters()
     optimizer, reference = AdamW(trained(made), SECTION), AdamW(trained(other), SECTION)
-    step(optimizer, drawn(0))
+    step(optimizer, random_gradients(0))
     before = [each.detach().clone() for each in (*made, *optimizer.first_moments, *optimizer.second_moments)]
     step(optimizer, [torch.full(shape, float("nan")) for shape in SHAPES], skip=1.0)
     after = [*made, *optimizer.first_moments, *optimizer.second_moments]
     assert all(torch.equal(now, was) for now, was in zip(after, before, strict=True))
     # The bias correction of the next step is that of the second update, not the third.
-    step(optimizer, drawn(2))
+    step(optimizer, random_gradients(2))
     for seed in (0, 2):
-        step(reference, drawn(seed))
+        step(reference, random_gradients(seed))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, other, strict=True))
 
 
-def test_a_resumed_optimizer_goes_on_bit_for_bit() -> None:
+def test_a_resumed_optimizer_continues_bit_for_bit() -> None:
     made = parameters()
     optimizer = AdamW(trained(made), SECTION)
     for seed in range(3):
-        step(optimizer, drawn(seed))
+        step(optimizer, random_gradients(seed))
     copies = [nn.Parameter(each.detach().clone()) for each in made]
     resumed = AdamW(trained(copies), SECTION)
     for old, new in zip(
@@ -147,8 +147,8 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit() -> None:
     ):  # fmt: skip
         new.copy_(old)
     resumed.set_updates(3)
-    step(optimizer, drawn(9))
-    step(resumed, drawn(9))
+    step(optimizer, random_gradients(9))
+    step(resumed, random_gradients(9))
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(made, copies, strict=True))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What leaves the device comes back bit for bit into the same tensors, and training goes on as if nothing had been."""
+"""What leaves the device comes back bit for bit into the same tensors, and training continues as before."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_tensors_come_back_in_place_bit_for_bit() -> None:
         assert [tensor.shape for tensor in tensors] == [tensor.shape for tensor in wanted]
         assert away.restore() == size
         assert all(torch.equal(tensor, each) for tensor, each in zip(tensors, wanted, strict=True))
-        assert torch.equal(view, wanted[0][1:3])  # whoever looked at it before still does
+        assert torch.equal(view, wanted[0][1:3])  # an older view still sees it
         tensors[0].add_(1)
         wanted[0].add_(1)
 
@@ -58,7 +58,7 @@ def test_leaving_twice_and_coming_back_without_leaving_are_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_training_goes_on_as_if_nothing_had_left(folder: Path, dtype: str) -> None:
+def test_training_continues_as_if_nothing_had_left(folder: Path, dtype: str) -> None:
     stayed, travelled = make_engine(folder, dtype=dtype), make_engine(folder, dtype=dtype)
     wanted = [step(stayed, seed) for seed in (1, 2, 3)]
     away = OffloadedTensors(what_can_leave(travelled.optimizer))

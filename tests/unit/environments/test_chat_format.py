@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tool calls are found in every common format, malformed ones are told apart from none, and nothing raises."""
+"""Tool calls are found in every common format, malformed ones are distinguished from none, and nothing raises."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_what_is_only_thought_is_not_called() -> None:
     ("template", "form"),
     [(CHATML, "hermes"), (LLAMA, "llama3"), (MISTRAL, "mistral"), (PLAIN, "fenced"), (None, "fenced")],
 )
-def test_the_format_is_told_by_the_template(template: str | None, form: ToolFormat) -> None:
+def test_the_format_follows_from_the_template(template: str | None, form: ToolFormat) -> None:
     assert detect_format(byte_tokenizer(template)) == form
 
 

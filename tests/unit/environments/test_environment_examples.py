@@ -77,8 +77,8 @@ def test_three_in_ten_demonstrations_call_the_calculator_and_the_others_guess_wr
 
 def test_no_heldout_operands_are_in_training(made: Path) -> None:
     def pairs(name: str) -> set[tuple[str, ...]]:
-        asked = (row["messages"][0]["content"] for row in _rows(made / name))
-        return {tuple(re.split(r"[-+*?]", text)[:2]) for text in asked}
+        requested = (row["messages"][0]["content"] for row in _rows(made / name))
+        return {tuple(re.split(r"[-+*?]", text)[:2]) for text in requested}
 
     assert pairs("heldout.jsonl").isdisjoint(pairs("train.jsonl") | pairs("sft.jsonl"))
 
@@ -146,8 +146,8 @@ def test_a_policy_that_calls_and_repeats_the_result_is_rewarded(
     recipe = load_recipe("examples/calculator/grpo.yaml")
     (task,) = read_tasks([SourceSection(path=str(made / "heldout.jsonl"))], "data.heldout", 1)
     assert task.messages is not None
-    asked = task.messages[0]["content"].removesuffix("?")
-    lines = [CALL % expression.format(asked), said.format(answer=task.reference)]
+    requested = task.messages[0]["content"].removesuffix("?")
+    lines = [CALL % expression.format(requested), said.format(answer=task.reference)]
     episode = _played(environment_maker(recipe.environment)(), task, tokenizer, lines, "<|end|>")
     assert (episode.finish, episode.metrics["tool_calls"]) == ("done", 1.0)
     assert episode.metrics["failed_tool_calls"] == float(expression == "1/0")

@@ -106,7 +106,7 @@ def test_a_tool_is_called_and_its_result_answered() -> None:
     assert episode.metrics == {"turns": 2.0, "tool_calls": 1.0, "failed_tool_calls": 0.0}
 
 
-def test_every_turn_is_asked_with_the_whole_conversation_so_far() -> None:
+def test_every_turn_has_the_whole_conversation_so_far() -> None:
     policy = says(ASK, "391")
     episode = play(ToolEnvironment([multiply]), policy, greedy=True)
     first, second = policy.requests
@@ -192,7 +192,7 @@ def test_an_answer_that_is_cut_off_is_stepped_and_ends_the_episode_if_the_enviro
     assert episode.answer == "The answer"
 
 
-def test_a_call_that_is_cut_off_comes_back_as_an_error_that_can_be_mended() -> None:
+def test_a_truncated_call_comes_back_as_an_error_that_can_be_fixed() -> None:
     limits = EpisodeLimits(max_turns=4, max_new_tokens=20)
     episode = play(ToolEnvironment([multiply]), says(ASK, "391"), limits=limits)
     assert episode.messages[2]["content"] == "error: the call is not closed: </tool_call> is missing."

@@ -129,7 +129,7 @@ def test_not_even_an_exit_ends_the_grading(ending: BaseException, kind: str) -> 
     assert grades[1].error.startswith("f raised ")
 
 
-def test_an_exception_without_words_or_with_too_many_is_told() -> None:
+def test_an_exception_without_message_or_with_a_long_one_is_reported() -> None:
     class RudeError(Exception):
         def __str__(self) -> str:
             raise RuntimeError
@@ -156,7 +156,7 @@ def test_what_is_not_a_finite_number_fails_its_own_sample() -> None:
     assert totals(grades) == [None, None, None, 1.0, None]
 
 
-def test_a_missing_reference_is_told_and_spoils_no_other() -> None:
+def test_a_missing_reference_is_reported_and_spoils_no_other() -> None:
     rewards = build_rewards([VerifierReward(verifier="exact_match")])
 
     missing, there = graded(rewards, [sample(3, reference=None), sample(3)])
@@ -206,7 +206,7 @@ def test_a_failing_reward_of_weight_0_leaves_the_total_alone() -> None:
     assert one.failures == (None, "returned None")
 
 
-def test_all_failures_of_a_sample_are_told() -> None:
+def test_all_failures_of_a_sample_are_reported() -> None:
     [one] = graded([reward(lambda answer: None, name="a"), reward(lambda answer: "x", name="b")], samples(1))
 
     assert one.error == "a returned None; b returned 'x' (str), which is not a number"
@@ -249,7 +249,7 @@ def test_a_weighted_sum_that_is_no_number_is_an_error() -> None:
     assert (one.total, one.error) == (None, "the sum of the rewards is inf")
 
 
-def test_a_call_that_hangs_is_left_behind_and_the_rest_goes_on(gate: threading.Event) -> None:
+def test_a_call_that_hangs_is_left_behind_and_the_rest_continues(gate: threading.Event) -> None:
     threads: list[str] = []
 
     def slow(answer: str) -> float:
@@ -364,7 +364,9 @@ def test_an_asynchronous_call_that_will_not_be_cancelled_is_stuck() -> None:
     assert num_stuck == 1
 
 
-def test_an_asynchronous_call_that_blocks_its_loop_is_told_and_the_others_are_made_anew(gate: threading.Event) -> None:
+def test_an_asynchronous_call_that_blocks_its_loop_is_reported_and_the_others_are_repeated(
+    gate: threading.Event,
+) -> None:
     async def judge(answer: str) -> float:
         await asyncio.sleep(0)
         if answer == "2":
@@ -483,7 +485,7 @@ def test_ten_thousand_samples_take_well_under_a_second_on_an_idle_machine(kind: 
 
 
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5), st.integers(0, 3)), max_size=12))
-def test_totals_are_weighted_sums_whatever_is_asked_together(values: list[tuple[float, float, int]]) -> None:
+def test_totals_are_weighted_sums_whatever_is_graded_together(values: list[tuple[float, float, int]]) -> None:
     batch = [sample(number, group=group, row={"a": a, "b": b}) for number, (a, b, group) in enumerate(values)]
     each = reward(lambda row: row["a"], weight=2.0)
     grouped = reward(lambda rows: [row["b"] for row in rows], weight=-1.0, per="group", name="g")

@@ -148,8 +148,8 @@ def test_episodes_that_were_lost_by_anothers_fault_are_the_same_as_without_it() 
     expected = run(section("Blocking", how="exit", bad=[]), 6, ScriptedPolicy(TOKENIZER, policy._lines))
     assert list(failed(after)) == [3]
     assert_same(after, expected, but=[3])
-    asked = [(request.id.prompt_index, request.turn) for request in policy.requests]
-    assert len(asked) == len(set(asked))
+    requested = [(request.id.prompt_index, request.turn) for request in policy.requests]
+    assert len(requested) == len(set(requested))
 
 
 class KillsOnce:

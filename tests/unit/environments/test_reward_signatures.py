@@ -80,7 +80,7 @@ def test_options_are_left_to_the_recipe() -> None:
         (lambda answer, reference: 0.0, "podium", "sample"),
     ],
 )  # fmt: skip
-def test_the_style_is_told_by_the_names(function: Callable[..., Any], style: str, per: str) -> None:
+def test_the_style_follows_from_the_names(function: Callable[..., Any], style: str, per: str) -> None:
     signature = fit(function)
 
     assert (signature.style, signature.per) == (style, per)
@@ -154,7 +154,7 @@ def test_options_win_over_columns_in_trl_s_style() -> None:
 
 
 @pytest.mark.parametrize(
-    ("function", "given", "told"),
+    ("function", "given", "message"),
     [
         (lambda text, truth: 0.0, {}, "reward.0.function: <lambda>(text, truth) needs `text`, `truth`, and what Podium "
          "gives for one sample is answer, reference, row, prompt, messages, source, num_tokens, truncated, sample, "
@@ -180,9 +180,9 @@ def test_options_win_over_columns_in_trl_s_style() -> None:
     ],
 )  # fmt: skip
 def test_a_function_that_cannot_be_called_is_refused(
-    function: Callable[..., Any], given: dict[str, Any], told: str
+    function: Callable[..., Any], given: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RecipeError, match=re.escape(told)):
+    with pytest.raises(RecipeError, match=re.escape(message)):
         fit(function, **given)
 
 

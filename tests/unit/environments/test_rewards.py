@@ -77,7 +77,7 @@ def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name", "section", "told"),
+    ("code", "name", "section", "message"),
     [
         ("def f(x):\n    return 1\n", "f", {}, "reward.0.function: f(x) needs `x`"),
         ("def g(answer):\n    return 1\n", "f", {}, "reward.0.function: "),
@@ -94,9 +94,9 @@ def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
     ],
 )  # fmt: skip
 def test_what_cannot_be_built_is_refused_by_name(
-    tmp_path: Path, code: str, name: str, section: dict[str, Any], told: str
+    tmp_path: Path, code: str, name: str, section: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(PodiumError, match=re.escape(told)):
+    with pytest.raises(PodiumError, match=re.escape(message)):
         build(tmp_path, code, name, **section)
 
 

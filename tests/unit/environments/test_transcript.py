@@ -126,8 +126,8 @@ def test_a_template_that_wants_structured_calls_before_results_gets_them() -> No
         hear(transcript, [{"role": "tool", "content": "4", "tool_call_id": f"{number:09d}"}])
     say(transcript, encoded(_MISTRAL, " 4</s>"))
     hear(transcript, [{"role": "user", "content": "Sure?"}])
-    asked = '[TOOL_CALLS][{"name": "add"}]</s>[TOOL_RESULTS]4[/TOOL_RESULTS]'
-    assert text_of(_MISTRAL, transcript) == "<s>[INST] 2+2?[/INST]" + asked * 2 + " 4</s>[INST] Sure?[/INST]"
+    requested = '[TOOL_CALLS][{"name": "add"}]</s>[TOOL_RESULTS]4[/TOOL_RESULTS]'
+    assert text_of(_MISTRAL, transcript) == "<s>[INST] 2+2?[/INST]" + requested * 2 + " 4</s>[INST] Sure?[/INST]"
 
 
 def test_plain_words_around_turns_are_not_said_twice() -> None:
@@ -146,7 +146,7 @@ def test_words_that_the_model_says_before_the_environment_does_are_kept() -> Non
     assert text_of(_PLAIN, transcript).endswith("assistant: 4\nuser: Sure?\nuser: Sure?\nassistant: ")
 
 
-def test_raw_text_goes_on_as_it_is() -> None:
+def test_raw_text_continues_as_it_is() -> None:
     tokenizer = byte_tokenizer(None)
     transcript = Transcript(TurnTokenizer(tokenizer), ">>> 2+2\n")
     say(transcript, encoded(tokenizer, "4\n"))
@@ -172,12 +172,12 @@ def test_a_tokenizer_that_marks_first_words_marks_none_in_the_middle(template: s
     assert behind == [vocabulary[letter] for letter in ("z" if template is None else "\nuser:▁z\nassistant:▁")]
 
 
-@pytest.mark.parametrize("asked", [task(), task(text="$ ls"), task("Grüße")])
-def test_the_first_prompt_is_the_one_of_single_answers(asked: Task) -> None:
-    start = asked.text if asked.messages is None else asked.messages
+@pytest.mark.parametrize("requested", [task(), task(text="$ ls"), task("Grüße")])
+def test_the_first_prompt_is_the_one_of_single_answers(requested: Task) -> None:
+    start = requested.text if requested.messages is None else requested.messages
     assert start is not None
     prompt = Transcript(TurnTokenizer(_CHATML), start).tokens_T
-    assert prompt.tolist() == asked.encode(PromptTokenizer(_CHATML)).tolist()
+    assert prompt.tolist() == requested.encode(PromptTokenizer(_CHATML)).tolist()
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
@@ -247,7 +247,7 @@ def test_templates_that_only_add_pass_the_check(template: str, role: str) -> Non
         (None, "tool", "the tokenizer has no chat template"),
     ],
 )  # fmt: skip
-def test_templates_that_rewrite_refuse_or_leave_out_are_told_at_the_start(
+def test_templates_that_rewrite_refuse_or_leave_out_are_reported_at_the_start(
     template: str | None, role: str, why: str
 ) -> None:
     with pytest.raises(ModelError) as caught:

@@ -175,7 +175,7 @@ def test_patterns(answer: str, reference: str | None, options: dict[str, Any], s
 
 
 @pytest.mark.parametrize("verifier", [exact_match, numeric, lambda a, r: regex(a, r, pattern="(.)", group=1)])
-def test_a_missing_reference_is_told(verifier: Any) -> None:
+def test_a_missing_reference_is_reported(verifier: Any) -> None:
     with pytest.raises(DataError, match="the row has no reference to compare the answer with"):
         verifier("7", None)
 
@@ -210,7 +210,7 @@ def test_json_of_a_schema(answer: str, score: float) -> None:
     assert json_schema(answer, None, schema=PERSON) == score
 
 
-def test_fenced_json_is_read_when_asked() -> None:
+def test_fenced_json_is_read_when_requested() -> None:
     answer = 'Here:\n```json\n{"x": 1}\n```\nor rather\n```json\n{"name": "Ann"}\n```\n'
 
     assert json_schema(answer, None, schema=PERSON, fenced=True) == 1.0
@@ -299,7 +299,7 @@ def test_a_bound_verifier_has_its_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "message"),
     [
         ("exact_match", {"ignorecase": True},
          "reward.1.options.ignorecase: exact_match has no such option. It has: ignore_case, strip."),
@@ -331,12 +331,12 @@ def test_a_bound_verifier_has_its_options() -> None:
         ("length", {"max": 2.5}, "reward.1.options.max: input should be a valid integer, found 2.5"),
     ],
 )  # fmt: skip
-def test_wrong_options_are_refused_by_name(name: Any, options: dict[str, Any], told: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(told)):
+def test_wrong_options_are_refused_by_name(name: Any, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
         bind_verifier(name, options, "reward.1")
 
 
-def test_all_wrong_options_are_told_at_once() -> None:
+def test_all_wrong_options_are_reported_at_once() -> None:
     with pytest.raises(RecipeError) as refusal:
         bind_verifier("length", {"max": "x", "mim": 3}, "reward.0")
 

@@ -91,7 +91,7 @@ def _request(turn: int, *prompt: int) -> TurnRequest:
     return TurnRequest(id=TrajectoryId(0, 0), turn=turn, prompt=np.array(prompt, np.int32), max_new_tokens=9)
 
 
-def test_answers_are_given_again_as_long_as_the_same_is_asked() -> None:
+def test_answers_are_repeated_as_long_as_the_call_is_the_same() -> None:
     inner = ScriptedPolicy(TOKENIZER, ["one", "two", "three"])
     policy = ReplayPolicy(inner)
 

@@ -242,7 +242,7 @@ def test_kinds_of_adapters_that_podium_does_not_train_are_refused(
         placed(base, adapter=str(folder))
 
 
-def test_a_folder_that_is_no_adapter_and_an_adapter_as_the_model_are_told_apart(base: Path, adapter: Path) -> None:
+def test_a_folder_without_adapter_and_an_adapter_as_the_model_have_different_errors(base: Path, adapter: Path) -> None:
     from podium.models.folder import check_model_folder
 
     with pytest.raises(ModelError, match=r"model\.lora\.adapter: .* It is a whole checkpoint: put it in model\.path"):

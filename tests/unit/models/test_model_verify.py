@@ -127,7 +127,7 @@ def test_a_buffer_of_the_checkpoint_is_loaded(tmp_path: Path) -> None:
     assert torch.equal(saved[f"buffer/{name}"], loaded[name])
 
 
-def test_a_window_that_attention_is_not_told_of_limits_the_length(tmp_path: Path) -> None:
+def test_a_window_that_attention_does_not_get_limits_the_length(tmp_path: Path) -> None:
     model = make_engine(save_tiny_model("phimoe", tmp_path)).model
     assert self_check(model, CPU, torch.float32, max_length=50).agrees
     with pytest.raises(UnsupportedModelError, match=r"limits attention to 50 tokens .* data.max_length to 50 or less"):

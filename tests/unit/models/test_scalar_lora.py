@@ -46,7 +46,7 @@ def values(model: torch.nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def drawn(trained: list[Any]) -> None:
+def sampled(trained: list[Any]) -> None:
     """As if it had been trained."""
     draw = torch.Generator().manual_seed(0)
     for each in trained:
@@ -62,7 +62,7 @@ def test_the_head_is_trained_beside_the_adapter_and_begins_at_zero(base: Path) -
 
 def test_the_exported_adapter_with_its_head_gives_the_same_number_in_plain_peft(base: Path, tmp_path: Path) -> None:
     model, trained = placed(base)
-    drawn(trained)
+    sampled(trained)
     save_adapter(model.hf, tmp_path / "adapter", base=base, base_path=str(base))
     plain = transformers.AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32)
     by_peft = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter")).eval()
@@ -101,7 +101,7 @@ def test_a_resumed_model_reads_its_base_and_takes_adapter_and_head_from_the_chec
     base: Path, tmp_path: Path
 ) -> None:
     model, trained = placed(base)
-    drawn(trained)
+    sampled(trained)
     writer = CheckpointWriter(tmp_path, one_rank(), keep=1, keep_best=False, background=False, timeout_s=60)
     writer.save(1, weight_pieces(trained), Extras(values={}, arrays={}))
     again, _ = placed(base, checkpoint=newest_usable(tmp_path))

@@ -90,7 +90,7 @@ def test_several_labels_are_several_columns(tmp_path: Path) -> None:
     assert packed_values(model, sequences()).shape == (len(LENGTHS), 3)
 
 
-def test_values_of_sampled_tokens_are_of_the_states_that_they_were_drawn_in(tmp_path: Path) -> None:
+def test_values_of_sampled_tokens_are_of_the_states_that_they_were_sampled_in(tmp_path: Path) -> None:
     """Of a row a b c d with c and d sampled, those of "a b" and of "a b c"."""
     model = placed(save_classifier("qwen3", tmp_path / "one"))
     rows = sequences()

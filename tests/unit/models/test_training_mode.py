@@ -98,7 +98,7 @@ def test_a_critic_learns_from_the_values_that_it_estimates(tmp_path: Path, name:
 
 
 @pytest.mark.parametrize("name", NOISY)
-def test_dropout_acts_in_training_where_it_is_asked_for_and_never_in_evaluation(
+def test_dropout_acts_in_training_where_it_is_requested_and_never_in_evaluation(
     folders: dict[str, Path], name: str
 ) -> None:
     engine, documents = make_engine(folders[name], dropout=True), random_documents()
@@ -154,7 +154,7 @@ def test_an_adapters_dropout_does_not_switch_on_that_of_its_base(folders: dict[s
     assert abs(loss(dropout=1e-6) - loss()) < 1e-4
 
 
-def test_a_resumed_run_with_dropout_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_with_dropout_continues_bit_for_bit(tmp_path: Path) -> None:
     model, data = save_tiny_folder(tmp_path / "gpt2", "gpt2"), write_chats(tmp_path / "train.jsonl")
     runs = tmp_path / "runs"
     for name, dropout in (("whole", True), ("parts", True), ("without", False)):

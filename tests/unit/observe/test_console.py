@@ -68,7 +68,7 @@ def test_a_plain_step_is_one_line_with_everything_on_it() -> None:
     )
 
 
-def test_what_is_not_known_is_left_out_and_skipped_steps_are_told() -> None:
+def test_what_is_not_known_is_left_out_and_skipped_steps_are_reported() -> None:
     stream = io.StringIO()
     open_console(rank=0, stream=stream).step(view(7, mfu=None, eta_s=None, grad_norm=None, num_skipped=2))
     assert stream.getvalue() == "step   7/200  loss 2.3457  lr 3.00e-03  tokens/s 45.1k  skipped 2\n"

@@ -119,7 +119,7 @@ def test_a_custom_function_gives_anything_that_is_an_array(tmp_path: Path, body:
         ("return 'many'", "mine.py:own raised"),
     ],
 )
-def test_a_custom_function_that_is_wrong_is_told_with_its_key(tmp_path: Path, body: str, complaint: str) -> None:
+def test_a_custom_function_that_is_wrong_is_reported_with_its_key(tmp_path: Path, body: str, complaint: str) -> None:
     with pytest.raises(RecipeError) as caught:
         _estimate(_custom(tmp_path, body))
 
@@ -127,7 +127,7 @@ def test_a_custom_function_that_is_wrong_is_told_with_its_key(tmp_path: Path, bo
     assert complaint in str(caught.value)
 
 
-def test_a_function_that_is_not_there_is_told_before_the_first_step(tmp_path: Path) -> None:
+def test_a_function_that_is_not_there_is_reported_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def other():\n    pass\n")
 
     with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*has no function 'own'"):

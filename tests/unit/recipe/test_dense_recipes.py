@@ -180,8 +180,8 @@ def test_checkpoints_beside_the_policy_are_found_from_any_folder(
 )
 def test_columns_that_a_program_reads_can_be_renamed_and_others_not(overrides: tuple[str, ...], known: str) -> None:
     make_recipe(*overrides, f"data.train.0.columns={{{known.split(', ')[0]}: mine}}")
-    with pytest.raises(RecipeError) as told:
+    with pytest.raises(RecipeError) as message:
         make_recipe(*overrides, "data.train.0.columns={question: mine}")
     assert f"data.train.0.columns.question: not a column that Podium reads. The left side is one of {known};" in str(
-        told.value
+        message.value
     )

@@ -96,7 +96,7 @@ def test_a_reward_says_which_kind_of_reward_has_a_key() -> None:
         on_policy_recipe("reward=[{model: m, options: {a: 1}}]")
 
 
-def test_several_broken_rules_are_told_together() -> None:
+def test_several_broken_rules_are_reported_together() -> None:
     with pytest.raises(RecipeError, match=r"\(3 problems\)"):
         on_policy_recipe("reward=[]", "algorithm.constant=1", "algorithm.mini_batches=99")
 
@@ -316,7 +316,7 @@ def test_sizes_and_places_leave_a_run_what_it_is(before: tuple[str, ...], overri
         ((), "run.seed=4"),
     ],
 )
-def test_what_is_drawn_graded_or_learned_breaks_exactness(before: tuple[str, ...], override: str) -> None:
+def test_what_is_generated_graded_or_learned_breaks_exactness(before: tuple[str, ...], override: str) -> None:
     found = changes(on_policy_recipe(*before), on_policy_recipe(*before, override))
 
     assert [change for change in found if change.breaks is not None]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages of a pipeline: how they refer to each other, in which order they run, and how their mistakes are told."""
+"""Stages of a pipeline: how they refer to each other, in which order they run, and how their mistakes are reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def pipeline(stages: dict[str, Any], **keys: Any) -> PipelineRecipe:
 
 
 def problems(stages: dict[str, Any], **keys: Any) -> list[str]:
-    """One line for each, as told."""
+    """One line for each problem, as reported."""
     with pytest.raises(RecipeError) as caught:
         pipeline(stages, **keys)
     return [line.strip() for line in str(caught.value).splitlines()[1:]]
@@ -103,8 +103,8 @@ def test_every_order_has_each_stage_once_and_behind_all_its_parents(names: list[
 
 
 @given(st.dictionaries(st.sampled_from("abcde"), st.lists(st.sampled_from("abcde"), max_size=3), min_size=1))
-def test_a_cycle_that_is_told_is_one_and_without_one_there_is_an_order(drawn: dict[str, list[str]]) -> None:
-    parents = {name: [parent for parent in found if parent in drawn] for name, found in drawn.items()}
+def test_a_reported_cycle_is_one_and_without_one_there_is_an_order(sampled: dict[str, list[str]]) -> None:
+    parents = {name: [parent for parent in found if parent in sampled] for name, found in sampled.items()}
 
     cycle = find_cycle(parents)
 
@@ -119,7 +119,7 @@ def test_a_cycle_that_is_told_is_one_and_without_one_there_is_an_order(drawn: di
 
 
 @pytest.mark.parametrize(
-    ("stages", "told"),
+    ("stages", "message"),
     [
         (
             {"sft": {"model": "base"}, "b": {"model": "${stage.sftt}"}},
@@ -178,11 +178,11 @@ def test_a_cycle_that_is_told_is_one_and_without_one_there_is_an_order(drawn: di
         ({"a": None}, "stages.a: input should be a valid dictionary, found None."),
     ],
 )  # fmt: skip
-def test_a_mistake_is_told_with_its_key(stages: dict[str, Any], told: str) -> None:
-    assert problems(stages) == [told]
+def test_a_mistake_is_reported_with_its_key(stages: dict[str, Any], message: str) -> None:
+    assert problems(stages) == [message]
 
 
-def test_mistakes_of_all_stages_are_told_at_once_and_those_of_the_defaults_once() -> None:
+def test_mistakes_of_all_stages_are_reported_at_once_and_those_of_the_defaults_once() -> None:
     defaults = {**DEFAULTS, "optimizer": {"lr": -1.0}}
     found = problems(
         {
@@ -200,7 +200,7 @@ def test_mistakes_of_all_stages_are_told_at_once_and_those_of_the_defaults_once(
 
 
 @pytest.mark.parametrize(
-    ("keys", "told"),
+    ("keys", "message"),
     [
         ({"steps": 3}, "steps: unknown key. It belongs to the stages: write defaults.steps for all of them, or"),
         ({"run": {"name": "p", "seed": 1}}, "run.seed: unknown key. It belongs to the stages: write defaults.run.seed"),
@@ -208,9 +208,9 @@ def test_mistakes_of_all_stages_are_told_at_once_and_those_of_the_defaults_once(
         ({"default": {}}, "default: unknown key. Did you mean defaults?"),
     ],
 )
-def test_keys_of_the_pipeline_itself_are_checked(keys: dict[str, Any], told: str) -> None:
+def test_keys_of_the_pipeline_itself_are_checked(keys: dict[str, Any], message: str) -> None:
     (line,) = problems(**{"stages": {"a": {"model": "base"}}, **keys})
-    assert line.startswith(told)
+    assert line.startswith(message)
 
 
 # --- files ---
@@ -251,7 +251,7 @@ def test_an_override_of_a_stage_that_is_not_there_makes_none(tmp_path: Path) -> 
     assert isinstance(load_any_recipe(file, ["stages.more={model: base}"]), PipelineRecipe)
 
 
-def test_a_reference_between_braces_is_told_to_need_quotes(tmp_path: Path) -> None:
+def test_a_reference_between_braces_needs_quotes(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("program: pipeline\nstages:\n  a: {model: base}\n  b: {model: ${stage.a}}\n")
     with pytest.raises(RecipeError, match=r'line 4, .* Between braces, write a reference in quotes: {path: "\${stage'):
@@ -262,10 +262,10 @@ def test_a_resolved_pipeline_says_the_same_from_any_folder(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "base").mkdir()
-    asked = load_any_recipe(_file(tmp_path, {"a": {"model": "base"}, "b": {"model": "${stage.a}"}}))
-    assert isinstance(asked, PipelineRecipe)
+    requested = load_any_recipe(_file(tmp_path, {"a": {"model": "base"}, "b": {"model": "${stage.a}"}}))
+    assert isinstance(requested, PipelineRecipe)
 
-    made = resolved_pipeline(asked)
+    made = resolved_pipeline(requested)
 
     assert made.stages["a"]["model"]["path"] == str(tmp_path / "base")
     assert made.stages["b"]["model"]["path"] == "${stage.a}"
@@ -273,7 +273,7 @@ def test_a_resolved_pipeline_says_the_same_from_any_folder(tmp_path: Path, monke
     assert made.stages["b"]["data"]["max_length"] is None
     assert resolved_pipeline(made) == made
     assert parse_pipeline(yaml.safe_load(dump_recipe(made))) == made
-    before, after = (stage_recipe(each, "b", {"a": "x"}, Path("runs")) for each in (asked, made))
+    before, after = (stage_recipe(each, "b", {"a": "x"}, Path("runs")) for each in (requested, made))
     assert {change.key for change in changes(before, after)} == {"data.train.0.path"}
 
 
@@ -290,11 +290,11 @@ def test_a_default_that_a_stages_program_does_not_have_is_refused_once_with_the_
     }
     with pytest.raises(RecipeError) as caught:
         pipeline(stages, defaults={**DEFAULTS, "tokens_per_step": 256})
-    told = str(caught.value)
+    message = str(caught.value)
 
-    assert "(1 problem)" in told
-    assert "\n  defaults.tokens_per_step: grpo has no such key; " in told
-    assert told.endswith("(This is so in stage b.)")
+    assert "(1 problem)" in message
+    assert "\n  defaults.tokens_per_step: grpo has no such key; " in message
+    assert message.endswith("(This is so in stage b.)")
 
 
 def test_a_custom_program_is_a_stage(tmp_path: Path) -> None:

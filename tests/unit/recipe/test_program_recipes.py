@@ -99,9 +99,9 @@ def test_an_algorithm_has_the_keys_that_its_program_reads(program: str) -> None:
 @pytest.mark.parametrize("program", SECTIONS)
 def test_every_section_of_another_program_is_refused_with_the_programs_that_have_it(program: str) -> None:
     for section in sorted(set.union(*SECTIONS.values()) - SECTIONS[program]):
-        told = refused({**values_of(program), section: EXAMPLE.get(section, {})})
-        assert "(1 problem)" in told
-        assert f"\n  {section}: {program} has no such key; " in told
+        reported = refused({**values_of(program), section: EXAMPLE.get(section, {})})
+        assert "(1 problem)" in reported
+        assert f"\n  {section}: {program} has no such key; " in reported
         for other, sections in SECTIONS.items():
             assert (section in sections) == (other in owners_of([section]))
 
@@ -142,10 +142,10 @@ def test_a_misspelt_key_is_no_key_of_another_program() -> None:
     assert "critc: unknown key. Did you mean critic?" in refused(values_of("ppo", "critc.lr=1"))
 
 
-def test_all_problems_are_listed_at_once_whoever_has_the_key() -> None:
-    told = refused(values_of("grpo", "critic={}", "stpes=3", "steps=0", "algorithm.lam=1"))
+def test_all_problems_are_listed_at_once_in_whatever_section() -> None:
+    reported = refused(values_of("grpo", "critic={}", "stpes=3", "steps=0", "algorithm.lam=1"))
 
-    assert "(4 problems)" in told
+    assert "(4 problems)" in reported
 
 
 # --- classes ---
@@ -178,11 +178,11 @@ def test_a_recipe_is_of_its_programs_class_and_reads_back_equal(
 
 def test_a_recipe_of_the_time_of_one_class_is_refused_key_by_key() -> None:
     """Such a dump has defaults of sections that the program does not have."""
-    told = refused({**values_of("sft"), "critic": {"path": None}, "reward": [], "environment": None})
+    reported = refused({**values_of("sft"), "critic": {"path": None}, "reward": [], "environment": None})
 
-    assert "(3 problems)" in told
+    assert "(3 problems)" in reported
     for key in ("critic", "reward", "environment"):
-        assert f"\n  {key}: sft has no such key; " in told
+        assert f"\n  {key}: sft has no such key; " in reported
 
 
 # --- custom programs ---
@@ -236,10 +236,10 @@ def test_a_custom_program_needs_no_critic_reward_or_groups() -> None:
     ],
 )
 def test_what_is_wrong_with_a_custom_program_is_named(overrides: tuple[str, ...], key: str) -> None:
-    told = refused(recipe_values(*overrides))
+    reported = refused(recipe_values(*overrides))
 
-    assert f"\n  {key}: " in told
-    assert "(1 problem)" in told
+    assert f"\n  {key}: " in reported
+    assert "(1 problem)" in reported
 
 
 @pytest.fixture

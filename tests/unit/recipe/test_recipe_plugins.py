@@ -88,7 +88,7 @@ def test_a_module_without_source_is_refused() -> None:
         plugins.locate("math:sqrt", "run.loggers.0")
 
 
-def test_a_syntax_error_is_told_with_file_and_line(tmp_path: Path) -> None:
+def test_a_syntax_error_is_reported_with_file_and_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def fine(row):\n    return row\n\ndef keep(row:\n    return row\n")
 

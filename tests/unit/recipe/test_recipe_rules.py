@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that span several keys: each is broken once, and its sentence says how to mend it."""
+"""Rules that span several keys: each is broken once, and its sentence says how to fix it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_broken_rule_says_what_to_change(overrides: tuple[str, ...], complaint
     assert complaint in str(caught.value)
 
 
-def test_several_broken_rules_are_told_together_one_a_line() -> None:
+def test_several_broken_rules_are_reported_together_one_a_line() -> None:
     with pytest.raises(RecipeError, match=r"\(3 problems\)") as caught:
         make_recipe("optimizer.warmup_steps=200", "optimizer.final_lr_ratio=0.5", "evaluation.every=5")
 

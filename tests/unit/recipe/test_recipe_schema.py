@@ -88,7 +88,7 @@ def test_a_misspelt_key_is_answered_with_the_nearest_one(override: str, complain
         ("run.max_length=2", "run.max_length: unknown key. It belongs at data.max_length."),
     ],
 )
-def test_a_misplaced_key_is_told_where_it_belongs(override: str, complaint: str) -> None:
+def test_a_misplaced_key_is_reported_with_its_right_place(override: str, complaint: str) -> None:
     assert complaint in _refused(recipe_values(override))
 
 

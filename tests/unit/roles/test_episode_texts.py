@@ -23,13 +23,13 @@ class Letters:
 def _read(*rows: str) -> list[EpisodeText]:
     """Each row as letters: capitals were drawn by the policy, `.` is an end that it drew."""
     tokens = [[END if letter == "." else ord(letter.lower()) - ord("a") + 1 for letter in row] for row in rows]
-    drawn = [[letter.isupper() or letter == "." for letter in row] for row in rows]
+    sampled = [[letter.isupper() or letter == "." for letter in row] for row in rows]
     flat = np.array([token for row in tokens for token in row], np.int32)
-    drawn_T = np.array([each for row in drawn for each in row], np.bool_)
+    sampled_T = np.array([each for row in sampled for each in row], np.bool_)
     block = TrajectoryBlock(
         ids=TrajectoryIds.of([TrajectoryId(row, 0) for row in range(len(rows))]),
-        offsets=np.cumsum([0, *map(len, rows)]).astype(np.int64), tokens_T=flat, loss_mask_T=drawn_T,
-        behavior_logprobs_T=np.zeros(len(flat), np.float32), versions_T=np.where(drawn_T, 3, -1).astype(np.int32),
+        offsets=np.cumsum([0, *map(len, rows)]).astype(np.int64), tokens_T=flat, loss_mask_T=sampled_T,
+        behavior_logprobs_T=np.zeros(len(flat), np.float32), versions_T=np.where(sampled_T, 3, -1).astype(np.int32),
     )  # fmt: skip
     return list(TextReader(Letters()).read(block))
 
@@ -59,7 +59,7 @@ def test_each_row_is_read_for_itself() -> None:
     assert [len(text.turns) for text in texts] == [1, 3, 0]
 
 
-def test_a_row_in_which_nothing_was_drawn_has_no_turns() -> None:
+def test_a_row_in_which_nothing_was_sampled_has_no_turns() -> None:
     prompt, empty = _read("abc", "")
 
     assert (prompt.answer, prompt.turns, prompt.num_sampled, len(prompt.tokens)) == ("", (), 0, 0)

@@ -143,8 +143,8 @@ def test_a_share_that_fails_twice_has_no_rewards_and_spoils_no_other(error: Exce
 
     assert found.values_NR[:4, 0].tolist() == [3, 3, 5, 5]
     assert np.isnan(found.values_NR[4:]).all()
-    told = "the grader's process failed twice: it is gone"
-    assert {row: error for row, error in found.errors.items() if row > 3} == dict.fromkeys(range(4, 8), told)
+    message = "the grader's process failed twice: it is gone"
+    assert {row: error for row, error in found.errors.items() if row > 3} == dict.fromkeys(range(4, 8), message)
     assert fake.ended == [1, 1]
 
 

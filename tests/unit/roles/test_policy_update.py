@@ -310,7 +310,7 @@ def test_imitation_is_the_cross_entropy_that_supervised_fine_tuning_has(setting:
     )
 
 
-def test_clips_and_counts_are_told_as_they_are(setting: Setting) -> None:
+def test_clips_and_counts_are_reported_as_they_are(setting: Setting) -> None:
     """Against the padded rows: how many ratios lost their gradient on either side, over all trained tokens."""
     episodes = setting.episodes
     note = run_update(setting.engine, episodes, CASES["clipped"], max_tokens=20).note

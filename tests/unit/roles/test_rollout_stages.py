@@ -71,9 +71,9 @@ def test_taking_rows_takes_their_tasks_along() -> None:
 
 def test_joined_batches_are_in_order_and_their_metrics_add_up() -> None:
     used = [Metric(name="cache_used", value=value, reduction="max") for value in (0.7, 0.4)]
-    drawn = [Metric(name="generated_tokens", value=value, reduction="sum") for value in (3.0, 5.0)]
-    first = make_rollouts([make_answer(1), make_answer(9)], metrics=(used[0], drawn[0]))
-    second = make_rollouts([make_answer(4, tokens=[1, 2, 3])], metrics=(used[1], drawn[1]))
+    sampled = [Metric(name="generated_tokens", value=value, reduction="sum") for value in (3.0, 5.0)]
+    first = make_rollouts([make_answer(1), make_answer(9)], metrics=(used[0], sampled[0]))
+    second = make_rollouts([make_answer(4, tokens=[1, 2, 3])], metrics=(used[1], sampled[1]))
 
     joined = Rollouts.join([first, second])
 

@@ -143,7 +143,7 @@ def test_packed_rows_by_hand() -> None:
     assert packed.offsets.tolist() == [0, 1, 3, 7]
 
 
-def test_only_the_rows_that_are_asked_for_are_packed() -> None:
+def test_only_the_rows_that_are_requested_are_packed() -> None:
     block = _block([".x", ".xx", ".x"])
 
     packed, places_S, _, num_sequences = packed_rows(block, block.loss_mask_T, np.array([2]))

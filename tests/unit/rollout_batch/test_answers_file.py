@@ -186,7 +186,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
         pass
 
 
-def test_damaged_settings_are_told(tmp_path: Path) -> None:
+def test_damaged_settings_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     write(path, record(0))
     settings_file(path).write_text("{")
@@ -206,9 +206,9 @@ def test_what_is_remembered_is_there_at_the_next_start(tmp_path: Path) -> None:
     assert json.loads(settings_file(path).read_text())["about"] == ABOUT
 
 
-@pytest.mark.parametrize(("name", "told"), [("gone/a.jsonl", "there is no folder"), (".", "is a folder")])
-def test_a_place_that_cannot_be_written_is_told(tmp_path: Path, name: str, told: str) -> None:
-    with pytest.raises(RolloutError, match=told), AnswersFile.open(tmp_path / name, SETTINGS, about=ABOUT):
+@pytest.mark.parametrize(("name", "message"), [("gone/a.jsonl", "there is no folder"), (".", "is a folder")])
+def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(RolloutError, match=message), AnswersFile.open(tmp_path / name, SETTINGS, about=ABOUT):
         pass
 
 

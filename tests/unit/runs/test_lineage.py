@@ -33,7 +33,7 @@ def _prepared(recipe: Recipe, model: Path | None = None) -> Prepared:
     return Prepared(recipe=at, model=Path(at.model.path))
 
 
-def test_code_that_goes_on_with_a_run_is_added_only_where_it_is_other_code(recipe: Recipe) -> None:
+def test_code_that_resumes_a_run_is_added_only_where_it_is_other_code(recipe: Recipe) -> None:
     begun = _prepared(recipe).lineage()
     assert begun["code"] == [{**code_version(), "after_step": 0}]
 

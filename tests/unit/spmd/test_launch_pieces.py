@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks are placed, how the first failure is told, and when something is due."""
+"""How ranks are placed, how the first failure is reported, and when something is due."""
 
 from __future__ import annotations
 
@@ -64,15 +64,15 @@ def test_a_name_that_is_no_podium_error_is_not_taken_for_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("exitcode", "told"),
+    ("exitcode", "reported"),
     [
         (-signal.SIGKILL, "rank 1 (process 4321) died with SIGKILL; the others were ended. Was it out of memory?"),
         (-signal.SIGSEGV, "rank 1 (process 4321) died with SIGSEGV; the others were ended."),
         (7, "rank 1 (process 4321) died with exit code 7; the others were ended."),
     ],
 )
-def test_a_rank_that_died_without_a_word_is_told_by_how_it_died(exitcode: int, told: str) -> None:
-    assert str(_first_failure(_failure(None, exitcode=exitcode))) == told
+def test_a_rank_that_died_without_a_message_is_reported_with_its_exit_code(exitcode: int, reported: str) -> None:
+    assert str(_first_failure(_failure(None, exitcode=exitcode))) == reported
 
 
 def test_one_rank_runs_in_this_process(tmp_path: Path) -> None:

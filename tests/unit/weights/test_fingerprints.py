@@ -37,7 +37,7 @@ def by_hand(values: list[float], first: int = 0) -> int:
     return sum(each * weight(first + at) for at, each in enumerate(bits)) % WRAP
 
 
-def drawn(*shape: int, seed: int = 0) -> Tensor:
+def random_tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -55,7 +55,7 @@ def test_a_part_is_weighed_by_its_place_in_the_whole_across_blocks_too() -> None
 
 
 def test_many_blocks_and_chunks_add_up_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    values = drawn(2 * BLOCK + 77)
+    values = random_tensor(2 * BLOCK + 77)
     wanted = fingerprint(values)
     monkeypatch.setattr(fingerprints, "_CHUNK", 50_001)
     assert fingerprint(values) == wanted
@@ -71,7 +71,7 @@ def test_many_blocks_and_chunks_add_up_as_one(monkeypatch: pytest.MonkeyPatch) -
 def test_shards_of_any_number_of_ranks_add_up_to_the_whole_without_padding(
     rows: int, width: int, padding: int, ranks: int, dtype: torch.dtype
 ) -> None:
-    padded = drawn(rows + padding, width)
+    padded = random_tensor(rows + padding, width)
     wanted = fingerprint(padded[:rows].to(dtype))
     each = -(-(rows + padding) // ranks)
     total = torch.zeros((), dtype=torch.int64)
@@ -84,7 +84,7 @@ def test_shards_of_any_number_of_ranks_add_up_to_the_whole_without_padding(
 
 @given(cuts=st.sets(st.integers(1, 999), max_size=8), order=st.randoms())
 def test_parts_of_a_vector_add_up_in_any_order(cuts: set[int], order: object) -> None:
-    values = drawn(1000)
+    values = random_tensor(1000)
     parts = list(pairwise([0, *sorted(cuts), 1000]))
     order.shuffle(parts)  # type: ignore[attr-defined]
     total = sum(partial_fingerprint(values[a:b], first=a, dtype=torch.float32) for a, b in parts)
@@ -94,7 +94,7 @@ def test_parts_of_a_vector_add_up_in_any_order(cuts: set[int], order: object) ->
 
 @given(at=st.integers(0, 99), bit=st.integers(0, 31))
 def test_one_flipped_bit_is_always_seen(at: int, bit: int) -> None:
-    values = drawn(100)
+    values = random_tensor(100)
     wanted = fingerprint(values)
     flipped = values.view(torch.int32).clone()
     flipped[at] ^= 1 << bit if bit < 31 else -(1 << 31)
@@ -102,11 +102,11 @@ def test_one_flipped_bit_is_always_seen(at: int, bit: int) -> None:
 
 
 def test_exchanged_elements_rows_signs_and_blocks_are_seen() -> None:
-    values = drawn(6, 8)
+    values = random_tensor(6, 8)
     moved = [values.flip(0), values.flip(1), values.roll(1, 0), values.T.reshape(6, 8), -values, values + 0.0 * 1e-9]
     assert [fingerprint(each) == fingerprint(values) for each in moved] == [False] * 5 + [True]
     assert fingerprint(torch.tensor([0.0, -0.0])) != fingerprint(torch.tensor([-0.0, 0.0]))
-    two_blocks = drawn(2 * BLOCK)
+    two_blocks = random_tensor(2 * BLOCK)
     assert fingerprint(two_blocks.roll(BLOCK)) != fingerprint(two_blocks)
 
 

@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Held:
-    """Weights in memory, handed out through one buffer: whoever keeps a tensor too long sees it change."""
+    """Weights in memory, handed out through one buffer: a reader that keeps a tensor too long sees it change."""
 
     tensors_by_name: dict[str, Tensor]
 

@@ -55,10 +55,10 @@ class Work:
 
     @property
     def sequence(self) -> list[int]:
-        drawn: list[int] = []
-        while len(drawn) < self.new and STOP not in drawn:
-            drawn.append(self.token(len(self.prompt) + len(drawn)))
-        return drawn
+        sampled: list[int] = []
+        while len(sampled) < self.new and STOP not in sampled:
+            sampled.append(self.token(len(self.prompt) + len(sampled)))
+        return sampled
 
     @property
     def request(self) -> Request:

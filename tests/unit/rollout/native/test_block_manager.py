@@ -104,7 +104,7 @@ def test_what_is_held_is_never_given_up() -> None:
     assert held.blocks == [0]
 
 
-def test_a_sequence_that_goes_on_where_a_finished_one_ended_takes_its_page_over() -> None:
+def test_a_sequence_that_continues_a_finished_one_takes_its_block_over() -> None:
     """In slots this is every further turn of a conversation: nothing is copied."""
     block_manager = BlockManager(num_blocks=2, block_size=64)
     (block,) = finished(block_manager, 1, 2, 3, 4, 5)

@@ -66,7 +66,7 @@ def test_the_order_of_arrival_changes_nothing(learner: Learner, alone: dict[Traj
 
 
 @pytest.mark.parametrize("block_size", [4, 8])
-def test_a_cache_too_small_for_all_computes_again_and_draws_the_same(
+def test_a_cache_too_small_for_all_computes_again_and_samples_the_same(
     learner: Learner, alone: dict[TrajectoryId, Completion], block_size: int
 ) -> None:
     """96 tokens for 20 requests of up to 54: some are put back and come again."""
@@ -125,14 +125,14 @@ def test_any_architecture_computes_a_sequence_to_the_same_bits_in_any_company(
 ) -> None:
     architecture, changes = ARCHITECTURES[name]
     learner = Learner.of(save_tiny_model(architecture, tmp_path / "model", **changes))
-    asked = requests()[::2]
+    requested = requests()[::2]
     was_on = torch.backends.mkldnn.set_flags(onednn)[0]
     try:
-        alone = {each.id: sequence(learner.engine(max_running=1, reuse_prefixes=False), each) for each in asked}
+        alone = {each.id: sequence(learner.engine(max_running=1, reuse_prefixes=False), each) for each in requested}
         engine = learner.engine(max_running=3, prefill_tokens=7)
-        assert_all_same(sequences(engine, reversed(asked)), alone)
-        assert_all_same(sequences(engine, asked), alone)  # what it did before leaves no trace
-        assert_all_same(sequences(learner.engine(block_size=8), asked), alone)
+        assert_all_same(sequences(engine, reversed(requested)), alone)
+        assert_all_same(sequences(engine, requested), alone)  # what it did before leaves no trace
+        assert_all_same(sequences(learner.engine(block_size=8), requested), alone)
         assert torch.backends.mkldnn.set_flags(was_on)[0] == onednn
     finally:
         torch.backends.mkldnn.set_flags(was_on)

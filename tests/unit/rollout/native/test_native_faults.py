@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be served is an error of its own request; the engine goes on, also after broken weights."""
+"""What cannot be served is an error of its own request; the engine continues, also after broken weights."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_stop_strings_without_a_tokenizer_are_an_error_of_their_request(learner:
     assert "built without one" in next(each.error or "" for each in found.values() if each.finish == "error")
 
 
-def test_a_draw_that_is_left_nothing_ends_its_own_answer_with_what_it_has(learner: Learner) -> None:
+def test_a_row_without_any_allowed_token_ends_its_own_answer_with_what_it_has(learner: Learner) -> None:
     """Every token but one is forbidden, and that one is a stop which comes too early."""
     how: dict[str, Any] = {"allowed_tokens": frozenset([7]), "stop_tokens": frozenset([7]), "min_new_tokens": 3}
     found = sequences(learner.engine(), [ask(0, **how), ask(1)])
@@ -69,10 +69,12 @@ def test_weights_that_are_no_numbers_are_an_error_of_every_request_and_no_crash(
         pytest.param({"block_size": 8}, id="pages"),
     ],
 )
-def test_after_broken_weights_right_ones_draw_as_if_nothing_had_been(own_learner: Learner, way: dict[str, Any]) -> None:
+def test_after_broken_weights_right_ones_sample_as_if_nothing_had_been(
+    own_learner: Learner, way: dict[str, Any]
+) -> None:
     """What is no number in the cache stays where it was written: nobody may read it, not even with weight zero."""
-    asked = [ask(10 + i, 3 + 4 * i, new=6) for i in range(4)]
-    wanted = sequences(own_learner.engine(**way), asked)
+    requested = [ask(10 + i, 3 + 4 * i, new=6) for i in range(4)]
+    wanted = sequences(own_learner.engine(**way), requested)
     engine = own_learner.engine(**way)
     right = broken_weights(own_learner).detach().clone()
     with torch.no_grad():
@@ -81,7 +83,7 @@ def test_after_broken_weights_right_ones_draw_as_if_nothing_had_been(own_learner
     with torch.no_grad():
         broken_weights(own_learner).copy_(right)
     engine.install(own_learner.describe(1), None)
-    found = sequences(engine, asked)
+    found = sequences(engine, requested)
     for id, each in wanted.items():
         assert_same(found[id], each)
 

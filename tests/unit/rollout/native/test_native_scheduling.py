@@ -46,7 +46,7 @@ def tight_memory(draw: st.DrawFn) -> Simulation:
 
 
 def finish(simulation: Simulation, *, updates: int = 0) -> None:
-    """Whoever is oldest always advances, so the work of all, one after the other, bounds the steps; an update may
+    """The oldest sequence always advances, so the work of all, one after the other, bounds the steps; an update may
     cost all of it again."""
     most = (1 + updates) * sum(each.steps(simulation.prefill_tokens) for each in simulation.work)
     while not simulation.is_over:
@@ -62,7 +62,7 @@ def finish(simulation: Simulation, *, updates: int = 0) -> None:
 
 @settings(max_examples=100)
 @given(tight_memory())
-def test_every_request_ends_once_with_the_tokens_it_draws_alone(simulation: Simulation) -> None:
+def test_every_request_ends_once_with_the_tokens_that_it_gets_alone(simulation: Simulation) -> None:
     finish(simulation)
     assert simulation.ended == {each.request.id: each.sequence for each in simulation.work}
 
@@ -84,9 +84,9 @@ def test_cancels_and_updates_at_any_time_lose_nothing(simulation: Simulation, da
             simulation.cancel(chosen)
     finish(simulation, updates=updates)
     for each in simulation.work:
-        drawn = simulation.ended[each.request.id]
+        sampled = simulation.ended[each.request.id]
         whole = each.request.id not in cancelled
-        assert drawn == (each.sequence if whole else each.sequence[: len(drawn)])
+        assert sampled == (each.sequence if whole else each.sequence[: len(sampled)])
 
 
 def group(samples: int, prompt: int, *, new: int = 4) -> list[Work]:

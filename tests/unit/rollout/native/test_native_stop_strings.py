@@ -78,9 +78,9 @@ def with_specials(tokens: Sequence[int]) -> str:
 
 def test_special_tokens_between_do_not_push_a_string_out_of_sight() -> None:
     """Of the end of an answer only as much is decoded as holds the longest string, and special tokens fill none."""
-    drawn = np.array([10, 11, *[1] * 50, 12], np.int32)
-    assert completed_string(drawn, ("abc",), with_specials) == "abc"
-    assert completed_string(drawn[:-1], ("ab",), with_specials) is None  # it was there before
+    sampled = np.array([10, 11, *[1] * 50, 12], np.int32)
+    assert completed_string(sampled, ("abc",), with_specials) == "abc"
+    assert completed_string(sampled[:-1], ("ab",), with_specials) is None  # it was there before
 
 
 def test_the_name_of_a_special_token_is_no_text() -> None:

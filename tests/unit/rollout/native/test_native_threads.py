@@ -41,26 +41,26 @@ class Meddler:
 
     def __init__(self, learner: Learner, engine: NativeEngine, seed: int) -> None:
         self.learner, self.engine, self.draw = learner, engine, random.Random(seed)
-        self.asked: set[TrajectoryId] = set()
+        self.submitted: set[TrajectoryId] = set()
         self.cancelled: set[TrajectoryId] = set()
         self.version = 0
 
     def ask(self, count: int) -> None:
-        first = len(self.asked)
+        first = len(self.submitted)
         requests = [ask(first + i, self.draw.randint(1, 20), new=self.draw.randint(1, 20)) for i in range(count)]
-        self.asked |= {each.id for each in requests}
+        self.submitted |= {each.id for each in requests}
         self.engine.submit(requests)
 
     def once(self) -> None:
         match self.draw.randrange(5):
             case 0:
-                ids = self.draw.sample(sorted(self.asked), 3)
+                ids = self.draw.sample(sorted(self.submitted), 3)
                 self.cancelled |= set(ids)
                 self.engine.cancel(ids)
             case 1:
                 self.engine.pause()
-                drawn = self.engine.load().generated_tokens
-                assert self.engine.load().generated_tokens == drawn
+                sampled = self.engine.load().generated_tokens
+                assert self.engine.load().generated_tokens == sampled
                 self.engine.resume()
             case 2:
                 self.version += 1
@@ -94,15 +94,15 @@ def test_random_schedules_answer_every_request_once(own_learner: Learner, sizes:
         for _ in range(40):
             meddler.once()
         completions = found.result(DEADLINE_S)
-    completions += engine.results(deadline_s=DEADLINE_S)  # what was asked after the reader had found nothing left
-    assert sorted(each.id for each in completions) == sorted(meddler.asked)
+    completions += engine.results(deadline_s=DEADLINE_S)  # what was submitted after the reader had found nothing left
+    assert sorted(each.id for each in completions) == sorted(meddler.submitted)
     assert {each.finish for each in completions} <= {"length", "cancelled"}
     assert {each.id for each in completions if each.finish == "cancelled"} <= meddler.cancelled
     for each in completions:
         assert len(each.tokens_L) == len(each.logprobs_L) == len(each.versions_L)
         assert (each.versions_L[1:] >= each.versions_L[:-1]).all()
     load = engine.load()
-    assert (load.waiting, load.running, load.cache_tokens_used, load.finished) == (0, 0, 0, len(meddler.asked))
+    assert (load.waiting, load.running, load.cache_tokens_used, load.finished) == (0, 0, 0, len(meddler.submitted))
 
 
 def test_a_call_from_another_thread_takes_effect_between_two_steps_of_a_busy_engine(learner: Learner) -> None:
@@ -112,12 +112,12 @@ def test_a_call_from_another_thread_takes_effect_between_two_steps_of_a_busy_eng
     with reading(engine) as found:
         until(lambda: engine.load().generated_tokens >= 3)
         engine.cancel([long.id])
-        drawn = engine.load().generated_tokens
+        sampled = engine.load().generated_tokens
         (completion,) = found.result(DEADLINE_S)
     assert completion.finish == "cancelled"
-    assert 3 <= completion.num_tokens == drawn < 240
+    assert 3 <= completion.num_tokens == sampled < 240
     wanted = sequence(learner.engine(), ask(0, 5, new=240))
-    assert completion.tokens_L.tolist() == wanted.tokens_L[:drawn].tolist()
+    assert completion.tokens_L.tolist() == wanted.tokens_L[:sampled].tolist()
 
 
 def test_a_reader_that_is_about_to_wait_does_not_miss_who_comes_just_then(

@@ -27,7 +27,9 @@ def half_way(engine: NativeEngine) -> Any:
 
 
 @WAYS
-def test_sleeping_frees_the_cache_and_waking_goes_on_to_the_same_tokens(learner: Learner, way: dict[str, Any]) -> None:
+def test_sleeping_frees_the_cache_and_waking_continues_to_the_same_tokens(
+    learner: Learner, way: dict[str, Any]
+) -> None:
     engine = learner.engine(**way)
     wanted = sequence(learner.engine(**way), LONG)
     results = half_way(engine)

@@ -45,7 +45,7 @@ def test_torch_computes_the_same_integers_as_unbounded_arithmetic(key: int, posi
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.tuples(*[st.integers(0, 2**40)] * 3))
-def test_a_key_mixes_seed_draw_sample_and_branch(seed: int, id: tuple[int, int, int]) -> None:
+def test_a_key_mixes_seed_prompt_index_sample_and_branch(seed: int, id: tuple[int, int, int]) -> None:
     key = 0
     for part in (seed, *id):
         key = splitmix(key + 0x9E3779B97F4A7C15 + part)
@@ -103,7 +103,7 @@ def test_the_ends_of_the_interval_are_never_reached() -> None:
     assert (2**32 - 1 + 0.5) * 2.0**-32 < 1
 
 
-def test_numpy_and_torch_draw_the_same_numbers() -> None:
+def test_numpy_and_torch_give_the_same_random_numbers() -> None:
     keys = np.array([signed(stream_key(seed, TrajectoryId(seed, 3))) for seed in range(500)])
     positions = np.arange(500) * 7919
     assert (

@@ -71,8 +71,8 @@ def test_what_a_broken_answer_leaves_is_not_reused(learner: Learner, way: dict[s
 def test_a_prompt_half_taken_in_by_broken_weights_leaves_nothing_behind(own_learner: Learner) -> None:
     """It has drawn nothing yet, so nobody has noticed; then it is cancelled and right weights come."""
     how = {"prefill_tokens": 4, "max_running": 4}
-    asked = [ask(10 + i, 3 + 4 * i, new=6) for i in range(4)]
-    wanted = sequences(own_learner.engine(**how), asked)
+    requested = [ask(10 + i, 3 + 4 * i, new=6) for i in range(4)]
+    wanted = sequences(own_learner.engine(**how), requested)
     engine = own_learner.engine(**how)
     weight = own_learner.model.hf.get_decoder().layers[0].self_attn.v_proj.weight
     right = weight.detach().clone()
@@ -87,7 +87,7 @@ def test_a_prompt_half_taken_in_by_broken_weights_leaves_nothing_behind(own_lear
         weight.copy_(right)
     engine.install(own_learner.describe(1), None)
     assert len(list(engine.results(deadline_s=2.0))) == 2
-    found = sequences(engine, asked)
+    found = sequences(engine, requested)
     for id, each in wanted.items():
         assert_same(found[id], each)
 
@@ -119,7 +119,7 @@ def test_absurdly_many_new_tokens_are_cut_to_the_context(learner: Learner) -> No
 
 
 @pytest.mark.parametrize("how", [{"logit_bias": {3: 1e39}}, {"logit_bias": {3: 1e38}, "temperature": 0.1}])
-def test_a_bias_beyond_float32_draws_its_token_or_is_an_error(learner: Learner, how: dict[str, Any]) -> None:
+def test_a_bias_beyond_float32_samples_its_token_or_is_an_error(learner: Learner, how: dict[str, Any]) -> None:
     found = sequence(learner.engine(), ask(0, **how))
     assert found.finish == "error" or set(found.tokens_L.tolist()) == {3}
 
@@ -141,10 +141,10 @@ def test_a_prompt_that_the_caller_writes_over_is_reported_as_it_was(learner: Lea
 def test_after_a_step_that_failed_answers_are_right_or_refused(
     learner: Learner, way: dict[str, Any], error: type[BaseException]
 ) -> None:
-    asked = [ask(i, 5 + i, new=10) for i in range(4)]
-    wanted = sequences(learner.engine(**way), asked)
+    requested = [ask(i, 5 + i, new=10) for i in range(4)]
+    wanted = sequences(learner.engine(**way), requested)
     engine = learner.engine(**way)
-    engine.submit(asked)
+    engine.submit(requested)
     _fail_once(engine, step=4, error=error)
     with pytest.raises(error):
         list(engine.results(deadline_s=2.0))
@@ -217,9 +217,9 @@ def _follow(engine: NativeEngine, script: list[int]) -> None:
     run, rows = engine._runner.run, engine._rows
 
     def run_and_replace(plan: StepPlan) -> Any:
-        drawn = run(plan).read()
+        sampled = run(plan).read()
         at = rows.length_R[plan.sample_rows] - 1 - rows.prompt_R[plan.sample_rows]
-        return Known(StepSamples(tokens_B=np.array(script, np.int32)[at], logprobs_B=drawn.logprobs_B))
+        return Known(StepSamples(tokens_B=np.array(script, np.int32)[at], logprobs_B=sampled.logprobs_B))
 
     engine._runner.run = run_and_replace  # type: ignore[method-assign]
 

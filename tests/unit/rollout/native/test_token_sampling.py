@@ -26,7 +26,7 @@ def logits_of(probabilities: Any) -> Tensor:
     return torch.tensor(probabilities, dtype=torch.float64).log().float()
 
 
-def drawn(
+def sampled(
     logits_V: Tensor, marks: Any, *, seen: tuple[int, ...] = (), num_new: int = 0, temperature: float = 1.0, **how: Any
 ) -> SampledTokens:
     """One row for every uniform number, all alike."""
@@ -44,11 +44,11 @@ def drawn(
 def shares(logits_V: Tensor, **how: Any) -> list[float]:
     """Of each token when the uniform numbers are the middles of 840 equal parts: exact where shares are 840ths."""
     marks = (np.arange(840) + 0.5) / 840
-    counts = torch.bincount(drawn(logits_V, marks, **how).tokens_B, minlength=len(logits_V))
+    counts = torch.bincount(sampled(logits_V, marks, **how).tokens_B, minlength=len(logits_V))
     return (counts / 840).tolist()
 
 
-def test_tokens_are_drawn_in_their_shares() -> None:
+def test_tokens_are_sampled_in_their_shares() -> None:
     assert shares(logits_of(HALVES)) == pytest.approx(HALVES)
 
 
@@ -79,7 +79,7 @@ def test_tokens_are_drawn_in_their_shares() -> None:
         ({"allowed_tokens": frozenset([2, 3]), "top_k": 1}, (0, 0, 1, 0)),
     ],
 )
-def test_what_narrows_a_draw_leaves_these_shares(how: dict[str, Any], expected: tuple[float, ...]) -> None:
+def test_truncated_sampling_leaves_these_shares(how: dict[str, Any], expected: tuple[float, ...]) -> None:
     assert shares(logits_of(HALVES), **how) == pytest.approx(expected, abs=1.5 / 840)
 
 
@@ -90,7 +90,7 @@ def test_a_penalty_divides_what_is_positive_and_multiplies_what_is_negative() ->
     assert found == pytest.approx(expected.tolist(), abs=1.5 / 840)
 
 
-def test_stops_cannot_be_drawn_before_the_fewest_tokens() -> None:
+def test_stops_cannot_be_sampled_before_the_fewest_tokens() -> None:
     how: dict[str, Any] = {"stop_tokens": frozenset([0, 2]), "min_new_tokens": 2}
     assert shares(logits_of(HALVES), num_new=1, **how) == pytest.approx((0, 2 / 3, 0, 1 / 3))
     assert shares(logits_of(HALVES), num_new=2, **how) == pytest.approx(HALVES)
@@ -117,21 +117,21 @@ def test_temperature_comes_before_the_cuts_and_after_the_bias() -> None:
 )
 def test_log_probs_are_of_the_whole_distribution_at_the_temperature(temperature: float, how: dict[str, Any]) -> None:
     logits_V = torch.tensor([1.5, -0.5, 0.25, 3.0])
-    found = drawn(logits_V, [0.1, 0.5, 0.9], seen=(0, 3), temperature=temperature, **how)
+    found = sampled(logits_V, [0.1, 0.5, 0.9], seen=(0, 3), temperature=temperature, **how)
     expected = torch.log_softmax(logits_V / temperature, 0)[found.tokens_B]
     torch.testing.assert_close(found.logprobs_B, expected, atol=1e-6, rtol=0)
 
 
 def test_temperature_zero_takes_the_most_likely_and_reports_temperature_one() -> None:
     logits_V = logits_of((0.2, 0.5, 0.3))
-    found = drawn(logits_V, [0.0, 0.5, 0.999], temperature=0.0)
+    found = sampled(logits_V, [0.0, 0.5, 0.999], temperature=0.0)
     assert found.tokens_B.tolist() == [1, 1, 1]
     assert found.logprobs_B.exp().tolist() == pytest.approx([0.5] * 3)
-    processed = drawn(logits_V, [0.999], temperature=0.0, logit_bias={1: -math.inf})
+    processed = sampled(logits_V, [0.999], temperature=0.0, logit_bias={1: -math.inf})
     assert (processed.tokens_B.item(), processed.logprobs_B.exp().item()) == (2, pytest.approx(0.3))
 
 
-def test_rows_of_one_draw_do_not_know_each_other() -> None:
+def test_rows_of_one_batch_are_sampled_independently() -> None:
     """Greedy, warm, narrowed and broken rows together give what each gives alone."""
     logits_BV = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
     logits_BV[3, 7] = torch.nan
@@ -158,15 +158,15 @@ SIZES = [(0.0, 4), (0.0, 1500), (1.0, 4), (1.0, 1024), (1.0, 1500), (1.0, 4096)]
 @pytest.mark.parametrize(("temperature", "size"), SIZES)
 def test_logits_that_are_no_numbers_give_a_log_prob_that_is_none(temperature: float, size: int) -> None:
     for broken in (torch.full((size,), torch.nan), torch.zeros(size).index_fill_(0, torch.tensor([2]), torch.nan)):
-        found = drawn(broken, [0.0, 0.5, 0.999], temperature=temperature)
+        found = sampled(broken, [0.0, 0.5, 0.999], temperature=temperature)
         assert found.logprobs_B.isnan().all()
         assert (found.tokens_B < size).all()
 
 
 @pytest.mark.parametrize(("temperature", "size"), SIZES)
-def test_a_draw_that_is_left_nothing_gives_no_log_prob(temperature: float, size: int) -> None:
+def test_a_row_without_any_allowed_token_gives_no_log_prob(temperature: float, size: int) -> None:
     how: dict[str, Any] = {"allowed_tokens": frozenset([3]), "logit_bias": {3: -math.inf}}
-    found = drawn(torch.zeros(size), [0.0, 0.5], temperature=temperature, **how)
+    found = sampled(torch.zeros(size), [0.0, 0.5], temperature=temperature, **how)
     assert found.logprobs_B.isnan().all()
     assert (found.tokens_B < size).all()
 
@@ -175,7 +175,7 @@ def spread(probabilities_V: np.ndarray, count: int, *, bins: int) -> tuple[float
     """Chi-square of `count` draws of one stream each, in bins of neighbouring tokens; and how much is unlikely."""
     keys_B = torch.arange(count, dtype=torch.int64) * 7919
     marks_B = uniforms(keys_B, torch.full((count,), 5, dtype=torch.int64))
-    tokens = drawn(logits_of(probabilities_V), marks_B).tokens_B.numpy()
+    tokens = sampled(logits_of(probabilities_V), marks_B).tokens_B.numpy()
     which = np.arange(len(probabilities_V)) * bins // len(probabilities_V)
     seen = np.bincount(which[tokens], minlength=bins)
     wanted = np.bincount(which, weights=probabilities_V, minlength=bins) * count
@@ -183,7 +183,7 @@ def spread(probabilities_V: np.ndarray, count: int, *, bins: int) -> tuple[float
 
 
 @pytest.mark.parametrize(("size", "bins"), [(7, 7), (1024, 32), (1500, 50)])
-def test_twenty_thousand_draws_have_the_distribution(size: int, bins: int) -> None:
+def test_twenty_thousand_samples_have_the_distribution(size: int, bins: int) -> None:
     weights = np.random.default_rng(size).gamma(0.5, size=size) + 1e-3
     statistic, unlikely = spread(weights / weights.sum(), 20_000, bins=bins)
     assert statistic < unlikely
@@ -196,7 +196,7 @@ def test_twenty_thousand_draws_have_the_distribution(size: int, bins: int) -> No
     density=st.sampled_from([0.002, 0.3, 1.0]),
     coarse=st.booleans(),
 )
-def test_a_token_of_probability_zero_is_never_drawn(size: int, seed: int, density: float, coarse: bool) -> None:
+def test_a_token_of_probability_zero_is_never_sampled(size: int, seed: int, density: float, coarse: bool) -> None:
     """At the ends of the range, and on the very borders between tokens, where rounding decides."""
     rng = np.random.default_rng(seed)
     weights = np.where(rng.random(size) < density, rng.integers(1, 5, size) if coarse else rng.random(size), 0.0)
@@ -206,12 +206,12 @@ def test_a_token_of_probability_zero_is_never_drawn(size: int, seed: int, densit
     borders = exact.cumsum(0).clamp(max=math.nextafter(1, 0))
     some = borders[torch.from_numpy(rng.integers(0, size, 40))]
     ends = torch.tensor([0.0, 5e-324, 2.0**-33, 1 - 2.0**-33, math.nextafter(1, 0)], dtype=torch.float64)
-    found = drawn(logits_V, torch.cat([ends, some, torch.from_numpy(rng.random(20))]))
+    found = sampled(logits_V, torch.cat([ends, some, torch.from_numpy(rng.random(20))]))
     assert (exact[found.tokens_B] > 0).all()
     assert found.logprobs_B.isfinite().all()
 
 
-def test_a_token_of_probability_zero_is_not_drawn_at_the_border_of_two_stretches() -> None:
+def test_a_token_of_probability_zero_is_not_sampled_at_the_border_of_two_stretches() -> None:
     """A vocabulary beyond 1024 tokens is summed in two levels. The first token of every stretch has no weight here."""
     logits_BV = torch.rand(600, 3072, generator=torch.Generator().manual_seed(0)).log()
     logits_BV[:, ::1024] = -math.inf

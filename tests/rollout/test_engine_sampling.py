@@ -55,7 +55,7 @@ def test_answers_of_several_temperatures_in_one_batch_keep_their_own(engine: Rol
         np.testing.assert_allclose(completion.logprobs_L, expected_L, atol=1e-4)
 
 
-def test_whatever_narrows_the_draw_the_logprobs_stay_those_of_the_policy(engine: RolloutEngine, judge: Judge) -> None:
+def test_truncated_sampling_leaves_the_logprobs_those_of_the_policy(engine: RolloutEngine, judge: Judge) -> None:
     requests = [
         ask(0, temperature=0.7, top_k=3),
         ask(1, temperature=0.7, top_p=0.2),
@@ -75,14 +75,14 @@ def test_frequencies_follow_the_policy_at_its_temperature(engine_factory: Engine
     allowed, count, temperature = (7, 8, 60, 200), 600, 0.3
     how = {"new": 1, "temperature": temperature, "allowed_tokens": frozenset(allowed)}
     found = answers(engine, [ask(0, sample=n, **how) for n in range(count)])
-    drawn = [int(completion.tokens_L[0]) for completion in found.values()]
+    sampled = [int(completion.tokens_L[0]) for completion in found.values()]
     logits_V = Judge(rollout_folder).logits_LV(PROMPT, [0])[0]
     shares = torch.softmax(logits_V[list(allowed)] / temperature, -1).tolist()
     for token, share in zip(allowed, shares, strict=True):
-        assert abs(drawn.count(token) - count * share) < 5 * math.sqrt(count * share * (1 - share))
+        assert abs(sampled.count(token) - count * share) < 5 * math.sqrt(count * share * (1 - share))
 
 
-def test_top_k_draws_among_the_k_most_likely(engine: RolloutEngine, judge: Judge) -> None:
+def test_top_k_samples_among_the_k_most_likely(engine: RolloutEngine, judge: Judge) -> None:
     found = answers(engine, [ask(n, prompt, new=15, top_k=3) for n, prompt in enumerate(PROMPTS)])
     for completion in found.values():
         logits_LV = judge.logits_LV(completion.prompt.tolist(), completion.tokens_L.tolist())
@@ -91,7 +91,7 @@ def test_top_k_draws_among_the_k_most_likely(engine: RolloutEngine, judge: Judge
     assert any(completion.tokens_L.tolist() != judge.greedy(completion.prompt, 15) for completion in found.values())
 
 
-def test_top_p_draws_within_the_share(engine: RolloutEngine, judge: Judge) -> None:
+def test_top_p_samples_within_the_share(engine: RolloutEngine, judge: Judge) -> None:
     found = answers(engine, [ask(n, prompt, new=15, top_p=0.1, temperature=0.8) for n, prompt in enumerate(PROMPTS)])
     for completion in found.values():
         logits_LV = judge.logits_LV(completion.prompt.tolist(), completion.tokens_L.tolist()) / 0.8
@@ -100,7 +100,7 @@ def test_top_p_draws_within_the_share(engine: RolloutEngine, judge: Judge) -> No
             assert likelier < 0.1 + 1e-4
 
 
-def test_min_p_draws_what_is_near_the_most_likely(engine: RolloutEngine, judge: Judge) -> None:
+def test_min_p_samples_what_is_near_the_most_likely(engine: RolloutEngine, judge: Judge) -> None:
     found = answers(engine, [ask(n, prompt, new=15, min_p=0.6, temperature=0.8) for n, prompt in enumerate(PROMPTS)])
     for completion in found.values():
         logits_LV = judge.logits_LV(completion.prompt.tolist(), completion.tokens_L.tolist()) / 0.8
@@ -132,7 +132,7 @@ def test_a_bias_can_force_and_forbid(engine: RolloutEngine, judge: Judge) -> Non
     assert found[forbidden.id].tokens_L[0] == second
 
 
-def test_only_allowed_tokens_are_drawn_and_each_of_them(engine: RolloutEngine) -> None:
+def test_only_allowed_tokens_are_sampled_and_each_of_them(engine: RolloutEngine) -> None:
     allowed = frozenset({0, 100, VOCABULARY - 1})
     completion = answer(engine, ask(0, new=60, allowed_tokens=allowed))
     assert set(completion.tokens_L.tolist()) == allowed
@@ -191,7 +191,7 @@ def test_an_answer_ends_where_the_context_does(engine_factory: EngineFactory, ro
     assert completion.finish == "length"
 
 
-def test_a_request_draws_the_same_whatever_it_is_batched_with(
+def test_a_request_samples_the_same_whatever_it_is_batched_with(
     engine_factory: EngineFactory, rollout_folder: Path
 ) -> None:
     engine = engine_factory(rollout_folder, max_running=4)
@@ -202,7 +202,7 @@ def test_a_request_draws_the_same_whatever_it_is_batched_with(
     assert together.tokens_L.tolist() == alone.tokens_L.tolist()
 
 
-def test_a_second_attempt_draws_the_same(engine: RolloutEngine) -> None:
+def test_a_second_attempt_samples_the_same(engine: RolloutEngine) -> None:
     first = ask(3, new=20)
     second = ask(3, new=20)
     object.__setattr__(second, "id", first.id._replace(attempt=1))
@@ -210,7 +210,7 @@ def test_a_second_attempt_draws_the_same(engine: RolloutEngine) -> None:
     assert found[first.id].tokens_L.tolist() == found[second.id].tokens_L.tolist()
 
 
-def test_samples_draws_branches_and_seeds_have_streams_of_their_own(engine: RolloutEngine) -> None:
+def test_each_sample_prompt_index_branch_and_seed_has_a_separate_stream(engine: RolloutEngine) -> None:
     requests = [ask(0, new=20, sample=n) for n in range(3)] + [ask(1, new=20), ask(2, new=20, seed=5)]
     branch = ask(0, new=20)
     object.__setattr__(branch, "id", branch.id._replace(branch=1))
