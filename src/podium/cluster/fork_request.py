@@ -50,8 +50,6 @@ def worker_command(arguments: list[str]) -> list[str] | None:
         elif each.startswith(_LANGUAGE):
             if each != f"{_LANGUAGE}PYTHON":
                 return None
-        elif each.startswith("--worker-type=") and each != "--worker-type=WORKER":
-            return None
         else:
             rest.append(each)
     return rest if rest[0].endswith("default_worker.py") else None

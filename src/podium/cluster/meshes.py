@@ -92,3 +92,11 @@ class MeshRegistry:
     def with_workers(self, workers: Sequence[WorkerId]) -> MeshRegistry:
         """These have taken their slots; the workers before them are of an old incarnation now."""
         return replace(self, workers={**self.workers, **{(worker.pool, worker.index): worker for worker in workers}})
+
+    def describe(self) -> str:
+        """One line per role and worker: who is where."""
+        lines: list[str] = []
+        for role, mesh in self.meshes.items():
+            lines.append(f"{role}: {mesh.shape} on {mesh.pool}")
+            lines += [f"  rank {rank}: {worker}" for rank, worker in enumerate(self.workers_of(role))]
+        return "\n".join(lines)

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster.identity import WorkerId
-from podium.cluster.meshes import RoleMesh
+from podium.cluster.meshes import Axis, RoleMesh
 from podium.cluster.spans import SpanRecorder
 from podium.errors import ClusterError
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from podium.cluster.channels import Channel
@@ -45,6 +46,13 @@ class WorkerContext:
     def world(self) -> int:
         """Ranks of the role's mesh."""
         return self.mesh.shape.world
+
+    def group(self, axis: Axis) -> ProcessGroup | None:
+        """The process group along one axis; None where the axis is 1 long."""
+        if self.mesh.shape.size(axis) == 1:
+            return None
+        assert self.devices is not None
+        return self.devices.get_group(axis)
 
     def transfer(self, name: str) -> TransferGroup:
         """The link of this name, which may span pools."""

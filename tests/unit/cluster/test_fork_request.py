@@ -27,7 +27,6 @@ def test_an_ordinary_worker_is_forked_without_the_options_of_rays_setup_script()
     "option",
     [
         "--language=JAVA",
-        "--worker-type=SPILL_WORKER",
         f"--serialized-runtime-env-context={json.dumps({'py_executable': '/other/python'})}",
         f"--serialized-runtime-env-context={json.dumps({'env_vars': {'A': 'b'}})}",
     ],

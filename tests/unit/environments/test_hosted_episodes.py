@@ -16,7 +16,7 @@ import pytest
 from scripted import ScriptedPolicy, byte_tokenizer, task
 
 from podium.data.trajectories import TrajectoryId
-from podium.environments.episode import Episode, EpisodeJob, EpisodeLimits, TurnAnswer, TurnRequest, run_episodes
+from podium.environments.episode import Episode, EpisodeLimits, TurnAnswer, TurnRequest, run_episodes
 from podium.environments.hosted_episodes import MOST_FAILED, EnvironmentHost
 from podium.environments.output_cap import OutputCap
 from podium.environments.transcript import TurnTokenizer
@@ -48,7 +48,7 @@ def run(what: EnvironmentSection, count: int, policy: Any = None, output: Output
                 await host.open()
                 host.begin_shard()
                 work = [
-                    EpisodeJob(id=TrajectoryId(number, 0), task=dataclasses.replace(task(), row={"number": number}))
+                    (TrajectoryId(number, 0), dataclasses.replace(task(), row={"number": number}))
                     for number in range(count)
                 ]
                 limits = EpisodeLimits(max_turns=2, max_new_tokens=200, timeout_s=TIMEOUT_S)
