@@ -7,7 +7,7 @@ Two processes over gloo, one run, the ways alternated turn by turn; figures are 
 process, and ratios are of the bare broadcast's time. The weights have the shapes of Qwen3-0.6B with fewer layers and a
 smaller vocabulary. `bare` is one `dist.broadcast` of one contiguous tensor. `broadcast` is the collective transport up
 to the receiver's views; `installed` also copies each tensor into the receiver's own, as an engine does; `verified`
-computes and compares all fingerprints on top. `store` and `file` pack and read in one process, without a cluster.
+computes and compares all fingerprints on top. `store` packs and reads in one process, without a cluster.
 """
 
 from __future__ import annotations
@@ -33,13 +33,11 @@ from podium.weights.receiving import Verified
 from podium.weights.transports import (
     Delivery,
     received,
-    remove_files,
     send_by_broadcast,
-    send_by_file,
     send_by_store,
 )
 from podium.weights.versions import TensorSpec, WeightVersion
-from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore, Shared, WeightBucket
+from podium.weights.weight_transfers import ByBroadcast, ByStore, Shared, WeightBucket
 
 CPU = torch.device("cpu")
 E, FF, HEADS, KV, HEAD = 1024, 3072, 16, 8, 128
@@ -110,7 +108,7 @@ def rank_main(rank: int, args: argparse.Namespace, folder: str) -> None:
                 times[name].append(took.item())
     if rank == 0:
         figures = {name: statistics.median(each) for name, each in times.items()}
-        figures |= _alone(mine, version, args, folder)
+        figures |= _alone(mine, version, args)
         Path(folder, "figures.json").write_text(json.dumps({"bytes": version.nbytes, "seconds": figures}))
     dist.barrier()
     dist.destroy_process_group()
@@ -151,26 +149,20 @@ def _ways(rank: int, mine: Weights, version: WeightVersion, args: argparse.Names
     }
 
 
-def _alone(mine: Weights, version: WeightVersion, args: argparse.Namespace, folder: str) -> dict[str, float]:
-    """Through store and files, both ends in this process, verified."""
-    size = args.bucket_mib * 2**20
-    by_store, by_file = ByStore(version=version, bucket_bytes=size), ByFile(version=version, folder=Path(folder, "w"))
-    found: dict[str, list[float]] = {"store": [], "file": []}
+def _alone(mine: Weights, version: WeightVersion, args: argparse.Namespace) -> dict[str, float]:
+    """Through the store, both ends in this process, verified."""
+    by_store = ByStore(version=version, bucket_bytes=args.bucket_mib * 2**20)
+    found: dict[str, list[float]] = {"store": []}
     for _ in range(args.turns):
         began = time.perf_counter()
         stored = tuple(Stored(bucket) for bucket in send_by_store(by_store, mine))
         _take(replace(by_store, stored=stored), version)
         found["store"].append(time.perf_counter() - began)
-        began = time.perf_counter()
-        send_by_file(by_file, mine)
-        _take(by_file, version)
-        found["file"].append(time.perf_counter() - began)
-        remove_files(by_file)
     assert received(Shared(version=version), device=CPU, link=lambda _: GroupLink()) is None
     return {name: statistics.median(each) for name, each in found.items()}
 
 
-def _take(transfer: ByStore | ByFile, version: WeightVersion) -> None:
+def _take(transfer: ByStore, version: WeightVersion) -> None:
     arrival = received(transfer, device=CPU, link=lambda _: GroupLink())
     assert arrival is not None
     for _ in Verified(arrival, version).tensors():
@@ -194,7 +186,7 @@ def main() -> None:
     print("| way | bytes moved | ms | GB/s | of the bare broadcast |\n|---|---|---|---|---|")
     print("| shared | 0 | 0 | - | - |")
     for name, took in seconds.items():
-        ratio = f"{seconds['bare'] / took:.0%}" if name not in ("store", "file") else "-"
+        ratio = f"{seconds['bare'] / took:.0%}" if name != "store" else "-"
         print(f"| {name} | {size:,} | {took * 1e3:,.0f} | {size / took / 1e9:.2f} | {ratio} |")
     ratios = {name: seconds["bare"] / seconds[name] for name in ("broadcast", "installed", "verified")}
     result = {**found, "ratios_to_bare": ratios, "shared_bytes": 0, "target": 0.6, "bucket_mib": args.bucket_mib}

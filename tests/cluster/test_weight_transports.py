@@ -21,9 +21,9 @@ from podium.engine.mesh import adopt
 from podium.errors import RoleError
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified, verify_in_place
-from podium.weights.transports import received, send_by_broadcast, send_by_file, send_by_store
+from podium.weights.transports import received, send_by_broadcast, send_by_store
 from podium.weights.versions import WeightVersion
-from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore, Readable, WeightBucket, WeightTransfer
+from podium.weights.weight_transfers import ByBroadcast, ByStore, Readable, WeightBucket, WeightTransfer
 
 BUCKET = 20_000
 
@@ -59,9 +59,6 @@ class Policy:
     def stream(self, wanted: Buckets) -> Iterator[Computed[WeightBucket]]:
         for bucket in send_by_store(wanted.transfer, self._weights, is_sender=len(wanted.ids) > 0):
             yield Computed(rows=bucket)
-
-    def write(self, transfer: ByFile) -> int:
-        return send_by_file(transfer, self._weights, is_sender=self._context.rank == 0)
 
 
 class Generator:
@@ -122,7 +119,7 @@ async def stored(policy: RoleGroup[Policy], transfer: ByStore) -> ByStore:
 
 
 @pytest.mark.slow
-def test_store_and_files_carry_weights_on_any_cluster(open_cluster: Opener, folder: Path, tmp_path: Path) -> None:
+def test_the_store_carries_weights_on_any_cluster(open_cluster: Opener, folder: Path) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, generator = workers.role("policy", Policy), workers.role("generator", Generator)
         version = await described(policy, 1)
@@ -131,12 +128,8 @@ def test_store_and_files_carry_weights_on_any_cluster(open_cluster: Opener, fold
         moved = (await generator.call_all(Generator.install, transfer))[0].value
         assert moved == sum(bucket.nbytes for bucket in transfer.buckets)
 
-        by_file = ByFile(version=await described(policy, 2), folder=tmp_path)
-        written = (await policy.call_all(Policy.write, by_file))[0].value
-        assert written == (await generator.call_all(Generator.install, by_file))[0].value == version.nbytes
-
         # The buckets of the version before do not pass for the next one.
-        stale = replace(transfer, version=by_file.version)
+        stale = replace(transfer, version=await described(policy, 2))
         with pytest.raises(RoleError, match=r"WeightMismatchError: \d+ of \d+ tensors are not those of .* version 2"):
             await generator.call_all(Generator.install, stale)
 

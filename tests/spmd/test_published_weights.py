@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +17,7 @@ from helpers.engines import LENGTHS, make_engine, num_trained, one_rank, random_
 from helpers.ranks import RankCall, mesh_of
 from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
+from podium.cluster.objects import InlineStored
 from podium.data.documents import pack
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.engine.mesh import Mesh
@@ -28,9 +29,9 @@ from podium.recipe import ModelSection
 from podium.spmd.launch import RankPlace, launch
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified, verify_in_place
-from podium.weights.transports import received, send_by_broadcast, send_by_file, send_by_store
+from podium.weights.transports import received, send_by_broadcast, send_by_store
 from podium.weights.versions import WeightVersion
-from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore
+from podium.weights.weight_transfers import ByBroadcast, ByStore
 from podium.weights.whole_copy import WholeCopy
 
 MODELS = ("qwen3", "glm4_moe")
@@ -63,12 +64,12 @@ class Seen:
     logprobs: NDArray[np.float32]  # of trajectories that rank 0 alone has
 
 
-def publishing_rank(place: RankPlace, folders: tuple[Path, ...], out: Path) -> list[Seen]:
+def publishing_rank(place: RankPlace, folders: tuple[Path, ...]) -> list[Seen]:
     with mesh_of(place) as mesh:
-        return [seen(folder, mesh, out / folder.name) for folder in folders]
+        return [seen(folder, mesh) for folder in folders]
 
 
-def seen(folder: Path, mesh: Mesh, out: Path) -> Seen:
+def seen(folder: Path, mesh: Mesh) -> Seen:
     engine = make_engine(folder, mesh)
     scored = score(engine.model, mesh, trajectories(9 if mesh.is_main else 0), temperature=0.8, max_tokens=32)
     weights = PublishedWeights(engine.model, engine.optimizer.trained, mesh, torch.float32, bucket_bytes=20_000)
@@ -89,8 +90,10 @@ def seen(folder: Path, mesh: Mesh, out: Path) -> Seen:
     transfer = ByBroadcast(version=after, link="all", source=0, bucket_bytes=9_000)
     if mesh.world == 2:
         listen_or_send(transfer, weights, mesh)
-    send_by_file(ByFile(version=after, folder=out, bucket_bytes=9_000), weights, is_sender=mesh.is_main)
-    stored = list(send_by_store(ByStore(version=after, bucket_bytes=9_000), weights, is_sender=mesh.is_main))
+    by_store = ByStore(version=after, bucket_bytes=9_000)
+    stored = [InlineStored(bucket) for bucket in send_by_store(by_store, weights, is_sender=mesh.is_main)]
+    if mesh.is_main:
+        verify(replace(by_store, stored=tuple(stored)))
     return Seen(
         before=before, in_bfloat16=in_bfloat16, after=after, largest=(max(sizes), sum(sizes)), loss_after=loss,
         copy_scores=scores(copy.model), stored=len(stored), logprobs=scored.values_T,
@@ -156,28 +159,17 @@ def make_folder(folder: Path) -> None:
 
 
 def on_two_ranks(folder: Path) -> RankCall:
-    return publishing_call(folder, files(folder, 2))
-
-
-def publishing_call(folder: Path, out: Path) -> RankCall:
-    return publishing_rank, (tuple(folder / name for name in MODELS), out)
-
-
-def files(folder: Path, ranks: int) -> Path:
-    return folder / f"files-{ranks}"
+    return publishing_rank, (tuple(folder / name for name in MODELS),)
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
 def by_ranks(request: pytest.FixtureRequest, folder: Path) -> dict[str, Seen]:
     """Three ranks do not divide most rows, and some hold none of a small tensor."""
-    out = files(folder, request.param)
     if request.param == 2:
         results: list[Seen] = request.getfixturevalue("two_ranks")
     else:
-        function, arguments = publishing_call(folder, out)
+        function, arguments = on_two_ranks(folder)
         results = launch(function, arguments, ranks=request.param, restarts=0, stop_file=folder / "stop")
-    for name in MODELS:
-        verify_files(ByFile(version=_seen(results, name).after, folder=out / name, bucket_bytes=9_000))
     return {name: _seen(results, name) for name in MODELS}
 
 
@@ -185,7 +177,7 @@ def _seen(results: list[Seen], name: str) -> Seen:
     return results[MODELS.index(name)]
 
 
-def verify_files(transfer: ByFile) -> None:
+def verify(transfer: ByStore) -> None:
     arrival = received(transfer, device=CPU, link=lambda _: GroupLink())
     assert arrival is not None
     assert sum(1 for _ in Verified(arrival, transfer.version).tensors()) == len(transfer.version.manifest)

@@ -8,25 +8,18 @@ and one of them has the bytes on their way.
 
 from __future__ import annotations
 
-import json
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Protocol, assert_never
+from typing import Protocol, assert_never
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from podium.errors import RolloutError, WeightMismatchError
 from podium.weights.versions import TensorSpec
-from podium.weights.weight_transfers import Bucket, ByBroadcast, ByFile, ByStore, Shared, WeightBucket, WeightTransfer
-
-_INDEX = "model.safetensors.index.json"
+from podium.weights.weight_transfers import Bucket, ByBroadcast, ByStore, Shared, WeightBucket, WeightTransfer
 
 
 class Delivery(Protocol):
@@ -65,8 +58,6 @@ def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[
             return BroadcastArrival(transfer, link(transfer.link), device)
         case ByStore():
             return StoreArrival(transfer, device)
-        case ByFile():
-            return FileArrival(transfer, device)
         case other:
             assert_never(other)
 
@@ -146,98 +137,6 @@ class StoreArrival:
             self.moved_bytes += held.nbytes
             for name, tensor in _views(bucket, _read_only(held.bytes_B)):
                 yield name, tensor.to(self._device)
-
-
-def send_by_file(transfer: ByFile, weights: Delivery, *, is_sender: bool = True) -> int:
-    """Writes one file for each bucket and an index; returns the bytes of weights written. The sender's other ranks take
-    part and write nothing."""
-    folder = _PartialFolder(transfer) if is_sender else None
-    for bucket, tensors in _by_bucket(transfer.buckets, weights):
-        if folder is not None:
-            folder.write(bucket, tensors)
-    return 0 if folder is None else folder.complete()
-
-
-class _PartialFolder:
-    """Files of one version that are being written. A failure is reported at the end: others are gathering with this
-    rank, and would wait for it."""
-
-    def __init__(self, transfer: ByFile) -> None:
-        self._transfer, self._path = transfer, transfer.path.with_name(transfer.path.name + ".partial")
-        self._where: dict[str, str] = {}
-        self._count, self._moved = 0, 0
-        self._failure: Exception | None = None
-        self._try(self._begin)
-
-    def write(self, bucket: Bucket, tensors: Iterator[Tensor]) -> None:
-        # Copies: a tensor is gone when the next one comes, and the file is written from all of them.
-        pairs = zip(bucket.specs, tensors, strict=True)
-        named = {spec.name: tensor.to("cpu", copy=True).contiguous() for spec, tensor in pairs}
-        self._count += 1
-        file = f"model-{self._count:05d}-of-{len(self._transfer.buckets):05d}.safetensors"
-        self._try(lambda: save_file(named, self._path / file, metadata={"format": "pt"}))
-        self._where.update(dict.fromkeys(named, file))
-        self._moved += sum(tensor.nbytes for tensor in named.values())
-
-    def complete(self) -> int:
-        self._try(self._end)
-        if self._failure is not None:
-            shutil.rmtree(self._path, ignore_errors=True)
-            raise RolloutError(
-                f"version {self._transfer.version.number} cannot be written to {self._transfer.path} "
-                f"({self._failure}), so no engine gets it. Make room there, or give another folder."
-            ) from self._failure
-        return self._moved
-
-    def _begin(self) -> None:
-        shutil.rmtree(self._path, ignore_errors=True)
-        self._path.mkdir(parents=True)
-
-    def _end(self) -> None:
-        (self._path / _INDEX).write_text(json.dumps({"weight_map": self._where}), encoding="utf-8")
-        shutil.rmtree(self._transfer.path, ignore_errors=True)  # of an attempt before
-        self._path.replace(self._transfer.path)
-
-    def _try(self, part: Callable[[], None]) -> None:
-        if self._failure is None:
-            try:
-                part()
-            except (OSError, SafetensorError) as error:
-                self._failure = error
-
-
-class FileArrival:
-    """What lies in files: each tensor is read when it is asked for."""
-
-    def __init__(self, transfer: ByFile, device: torch.device) -> None:
-        self._transfer, self._device = transfer, device
-        self.moved_bytes = 0
-
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Reads the tensors from the version's files."""
-        path = self._transfer.path
-        try:
-            where: dict[str, str] = json.loads((path / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-            for bucket in self._transfer.buckets:
-                with _opened(path / where[bucket.specs[0].name], self._device) as file:
-                    for spec in bucket.specs:
-                        tensor = file.get_tensor(spec.name)
-                        self.moved_bytes += tensor.nbytes
-                        yield spec.name, tensor
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise RolloutError(
-                f"version {self._transfer.version.number} cannot be read from {path} ({error}). The folder must be one "
-                "that sender and engine both reach, and must not be removed before all have read it."
-            ) from error
-
-
-def remove_files(transfer: ByFile) -> None:
-    """When all have read it."""
-    shutil.rmtree(transfer.path, ignore_errors=True)
-
-
-def _opened(path: Path, device: torch.device) -> Any:
-    return safe_open(str(path), framework="pt", device=str(device))
 
 
 def _by_bucket(buckets: Sequence[Bucket], weights: Delivery) -> Iterator[tuple[Bucket, Iterator[Tensor]]]:

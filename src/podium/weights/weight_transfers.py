@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol, Self
 
 import numpy as np
@@ -104,25 +103,6 @@ class ByBroadcast:
         return plan_buckets(self.version.manifest, self.bucket_bytes, alone_bytes=large(self.bucket_bytes))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ByFile:
-    """Through a folder that both ends can reach. It appears under its name when it is complete."""
-
-    version: WeightVersion
-    folder: Path
-    bucket_bytes: int = 8 * BUCKET_BYTES  # of each file
-
-    @property
-    def path(self) -> Path:
-        """The folder of this version's files."""
-        return self.folder / f"version-{self.version.number:08d}"
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The tensors grouped into files."""
-        return plan_buckets(self.version.manifest, self.bucket_bytes)
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightBucket:
     """The bytes of one bucket, as a worker's streamed answer: the store keeps them, the controller has the reference.
@@ -189,4 +169,4 @@ class ByStore:
         return bucket_ids(range(len(self.buckets)))
 
 
-WeightTransfer = Shared | ByBroadcast | ByStore | ByFile
+WeightTransfer = Shared | ByBroadcast | ByStore

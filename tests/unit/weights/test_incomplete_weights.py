@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +15,14 @@ from torch import Tensor
 from helpers.engines import make_engine, one_rank
 from helpers.tiny import save_tiny_model
 from podium.data.trajectories import TrajectoryId
-from podium.errors import PodiumError, RolloutError, WeightMismatchError
+from podium.errors import PodiumError, WeightMismatchError
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Request, Sampling
 from podium.weights.fingerprints import fingerprint
 from podium.weights.held import fill_held
 from podium.weights.published import PublishedWeights
 from podium.weights.receiving import Verified
-from podium.weights.transports import received, send_by_file
 from podium.weights.versions import TensorSpec, WeightVersion
-from podium.weights.weight_transfers import ByFile
 
 CPU = torch.device("cpu")
 Weights = dict[str, Tensor]
@@ -117,15 +115,3 @@ def test_a_buffer_without_dimensions_is_installed() -> None:
     mine = {"scale": torch.zeros(()), "empty": torch.zeros(0, 3)}
     fill_held(mine, Verified(sent, sent.version))
     assert mine["scale"].item() == 3.0
-
-
-@pytest.mark.parametrize("damage", ["[]", '{"weight_map": []}', "null"])
-def test_a_damaged_index_of_files_is_reported(tmp_path: Path, damage: str) -> None:
-    sent = Sent({"a": torch.ones(3)})
-    transfer = ByFile(version=replace(sent.version, number=1), folder=tmp_path)
-    send_by_file(transfer, sent)
-    (transfer.path / "model.safetensors.index.json").write_text(damage)
-    arrival = received(transfer, device=CPU, link=lambda name: pytest.fail(name))
-    assert arrival is not None
-    with pytest.raises(RolloutError, match="cannot be read"):
-        list(arrival.tensors())

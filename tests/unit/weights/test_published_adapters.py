@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from helpers.adapters import save_peft_adapter
 from helpers.engines import LENGTHS, make_engine, num_trained, one_rank, random_documents
 from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
+from podium.cluster.objects import InlineStored
 from podium.data.documents import pack
 from podium.engine.sharding import place
 from podium.engine.train_step import TrainEngine
@@ -22,8 +24,8 @@ from podium.recipe import ModelSection, RolloutSection
 from podium.rollout.native.engine import NativeEngine
 from podium.weights.held import all_tensors, held_tensors
 from podium.weights.published import PublishedWeights
-from podium.weights.transports import received, send_by_file
-from podium.weights.weight_transfers import ByFile
+from podium.weights.transports import received, send_by_store
+from podium.weights.weight_transfers import ByStore
 from podium.weights.whole_copy import WholeCopy
 
 CPU = torch.device("cpu")
@@ -81,13 +83,13 @@ def test_an_engine_with_the_same_base_takes_the_adapter_and_only_its_bytes_trave
     folder = save_tiny_model(kind, tmp_path / kind)
     learner, (model, engine) = learned(folder), generator(folder)
     weights = published(learner)
-    transfer = ByFile(version=weights.describe(2), folder=tmp_path / "files")
-    assert send_by_file(transfer, weights) == transfer.version.nbytes
+    transfer = ByStore(version=weights.describe(2))
+    transfer = replace(transfer, stored=tuple(InlineStored(bucket) for bucket in send_by_store(transfer, weights)))
     arrival = received(transfer, device=CPU, link=lambda _: pytest.fail("no link"))
     assert arrival is not None
     before = {name: tensor.clone() for name, tensor in all_tensors(model).items()}
     engine.install(transfer.version, arrival)
-    assert arrival.moved_bytes == transfer.version.nbytes
+    assert arrival.moved_bytes == sum(bucket.nbytes for bucket in transfer.buckets)
     changed = {name for name, tensor in all_tensors(model).items() if not torch.equal(tensor, before[name])}
     assert changed == set(held_tensors(model)) == {spec.name for spec in transfer.version.manifest}
     assert torch.equal(scores(model.eval()), scores(learner.model.eval()))

@@ -8,7 +8,6 @@ import queue
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,13 +23,11 @@ from podium.weights.receiving import Verified
 from podium.weights.transports import (
     Delivery,
     received,
-    remove_files,
     send_by_broadcast,
-    send_by_file,
     send_by_store,
 )
 from podium.weights.versions import TensorSpec, WeightVersion
-from podium.weights.weight_transfers import ByBroadcast, ByFile, ByStore, Shared, WeightBucket, plan_buckets
+from podium.weights.weight_transfers import ByBroadcast, ByStore, Shared, WeightBucket, plan_buckets
 
 CPU = torch.device("cpu")
 
@@ -201,58 +198,31 @@ def test_references_that_are_missing_or_of_other_buckets_are_refused() -> None:
         kept(_arrival(replace(transfer, stored=tuple(reversed(buckets)))))
 
 
-@pytest.mark.parametrize("bucket_bytes", [64, 10**6])
-def test_files_appear_when_they_are_complete(tmp_path: Path, bucket_bytes: int) -> None:
-    weights = some_weights()
-    transfer = ByFile(version=weights.version(12), folder=tmp_path / "weights", bucket_bytes=bucket_bytes)
-    with pytest.raises(RolloutError, match=r"version 12 cannot be read from .*version-00000012"):
-        kept(_arrival(transfer))
-    assert send_by_file(transfer, weights, is_sender=False) == 0
-    assert not transfer.folder.exists()
-    assert send_by_file(transfer, weights) > 0
-    assert send_by_file(transfer, weights) == (arrival := _moved(transfer))  # once more, over the first
-    assert arrival >= transfer.version.nbytes
-    assert [path.name for path in transfer.folder.iterdir()] == ["version-00000012"]
-    assert len(list(transfer.path.glob("*.safetensors"))) == len(transfer.buckets)
-    assert same(kept(Verified(_arrival(transfer), transfer.version)), weights)
-    remove_files(transfer)
-    assert list(transfer.folder.iterdir()) == []
-
-
-def test_a_write_that_fails_leaves_nothing_and_says_where(tmp_path: Path) -> None:
-    (tmp_path / "weights").write_text("a file where the folder should be")
-    transfer = ByFile(version=some_weights().version(3), folder=tmp_path / "weights")
-    with pytest.raises(RolloutError, match=r"version 3 cannot be written to .*version-00000003"):
-        send_by_file(transfer, some_weights())
-
-
 def test_shared_weights_do_not_move() -> None:
     assert received(Shared(version=some_weights().version()), device=CPU, link=_no_link) is None
 
 
-def test_parcels_can_be_sent_through_a_controller(tmp_path: Path) -> None:
+def test_transfers_can_be_sent_through_a_controller() -> None:
     version = some_weights().version()
     for transfer in (
         Shared(version=version),
         ByBroadcast(version=version, link="w"),
-        ByFile(version=version, folder=tmp_path),
+        ByStore(version=version),
     ):
         assert pickle.loads(pickle.dumps(transfer)) == transfer
     bucket = pickle.loads(pickle.dumps(WeightBucket(number=3, bytes_B=np.arange(4, dtype=np.uint8))))
     assert (bucket.number, bucket.nbytes, bucket.bytes_B.tolist()) == (3, 4, [0, 1, 2, 3])
 
 
-def test_a_model_that_is_not_the_versions_is_not_sent(tmp_path: Path) -> None:
+def test_a_model_that_is_not_the_versions_is_not_sent() -> None:
     weights = some_weights()
     version = weights.version()
     short = Held({"odd": weights.tensors_by_name["odd"]})
     with pytest.raises(WeightMismatchError, match=r"manifest says matrix \[5, 7\] float32 and the model has nothing"):
         list(send_by_store(ByStore(version=version), short))
     other = Held({**weights.tensors_by_name, "matrix": torch.zeros(7, 5)})
-    transfer = ByFile(version=version, folder=tmp_path)
     with pytest.raises(WeightMismatchError, match=r"the model has matrix \[7, 5\] torch.float32"):
-        send_by_file(transfer, other)
-    assert not transfer.path.exists()
+        list(send_by_store(ByStore(version=version), other))
 
 
 def test_tensors_that_differ_are_named_after_all_have_come() -> None:
@@ -287,14 +257,7 @@ def _no_link(name: str) -> MemoryLink:
     raise AssertionError(name)
 
 
-def _arrival(transfer: ByStore | ByFile) -> Delivery:
+def _arrival(transfer: ByStore) -> Delivery:
     arrival = received(transfer, device=CPU, link=_no_link)
     assert arrival is not None
     return arrival
-
-
-def _moved(transfer: ByFile) -> int:
-    arrival = received(transfer, device=CPU, link=_no_link)
-    assert arrival is not None
-    kept(arrival)
-    return arrival.moved_bytes
