@@ -74,7 +74,7 @@ def test_the_death_of_a_process_of_ray_ends_the_run_with_its_name(tmp_path: Path
         victim = rays(process, name)
         os.kill(victim, signal.SIGKILL)
         ended = end_of(process, tmp_path, within_s=ENDED_S)
-        assert ended == f"ClusterError: Ray's {name} (process {victim}) died, and no Ray cluster goes on without it."
+        assert ended == f"ClusterError: Ray's {name} (process {victim}) died, and Ray does not work without it."
 
 
 def test_the_death_of_ray_while_it_starts_ends_the_run(tmp_path: Path) -> None:

@@ -19,7 +19,6 @@ class Died:
 
     worker: WorkerId
     cause: str
-    at_s: float
 
     def __str__(self) -> str:
         return f"{self.worker} died: {self.cause}"
@@ -96,10 +95,6 @@ class WhereReport:
         for worker, answer in self.answers.items():
             by_place.setdefault(_place(answer), []).append(worker)
         return sorted(by_place.items(), key=lambda item: (-len(item[1]), item[0]))
-
-    def odd_ones(self) -> list[WorkerId]:
-        """Those who are not where most are."""
-        return [worker for _, workers in self.groups()[1:] for worker in workers]
 
     def __str__(self) -> str:
         lines: list[str] = []

@@ -158,7 +158,7 @@ class LocalRay:
         for name, process in self._vital.items():
             now = look(process.pid)
             if now is None or not now.is_alive or now.started != process.started:
-                self._fail(f"Ray's {name} (process {process.pid}) died, and no Ray cluster goes on without it")
+                self._fail(f"Ray's {name} (process {process.pid}) died, and Ray does not work without it")
                 return
             # Looks are counted, not the clock: this process may have been stopped itself meanwhile.
             self._frozen_s[name] = self._frozen_s.get(name, 0.0) + _LOOK_S if now.is_stopped else 0.0

@@ -387,7 +387,7 @@ class WorkerPool:
     def mark_dead(self, member: Member, cause: str) -> None:
         """Records a death once, and kills the process: a worker that only lost its connection must not continue."""
         if member.died is None and self._members.get(member.slot) is member:
-            member.died = Died(worker=member.worker, cause=cause, at_s=time.time())
+            member.died = Died(worker=member.worker, cause=cause)
             self.breaks(f"{member.worker} died ({cause})")
             log.warning("%s", member.died)
             with contextlib.suppress(GoneError):

@@ -110,7 +110,7 @@ class TaskCursor:
         self, sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool, shuffle_rows: int,
         state: Mapping[str, Any] | None = None,
     ) -> None:  # fmt: skip
-        """With the `state` of an earlier cursor it goes on there: the very same tasks under the same numbers."""
+        """With the `state` of an earlier cursor it continues there: the same tasks under the same numbers."""
         self._key = key
         self._next_index, position = (0, None) if state is None else _decoded(state)
         self._reader = TaskReader(sections, key)

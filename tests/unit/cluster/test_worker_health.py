@@ -70,7 +70,7 @@ def test_a_clock_that_seems_to_go_back_makes_no_negative_silence():
 
 
 def test_a_dead_worker_says_what_it_died_of():
-    died = Died(worker=worker(1), cause="process 7 is gone", at_s=5.0)
+    died = Died(worker=worker(1), cause="process 7 is gone")
     health = worker_health(worker(1), beat("x", 1.0), heard_s=100.0, died=died, now_s=101.0)
     assert str(health) == str(died) == "gen[1]@node-a/cpu#0 died: process 7 is gone"
 
@@ -91,11 +91,6 @@ def test_workers_in_the_same_place_stand_together_and_the_most_come_first():
         ("does not answer (dead, or in a call that holds Python's lock)", [worker(3)]),
         ("in gen.sum > staying away, at roles.py:20 nap", [worker(1)]),
     ]
-
-
-def test_those_who_are_not_where_most_are_are_the_odd_ones():
-    assert REPORT.odd_ones() == [worker(3), worker(1)]
-    assert WhereReport(answers={worker(0): at(0, ""), worker(1): at(1, "")}).odd_ones() == []
 
 
 def test_the_report_shows_each_place_once_with_its_stack_and_points_at_the_odd_ones():
