@@ -29,6 +29,7 @@ from podium.recipe import (
     DistillRecipe,
     DpoRecipe,
     FunctionReward,
+    GrpoRecipe,
     ModelSection,
     OnPolicyRecipe,
     Recipe,
@@ -96,6 +97,9 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         yield lambda: _check_kind(recipe)
     for key, plugin in _plugins(recipe):
         yield lambda key=key, plugin=plugin: plugins.locate(plugin, key)  # type: ignore[misc]
+    if isinstance(recipe, GrpoRecipe | CustomOnPolicyRecipe) and isinstance(recipe.algorithm.advantage, plugins.Plugin):
+        estimator = recipe.algorithm.advantage
+        yield lambda: _check_estimator(estimator)
     for model_beside in _other_models(recipe):
         yield partial(check_model_folder, model_beside.path, model_beside.key, weights=True, tokenizer=False)
         if model_beside.gives_logprobs:
@@ -111,6 +115,19 @@ def _check_kind(recipe: CustomSpmdRecipe | CustomOnPolicyRecipe) -> None:
         is_async = plugins.is_async(recipe.program, "program")
         if is_async is not None and is_async != (recipe.signal == "on_policy"):
             raise wrong_kind(recipe.program, recipe.signal)
+
+
+def _check_estimator(path: str) -> None:
+    """One that cannot be found is another look's."""
+    fits = True
+    with suppress(RecipeError):
+        plugins.locate(path, "algorithm.advantage")
+        fits = plugins.takes(path, "algorithm.advantage", 2)
+    if not fits:
+        raise RecipeError(
+            f"algorithm.advantage: {path} cannot be called with two arguments. An estimator takes (rewards_N, group_N) "
+            "and gives one advantage for each episode."
+        )
 
 
 def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:

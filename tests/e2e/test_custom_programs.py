@@ -37,6 +37,11 @@ async def forgetful(run):
     async for step in run.steps():
         pass
 
+async def unawaited(run):
+    async for step in run.steps():
+        batch = step.batch(step.rewards_N)
+        await run.commit(step, batch, policy=run.policy.update(batch))
+
 async def leaves(run):
     async for step in run.steps():
         await run.commit(step)
@@ -142,13 +147,13 @@ def test_a_program_that_failed_is_fixed_and_the_run_continues(user: Workspace) -
 @pytest.mark.parametrize(
     "program",
     # fast: tests/unit/controller/test_on_policy_run.py and test_steps.py
-    ["forgetful", *(pytest.param(each, marks=pytest.mark.slow) for each in ("leaves", "wrong_shape"))],
+    ["forgetful", "unawaited", *(pytest.param(each, marks=pytest.mark.slow) for each in ("leaves", "wrong_shape"))],
 )
 def test_a_program_that_misuses_its_run_is_stopped_in_words(user: Workspace, program: str) -> None:
     outcome = user.podium("train", rl_recipe(user, program, **_custom(program)))
 
     assert outcome.code == 2, outcome
-    assert "step" in outcome.err
+    assert ("await run.policy.update" if program == "unawaited" else "step") in outcome.err
     assert "Traceback" not in outcome.err
 
 

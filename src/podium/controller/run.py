@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import AsyncIterator, Mapping
 from typing import Generic
 
@@ -81,6 +82,11 @@ class OnPolicyRun(Generic[RecipeT_co]):
         version. Writes metrics and ledger, and saves and evaluates when due. `metrics` are the program's own, and are
         recorded as `program/NAME`."""
         state, kl = self._state, self._kl
+        reports: dict[str, object] = {"policy": policy, "critic": critic}
+        for name, report in reports.items():
+            if inspect.iscoroutine(report):
+                report.close()
+                raise ProgramError(f"run.commit: {name} is a call that was not awaited: await run.{name}.update(...).")
         if step.number != state.step + 1:
             raise ProgramError(f"step {step.number} is committed after step {state.step}. Commit every step once.")
         if policy is None and step.number in state.updated_steps:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -108,6 +110,14 @@ class Step:
         teachers gave. `mask_truncated` leaves out episodes that were cut off."""
         if not isinstance(advantages, Advantages | TokenAdvantages | TeacherAdvantages):
             advantages = Advantages(values_N=_one_each(advantages, len(self)))
+        elif isinstance(advantages, Advantages) and advantages.values_N is not None:
+            _one_each(advantages.values_N, len(self))
+        for rows in _rows_of(advantages, reference):
+            if len(rows.ids) != len(self):
+                raise ProgramError(
+                    f"step.batch was given values of {len(rows.ids)} episodes, and the step has {len(self)}. Call "
+                    "step.keep before the reference, the critic or the teachers."
+                )
         batch = TrainBatch(
             step=self.number,
             lr=self.lr,
@@ -117,6 +127,16 @@ class Step:
             reference=reference,
         )
         return batch.without_truncated() if mask_truncated else batch
+
+
+def _rows_of(advantages: AnyAdvantages, reference: ReferenceLogprobs | None) -> Iterator[RowRefs[Any]]:
+    match advantages:
+        case TokenAdvantages(columns=columns):
+            yield columns
+        case TeacherAdvantages(logprobs=logprobs):
+            yield from logprobs
+    if reference is not None:
+        yield reference.logprobs
 
 
 def _positions(which: ArrayLike, count: int) -> Ints:
@@ -140,6 +160,7 @@ def _one_each(advantages: ArrayLike, count: int) -> Floats:
     if values_N.shape != (count,) or not np.isfinite(values_N).all():
         raise ProgramError(
             f"step.batch needs one finite advantage for each of the step's {count} episodes, and got an array of shape "
-            f"{values_N.shape}{'' if np.isfinite(values_N).all() else ' with values that are not finite'}."
+            f"{values_N.shape}{'' if np.isfinite(values_N).all() else ' with values that are not finite'}. After "
+            "step.keep, estimate again or index the advantages as the episodes."
         )
     return values_N

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +65,12 @@ def _centered_and_whitened(rewards_N: Floats, episodes: GradedRollouts) -> Advan
 
 
 def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
+    with contextlib.suppress(ValueError):  # a function without a signature is called as it is
+        try:
+            inspect.signature(function).bind(None, None)
+        except TypeError as error:
+            raise RecipeError(f"algorithm.advantage: {path} takes (rewards_N, group_N): {error}.") from error
+
     def estimator(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
         try:
             values_N = torch.as_tensor(function(*_tensors(rewards_N, episodes))).double()
@@ -70,7 +78,7 @@ def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
             raise RecipeError(f"algorithm.advantage: {path} {what_raised(error)}.") from error
         if values_N.shape != rewards_N.shape:
             raise RecipeError(
-                f"algorithm.advantage: {path} gave {tuple(values_N.shape)} values for {len(rewards_N)} episodes. It "
+                f"algorithm.advantage: {path} gave shape {tuple(values_N.shape)} for {len(rewards_N)} episodes. It "
                 "takes (rewards_N, group_N) and gives one advantage for each episode."
             )
         if not torch.isfinite(values_N).all():

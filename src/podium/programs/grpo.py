@@ -32,7 +32,7 @@ async def grpo(run: OnPolicyRun[GrpoRecipe]) -> None:
 
 async def resample_uniform_groups(run: OnPolicyRun[GrpoRecipe], step: Step) -> Step:
     """DAPO's dynamic sampling: groups whose rewards are all equal have no advantage. Other prompts are sampled in their
-    place, for at most `algorithm.max_refills` rounds."""
+    place, for at most `algorithm.max_refills` [4] rounds."""
     num_wanted = run.recipe.rollout.prompts_per_step
     step = step.keep(~step.episodes.uniform_N)
     for _ in range(run.recipe.algorithm.num_refills):

@@ -85,18 +85,34 @@ def locate(path: str, key: str) -> None:
         raise RecipeError(f"{key}: {file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
     names = _top_level_names(tree.body)
     if name not in names:
-        listed = ", ".join(sorted(names)) or "nothing"
+        listed = ", ".join(sorted(names - _imported_names(tree.body))) or "nothing"
         raise RecipeError(f"{key}: {file} has no function {name!r}. It defines: {listed}.")
 
 
 def is_async(path: str, key: str) -> bool | None:
     """Whether the plug-in is an `async def`, by parsing; None where its file does not define it as a function."""
+    function = _function(path, key)
+    return None if function is None else isinstance(function, ast.AsyncFunctionDef)
+
+
+def takes(path: str, key: str, num_arguments: int) -> bool:
+    """Whether the plug-in can be called with so many arguments, by parsing. True where its file does not define it as a
+    function: that is found out when it is loaded."""
+    function = _function(path, key)
+    if function is None:
+        return True
+    given = function.args
+    positional = len(given.posonlyargs) + len(given.args)
+    needs_names = any(default is None for default in given.kw_defaults)
+    fits = positional - len(given.defaults) <= num_arguments
+    return fits and not needs_names and (num_arguments <= positional or given.vararg is not None)
+
+
+def _function(path: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     name = split_plugin(path)[1]
     tree = ast.parse(source_file(path, key).read_text(encoding="utf-8"))
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == name:
-            return isinstance(node, ast.AsyncFunctionDef)
-    return None
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return next((node for node in functions if node.name == name), None)
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
@@ -156,6 +172,11 @@ def _source_file(module: str, key: str) -> Path:
     if spec.origin is None or not spec.origin.endswith(".py"):
         raise RecipeError(f"{key}: module {module!r} has no Python source to look into. Name a .py module.")
     return Path(spec.origin)
+
+
+def _imported_names(body: Sequence[ast.stmt]) -> set[str]:
+    imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+    return _top_level_names(imports)
 
 
 def _top_level_names(body: Sequence[ast.stmt]) -> set[str]:

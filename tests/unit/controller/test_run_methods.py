@@ -318,7 +318,7 @@ def test_a_custom_estimator_that_fails_names_its_key(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def half(rewards_N, group_N):\n    return rewards_N[1:] / 2\n")
     trial = Trial(tmp_path, f"algorithm.advantage='{tmp_path}/mine.py:half'")
 
-    with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*mine\.py:half gave \(15,\) values for 16 episodes"):
+    with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*mine\.py:half gave shape \(15,\) for 16 episodes"):
         trial.run()
 
 

@@ -13,7 +13,7 @@ from podium.cluster.objects import ObjectScope
 from podium.controller.step import Step
 from podium.errors import ProgramError
 from podium.roles.carriers import DistanceNote
-from podium.roles.stages import GradedRollouts, ReferenceLogprobs
+from podium.roles.stages import Advantages, GradedRollouts, ReferenceLogprobs
 
 
 def _step(graded: GradedRollouts) -> Step:
@@ -78,6 +78,25 @@ def test_a_batch_carries_what_its_step_computes_with() -> None:
 def test_advantages_that_do_not_fit_the_episodes_are_refused(advantages: list[float]) -> None:
     with pytest.raises(ProgramError, match="4 episodes"):
         STEP.batch(advantages)
+
+
+def test_an_estimate_of_more_episodes_than_are_kept_is_refused() -> None:
+    estimate = Advantages(values_N=np.array([0.5, -0.5, 0.0, 0.0]))
+    assert advantages_of(STEP.batch(estimate)).tolist() == [0.5, -0.5, 0.0, 0.0]
+    with pytest.raises(ProgramError, match="2 episodes"):
+        STEP.first_groups(1).batch(estimate)
+
+
+def test_log_probs_of_more_episodes_than_are_kept_are_refused() -> None:
+    nothing_N = np.zeros(4)
+    reference = ReferenceLogprobs(
+        logprobs=STEP.rollouts.rows,  # type: ignore[arg-type]  # not read here
+        distance=DistanceNote(k1_N=nothing_N, k2_N=nothing_N, k3_N=nothing_N, tokens_N=nothing_N),
+        penalty_N=nothing_N,
+    )
+    assert STEP.batch(nothing_N, reference=reference).reference is reference
+    with pytest.raises(ProgramError, match=r"step\.keep before the reference"):
+        STEP.first_groups(1).batch(np.zeros(2), reference=reference)
 
 
 def test_the_kl_in_the_reward_comes_off_the_rewards() -> None:

@@ -13,6 +13,7 @@ from helpers.made_batches import make_graded, on_policy_recipe
 from podium.errors import RecipeError
 from podium.programs.estimators import AdvantageEstimator, advantage_estimator
 from podium.programs.expert_iteration import best_solved
+from podium.recipe import plugins
 from podium.roles.stages import Advantages, GradedRollouts
 
 # Two groups of three and two; the second is of equal rewards.
@@ -109,9 +110,9 @@ def test_a_custom_function_gives_anything_that_is_an_array(tmp_path: Path, body:
 @pytest.mark.parametrize(
     ("body", "complaint"),
     [
-        ("return rewards_N[:2]", "gave (2,) values for 5 episodes"),
-        ("return rewards_N[:, None]", "gave (5, 1) values for 5 episodes"),
-        ("return rewards_N.sum()", "gave () values for 5 episodes"),
+        ("return rewards_N[:2]", "gave shape (2,) for 5 episodes"),
+        ("return rewards_N[:, None]", "gave shape (5, 1) for 5 episodes"),
+        ("return rewards_N.sum()", "gave shape () for 5 episodes"),
         ("return rewards_N / 0", "which is not finite"),
         ("return torch.full((5,), float('nan'))", "gave nan for episode 0"),
         ("raise KeyError('lost')", "raised KeyError: 'lost'"),
@@ -125,6 +126,24 @@ def test_a_custom_function_that_is_wrong_is_reported_with_its_key(tmp_path: Path
 
     assert str(caught.value).startswith(f"algorithm.advantage: {tmp_path}/mine.py:own ")
     assert complaint in str(caught.value)
+
+
+@pytest.mark.parametrize("parameters", ["rewards_N", "rewards_N, group_N, more", "rewards_N, group_N, *, scale"])
+def test_a_function_with_other_parameters_is_reported_before_the_first_step(tmp_path: Path, parameters: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def own({parameters}):\n    return rewards_N\n")
+    path = f"{tmp_path}/mine.py:own"
+
+    with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*\(rewards_N, group_N\)"):
+        _estimator(path)
+    assert not plugins.takes(path, "algorithm.advantage", 2)
+
+
+@pytest.mark.parametrize("parameters", ["rewards_N, group_N", "rewards_N, *others", "rewards_N, group_N, scale=2.0"])
+def test_a_function_that_takes_two_arguments_is_an_estimator(tmp_path: Path, parameters: str) -> None:
+    (tmp_path / "mine.py").write_text(f"def own({parameters}):\n    return rewards_N\n")
+
+    assert plugins.takes(f"{tmp_path}/mine.py:own", "algorithm.advantage", 2)
+    assert _estimate(_estimator(f"{tmp_path}/mine.py:own")).values_N is not None
 
 
 def test_a_function_that_is_not_there_is_reported_before_the_first_step(tmp_path: Path) -> None:

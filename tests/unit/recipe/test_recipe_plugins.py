@@ -102,7 +102,7 @@ def test_a_missing_function_lists_what_there_is(file: Path) -> None:
         plugins.locate(f"{file}:kept", "data.train.0.map")
 
     assert f"data.train.0.map: {file} has no function 'kept'." in str(caught.value)
-    assert "It defines: LIMIT, Listing, json, keep, later, raise_on_import, root." in str(caught.value)
+    assert "It defines: LIMIT, Listing, keep, later, raise_on_import." in str(caught.value)
 
 
 def test_an_empty_file_defines_nothing(tmp_path: Path) -> None:
