@@ -30,8 +30,9 @@ def main() -> None:
         address = os.path.join(os.path.dirname(sys.argv[0]), SOCKET)
         with socket.socket(socket.AF_UNIX) as server:
             server.settimeout(ANSWER_S)
-            if _is_ready(server, address):
-                _request(server, worker)
+            request = _request(worker)
+            if request is not None and _is_ready(server, address):
+                _send(server, request)
                 return
         os.execv(sys.executable, [sys.executable, *worker])
     script = next(each for each in arguments if each.endswith("default_worker.py"))
@@ -63,9 +64,16 @@ def _is_ready(server: socket.socket, address: str) -> bool:
         return False
 
 
-def _request(server: socket.socket, worker: list[str]) -> None:
+def _request(worker: list[str]) -> bytes | None:
+    """None where the folder of this process is gone."""
+    try:
+        return json.dumps({"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
+    except OSError:
+        return None
+
+
+def _send(server: socket.socket, request: bytes) -> None:
     """From here on the worker is the fork server's: a second one must not come about."""
-    request = json.dumps({"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
     socket.send_fds(server, [struct.pack("!I", len(request))], [0, 1, 2])
     server.sendall(request)
     if server.recv(1) != FORKED:

@@ -13,7 +13,9 @@ import contextlib
 import gc
 import json
 import os
+import re
 import runpy
+import secrets
 import select
 import shutil
 import signal
@@ -33,6 +35,8 @@ from podium.importing import import_all
 
 # Between an answer and the rest of its request; both ends are on this machine.
 _REQUEST_S = 5.0
+# The raylet parses the command of a worker by rules of its own: quotes and backslashes do not come through.
+_SAFE_PATH = re.compile(r"[\w./+@:,=~-]+")
 # What Ray gives its workers, so that the kernel ends them before other processes when memory runs out.
 _OOM_SCORE = "1000"
 _COMMAND = f"from {__name__} import main; main()"
@@ -45,11 +49,20 @@ _SAFE_THREADS = {"jemalloc_bg_thd"}
 _BACKLOG = 128
 
 
+def new_folder() -> Path:
+    """A name for the folder of a fork server, which nobody else has."""
+    return Path(tempfile.gettempdir(), f"podium-fork-{secrets.token_hex(8)}")
+
+
 class ForkServer:
     """The controller's end: starts the fork server and ends it."""
 
-    def __init__(self, modules: Sequence[str]) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="podium-fork-"))  # of this user only, as is its socket
+    def __init__(self, modules: Sequence[str], folder: Path) -> None:
+        """`folder` is made, and removed by `end`. It is this user's only, as is the socket in it."""
+        if not _SAFE_PATH.fullmatch(str(folder)):
+            raise OSError(f"Ray's raylet cannot be given a script in {folder}")
+        folder.mkdir(mode=0o700)
+        self.folder = folder
         self.script = self.folder / "fork_request.py"  # what the raylet is to run for each worker
         try:
             self._process = self._start(modules)
@@ -121,9 +134,13 @@ class _WorkerProcess:
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
+        # Or all workers would have the same random numbers. Python's own module sees to it itself.
         if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed()  # or all workers would have the same random numbers
+            sys.modules["numpy"].random.seed()
+        if "torch" in sys.modules:
+            sys.modules["torch"].default_generator.seed()
         sys.argv = list(self.arguments)
+        sys.path.insert(0, os.path.dirname(self.arguments[0]))
         runpy.run_path(self.arguments[0], run_name="__main__")
 
 
@@ -155,6 +172,7 @@ def _other_threads() -> set[str]:
 def _serve(listener: socket.socket) -> _WorkerProcess | None:
     """Forks on every request. Waits for the next one, or the end of standard input. Returns None at the end, and in a
     forked process what it is to become."""
+    server = os.getpid()
     while True:
         ready, _, _ = select.select([listener.fileno(), sys.stdin.fileno()], [], [])
         if listener.fileno() not in ready:
@@ -162,25 +180,31 @@ def _serve(listener: socket.socket) -> _WorkerProcess | None:
         connection, _ = listener.accept()
         with connection:
             connection.settimeout(_REQUEST_S)
+            streams: list[int] = []
             try:
-                worker = _receive(connection)
-            except OSError:
-                continue  # that process has not waited: it has become the worker itself
-            if os.fork() == 0:
-                listener.close()
-                return worker
-            for stream in worker.streams:
-                os.close(stream)
-            with contextlib.suppress(OSError):
+                worker = _receive(connection, streams)
+                if os.fork() == 0:
+                    listener.close()
+                    return worker
                 connection.sendall(FORKED)
+            except OSError:
+                pass  # that process has not waited and has become the worker itself, or there is no memory for another
+            finally:
+                for stream in streams if os.getpid() == server else []:
+                    os.close(stream)
 
 
-def _receive(connection: socket.socket) -> _WorkerProcess:
+def _receive(connection: socket.socket, streams: list[int]) -> _WorkerProcess:
+    """Fills `streams` as soon as they have come. An OSError: the process at the other end is gone, or late."""
     connection.sendall(READY)
-    head, streams, _, _ = socket.recv_fds(connection, 4, 3)
+    head, received, _, _ = socket.recv_fds(connection, 4, 3)
+    streams += received
     if len(head) < 4:
         raise ConnectionError
     (size,) = struct.unpack("!I", head)
     with connection.makefile("rb") as file:
-        request = json.loads(file.read(size))
-    return _WorkerProcess(**request, streams=streams)
+        body = file.read(size)
+    is_gone = select.select([connection], [], [], 0)[0]  # it sends no more than this: it can only have ended
+    if len(body) < size or len(streams) < 3 or is_gone:
+        raise ConnectionError
+    return _WorkerProcess(**json.loads(body), streams=streams)

@@ -16,7 +16,7 @@ from concurrent.futures import Future, InvalidStateError
 
 from podium.cluster import processes
 from podium.cluster.blocking import is_any_left
-from podium.cluster.fork_server import ForkServer
+from podium.cluster.fork_server import ForkServer, new_folder
 from podium.cluster.layout import RayCluster
 from podium.cluster.processes import (
     ProcessInfo,
@@ -69,8 +69,9 @@ class LocalRay:
         self._fork_server: ForkServer | None = None
         if settings.preload and sys.platform == "linux":  # elsewhere libraries do not support a fork
             with contextlib.suppress(OSError):  # no space, or the address too long: workers start without it
-                self._fork_server = ForkServer(settings.preload)
-                self._guard.tell(f"folder {self._fork_server.folder}")
+                folder = new_folder()
+                self._guard.tell(f"folder {folder}")
+                self._fork_server = ForkServer(settings.preload, folder)
                 self._gather_family()
         self._starter = threading.Thread(target=self._start, name="ray start", daemon=True)
         self._watcher = threading.Thread(target=self._watch, name="ray watch", daemon=True)

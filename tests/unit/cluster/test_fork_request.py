@@ -4,14 +4,20 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import struct
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from podium.cluster import fork_request
 from podium.cluster.fork_request import worker_command
+from podium.cluster.fork_server import ForkServer
 
 WORKER = "/ray/_private/workers/default_worker.py"
 
@@ -55,3 +61,56 @@ def test_without_a_server_the_process_becomes_the_worker(
     )
     expected = options[:keeps] if becomes == "default_worker.py" else [str(tmp_path / becomes), *options]
     assert output.stdout.strip() == str(expected)
+
+
+@pytest.fixture
+def fork_server(tmp_path: Path) -> Iterator[ForkServer]:
+    folder = Path(tempfile.mkdtemp(prefix="fork"))  # short: the address of a socket has 107 bytes
+    server = ForkServer((), folder / "s")
+    yield server
+    server.end()
+    folder.rmdir()
+
+
+def connected(server: ForkServer) -> socket.socket:
+    """A request that the server is ready for."""
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(30)
+    client.connect(str(server.folder / fork_request.SOCKET))
+    assert client.recv(1) == fork_request.READY
+    return client
+
+
+def num_files(server: ForkServer) -> int:
+    return len(os.listdir(f"/proc/{server.pid}/fd"))
+
+
+def test_a_request_that_breaks_off_leaves_the_server_as_it_was(fork_server: ForkServer) -> None:
+    with connected(fork_server):
+        before = num_files(fork_server)
+    for body in (b"", b"{", b"x" * 1000):
+        with connected(fork_server) as client:
+            socket.send_fds(client, [struct.pack("!I", 1000)], [0, 1, 2])
+            client.sendall(body)
+    with connected(fork_server):
+        assert num_files(fork_server) == before
+    assert fork_server.workers() == []
+
+
+def test_what_a_request_asks_for_runs_with_its_streams(fork_server: ForkServer, tmp_path: Path) -> None:
+    script = tmp_path / "default_worker.py"
+    script.write_text("import os, sys; print(sys.argv, sys.path[0], os.environ, os.getcwd())")
+    request = [sys.executable, str(fork_server.script), str(script), "--worker-id=7", "--language=PYTHON"]
+    output = subprocess.run(
+        request, env={"ONLY": "this"}, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+    environment = f"environ({ {'ONLY': 'this', 'LC_CTYPE': 'C.UTF-8'} })"
+    expected = f"{[str(script), '--worker-id=7']} {tmp_path} {environment} {tmp_path}"
+    assert output.stdout.strip() == expected or output.stdout.strip() == expected.replace(", 'LC_CTYPE': 'C.UTF-8'", "")
+
+
+@pytest.mark.parametrize("name", ["a b", "back\\slash", "quote's"])
+def test_a_folder_that_the_raylet_cannot_be_given_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OSError, match="cannot be given a script"):
+        ForkServer((), tmp_path / name)
+    assert not (tmp_path / name).exists()
