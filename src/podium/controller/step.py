@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -110,13 +109,12 @@ class Step:
         teachers gave. `mask_truncated` leaves out episodes that were cut off."""
         if not isinstance(advantages, Advantages | TokenAdvantages | TeacherAdvantages):
             advantages = Advantages(values_N=_one_each(advantages, len(self)))
-        elif isinstance(advantages, Advantages) and advantages.values_N is not None:
-            _one_each(advantages.values_N, len(self))
-        for rows in _rows_of(advantages, reference):
-            if len(rows.ids) != len(self):
+        for count in _episodes_of(advantages, reference):
+            if count != len(self):
                 raise ProgramError(
-                    f"step.batch was given values of {len(rows.ids)} episodes, and the step has {len(self)}. Call "
-                    "step.keep before the reference, the critic or the teachers."
+                    f"step.batch was given values of {count} episodes, and the step has {len(self)} episodes. Call "
+                    "step.keep before the reference, the critic, the teachers or the estimator, or index the estimator's "
+                    "values_N as the episodes."
                 )
         batch = TrainBatch(
             step=self.number,
@@ -129,14 +127,17 @@ class Step:
         return batch.without_truncated() if mask_truncated else batch
 
 
-def _rows_of(advantages: AnyAdvantages, reference: ReferenceLogprobs | None) -> Iterator[RowRefs[Any]]:
+def _episodes_of(advantages: AnyAdvantages, reference: ReferenceLogprobs | None) -> Iterator[int]:
+    """How many episodes each of them was computed for."""
     match advantages:
         case TokenAdvantages(columns=columns):
-            yield columns
+            yield len(columns.ids)
         case TeacherAdvantages(logprobs=logprobs):
-            yield from logprobs
+            yield from (len(each.ids) for each in logprobs)
+        case Advantages(values_N=values_N) if values_N is not None:
+            yield len(values_N)
     if reference is not None:
-        yield reference.logprobs
+        yield len(reference.logprobs.ids)
 
 
 def _positions(which: ArrayLike, count: int) -> Ints:
@@ -160,7 +161,6 @@ def _one_each(advantages: ArrayLike, count: int) -> Floats:
     if values_N.shape != (count,) or not np.isfinite(values_N).all():
         raise ProgramError(
             f"step.batch needs one finite advantage for each of the step's {count} episodes, and got an array of shape "
-            f"{values_N.shape}{'' if np.isfinite(values_N).all() else ' with values that are not finite'}. After "
-            "step.keep, estimate again or index the advantages as the episodes."
+            f"{values_N.shape}{'' if np.isfinite(values_N).all() else ' with values that are not finite'}."
         )
     return values_N
