@@ -113,8 +113,8 @@ class Step:
             if count != len(self):
                 raise ProgramError(
                     f"step.batch was given values of {count} episodes, and the step has {len(self)} episodes. Call "
-                    "step.keep before the reference, critic, teachers or estimator, or index the estimator's values_N as "
-                    "the episodes."
+                    "step.keep before the reference, critic, teachers or estimator, or index the estimator's values_N "
+                    "as the episodes."
                 )
         batch = TrainBatch(
             step=self.number,
