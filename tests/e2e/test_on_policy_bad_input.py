@@ -320,7 +320,7 @@ def loss_mean(tokens):
     [
         ("raises", "algorithm.advantage: {path} raised RuntimeError: no baseline"),
         # fast: tests/unit/programs/test_estimators.py
-        pytest.param("short", "algorithm.advantage: {path} gave (3,) values for 16 episodes", marks=pytest.mark.slow),
+        pytest.param("short", "algorithm.advantage: {path} gave shape (3,) for 16 episodes", marks=pytest.mark.slow),
         pytest.param("infinite", "which is not finite", marks=pytest.mark.slow),
     ],
 )
