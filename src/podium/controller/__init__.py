@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controller of an on-policy run does between two awaits: phases, layout, ledger, evaluation, records."""
+"""The controller's side of an on-policy run: phases, layout, ledger, evaluation and records."""

@@ -37,18 +37,18 @@ from podium.runs.result import RunResult, end_status
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Inputs:
-    """What a run reads before its first step: prompts, and the position to continue from."""
+    """Data that a run reads before its first step: prompts, and the position to continue from."""
 
     recipe: OnPolicyRecipe
     folder: RunFolder
     resume_step: int | None
-    saved: Mapping[str, Any]  # by the controller, in the checkpoint
+    saved: Mapping[str, Any]  # the controller's values in the checkpoint
     prompts: PromptSource
     heldout: Sequence[Task]
 
 
 def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None) -> Inputs:
-    """Raises what is wrong with tokenizer, prompts or checkpoint."""
+    """Reads prompts and checkpoint. Raises an error if the tokenizer, the prompts or the checkpoint are invalid."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
         saved = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
@@ -63,7 +63,7 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
 async def assemble(
     inputs: Inputs, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch, stack: ExitStack
 ) -> OnPolicyRun[OnPolicyRecipe]:
-    """The run, ready for its program. What it opens is closed by `stack`."""
+    """Builds the run for its program. `stack` closes everything that this function opens."""
     recipe, folder, saved, step = inputs.recipe, inputs.folder, inputs.saved, inputs.resume_step or 0
     roles = await _roles(recipe, workers, console.warning)
     ledger = Ledger(folder.path / "episodes.sqlite")

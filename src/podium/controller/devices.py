@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which device in which phase, and which version of the weights generators have."""
+"""Tracks which role holds which device in each phase, and which version of the weights the generators have."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from podium.weights.weight_transfers import ByBroadcast
 
 
 class Devices:
-    """Carries out what controller/phases.py decides. Time inside a phase is accounted to it."""
+    """Applies the decisions of controller/phases.py. Accounts the time inside a phase to that phase."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe]) -> None:
         self._parts = parts
@@ -31,7 +31,7 @@ class Devices:
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Time inside counts as evaluation, in all its phases."""
+        """Counts all time inside this context as evaluation, whatever the phase."""
         self._is_evaluating = True
         try:
             yield
@@ -40,14 +40,14 @@ class Devices:
 
     @asynccontextmanager
     async def phase(self, phase: Phase) -> AsyncIterator[None]:
-        """Roles hold what the phase says."""
+        """Enters a phase: each role holds what the phase requires."""
         await self.enter(phase)
         with self._parts.watch.span("evaluation" if self._is_evaluating else phase):
             yield
 
     @asynccontextmanager
     async def beside(self, phase: Phase) -> AsyncIterator[None]:
-        """The same for a phase without work on devices: roles offload while it runs."""
+        """Like `phase`, for a phase without work on devices: roles offload while it runs."""
         moving = asyncio.create_task(self.enter(phase, timed=False))
         try:
             with self._parts.watch.span("evaluation" if self._is_evaluating else phase):
@@ -56,11 +56,11 @@ class Devices:
             await moving
 
     async def enter(self, phase: Phase, *, awake: tuple[str, ...] = (), timed: bool = True) -> None:
-        """Moves roles on and off the devices for this phase. Roles that leave go first, to make room. Roles in `awake`
-        come back with their next call."""
+        """Moves roles on and off the devices for this phase. Offloading comes first, to free memory. Roles in `awake`
+        return to the device with their next call."""
         wanted = residency(phase, self._parts.names.on_devices, self._parts.leaving)
         if wanted[GENERATOR] == "offloaded" and self._parts.roles.policy.num_ranks > 1:
-            self._published = None  # its copy of sharded weights leaves too, and comes back empty
+            self._published = None  # its copy of sharded weights is freed too, and is empty after waking
         changes = [
             (role, target) for role, target in wanted.items() if _moves(self._held[role], target) and role not in awake
         ]
@@ -72,14 +72,14 @@ class Devices:
         self._held = wanted
 
     async def publish(self, version: int) -> None:
-        """Generators get this version, if they have not got it: the same tensors, or a broadcast."""
+        """Gives generators this version unless they have it already, by sharing tensors or by a broadcast."""
         if self._published == version:
             return
         roles = self._parts.roles
         if self._colocated:
             await self.enter("rollout", awake=(GENERATOR,))
             with self._parts.watch.span("publish"):
-                await roles.generator.share(version)  # wakes it
+                await roles.generator.share(version)  # wakes the engine
         else:
             with self._parts.watch.span("publish"):
                 if self._published is None and self._parts.recipe.model.lora is not None:
@@ -100,5 +100,5 @@ class Devices:
 
 
 def _moves(now: Residency, target: Residency) -> bool:
-    """Resident and active differ in words only."""
+    """Whether the change moves memory. `resident` and `active` hold the same memory."""
     return (now == "offloaded") != (target == "offloaded")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A controlled run from the first worker to the last: opens the cluster, builds the roles, runs the program."""
+"""Drives a controlled run from start to end: opens the cluster, builds the roles, runs the program."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def run_controlled(
     resume_step: int | None,
     start_up: StartUp | None = None,
 ) -> RunResult:
-    """Runs the program on Ray (or inline, where the recipe says so), which may be `start_up`'s. The program is loaded
-    while workers start. The first Ctrl-C saves and stops at the end of the step, the second ends at once."""
+    """Runs the program on Ray (or inline, if the recipe says so). Uses the Ray of `start_up` if there is one. Loads the
+    program while workers start. The first Ctrl-C saves and stops at the end of the step, the second stops at once."""
     interrupts = InterruptHandler(folder.stop_file)
     with interrupts:
         try:
@@ -68,7 +68,7 @@ async def _drive(
     watch = Stopwatch()
 
     def prepare() -> tuple[ControlledProgram, Inputs]:
-        """The controller's own imports and data, beside the start of the workers."""
+        """Imports modules and reads data in the controller while the workers start."""
         start_up.tell("controller: importing torch, reading tokenizer and prompts")
         with collector_off():
             program = load_program()
@@ -80,7 +80,7 @@ async def _drive(
         stack.callback(console.close)
         async with _opened(recipe, watch, start_up) as cluster:
             with watch.span("start-up"):
-                # Not before Ray is up: imports would slow its start down, and that is what everything waits for.
+                # Wait until Ray is up: imports would slow down its start, and everything else waits for Ray.
                 preparing = asyncio.ensure_future(asyncio.to_thread(prepare))
                 if recipe.placement.launcher == "inline":  # its workers would import the same modules at the same time
                     await preparing
@@ -95,7 +95,7 @@ async def _drive(
                 await program(run)
                 run.require_finished()
             except Exception:
-                # What was being saved is saved, as far as the learners still answer.
+                # Finish the checkpoint in flight, as far as the learners still answer.
                 with contextlib.suppress(Exception):
                     async with asyncio.timeout(_SETTLE_S):
                         await run.finish_saving()
@@ -104,7 +104,7 @@ async def _drive(
 
 
 async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) -> tuple[First, Second]:
-    """Waits for both; the first failure ends the wait, and the other is over too when it is raised."""
+    """Waits for both. The first failure ends the wait; the other has stopped too when the failure is raised."""
     try:
         return await asyncio.gather(first, second)
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes of the newest weights: prompts are answered by generators (or played by episode runners) and graded."""
+"""Generates and grades episodes with the newest weights. Generators answer prompts, or episode runners play them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from podium.roles.stages import GradedRollouts, Rollouts
 
 
 class Episodes:
-    """Generates and grades, for steps and for evaluations. Waits for generators and graders, which have deadlines of
-    their own."""
+    """Generates and grades, for steps and for evaluations. Waits for generators and graders, which have their own
+    deadlines."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
         self._parts, self._devices, self._state = parts, devices, state
@@ -29,7 +29,7 @@ class Episodes:
         )  # fmt: skip
 
     async def sample(self, num_prompts: int, step: int, objects: ObjectScope) -> GradedRollouts:
-        """The next prompts of the data, each with a group of graded episodes."""
+        """Takes the next prompts of the data and returns a group of graded episodes for each."""
         prompts = self._parts.prompts.take(num_prompts)
         samples = self._parts.recipe.rollout.samples_per_prompt
         return await self._grade(await self.generate(prompts, samples, self._sampling, step, objects))
@@ -37,7 +37,7 @@ class Episodes:
     async def generate(
         self, prompts: Sequence[IndexedTask], samples: int, sampling: SamplingPlan, step: int, objects: ObjectScope
     ) -> Rollouts:
-        """Episodes of these prompts. Generators get the newest weights first, if they do not have them."""
+        """Generates episodes for these prompts. Publishes the newest weights to generators first, if needed."""
         roles, version = self._parts.roles, self._state.version
         source = roles.generator if roles.runner is None else roles.runner
         await self._devices.publish(version)
@@ -49,7 +49,7 @@ class Episodes:
         return rollouts
 
     async def score_heldout(self, rollouts: Rollouts, *, show: int) -> HeldoutScores:
-        """Scores of held-out answers. Answers that cannot be graded are reported and count 0."""
+        """Scores held-out answers. Answers that cannot be graded are reported and count as 0."""
         async with self._devices.phase("grade"):
             scores = await heldout_scores(rollouts, self._parts.recipe, self._parts.roles, show=show)
         if scores.num_errors:
@@ -59,9 +59,9 @@ class Episodes:
         return scores
 
     async def _grade(self, rollouts: Rollouts) -> GradedRollouts:
-        """Rewards of all episodes. Episodes that cannot be graded are treated as grading.on_error says."""
+        """Returns the rewards of all episodes. Handles episodes that cannot be graded as grading.on_error says."""
         parts = self._parts
-        # Reward models need their devices first; reward functions have none.
+        # Reward models need their devices first; reward functions need none.
         phase = self._devices.phase if parts.roles.reward_models else self._devices.beside
         async with phase("grade"):
             everything, failed_N = await grade_rollouts(rollouts, parts.recipe, parts.roles)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Held-out prompts answered and graded during a run: greedy, and sampled for pass@k, per source."""
+"""Evaluates held-out prompts during a run: greedy answers, and samples for pass@k, per source."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from podium.recipe.schema import SampledGenerationSection
 from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import Rollouts
 
-# Held-out prompts that are answered where the recipe does not say how many.
+# Default number of held-out prompts to answer.
 DEFAULT_PROMPTS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OnPolicyEvaluation:
-    """One evaluation. `score` is the mean reward of the greedy answers."""
+    """Results of one evaluation. `score` is the mean reward of the greedy answers."""
 
     score: float
     metrics: Mapping[str, float]
@@ -36,21 +36,21 @@ class OnPolicyEvaluation:
 
 
 def heldout_limit(generation: GenerationSection | None, most: int | None) -> int:
-    """How many held-out prompts are answered."""
+    """Number of held-out prompts to answer."""
     prompts = (generation.prompts if generation is not None else None) or DEFAULT_PROMPTS
     return prompts if most is None else min(prompts, most)
 
 
 class OnPolicyEvaluator:
-    """Answers the held-out prompts with the newest weights, greedily and (for pass@k) by samples, and grades the
-    answers. Held-out episodes count in no step."""
+    """Answers held-out prompts with the newest weights and grades the answers. Decodes greedily, and samples for
+    pass@k. Held-out episodes count in no step."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, episodes: Episodes) -> None:
         self._parts, self._devices, self._episodes = parts, devices, episodes
         self._prompts = numbered(parts.heldout)
 
     async def evaluate(self, step: int) -> OnPolicyEvaluation:
-        """After `step` steps."""
+        """Evaluates the weights after `step` steps."""
         parts, began_s = self._parts, time.perf_counter()
         parts.log.console.doing("evaluating")
         with (
@@ -88,7 +88,7 @@ def summarise(
     solved_at: float,
     pass_at: Mapping[str, float],
 ) -> OnPolicyEvaluation:
-    """Held-out answers and their scores in numbers, and as they are shown; pure."""
+    """Turns held-out answers and their scores into metrics and console samples; pure."""
     scores_N = scores.scores_N
     metrics = {"heldout/score": float(scores_N.mean()), "heldout/length": float(rollouts.note.sampled_N.mean())}
     metrics["heldout/solved"] = float((scores_N >= solved_at).mean())
@@ -111,7 +111,7 @@ def summarise(
 
 
 def numbered(tasks: Sequence[Task]) -> list[IndexedTask]:
-    """Held-out tasks under numbers of their own."""
+    """Gives held-out tasks separate prompt indices."""
     return [IndexedTask(prompt_index=number, epoch=0, task=task) for number, task in enumerate(tasks)]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From rollouts to rewards: what graders and reward models say, added up, and what becomes of episodes without one."""
+"""Turns rollouts into rewards: sums the results of graders and reward models, and handles episodes without a reward."""
 
 # N episodes · R rewards of the recipe
 
@@ -24,7 +24,7 @@ from podium.roles.stages import GradedRollouts, Rollouts
 async def grade_rollouts(
     rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Roles
 ) -> tuple[GradedRollouts, NDArray[np.bool_]]:
-    """(all episodes with their rewards, which of them have none in truth)."""
+    """Returns (all episodes with their rewards, mask of the episodes whose grading failed)."""
     values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
     grades = await roles.grader.grade(rollouts)
     for at, index in enumerate(grades.rewards):
@@ -56,8 +56,7 @@ async def grade_rollouts(
 def without_failed(
     everything: GradedRollouts, failed_N: NDArray[np.bool_], grading: GradingSection, warn: Callable[[str], None]
 ) -> GradedRollouts:
-    """What the recipe says about episodes without a reward: their groups are left out, they count as 0, or the run
-    stops."""
+    """Applies grading.on_error to episodes without a reward: drops their groups, counts them as 0, or stops the run."""
     if not failed_N.any():
         return everything
     broken = len(everything.rollouts.note.errors) / len(failed_N)
@@ -88,7 +87,7 @@ def without_failed(
 
 
 def shaping(rollouts: Rollouts, recipe: OnPolicyRecipe) -> Floats:
-    """What the length of an answer adds to its reward."""
+    """Reward added to each episode for the length of its answer."""
     overlong = recipe.full_algorithm.overlong
     if overlong is None:
         return np.zeros(len(rollouts))
@@ -107,16 +106,16 @@ def shaping(rollouts: Rollouts, recipe: OnPolicyRecipe) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldoutScores:
-    """One score for each held-out answer; 0 where it could not be had, which `errors` counts."""
+    """One score for each held-out answer. It is 0 where grading failed; `errors` counts those."""
 
     scores_N: Floats
-    texts: tuple[tuple[str, str], ...]  # (prompt, answer) of the first
+    texts: tuple[tuple[str, str], ...]  # (prompt, answer) of the first rows
     num_errors: int
     first_error: str | None
 
 
 async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Roles, *, show: int) -> HeldoutScores:
-    """By evaluation.generation.score, or by the recipe's rewards."""
+    """Scores answers with evaluation.generation.score, or with the recipe's rewards."""
     generation = recipe.evaluation.generation
     purpose: Purpose = "train" if generation is None or generation.score is None else "evaluation"
     grades = await roles.grader.grade(rollouts, purpose, show=show)

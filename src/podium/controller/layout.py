@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's placement as pools and roles: who sits on which device, and how each role is built."""
+"""Turns a recipe's placement into pools and roles: which role runs on which device, and how each role is built."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from podium.runs.folder import RunFolder
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
 RUNNER, GRADER = "runner", "grader"
 LINK = "weights"
-# Graders wait most of the time; a whole core each would leave none for those who compute.
+# Graders wait most of the time; a whole core each would leave none for workers that compute.
 _DEVICE_CPUS, _HELPER_CPUS = 0.9, 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleNames:
-    """Roles of the run beside policy and generator, by the names they have in the layout."""
+    """Names in the layout of the roles beside policy and generator."""
 
     critic: str | None
     reference: str | None
@@ -57,7 +57,7 @@ class RoleNames:
 
 
 def role_names(recipe: OnPolicyRecipe) -> RoleNames:
-    """The roles that a recipe needs, by name."""
+    """Names of the roles that a recipe needs."""
     return RoleNames(
         critic=CRITIC if recipe.critic_section is not None else None,
         reference=REFERENCE if recipe.full_algorithm.kl is not None and not reference_is_base(recipe) else None,
@@ -67,7 +67,7 @@ def role_names(recipe: OnPolicyRecipe) -> RoleNames:
 
 
 def reference_is_base(recipe: OnPolicyRecipe) -> bool:
-    """Whether the reference is the policy with its new adapter switched off, so that no second model is needed."""
+    """Whether the reference is the policy without its new adapter, so that no second model is needed."""
     kl, lora = recipe.full_algorithm.kl, recipe.model.lora
     if kl is None or lora is None or lora.adapter is not None:
         return False
@@ -75,7 +75,7 @@ def reference_is_base(recipe: OnPolicyRecipe) -> bool:
 
 
 def num_learners(recipe: OnPolicyRecipe) -> int:
-    """Devices that learn; with layout split the others generate."""
+    """Number of devices that train. With layout split, the other devices generate."""
     placement = recipe.placement
     if placement.layout == "colocated":
         return placement.devices
@@ -85,7 +85,7 @@ def num_learners(recipe: OnPolicyRecipe) -> int:
 def layout_of(
     recipe: OnPolicyRecipe, folder: RunFolder, *, device: str, resume_step: int | None, cpu: CpuSettings | None = None
 ) -> Layout:
-    """All pools and roles of the run. `cpu`: settings of an earlier start, not measured again."""
+    """All pools and roles of the run. `cpu`: settings measured by an earlier start, which are reused."""
     names, ranks = role_names(recipe), num_learners(recipe)
     apart = recipe.placement.devices - ranks
     each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
@@ -128,7 +128,7 @@ def _helpers(name: str, count: int, recipe: OnPolicyRecipe) -> Pool:
         slots=count,
         each=Resources(cpus=_HELPER_CPUS),
         collectives=False,
-        tokenizers_only=not recipe.model.trust_remote_code,  # a tokenizer's own code may ask for more
+        tokenizers_only=not recipe.model.trust_remote_code,  # custom tokenizer code may need more
     )
 
 
@@ -142,7 +142,7 @@ def _train_roles(
     resume_step: int | None,
     cpu: CpuSettings | None,
 ) -> list[RoleSpec]:
-    """The policy first: others look for it on their worker."""
+    """Roles on the training devices. The policy comes first: other roles look it up on their worker."""
     mesh = MeshShape(shard=ranks)
     model = local_folder(recipe.model.path, "model.path")
     max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
@@ -192,7 +192,7 @@ def _train_roles(
 
 
 def _role(name: str, kind: type[Any], pool: str, mesh: MeshShape, spec: object) -> RoleSpec:
-    """A role whose class only its workers import."""
+    """A role whose class is imported only by its workers."""
     return RoleSpec(name=name, kind=kind, pool=pool, mesh=mesh, arguments=(spec,), implementation=IMPLEMENTATIONS[kind])
 
 
@@ -208,7 +208,7 @@ def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
 
 
 def longest_sequence(recipe: OnPolicyRecipe) -> int:
-    """Prompt and everything behind it, in tokens."""
+    """Most tokens of a prompt and everything after it."""
     assert recipe.data.max_length is not None, "resolved before launch"
     return min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
 
@@ -222,7 +222,7 @@ def _folder(path: str | None, default: Path, key: str) -> Path:
 
 
 def _reference_begin(run: Path, resume_step: int | None, *, refreshed: bool) -> Path | None:
-    """A reference that was refreshed is saved beside the policy it is a copy of."""
+    """Folder of a refreshed reference, which is saved beside the policy that it copies."""
     if resume_step is None:
         return None
     saved = run / "reference" / f"step-{resume_step:08d}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every episode's life in one SQLite file: sampled, graded, consumed by which step; exactly once."""
+"""Records every episode in one SQLite file: sampled, graded, and the step that consumed it, exactly once."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CREATE INDEX IF NOT EXISTS by_step ON episodes (step);
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRecord:
-    """One episode as the ledger has it. State: `consumed` by an update, or left out: `failed`, `dropped` (its group
-    had a failure), `uninformative` (its group's rewards were all equal), `surplus` (enough others were there, or it was
-    not good enough, or it was cut short and masked)."""
+    """The ledger's row for one episode. State: `consumed` by an update, or the reason for leaving it out: `failed`,
+    `dropped` (its group had a failure), `uninformative` (all rewards of its group were equal), `surplus` (the step had
+    enough others, or its reward was too low, or it was truncated and masked)."""
 
     id: TrajectoryId
     step: int
@@ -40,8 +40,8 @@ class EpisodeRecord:
 
 
 class Ledger:
-    """Rows of a step are written together when the step closes, by a separate thread. One thread uses it at a time:
-    closing the file while another thread uses it would end the process."""
+    """Writes the rows of a step together when the step closes, in a separate thread. Only one thread may use it at a
+    time: closing the file while another thread uses it would end the process."""
 
     def __init__(self, path: Path) -> None:
         self._using = threading.Lock()
@@ -57,7 +57,7 @@ class Ledger:
             ) from error
 
     def close_step(self, records: Iterable[EpisodeRecord]) -> None:
-        """One transaction; an id that is there already is an error: nothing counts twice."""
+        """Writes the rows in one transaction. A duplicate id is an error, so no episode counts twice."""
         rows = [(*each.id, each.step, each.source, each.state, each.finish, each.version, each.tokens, each.reward)
                 for each in records]  # fmt: skip
         try:
@@ -70,7 +70,7 @@ class Ledger:
             ) from error
 
     def rewind(self, step: int) -> int:
-        """Forgets what came after `step`: it is of weights that are gone. Returns how many episodes."""
+        """Deletes episodes after `step`, whose weights are gone. Returns the number of deleted episodes."""
         with self._using, self._file:
             return self._file.execute("DELETE FROM episodes WHERE step > ?", (step,)).rowcount
 

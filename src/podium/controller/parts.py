@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a controlled run is made of."""
+"""The parts of a controlled run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RecipeT_co = TypeVar("RecipeT_co", bound=OnPolicyRecipe, covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Roles:
-    """The handles of a run; None and empty where its method has no such role."""
+    """Handles of a run's roles. A role that the method does not use is None or empty."""
 
     policy: LearnerHandle
     generator: GeneratorHandle
@@ -39,7 +39,7 @@ class Roles:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OnPolicyParts(Generic[RecipeT_co]):
-    """Everything an on-policy run is made of."""
+    """All parts of an on-policy run."""
 
     recipe: RecipeT_co
     folder: RunFolder

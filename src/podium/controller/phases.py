@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which role holds what on its devices in which phase; pure."""
+"""Decides what each role holds on its devices in each phase; pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from podium.roles.carriers import Residency
 from podium.roles.interfaces import POLICY
 
 Phase = Literal["rollout", "grade", "score", "update", "refresh", "save"]
-"""`refresh`: the reference becomes a copy of the policy. `save`: whatever a checkpoint holds is there. An evaluation is
-rollout and grade."""
+"""`refresh` copies the policy into the reference. `save` brings everything that a checkpoint holds to the devices. An
+evaluation consists of rollout and grade."""
 
 GENERATOR, CRITIC, REFERENCE = "generator", "critic", "reference"
 
@@ -27,8 +27,8 @@ _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
 
 
 def residency(phase: Phase, roles: Iterable[str], leaving: Collection[str]) -> dict[str, Residency]:
-    """What each role holds in a phase. Who works is active. Others stay resident, unless they are among `leaving`: then
-    what they can do without leaves the device."""
+    """Returns what each role holds in a phase. Working roles are active. Other roles stay resident, unless they are in
+    `leaving`: those offload what they can."""
     by_role: dict[str, Residency] = {}
     for role in roles:
         idle: Residency = "offloaded" if role in leaving else "resident"
@@ -39,9 +39,10 @@ def residency(phase: Phase, roles: Iterable[str], leaving: Collection[str]) -> d
 def who_leaves(
     roles: Iterable[str], *, colocated: bool, optimizer_bytes: int, device_bytes: int, offload_optimizer: bool | None
 ) -> frozenset[str]:
-    """Roles that leave a shared device while others work. A generator's cache takes most of a GPU, so it always does
-    where it shares one. The others (optimizer state, scorers' weights) do as the recipe says; else where optimizer
-    state takes more than a fifth of the device. On a CPU there is nothing to move to, unless the recipe asks."""
+    """Roles that offload from a shared device while others work. A generator that shares a device always does, because
+    its cache takes most of a GPU. The others (optimizer state, scorers' weights) follow the recipe. By default they
+    offload when optimizer state takes more than a fifth of the device. On a CPU nothing is offloaded unless the recipe
+    says so."""
     roles = frozenset(roles)
     on_gpu = device_bytes > 0
     crowded = colocated and on_gpu and optimizer_bytes > 0.2 * device_bytes

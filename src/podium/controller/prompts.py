@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for the steps of a run, in order, from a position that is saved. Too long ones are left out and counted."""
+"""Takes prompts for the steps of a run in order, from a saved position. Skips and counts prompts that are too long."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from podium.data.tasks import IndexedTask, TaskCursor
 from podium.errors import DataError
 from podium.recipe import OnPolicyRecipe
 
-# Prompts in a row that are too long, after which the data is taken to have no others.
+# After this many consecutive prompts that are too long, the data is assumed to have no others.
 _PATIENCE = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ahead:
-    """Prompts that were taken before their step (or why they could not be), and how things stood before."""
+    """Prompts taken before their step (or the error that was raised), with state and metrics from before."""
 
     result: list[IndexedTask] | Exception
     state: dict[str, Any]
@@ -26,7 +26,7 @@ class _Ahead:
 
 
 class PromptSource:
-    """Only lengths are looked at here; generators tokenize for themselves."""
+    """Supplies prompts. Checks only their lengths; generators tokenize for themselves."""
 
     def __init__(self, recipe: OnPolicyRecipe, tokenizer: PromptTokenizer, state: Mapping[str, Any] | None) -> None:
         data = recipe.data
@@ -44,7 +44,7 @@ class PromptSource:
         self._ahead: _Ahead | None = None
 
     def take(self, count: int) -> list[IndexedTask]:
-        """The next prompts that leave room for an answer."""
+        """Returns the next prompts that leave room for an answer."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
             if isinstance(ahead.result, Exception):
@@ -54,8 +54,8 @@ class PromptSource:
         return self._next_prompts(count)
 
     def take_ahead(self, count: int) -> None:
-        """Takes the next prompts already, while others work; state and metrics stay those of before. `take` raises what
-        is wrong with a prompt: the step that is under way has no part in it."""
+        """Takes the next prompts early, while workers are busy. State and metrics do not change yet. `take` raises an
+        error in a prompt later, so that it does not fail the current step."""
         if self._ahead is None:
             state, metrics = self.state(), self.metrics()
             try:
@@ -91,13 +91,13 @@ class PromptSource:
         return taken
 
     def metrics(self) -> dict[str, float]:
-        """Prompts left out as too long, and the epoch."""
+        """Number of prompts skipped as too long, and the epoch."""
         if self._ahead is not None:
             return self._ahead.metrics
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}
 
     def state(self) -> dict[str, Any]:
-        """Where the next prompts come from, those taken ahead first."""
+        """Position of the next prompts, including those taken ahead."""
         if self._ahead is not None:
             return self._ahead.state
         return {"cursor": self._cursor.state(), "left_out": self._left_out}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A step in numbers: what is written to the metrics of an on-policy run (docs/metrics.md defines each); pure."""
+"""Computes the metrics of an on-policy step (docs/metrics.md defines each); pure."""
 
 # N episodes · G groups
 
@@ -18,26 +18,26 @@ from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, UpdateRe
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepRecord:
-    """Everything that one step was, for its metrics and the ledger."""
+    """Everything about one step that its metrics and the ledger need."""
 
     step: int
     lr: float
-    graded: GradedRollouts  # what was generated and graded, before groups were left out
-    used: GradedRollouts  # what was trained on
-    distance: DistanceNote | None  # of the policy from the reference
-    report: UpdateReport | None  # None: nothing to learn from
+    graded: GradedRollouts  # generated and graded episodes, before groups were left out
+    used: GradedRollouts  # the episodes trained on
+    distance: DistanceNote | None  # KL of the policy from the reference
+    report: UpdateReport | None  # None: there was nothing to learn from
     critic: CriticReport | None
     kl_coefficient: float | None
     seconds: Mapping[str, float]  # by phase
     step_s: float
-    idle_s: float  # in which no worker did anything
-    peak_flops: float  # of all devices that learn
+    idle_s: float  # time in which all workers were idle
+    peak_flops: float  # of all devices that train
     solved_at: float
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
 def step_metrics(record: StepRecord) -> dict[str, float]:
-    """All numbers of a step, flat."""
+    """All metrics of a step, flat."""
     return {
         **_rewards(record),
         **_groups(record.graded, record.solved_at),
@@ -212,7 +212,7 @@ def _speed(record: StepRecord) -> dict[str, float]:
 
 
 def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
-    """How much of a stretch of time no worker was at work, by the workers' own spans."""
+    """Seconds of an interval in which no worker was busy, from the workers' own spans."""
     cuts = sorted((max(span.begin_s, begin_s), min(span.end_s, end_s)) for span in spans)
     covered, reached = 0.0, begin_s
     for begin, end in cuts:
@@ -223,7 +223,7 @@ def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:
 
 
 def ledger_records(graded: GradedRollouts, used: GradedRollouts, step: int) -> list[EpisodeRecord]:
-    """Every episode of a step: consumed, or why it was left out."""
+    """Ledger rows for every episode of a step: consumed, or the reason for leaving it out."""
     taken = set(used.rollouts.rows.ids)
     uniform_by_id = zip(graded.rollouts.rows.ids, graded.uniform_N.tolist(), strict=True)
     states = ["consumed" if id in taken else "uninformative" if uniform else "surplus" for id, uniform in uniform_by_id]
@@ -254,7 +254,7 @@ def _records(
 
 
 def pass_at_k(solved: int, samples: int, k: int) -> float:
-    """The chance that one of `k` of the samples, taken at random, is solved."""
+    """Probability that at least one of `k` samples, chosen at random, is solved."""
     if samples - solved < k:
         return 1.0
     miss = 1.0

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program can ask of the roles of its run. Each call gives the role its devices for that phase, and cuts what it
-is given for the role's ranks."""
+"""Calls that a program can make on the roles of its run. Each call enters the role's phase and splits its arguments
+over the role's ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from podium.roles.stages import (
 
 
 class PolicyRole:
-    """The model that is trained."""
+    """The model being trained."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
         self._parts, self._devices, self._state = parts, devices, state
@@ -38,9 +38,9 @@ class PolicyRole:
     async def update(
         self, batch: TrainBatch, *, loss: Literal["policy", "imitation"] = "policy"
     ) -> UpdateReport | None:
-        """All optimizer steps of a batch: `algorithm.epochs` times `algorithm.mini_batches`. The loss is the recipe's
-        (`algorithm.loss`; the formula: roles/policy_objective.py). With `imitation` it is the negative
-        log-likelihood of every trained token, and advantages are not used. None where the batch is empty."""
+        """Runs all optimizer steps of a batch: `algorithm.epochs` times `algorithm.mini_batches`. The loss is the
+        recipe's (`algorithm.loss`; the formula: roles/policy_objective.py). With `imitation` it is the negative
+        log-likelihood of every trained token, and advantages are not used. Returns None if the batch is empty."""
         if not len(batch):
             return None
         recipe, advantages = self._parts.recipe, batch.advantages
@@ -71,13 +71,13 @@ class PolicyRole:
 
 
 class ReferenceRole:
-    """The model that the KL term compares the policy with: a role of its own, or the policy without its adapter."""
+    """The model that the KL term compares the policy with: a separate role, or the policy without its adapter."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, kl: KlSection) -> None:
         self._parts, self._devices, self._kl = parts, devices, kl
 
     async def logprobs(self, step: Step) -> ReferenceLogprobs | None:
-        """Log-probs of the step's sampled tokens; None where the step has no episodes."""
+        """Log-probs of the step's sampled tokens; None if the step has no episodes."""
         if not len(step):
             return None
         rows, temperature = step.rollouts.rows, self._parts.recipe.rollout.temperature
@@ -137,7 +137,7 @@ class CriticRole:
         return TokenAdvantages(columns=step.hold(columns), whitening=(whitening.shift, whitening.scale))
 
     async def update(self, batch: TrainBatch) -> CriticReport:
-        """The critic learns the returns."""
+        """Trains the critic on the returns."""
         if not isinstance(batch.advantages, TokenAdvantages):
             raise ProgramError(
                 "the critic learns its own returns. Give step.batch the result of run.critic.advantages."

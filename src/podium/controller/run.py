@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OnPolicyRun: what a controlled program is given."""
+"""OnPolicyRun: the object that a controlled program receives."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ class OnPolicyRun(Generic[RecipeT_co]):
         )
 
     async def steps(self) -> AsyncIterator[Step]:
-        """Every step still to do, with `rollout.prompts_per_step` groups that the newest weights generated and graders
-        graded. Ends when all steps are done or a stop was asked for."""
+        """Yields every remaining step, with `rollout.prompts_per_step` groups that the newest weights generated and
+        graders graded. Ends after the last step or when a stop is requested."""
         if self._milestones.starts_with_evaluation(self._state.step):
             await self._evaluate()
         self._log.mark()
@@ -66,7 +66,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         await self._finish()
 
     async def sample(self, step: Step, num_prompts: int) -> GradedRollouts:
-        """Further groups for a step: the next prompts of the data, generated and graded as the others."""
+        """Returns further groups for a step: generates and grades the next prompts of the data, like the others."""
         return await self._episodes.sample(num_prompts, step.number, step.objects)
 
     async def commit(
@@ -78,8 +78,8 @@ class OnPolicyRun(Generic[RecipeT_co]):
         critic: CriticReport | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Closes a step: what was trained on, and what the updates reported. The weights of this moment are the step's
-        version. Writes metrics and ledger, and saves and evaluates when due. `metrics` are the program's own, and are
+        """Closes a step, given the batch it trained on and the reports of its updates. The current weights become the
+        step's version. Writes metrics and ledger; saves and evaluates when due. `metrics` come from the program and are
         recorded as `program/NAME`."""
         state, kl = self._state, self._kl
         reports: dict[str, object] = {"policy": policy, "critic": critic}
@@ -117,7 +117,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         await self._parts.roles.policy.finish_saving()
 
     def require_finished(self) -> None:
-        """Raises where the program left the loop over `steps` early: its last steps are not saved."""
+        """Raises an error if the program left the loop over `steps` early: its last steps are not saved."""
         if not self._is_finished:
             raise left_early(self.recipe.program, self._state.step)
 
@@ -125,20 +125,20 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     @property
     def num_committed(self) -> int:
-        """Steps that are done."""
+        """Number of committed steps."""
         return self._state.step
 
     @property
     def last_loss(self) -> float | None:
-        """Loss of the last step that was logged; None before the first."""
+        """Loss of the last logged step; None before the first."""
         return self._parts.log.last_loss
 
     @property
     def evaluation(self) -> OnPolicyEvaluation | None:
-        """The last one."""
+        """The last evaluation."""
         return self._evaluation
 
-    # --- how it is done ---
+    # --- internals ---
 
     async def _begin(self, number: int, objects: ObjectScope) -> Step:
         sampled = await self._episodes.sample(self.recipe.rollout.prompts_per_step, number, objects)
@@ -152,7 +152,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         )
 
     async def _refresh_reference(self) -> None:
-        """The reference becomes a copy of the policy every `algorithm.kl.refresh_every` steps."""
+        """Copies the policy into the reference every `algorithm.kl.refresh_every` steps."""
         kl, reference = self._kl, self._parts.roles.reference
         if kl is None or reference is None or kl.refresh_every is None or self._state.step % kl.refresh_every:
             return
@@ -160,7 +160,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await reference.copy_from(POLICY)
 
     def _adapt_kl(self, batch: TrainBatch | None) -> None:
-        """After the step, so that all of it had one coefficient."""
+        """Adapts the KL coefficient after the step, so that the whole step uses one coefficient."""
         kl, reference = self._kl, batch.reference if batch is not None else None
         if kl is None or kl.target is None or reference is None or not reference.distance.tokens_N.sum():
             return
@@ -183,7 +183,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await self._parts.roles.policy.grade(step, -evaluation.score)
 
     async def _save(self) -> None:
-        """Critic and reference first: the policy's checkpoint, once whole, says that the step can be resumed."""
+        """Saves critic and reference first: a complete checkpoint of the policy means that the step can be resumed."""
         step = self._state.step
         if self._milestones.saved_step == step:
             return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first part of a controlled run's start-up: a local Ray, which starts in the background."""
+"""The first part of a controlled run's start-up: starts a local Ray in the background."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from podium.observe import StartUpLog, open_console
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import IMPLEMENTATIONS, Generator, Learner
 
-# Modules of the roles that every run has; those of the others add little to them.
+# Modules of the roles that every run has. Modules of other roles add little import time.
 _PRELOAD = tuple(IMPLEMENTATIONS[role].partition(":")[0] for role in (Learner, Generator))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartUp:
-    """Where start-up is reported, and the Ray that is starting already."""
+    """Where start-up is reported, and the Ray that is already starting."""
 
     tell: Callable[[str], object] = lambda what: None
     ray: LocalRay | None = None
 
 
 def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:
-    """The Ray that a recipe asks for."""
+    """The Ray settings of a recipe."""
     placement = recipe.placement
     return RayCluster(
         heartbeat_timeout_s=placement.heartbeat_timeout_s, preload=_PRELOAD if placement.fork_workers else ()
@@ -36,7 +36,7 @@ def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:
 
 @contextmanager
 def early_start(recipe: OnPolicyRecipe) -> Iterator[StartUp]:
-    """Begins to start a local Ray where the run will need one, and ends it if the run has not."""
+    """Starts a local Ray in the background if the run needs one. Stops it if the run does not use it."""
     if recipe.placement.launcher == "inline":
         yield StartUp()
         return

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far an on-policy run is."""
+"""The progress of an on-policy run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from podium.recipe import OnPolicyRecipe
 
 @dataclass(slots=True, kw_only=True)
 class RunState:
-    """What steps leave behind for later ones. Belongs to the controller's one task; `commit` moves it on."""
+    """State that steps leave for later steps. Only the controller's single task uses it; `commit` advances it."""
 
-    step: int  # steps that are committed
+    step: int  # committed steps
     version: int  # of the policy's weights: the last step that changed them
     kl_coefficient: float
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
-    updated_steps: set[int] = field(default_factory=set)  # whose update of the policy is not committed yet
+    updated_steps: set[int] = field(default_factory=set)  # the step whose policy update is not committed yet
 
     @classmethod
     def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:
-        """Of a new run, or after the step of a checkpoint that `saved` these values."""
+        """State of a new run, or after the step of a checkpoint that `saved` these values."""
         saved, kl = saved or {}, recipe.full_algorithm.kl
         coefficient = saved.get("kl_coefficient")
         if coefficient is None:

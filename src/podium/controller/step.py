@@ -29,15 +29,15 @@ from podium.roles.stages import (
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Step:
-    """Everything there is about one step: episodes that were generated and graded, and what the step computes with.
-    Immutable: `keep` and `add` give a new one. Nothing else holds a step, so several can be under way."""
+    """All data of one step: generated and graded episodes, and everything needed to compute with them. Immutable:
+    `keep` and `add` return a new step. Nothing else holds a step, so several can be in progress."""
 
     number: int  # 1, 2, ... recipe.steps
     lr: float
     kl_coefficient: float
     sampled: GradedRollouts  # every episode of the step
     episodes: GradedRollouts  # the episodes to train on: all of them, unless the program keeps fewer
-    objects: ObjectScope  # what the step holds in the object store
+    objects: ObjectScope  # the step's references in the object store
 
     def __len__(self) -> int:
         return len(self.episodes)
@@ -54,12 +54,12 @@ class Step:
 
     @property
     def group_N(self) -> Ints:
-        """Episodes with the same number answer the same prompt."""
+        """Group of each episode: episodes with the same number answer the same prompt."""
         return self.episodes.group_N
 
     @property
     def num_groups(self) -> int:
-        """Of the episodes to train on."""
+        """Number of groups among the episodes to train on."""
         return len(np.unique(self.group_N))
 
     @property
@@ -68,7 +68,7 @@ class Step:
         return len(np.unique(self.sampled.group_N))
 
     def rewards_less_kl(self, reference: ReferenceLogprobs | None) -> Floats:
-        """Rewards less the KL penalty, which is 0 unless the recipe has the KL in the reward."""
+        """Rewards minus the KL penalty, which is 0 unless the recipe has the KL in the reward."""
         if reference is None:
             return self.rewards_N
         if len(reference.penalty_N) != len(self):
@@ -79,11 +79,12 @@ class Step:
         return self.rewards_N - reference.penalty_N
 
     def keep(self, which: NDArray[np.bool_] | Ints) -> Step:
-        """Trains on these episodes only, given as a mask or as positions. The others stay in metrics and ledger."""
+        """Returns a step that trains only on these episodes, given as a mask or as positions. Metrics and ledger keep
+        the others."""
         return replace(self, episodes=self.episodes.take(_positions(which, len(self))))
 
     def add(self, more: GradedRollouts, which: NDArray[np.bool_]) -> Step:
-        """With further episodes of this step, of which `which` are to be trained on."""
+        """Returns a step with further episodes, of which those in `which` are trained on."""
         return replace(
             self,
             sampled=GradedRollouts.join([self.sampled, more]),
@@ -91,11 +92,11 @@ class Step:
         )
 
     def first_groups(self, count: int) -> Step:
-        """Trains on the first `count` groups only, in the order of the data."""
+        """Returns a step that trains only on the first `count` groups, in the order of the data."""
         return self.keep(np.isin(self.group_N, np.unique(self.group_N)[:count]))
 
     def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
-        """Rows that are freed when the step is committed."""
+        """Registers rows to be freed when the step is committed."""
         return self.objects.hold(rows)
 
     def batch(
@@ -105,8 +106,8 @@ class Step:
         reference: ReferenceLogprobs | None = None,
         mask_truncated: bool = False,
     ) -> TrainBatch:
-        """What the policy is trained on. `advantages` is one number for each episode, or what an estimator, a critic or
-        teachers gave. `mask_truncated` leaves out episodes that were cut off."""
+        """The batch that the policy trains on. `advantages` is one number for each episode, or the result of an
+        estimator, a critic or teachers. `mask_truncated` leaves out truncated episodes."""
         if not isinstance(advantages, Advantages | TokenAdvantages | TeacherAdvantages):
             advantages = Advantages(values_N=_one_each(advantages, len(self)))
         for count in _episodes_of(advantages, reference):
@@ -128,7 +129,7 @@ class Step:
 
 
 def _episodes_of(advantages: AnyAdvantages, reference: ReferenceLogprobs | None) -> Iterator[int]:
-    """How many episodes each of them was computed for."""
+    """Number of episodes that each of them was computed for."""
     match advantages:
         case TokenAdvantages(columns=columns):
             yield len(columns.ids)
@@ -141,7 +142,7 @@ def _episodes_of(advantages: AnyAdvantages, reference: ReferenceLogprobs | None)
 
 
 def _positions(which: ArrayLike, count: int) -> Ints:
-    """Of a mask with a bool for each episode, or of distinct positions."""
+    """Positions from a mask with a bool for each episode, or from distinct positions."""
     given = np.asarray(which)
     if given.dtype == bool and given.shape == (count,):
         return np.flatnonzero(given)

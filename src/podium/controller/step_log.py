@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records a step: metrics, loggers, console and ledger, and the guards that watch the metrics."""
+"""Records a step in metrics, loggers, console and ledger, and runs the guards that watch the metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from podium.weights.canary import GapLimits
 
 
 class StepLog:
-    """Belongs to the controller's one task. The ledger is written while the next step has begun."""
+    """Only the controller's single task uses it. The ledger is written while the next step runs."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], state: RunState) -> None:
         self._parts = parts
@@ -32,11 +32,11 @@ class StepLog:
 
     @property
     def skipped_in_a_row(self) -> int:
-        """Number of consecutive steps skipped up to now."""
+        """Number of consecutive skipped steps up to now."""
         return self._guard.in_a_row
 
     def mark(self) -> None:
-        """Here the next step's time begins."""
+        """Starts the clock of the next step."""
         self._parts.workers.take_spans()
         self._marked = (time.perf_counter(), time.time(), self._parts.watch.seconds())
 
@@ -50,7 +50,7 @@ class StepLog:
         kl_coefficient: float | None,
         metrics: Mapping[str, float],
     ) -> None:
-        """Everything about a step that is over."""
+        """Records a finished step."""
         parts, recipe = self._parts, self._parts.recipe
         since_perf, since_wall, before = self._marked
         seconds = {name: spent - before.get(name, 0.0) for name, spent in parts.watch.seconds().items()}
@@ -64,7 +64,7 @@ class StepLog:
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
             solved_at=recipe.grading.solved_at, extra=parts.prompts.metrics(),
         )  # fmt: skip
-        self.mark()  # what is written now is the next step's time
+        self.mark()  # writing from here on counts as the next step's time
         values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}
         await self.written()
         rows = ledger_records(step.sampled, used, step.number)
@@ -73,17 +73,17 @@ class StepLog:
         try:
             self._check(step.number, policy, is_warm_up=critic is not None and policy is None)
         except TrainingDivergedError:
-            await self.written()  # the step that stops a run is on record too
+            await self.written()  # a step that stops the run is recorded too
             raise
 
     async def written(self) -> None:
-        """Until the ledger has all steps that were committed."""
+        """Waits until the ledger has all committed steps."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
 
     def _check(self, step: int, report: UpdateReport | None, *, is_warm_up: bool) -> None:
-        """Steps without a finite loss, and engines that sample from something else than the policy."""
+        """Checks for steps without a finite loss, and for engines whose log-probs differ from the policy's."""
         recipe, console = self._parts.recipe, self._parts.log.console
         if report is None:
             if not is_warm_up:
@@ -99,7 +99,7 @@ class StepLog:
 
 
 def _view(step: int, num_steps: int, values: Mapping[str, float]) -> StepView:
-    """What the console shows of a step."""
+    """The console's view of a step."""
     facts = [("reward", f"{values.get('reward/mean', 0.0):.3f}")]
     if "groups/solve_rate" in values:
         facts.append(("solved", f"{values['groups/solve_rate']:.1%}"))
