@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A student that learns its teachers' distribution on fixed data. Every rank runs this."""
+"""Distillation on fixed data: a student learns its teachers' distribution. Every rank runs this."""
 
 # S trained tokens · C tokens of one chunk · V vocabulary
 
@@ -39,10 +39,10 @@ _SUMS = ("tokens", "divergence", "cross_entropy", "agreement")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DistillObjective:
-    """(1 - share) · divergence + share · cross-entropy, of each token."""
+    """Loss of each token: (1 - share) · divergence + share · cross-entropy."""
 
     target: Target
-    targets_S: Tensor  # what the data says
+    targets_S: Tensor  # token ids of the data
     share: float
     tally: Tally
 
@@ -62,11 +62,12 @@ class DistillMethod:
         self._section, self._engine, self._teachers = section, engine, teachers
 
     def tally(self) -> Tally:
-        """What is added up beside the loss; `averages` makes metrics of it."""
+        """Sums that are collected beside the loss; `averages` turns them into metrics."""
         return Tally(_SUMS, self._engine.mesh.device)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
-        """This rank's micro-batches with their objectives; live teachers are asked for each in its turn. Collective."""
+        """This rank's micro-batches with their objectives. Live teachers are queried for one micro-batch at a time.
+        Collective."""
         device = self._engine.mesh.device
 
         def make(batch: PackedExamples) -> ObjectiveBatch:

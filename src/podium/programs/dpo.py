@@ -58,8 +58,8 @@ _LABEL_SUMS = ("correct", "desirable", "reward_desirable", "reward_undesirable",
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowLogprobs:
-    """What a loss sees of a micro-batch: of each row's documents the summed log-prob, the reference's, and how many
-    tokens were summed up. Columns are documents of the row: chosen and rejected, or the only one."""
+    """What a loss reads of a micro-batch: the summed log-prob of each document, the reference's, and the number of
+    summed tokens. Columns are documents of the row: chosen and rejected, or the only one."""
 
     logprobs_R: tuple[Tensor, ...]
     references_R: tuple[Tensor, ...]  # empty without a reference
@@ -72,7 +72,7 @@ RowLoss = Callable[[RowLogprobs], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PreferenceObjective:
-    """A loss of rows as an objective over their tokens: the loss of a row is put at its first trained token."""
+    """Turns a loss of rows into an objective over tokens: the loss of a row is placed at its first trained token."""
 
     loss: RowLoss
     rows: RowTensors
@@ -95,7 +95,7 @@ class PreferenceObjective:
 
 class PreferenceMethod:
     """The recipe's loss on pairs or labelled rows, in training and on held-out rows. `max_tokens` of one forward on a
-    rank and `max_length` of one document are for the rows that KTO's baseline makes."""
+    rank and `max_length` of one document apply to the rows built for KTO's baseline."""
 
     def __init__(
         self,
@@ -111,11 +111,12 @@ class PreferenceMethod:
         self._device = engine.mesh.device
 
     def tally(self) -> Tally:
-        """What is added up beside the loss; `averages` makes metrics of it."""
+        """Sums that are collected beside the loss; `averages` turns them into metrics."""
         return Tally(_PAIR_SUMS if self._section.is_paired else _LABEL_SUMS, self._device)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
-        """This rank's micro-batches with their objectives; the reference is asked for each in its turn. Collective."""
+        """This rank's micro-batches with their objectives. The reference is computed for one micro-batch at a time.
+        Collective."""
         baseline = None if self._section.is_paired else self._baseline(split)
 
         def make(batch: PackedExamples) -> ObjectiveBatch:
@@ -138,7 +139,7 @@ class PreferenceMethod:
         return {"loss": sums[0] / count, **averages}
 
     def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
-        """Accuracy and rewards of a step's or of held-out rows."""
+        """Accuracy and rewards of a step or of held-out rows."""
         if not self._section.is_paired:
             desirable, undesirable = sums["desirable"], count - sums["desirable"]
             good = sums["reward_desirable"] / max(1.0, desirable)
@@ -197,7 +198,7 @@ class PreferenceMethod:
         )  # fmt: skip
 
     def _rewards(self, rows: RowLogprobs) -> tuple[Tensor, ...]:
-        """What the policy says that each document is worth; to ipo, which averages, that is per token."""
+        """Implicit reward of each document. For ipo, which averages, it is per token."""
         beta = self._section.beta
         if rows.references_R:
             pairs = zip(rows.logprobs_R, rows.references_R, strict=True)
@@ -209,8 +210,8 @@ class PreferenceMethod:
         return tuple(preferences.mean_rewards(logprobs, tokens, beta=beta) for logprobs, tokens in pairs)
 
     def _baseline(self, split: SplitExamples) -> Tensor:
-        """KTO's estimate of the KL: log-ratios of completions behind the prompts of other rows, over all ranks. Each
-        row has the completion of the next one. Collective."""
+        """KTO's estimate of the KL: log-ratios of completions after the prompts of other rows, over all ranks. Each row
+        gets the completion of the next row. Collective."""
         assert self._references is not None
         rows = split.examples
         total = torch.zeros((), dtype=torch.float32, device=self._device)
@@ -220,7 +221,7 @@ class PreferenceMethod:
             mismatched(row, rows[(at + 1) % len(rows)], max_length=self._max_length) for at, row in enumerate(rows)
         ]
         mesh, lengths = self._engine.mesh, [other.num_inputs for other in others]
-        # Not the rows' own micro-batches: a long prompt with a long completion may not fit where each of them did.
+        # The rows' own micro-batches do not work: a long prompt with a long completion may not fit in them.
         plan = split_step(lengths, num_ranks=mesh.world, max_tokens=max(self._max_tokens, *lengths))
         for part in plan.rows(mesh.rank)[0]:
             batch = pack_examples([others[at] for at in part.tolist()])
@@ -230,7 +231,7 @@ class PreferenceMethod:
 
 
 def mismatched(prompt: Example, completion: Example, *, max_length: int) -> Example:
-    """The first row's prompt with the whole completion of the second. It ends at `max_length` inputs, as any row."""
+    """The first row's prompt with the whole completion of the second, cut at `max_length` inputs like any row."""
     before, after = prompt.documents[0], completion.documents[0]
     start, said = (int(np.flatnonzero(each.trained)[0]) for each in (before, after))
     tokens = np.concatenate([before.tokens[:start], after.tokens[said:]])[: max_length + 1]

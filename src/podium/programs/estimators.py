@@ -19,11 +19,11 @@ from podium.roles.carriers import Floats
 from podium.roles.stages import Advantages, GradedRollouts
 
 AdvantageEstimator = Callable[[Floats, GradedRollouts], Advantages]
-"""(rewards_N, episodes) -> their advantages. Rewards are less the KL where the recipe has it in the reward."""
+"""(rewards_N, episodes) -> their advantages. The KL is already subtracted if the recipe has it in the reward."""
 
 
 def advantage_estimator(recipe: GrpoRecipe | CustomOnPolicyRecipe) -> AdvantageEstimator:
-    """The one that the recipe names. Estimates of a critic or of teachers are in ppo.py and on_policy_distill.py."""
+    """The estimator that the recipe names. ppo.py and on_policy_distill.py have those of a critic and of teachers."""
     match recipe.algorithm.advantage:
         case "group_relative":
             return _per_episode(advantages.group_relative)
@@ -55,7 +55,7 @@ def _length_weighted(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
 
 
 def _returns_to_go(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
-    """The learner makes the returns: they are of tokens."""
+    """The learner computes the returns, because they are per token."""
     return Advantages(values_N=None, whiten=True)
 
 

@@ -14,7 +14,7 @@ from podium.roles.stages import GradedRollouts
 
 
 async def expert_iteration(run: OnPolicyRun[ExpertIterationRecipe]) -> None:
-    """Generate and grade, keep some of the solved episodes of each prompt, train on them as on data, commit."""
+    """Generates and grades, keeps some solved episodes of each prompt, trains on them like data, and commits."""
     algorithm, solved_at = run.recipe.algorithm, run.recipe.grading.solved_at
     async for step in run.steps():
         step = step.keep(best_solved(step.episodes, solved_at=solved_at, per_prompt=algorithm.keep_per_prompt))
@@ -24,7 +24,8 @@ async def expert_iteration(run: OnPolicyRun[ExpertIterationRecipe]) -> None:
 
 
 def best_solved(graded: GradedRollouts, *, solved_at: float, per_prompt: int) -> Ints:
-    """Positions of the best solved episodes of each prompt, at most `per_prompt`. Ties: the shorter, then the first."""
+    """Positions of the best solved episodes of each prompt, at most `per_prompt`. Shorter episodes win ties, then
+    earlier ones."""
     rewards_N, group_N = graded.rewards_N, graded.group_N
     lengths_N = graded.rollouts.note.sampled_N
     order = np.lexsort((np.arange(len(graded)), lengths_N, -rewards_N, group_N))

@@ -18,7 +18,7 @@ from podium.recipe import GrpoRecipe
 
 
 async def grpo(run: OnPolicyRun[GrpoRecipe]) -> None:
-    """Generate and grade, compare within groups, update the policy, commit."""
+    """Generates and grades, compares within groups, updates the policy, commits."""
     algorithm, estimate = run.recipe.algorithm, advantage_estimator(run.recipe)
     async for step in run.steps():
         if algorithm.dynamic_sampling:
@@ -31,15 +31,15 @@ async def grpo(run: OnPolicyRun[GrpoRecipe]) -> None:
 
 
 async def resample_uniform_groups(run: OnPolicyRun[GrpoRecipe], step: Step) -> Step:
-    """DAPO's dynamic sampling: groups whose rewards are all equal have no advantage. Other prompts are sampled in their
-    place, for at most `algorithm.max_refills` [4] rounds."""
+    """DAPO's dynamic sampling. Groups whose rewards are all equal have no advantage, so other prompts replace them, for
+    at most `algorithm.max_refills` [4] rounds."""
     num_wanted = run.recipe.rollout.prompts_per_step
     step = step.keep(~step.episodes.uniform_N)
     for _ in range(run.recipe.algorithm.num_refills):
         num_missing = num_wanted - step.num_groups
         if num_missing <= 0:
             break
-        # As many as fill the step if the share of informative groups stays what it was; four times the gap at most.
+        # Enough to fill the step if the share of informative groups stays the same; four times the gap at most.
         share = max(0.25, step.num_groups / max(1, step.num_sampled_groups))
         more = await run.sample(step, num_prompts=math.ceil(num_missing / share))
         step = step.add(more, ~more.uniform_N)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""On-policy distillation: the policy answers, and teachers score each of its tokens. The controller runs this."""
+"""On-policy distillation: the policy generates, and teachers score each of its tokens. The controller runs this."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from podium.roles.stages import TeacherAdvantages
 
 
 async def on_policy_distill(run: OnPolicyRun[OnPolicyDistillRecipe]) -> None:
-    """The advantage of a token is its log-prob under the teachers less that under the policy: the negative of the
-    reverse KL at the sampled token. Rewards, where the recipe has some, are only logged."""
+    """The advantage of a token is its log-prob under the teachers minus that under the policy. This is the negative
+    reverse KL at the sampled token. Rewards in the recipe are only logged."""
     weights = tuple(teacher.weight for teacher in run.teachers)
     async for step in run.steps():
         if not len(step):  # no episode could be graded

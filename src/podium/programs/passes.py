@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pass over the data before training: what a reference or teachers say of every document, computed once for all runs
-that would ask the same of the same data. An interrupted pass continues where it was."""
+"""Computes the outputs of a reference or of teachers for every document before training. Runs with the same models and
+data share the result. An interrupted pass continues where it stopped."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from podium.errors import RunStoppedError
 from podium.recipe import SourceSection, SpmdRecipe, plugins
 from podium.spmd.run import SpmdRun
 
-# Micro-batches of one rank in a part: what is lost at most when the pass is interrupted.
+# Micro-batches of one rank in a part. An interrupted pass loses at most one part.
 _PART_MICRO_BATCHES = 16
 
 Compute = Callable[[PackedExamples], tuple[Sequence[int], Mapping[str, NDArray[Any]]]]
-"""A micro-batch -> rows of the columns that each of its documents has, in their packed order, and the columns."""
+"""A micro-batch -> rows of the columns of each of its documents, in their packed order, and the columns."""
 
 
 def cache_folder(recipe: SpmdRecipe, purpose: str, models: Sequence[str]) -> Path:
-    """One folder for one question: `models` are fingerprints and settings of who is asked, the data is the recipe's
-    own."""
+    """One folder per combination of models and data. `models` holds fingerprints and settings of the models; the data
+    is the recipe's."""
     spec = MakerSpec.of(recipe)
     sources = [
         source_fingerprint(section, f"data.{part}.{index}")
@@ -48,7 +48,8 @@ def cache_folder(recipe: SpmdRecipe, purpose: str, models: Sequence[str]) -> Pat
 
 
 def _tokenizing(tokenizer: Any) -> str:
-    """What texts become: the vocabulary with its rules, the special tokens, and the chat template."""
+    """Everything that determines the tokens of a text: the vocabulary with its rules, special tokens, and the chat
+    template."""
     core = getattr(tokenizer, "backend_tokenizer", None)
     rules = str(sorted(tokenizer.get_vocab().items())) if core is None else core.to_str()
     return text_fingerprint(f"{rules} {tokenizer.special_tokens_map} {tokenizer.chat_template}")
@@ -61,8 +62,8 @@ def _reading(section: SourceSection) -> str:
 
 
 def stored_pass(run: SpmdRun[SpmdRecipe], folder: Path, what: str, prepare: Callable[[], Compute]) -> DocumentStore:
-    """The folder's store, with every document of data.train and data.heldout in it. What is missing is computed with
-    what `prepare` gives (a model is loaded only then). Collective."""
+    """The folder's store, with every document of data.train and data.heldout. Missing documents are computed with the
+    result of `prepare`, which loads a model only then. Collective."""
     mesh, store = run.engine.mesh, DocumentStore(folder)
     if mesh.gather(store.is_complete)[0]:
         return store
@@ -70,7 +71,7 @@ def stored_pass(run: SpmdRun[SpmdRecipe], folder: Path, what: str, prepare: Call
         if mesh.is_main:
             stack.enter_context(store.held())
         mesh.barrier()
-        store = DocumentStore(folder)  # another run may have continued it until now
+        store = DocumentStore(folder)  # another run may have continued it in the meantime
         _fill(store, run, prepare(), tell)
     return store
 
@@ -98,7 +99,7 @@ def _fill(store: DocumentStore, run: SpmdRun[SpmdRecipe], compute: Compute, tell
 
 def _documents(recipe: SpmdRecipe) -> Iterator[Document]:
     spec, tokenizer = MakerSpec.of(recipe), load_tokenizer(recipe.model)
-    # What is too long to train on is cut, not refused, when it is only measured.
+    # Held-out documents that are too long are truncated instead of refused.
     lenient: Overlong = "truncate" if spec.overlong == "error" else spec.overlong
     data = recipe.data
     for part, sections, overlong in (("train", data.train, spec.overlong), ("heldout", data.heldout, lenient)):

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stages in sequence: each is a separate run, and starts from the weights of earlier ones.
+"""Runs stages in sequence: each is a separate run, and starts from the weights of earlier ones.
 
-A stage is run when its fingerprint (recipe, data, parent weights) is new, resumed when it was interrupted, and left
-alone when it is done. Every decision depends only on files, so a pipeline may be killed at any moment.
-"""
+A stage runs when its fingerprint (recipe, data, parent weights) is new. An interrupted stage is resumed, and a finished
+one is skipped. Every decision depends only on files, so a pipeline may be killed at any moment."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from podium.runs.result import RunResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verbs:
-    """What can be done with one stage; the API's own verbs, which stand above this file."""
+    """Operations on one stage. They are the API's own, which this file cannot import."""
 
     prepare: Callable[[Recipe], Prepared]
     train: Callable[[Prepared], RunResult]
@@ -41,7 +40,7 @@ class Verbs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageOutcome:
-    """What was done about a stage. `result` is None where nothing was trained."""
+    """What was done for a stage. `result` is None if nothing was trained."""
 
     name: str
     done: Literal["skipped", "exported", "resumed", "trained"]
@@ -51,7 +50,7 @@ class StageOutcome:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult(RunResult):
-    """How a pipeline ended. Step, loss and scores are of the last stage that was trained this time."""
+    """How a pipeline ended. Step, loss and scores are those of the last stage trained in this call."""
 
     stages: tuple[StageOutcome, ...]
 
@@ -61,18 +60,18 @@ class StageFacts:
     """The recorded state of a stage on disk, and its present fingerprint."""
 
     record: StageRecord
-    fingerprint: str  # of what it is to be
+    fingerprint: str  # fingerprint of the stage as it should be
     folder_fingerprint: str | None  # of the recipe in its folder on the same content; None: it has no folder
     saved_step: int | None  # newest checkpoint
     steps: int
-    export_fingerprint: str | None  # of the exported weights that are there
+    export_fingerprint: str | None  # fingerprint of the exported weights on disk
 
 
 Action = Literal["skip", "export", "resume", "train"]
 
 
 def decide(facts: StageFacts) -> Action:
-    """What is to be done about a stage; pure. Where it says train, a folder that is there is of something else."""
+    """Decides what to do for a stage; pure. If it returns train, an existing folder belongs to something else."""
     if facts.record.fingerprint != facts.fingerprint:
         return "train"
     is_exported = facts.export_fingerprint is not None and facts.export_fingerprint == facts.record.weights
@@ -84,7 +83,7 @@ def decide(facts: StageFacts) -> Action:
 
 
 def run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, verbs: Verbs) -> PipelineResult:
-    """Brings every stage to its end, in order; the first Ctrl-C ends it at the next step, so that it can be resumed."""
+    """Runs every stage to its end, in order. The first Ctrl-C stops it at the next step, so that it can be resumed."""
     console, watch, outcomes = PlainConsole(sys.stdout, log_every=1), Stopwatch(), list[StageOutcome]()
     with folder.create_and_hold():
         folder.begin(recipe)
@@ -117,7 +116,8 @@ def _run_stage(
             say(f"unchanged (fingerprint {short(fingerprint)}), not run again")
             return StageOutcome(name=name, done="skipped", fingerprint=fingerprint, result=None)
         case "train":
-            # First out of the way, then noted: whatever is killed in between, no folder passes for another stage's.
+            # First move the folder, then write the note: if killed in between, no folder is mistaken for another
+            # stage's.
             aside = folder.set_aside(name)
             if aside is not None:
                 is_new = record.fingerprint != fingerprint
@@ -165,14 +165,14 @@ def _facts(folder: PipelineFolder, name: str, prepared: Prepared, record: StageR
 
 
 def _relocate(run: RunFolder, recipe: Recipe) -> None:
-    """An export reads the base of an adapter, the tokenizer and new tokens again: from where they are now, if the
-    pipeline or they were moved since. The fingerprint says that they are the same."""
+    """Points the run at the present paths of base model, tokenizer and new tokens, which an export reads again. They
+    may have moved since; the fingerprint shows that they are the same."""
     if run.recipe_file.is_file() and run.recipe().model != recipe.model:
         run.write_recipe(run.recipe().model_copy(update={"model": recipe.model}))
 
 
 def _export(folder: PipelineFolder, name: str, record: StageRecord, verbs: Verbs) -> None:
-    """The stage is done once its weights are whole and this is written down."""
+    """Exports the weights. The stage is done once they are complete and this is recorded."""
     out = folder.export(name)
     if out.exists():
         shutil.rmtree(out)
@@ -182,18 +182,18 @@ def _export(folder: PipelineFolder, name: str, record: StageRecord, verbs: Verbs
 
 @contextlib.contextmanager
 def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
-    """Notes what ends a stage, and adds the stage's name and how to continue to the error."""
+    """Records what ends a stage. Adds the stage's name and how to continue to the error."""
     try:
         yield
     except BaseException as error:
         was_asked = isinstance(error, KeyboardInterrupt | RunStoppedError)
         status: Literal["stopped", "failed"] = "stopped" if was_asked else "failed"
         with contextlib.suppress(Exception):
-            # A stage that is done stays so: what was interrupted here only checked that it is unchanged.
+            # A finished stage stays finished: the interrupted work only checked that it is unchanged.
             if folder.record(name).status != "done":
                 folder.note(name, replace(folder.record(name), status=status))
             folder.update(status=status)
-        # The stage's own advice is to resume it alone; the pipeline continues from here.
+        # The stage's own error says to resume it alone; the pipeline continues from here instead.
         notes = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]
         error.__notes__ = [
             *notes,
@@ -203,7 +203,7 @@ def _accounted(folder: PipelineFolder, name: str) -> Iterator[None]:
 
 
 def _free_memory() -> None:
-    """The next stage may need all of the device."""
+    """Frees memory: the next stage may need all of the device."""
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -8,7 +8,7 @@ from podium.recipe import PpoRecipe
 
 
 async def ppo(run: OnPolicyRun[PpoRecipe]) -> None:
-    """The critic learns alone for `critic.warmup_steps`; then policy and critic learn from the same batch."""
+    """Trains only the critic for `critic.warmup_steps`, then policy and critic on the same batch."""
     algorithm, critic = run.recipe.algorithm, run.critic
     assert critic is not None, "the layout of ppo has a critic"
     async for step in run.steps():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a preference loss has its reference's log-probs from: a store, a second model, or the base under an adapter."""
+"""Reference log-probs for preference losses: from a store, a second model, or the base under an adapter."""
 
 # S trained tokens · D documents of a micro-batch
 
@@ -36,7 +36,7 @@ References = Callable[[PackedExamples], Tensor]
 
 
 def open_references(run: SpmdRun[DpoRecipe]) -> References | None:
-    """As the recipe asks; None where the loss has no reference. Collective."""
+    """Opens the reference that the recipe names; None if the loss has no reference. Collective."""
     recipe, engine = run.recipe, run.engine
     if recipe.reference_model is not None:
         require_same_tokens(load_tokenizer(recipe.model), load_tokenizer(_section(recipe)), REFERENCE_KEY)
@@ -53,13 +53,13 @@ def open_references(run: SpmdRun[DpoRecipe]) -> References | None:
 
 
 def base_logprobs(model: PackedCausalLM, mesh: Mesh, batch: PackedExamples) -> Tensor:
-    """By the policy with its adapter switched off: no second copy."""
+    """Log-probs of the policy with its adapter switched off, which needs no second copy."""
     with model.without_adapter():
         return summed_logprobs(model, mesh, batch)
 
 
 def stored_logprobs(store: DocumentStore, mesh: Mesh, batch: PackedExamples) -> Tensor:
-    """Computed once, before training."""
+    """Log-probs from a store that is computed once, before training."""
     sums = [float(store.read(document)[_COLUMN][0]) for document in batch.documents]
     return torch.tensor(sums, dtype=torch.float32).to(mesh.device)
 
@@ -69,14 +69,14 @@ def _stored(run: SpmdRun[DpoRecipe]) -> References:
     section = _section(recipe)
     adapter = [folder_fingerprint(Path(section.lora.adapter))] if section.lora and section.lora.adapter else []
     weights = folder_fingerprint(local_folder(section.path, REFERENCE_KEY))
-    # The same folder gives other weights where they are random, or where rows are added to its embeddings.
+    # The same folder gives different weights if they are random or if rows are added to its embeddings.
     seeds = [f"seed {recipe.run.seed}"] if section.init == "random" else []
     grown = [section.new_tokens.init, *listed_tokens(section.new_tokens)] if section.new_tokens is not None else []
     dtype = str(compute_dtype(section, mesh.device))
     folder = cache_folder(recipe, "reference", [weights, *adapter, *seeds, *grown, dtype])
 
     def prepare() -> Compute:
-        # Before the first step the policy is its own reference, where no other is named.
+        # Before the first step the policy is its own reference, unless the recipe names another.
         is_policy = run.is_fresh and recipe.reference_model is None
         model = run.engine.language_model if is_policy else _reference_model(run)
 
@@ -90,7 +90,7 @@ def _stored(run: SpmdRun[DpoRecipe]) -> References:
 
 
 def _section(recipe: DpoRecipe) -> ModelSection:
-    """The reference's model: another checkpoint, or what the policy began as."""
+    """The reference's model: another checkpoint, or the policy's initial model."""
     path = recipe.reference_model
     if path is None:
         return recipe.model

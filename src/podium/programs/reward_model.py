@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model that scores conversations, learned from comparisons or scores. Every rank runs this."""
+"""Trains a model that scores conversations, from comparisons or scores. Every rank runs this."""
 
 # D documents of a micro-batch, each scored at one token · R rows
 
@@ -51,7 +51,7 @@ _SCORE_SUMS = ("absolute_error", "score")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RewardObjective:
-    """The loss of a row stands where its first document is looked at."""
+    """The loss of a row is placed where its first document is scored."""
 
     section: RewardModelSection
     rows: RowTensors
@@ -81,7 +81,7 @@ class RewardModelMethod:
         self._is_paired = section.learns == "pairs"
 
     def tally(self) -> Tally:
-        """What is added up beside the loss; `averages` makes metrics of it."""
+        """Sums that are collected beside the loss; `averages` turns them into metrics."""
         return Tally(_PAIR_SUMS if self._is_paired else _SCORE_SUMS, self._engine.mesh.device)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
@@ -103,7 +103,7 @@ class RewardModelMethod:
         return {"accuracy": means.pop("correct"), "score_margin": margin, **means}
 
     def measure(self, split: SplitExamples) -> Mapping[str, float]:
-        """Loss, accuracy and calibration of held-out rows: pairs by the confidence of the preferred side, scores by
+        """Loss, accuracy and calibration of held-out rows. Pairs use the confidence of the preferred side, scores use
         correlation and R². Collective."""
         mesh = self._engine.mesh
         scored = [self._scores(pack_examples(part)) for part in split.parts]

@@ -10,7 +10,7 @@ from podium.spmd.run import SpmdRun
 
 
 def sft(run: SpmdRun[SftRecipe]) -> None:
-    """One optimizer step per packed step of documents; each rank has its own micro-batches, equal in number on all."""
+    """One optimizer step per packed step of documents. All ranks have the same number of micro-batches."""
     for step in run.steps(mean_token_loss(run.engine, token_cross_entropy)):
         report = run.engine.train_step(
             step.micro_batches,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What teachers say of every trained token: their whole distribution, live, or its top k from a store."""
+"""Teacher outputs for every trained token: the full distribution of live teachers, or the top k from a store."""
 
 # S trained tokens · C tokens of one chunk · V shared vocabulary · K largest of a teacher
 
@@ -37,11 +37,11 @@ _CHUNK_TOKENS = 1024
 
 
 class Target(Protocol):
-    """What the teachers say of the trained tokens of one micro-batch."""
+    """The teachers' outputs for the trained tokens of one micro-batch."""
 
     def compare(self, logits_CV: Tensor, tokens: slice) -> tuple[Tensor, Tensor]:
-        """How far the student is from it at each of these tokens [C], differentiable in its logits; and at how many of
-        them both would say the same."""
+        """The student's divergence at each of these tokens [C], differentiable in its logits, and the number of tokens
+        at which both have the same top token."""
 
 
 # Targets of micro-batches. Collective.
@@ -50,8 +50,8 @@ Teachers = Callable[[PackedExamples], Target]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Head:
-    """A teacher's head, whole on every rank: it never changes, and chunks of the vocabulary's width are made from it
-    when the student's are."""
+    """A teacher's head, whole on every rank because it never changes. Chunks as wide as the vocabulary are computed
+    together with the student's."""
 
     weight_VE: Tensor
     spec: HeadSpec
@@ -75,7 +75,7 @@ class _WholeTarget:
 
     @torch.no_grad()
     def logprobs(self, tokens: slice, vocab_size: int) -> Tensor:
-        """Of all teachers together over the vocabulary that they share with the student."""
+        """Log-probs of all teachers together over the vocabulary that they share with the student."""
         width = min(vocab_size, *(head.spec.vocab_size for head in self.heads))
         logprobs = [
             torch.log_softmax(
@@ -90,7 +90,7 @@ class _WholeTarget:
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _TopTarget:
     section: DistillSection
-    width: int  # of the vocabulary that all share
+    width: int  # of the shared vocabulary
     ids_SK: Tensor
     logprobs_SK: Tensor
 
@@ -104,7 +104,7 @@ class _TopTarget:
 
 
 class LiveTeachers:
-    """Models of their own, sharded as the student is; inference only."""
+    """Separate models, sharded like the student; inference only."""
 
     def __init__(self, section: DistillSection, models: Sequence[tuple[PackedCausalLM, float]], mesh: Mesh) -> None:
         self._section, self._mesh = section, mesh
@@ -127,7 +127,7 @@ class LiveTeachers:
 def stored_targets(
     section: DistillSection, store: DocumentStore, mesh: Mesh, width: int, batch: PackedExamples
 ) -> Target:
-    """The top k of every trained token, computed once, before training."""
+    """Targets with the top k of every trained token, computed once, before training."""
     targets = [store.read(document) for document in batch.documents]
     none = {"ids": np.empty((0, 1), np.int32), "logprobs": np.empty((0, 1), np.float32)}
     ids_SK, logprobs_SK = (np.concatenate([each[name] for each in targets or [none]]) for name in none)
@@ -140,7 +140,7 @@ def stored_targets(
 
 
 def open_teachers(run: SpmdRun[DistillRecipe]) -> Teachers:
-    """As the recipe asks. Collective."""
+    """Opens the teachers of the recipe. Collective."""
     recipe, mesh, section = run.recipe, run.engine.mesh, run.recipe.distill
     student = load_tokenizer(recipe.model)
     for index, teacher in enumerate(recipe.teachers):
@@ -169,7 +169,7 @@ def open_teachers(run: SpmdRun[DistillRecipe]) -> Teachers:
 
 
 def _top(target: _WholeTarget, num_tokens: int, vocab_size: int, top_k: int) -> dict[str, NDArray[Any]]:
-    """Of each token the ids and log-probs of the largest, the largest first; of a smaller vocabulary all."""
+    """Ids and log-probs of each token's top k, largest first. A smaller vocabulary gives all of its tokens."""
     top_k = min(top_k, vocab_size)
     ids, logprobs = [np.empty((0, top_k), np.int32)], [np.empty((0, top_k), np.float32)]
     for start in range(0, num_tokens, _CHUNK_TOKENS):
@@ -197,7 +197,7 @@ def _vocab_size(recipe: Recipe, folder: Path) -> int:
 
 
 def teacher_section(recipe: Recipe, path: str) -> ModelSection:
-    """How a teacher computes: as the student does."""
+    """How a teacher computes: the same way as the student."""
     own = {"tokenizer": None, "chat_template": None, "new_tokens": None, "activation_checkpointing": "none"}
     return recipe.model.for_checkpoint(path).model_copy(update=own)
 
