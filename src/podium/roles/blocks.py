@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of an engine as trajectories: prompt and answer end to end, with who sampled which token. Torch-free."""
+"""Turns an engine's answers into trajectories: prompt and answer in one row, with the source of each token.
+Torch-free."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from podium.rollout.requests import Completion
 
 
 def empty_block() -> TrajectoryBlock:
-    """No trajectory at all: a rank without work still joins in every collective."""
+    """A block without trajectories: a rank without work still joins in every collective."""
     return TrajectoryBlock(
         ids=TrajectoryIds.of(()),
         offsets=np.zeros(1, np.int64),
@@ -25,7 +26,7 @@ def empty_block() -> TrajectoryBlock:
 
 
 def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNote]:
-    """Rows in ascending order of id, and what the controller learns of them."""
+    """Rows in ascending order of id, and their note for the controller."""
     answers = sorted(answers, key=lambda each: each.id)
     prompts = np.array([len(each.prompt) for each in answers], np.int64)
     sampled = np.array([each.num_tokens for each in answers], np.int64)

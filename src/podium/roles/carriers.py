@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What travels between controller and roles: shards of work, and what the controller learns of finished rows.
+"""Data that travels between controller and roles: shards of work, and notes about finished rows.
 
-Token arrays are never in here: a shard has references to them, and a note has numbers of each row. Torch-free.
-"""
+Token arrays are never in here: a shard has references to them, and a note has numbers of each row. Torch-free."""
 
 # N episodes · G prompts · B optimizer steps
 
@@ -23,17 +22,17 @@ from podium.recipe import AlgorithmSection
 
 Floats = NDArray[np.float64]
 Residency = Literal["active", "resident", "offloaded"]
-"""Of a role on a worker in a phase: at work, idle in device memory, or idle with what can leave the device gone."""
+"""State of a role on a worker in a phase: working, idle in device memory, or idle with its memory offloaded."""
 
 FINISHES = ("stop", "length", "cancelled", "error", "done", "turns", "tokens")
-"""How an episode ended: by a stop token, out of tokens of one answer, cancelled, in error; of several turns: by the
-environment, out of turns, out of tokens."""
+"""How an episode ended: at a stop token, at the token limit of one answer, cancelled, or in error. Episodes of several
+turns: by the environment, at the turn limit, or at the token limit."""
 TRUNCATED = tuple(FINISHES.index(each) for each in ("length", "cancelled", "turns", "tokens"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SamplingPlan:
-    """How the episodes of one call are sampled; stop tokens are the worker's tokenizer's."""
+    """How the episodes of one call are sampled. Stop tokens come from the worker's tokenizer."""
 
     max_new_tokens: int
     temperature: float
@@ -65,7 +64,7 @@ class PromptShard:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TurnRewards:
-    """Rewards that an environment gave on the way: of which row, at which of its tokens, how much."""
+    """Rewards that an environment gave for single turns: row, token and amount of each."""
 
     row_K: Ints
     token_K: Ints  # counted from the row's first token
@@ -77,7 +76,7 @@ class TurnRewards:
         return cls(row_K=np.empty(0, np.int64), token_K=np.empty(0, np.int64), reward_K=np.empty(0))
 
     def take(self, rows: Ints) -> TurnRewards:
-        """Those of these rows, counted anew."""
+        """The rewards of these rows, with rows renumbered."""
         place = np.full(int(max(rows.max(initial=-1), self.row_K.max(initial=-1))) + 1, -1, np.int64)
         place[rows] = np.arange(len(rows))
         is_kept_K = place[self.row_K] >= 0
@@ -86,13 +85,13 @@ class TurnRewards:
         )
 
     def by_row(self) -> TurnRewards:
-        """The same in the order of the rows, those of one row in the order they are in."""
+        """The same rewards sorted by row. The order within a row stays."""
         order = np.argsort(self.row_K, kind="stable")
         return TurnRewards(row_K=self.row_K[order], token_K=self.token_K[order], reward_K=self.reward_K[order])
 
     @classmethod
     def concatenate(cls, parts: Sequence[tuple[TurnRewards, int]]) -> TurnRewards:
-        """Of blocks laid one after the other; with each its number of rows."""
+        """Joins the rewards of consecutive blocks, given with the number of rows of each."""
         firsts = np.cumsum([0, *(count for _, count in parts)])[:-1]
         return cls(
             row_K=np.concatenate([part.row_K + first for (part, _), first in zip(parts, firsts, strict=True)]),
@@ -103,18 +102,18 @@ class TurnRewards:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EpisodeNote:
-    """What the controller learns of each row of a block of episodes, in the block's order."""
+    """What the controller learns about each row of a block of episodes, in the block's order."""
 
     finish_N: NDArray[np.int8]  # position in FINISHES
     sampled_N: Ints  # tokens that the policy sampled
     trained_N: Ints  # tokens that count in the loss
     turns_N: Ints
-    version_N: Ints  # the oldest version that sampled a token of it; -1 where none was sampled
-    environment_N: Floats  # the environment's rewards in sum; NaN where there is no environment
+    version_N: Ints  # the oldest version that sampled one of its tokens; -1 if none was sampled
+    environment_N: Floats  # sum of the environment's rewards; NaN without an environment
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     errors: Mapping[int, str] = field(default_factory=dict)  # by row
     counts: Mapping[str, Floats] = field(default_factory=dict)  # of each row: tool calls and the like
-    warnings: tuple[str, ...] = ()  # for the console; the same one is shown once
+    warnings: tuple[str, ...] = ()  # for the console, which shows equal ones once
 
     def take(self, rows: Ints) -> EpisodeNote:
         """The note of these rows, in this order."""
@@ -134,7 +133,7 @@ class EpisodeNote:
 
     @classmethod
     def in_order(cls, parts: Sequence[EpisodeNote], order: Ints) -> EpisodeNote:
-        """The rows of all parts in this order; nothing tells in which order the parts came."""
+        """The rows of all parts in this order. The result does not depend on the order in which the parts arrived."""
         joined = cls.concatenate(parts).take(order)
         return replace(joined, turn_rewards=joined.turn_rewards.by_row(), errors=dict(sorted(joined.errors.items())))
 
@@ -165,13 +164,13 @@ class EpisodeNote:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GradeShard:
-    """Episodes for one grader: where their tokens are, and the tasks that they answer."""
+    """Episodes for one grader: references to their tokens, and their tasks."""
 
     rows: RowRefs[TrajectoryBlock]
     tasks: Mapping[int, Task]  # by prompt index
     truncated_N: NDArray[np.bool_]
     environment_N: Floats
-    show: int = 0  # of how many rows the texts are reported too
+    show: int = 0  # number of rows whose texts are reported too
 
     @property
     def ids(self) -> TrajectoryIds:
@@ -181,18 +180,18 @@ class GradeShard:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GradeNote:
-    """Rewards of each row, in the shard's order; NaN where a reward does not apply or could not be had."""
+    """Rewards of each row, in the shard's order; NaN where a reward does not apply or failed."""
 
     values_NR: Floats  # by reward of the recipe
     errors: Mapping[int, str]  # by row: why it has no total
     extras: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # further numbers: sum and count
     texts: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first rows
-    warnings: tuple[str, ...] = ()  # for the console; the same one is shown once
+    warnings: tuple[str, ...] = ()  # for the console, which shows equal ones once
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DistanceNote:
-    """How far the sampling policy is from the scoring model: sums over each row's sampled tokens."""
+    """Distance of the sampling policy from the scoring model: sums over each row's sampled tokens."""
 
     k1_N: Floats
     k2_N: Floats
@@ -217,14 +216,14 @@ class ValueShard:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class UpdateShard:
-    """One data rank's share of an update: its rows, what weighs them, and in which micro-step each is computed."""
+    """One data rank's share of an update: its rows, their weights, and the micro-step that computes each."""
 
     rows: RowRefs[TrajectoryBlock]
     batches: tuple[tuple[Ints, ...], ...]  # [optimizer step][micro-step] -> positions among the rows
     advantages_N: Floats | None = None  # one for a whole episode
     advantages: RowRefs[ValueColumns] | None = None  # one for each token
     teachers: tuple[tuple[RowRefs[TokenColumn], float], ...] = ()  # log-probs of each, and its weight
-    rewards_N: Floats | None = None  # where the learner makes returns of them
+    rewards_N: Floats | None = None  # where the learner computes returns from them
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     reference: RowRefs[TokenColumn] | None = None
     absent: tuple[tuple[int, int], ...] = ()  # of each optimizer step: tokens and episodes that count, and no rank has
@@ -237,7 +236,7 @@ class UpdateShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdatePlan:
-    """What an update is, the same for all ranks."""
+    """Settings of an update, the same for all ranks."""
 
     step: int
     lr: float
@@ -247,5 +246,5 @@ class UpdatePlan:
     max_new_tokens: int
     kl_coefficient: float = 0.0
     whitening: tuple[float, float] | None = None  # shift and scale of advantages that are given for each token
-    whiten: bool = False  # shift and scale are found over the whole step
+    whiten: bool = False  # shift and scale are computed over the whole step
     loss: Literal["policy", "imitation"] = "policy"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The critic: a value model that estimates advantages and learns the returns, one rank of it."""
+"""One rank of the critic: a value model that estimates advantages and learns the returns."""
 
 # N episodes · T tokens of all of them · S trained tokens of one micro-batch
 
@@ -62,7 +62,7 @@ class CriticRank(Critic):
         own = critic.path is not None
         section = recipe.model
         if critic.path is not None:
-            lora = recipe.model.lora  # an adapter of the policy's base is none of another's
+            lora = recipe.model.lora  # an adapter of the policy's base does not fit another base
             adapter = None if lora is None else lora.model_copy(update={"adapter": None})
             section = recipe.model.for_checkpoint(critic.path).model_copy(update={"lora": adapter})
         begin = None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the policy that sampled some episodes is from a model that scored them."""
+"""Distance between the policy that sampled episodes and a model that scored them."""
 
 # N episodes · T tokens of all of them
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The episode runner: a CPU worker that plays many episodes at once and asks generators directly for every turn."""
+"""The episode runner: a CPU worker that plays many episodes at once and calls generators directly for every turn."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from podium.roles.interfaces import Generator
 from podium.rollout.requests import Completion, Request, Sampling
 
 _BLOCK_EVERY_S = 0.5
-# How long a generator holds a runner's call when it has nothing for it: short, so that new requests are soon sent.
+# How long a generator holds a runner's call without results: short, so that new requests are sent soon.
 _WAIT_S = 0.02
 
 
@@ -44,16 +44,16 @@ class RunnerSpec:
 
     model: ModelSection
     environment: EnvironmentSection
-    generator: str  # role that answers
+    generator: str  # the generators' role
     max_length: int
     deadline_s: float = 600.0  # of one call to a generator
 
 
 class EpisodeRunner:
-    """Episodes are coroutines of one event loop. The environment's own code runs in processes beside it."""
+    """Runs episodes as coroutines of one event loop. The environment's code runs in separate processes."""
 
     def __init__(self, context: WorkerContext, spec: RunnerSpec) -> None:
-        import transformers  # not with this module, which the controller imports too
+        import transformers  # imported here because the controller imports this module too
 
         transformers.logging.set_verbosity_error()
         self._context, self._spec = context, spec
@@ -64,7 +64,7 @@ class EpisodeRunner:
         self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
         self._is_checked = False
-        self._loop = asyncio.new_event_loop()  # kept: the environment's processes are connected to it
+        self._loop = asyncio.new_event_loop()  # a reference is kept: the environment's processes are connected to it
         try:
             self._loop.run_until_complete(self._host.open())
         except BaseException:
@@ -72,7 +72,7 @@ class EpisodeRunner:
             raise
 
     def run(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
-        """Plays every episode of the shard; whole groups are yielded as they finish."""
+        """Plays every episode of the shard; yields whole groups as they finish."""
         self._check_template(shard)
         blocks = self._blocks(shard, plan)
         self._host.begin_shard()
@@ -87,7 +87,8 @@ class EpisodeRunner:
             self._host.end_shard()
 
     def _check_template(self, shard: PromptShard) -> None:
-        """Before the first chat: a template that changes earlier turns afterwards would make tokens drift."""
+        """Checks the chat template before the first chat. A template that changes earlier turns would make tokens
+        drift."""
         if self._is_checked or all(prompt.task.messages is None for prompt in shard.prompts):
             return
         section = self._spec.environment
@@ -143,8 +144,8 @@ class EpisodeRunner:
 
 
 class EnginePolicy:
-    """Generators as the policy of episodes. An episode always asks the same one, which has its conversation in the
-    cache; each generator is talked to by one loop that sends what is new and fetches what is done."""
+    """Generators as the policy of episodes. An episode always uses the same generator, which has its conversation
+    cached. One loop per generator sends new requests and fetches finished ones."""
 
     def __init__(
         self, channel: Channel, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float
@@ -166,7 +167,7 @@ class EnginePolicy:
         await asyncio.gather(*self._talks, return_exceptions=True)
 
     async def answer(self, request: TurnRequest, /) -> TurnAnswer:
-        """Waits for the generator, whose loop has a deadline of its own for every call."""
+        """Waits for the generator, whose loop has its own deadline for every call."""
         if self._broken is not None:
             raise self._broken
         rank = request.id.prompt_index % len(self._channel)
@@ -181,8 +182,8 @@ class EnginePolicy:
         )  # fmt: skip
 
     async def _talk(self, rank: int) -> None:
-        """Consumes new requests of one generator and waits for its answers; ends with the policy. A generator that
-        fails fails every episode that waits for it."""
+        """Consumes new requests to one generator and waits for its answers; ends with the policy. If the generator
+        fails, every episode that waits for it fails."""
         under_way = 0
         try:
             while True:
@@ -215,7 +216,7 @@ class EnginePolicy:
 
 
 def note_of(episodes: list[Episode]) -> EpisodeNote:
-    """What the controller learns of each episode."""
+    """The controller's note about each episode."""
     places = [
         (row, end, reward)
         for row, each in enumerate(episodes)

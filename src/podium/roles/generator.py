@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The generator: an engine on one device that answers prompts, with the learner's own weights or its own copy."""
+"""The generator: an engine on one device that answers prompts, with the learner's weights or its own copy."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from podium.weights.weight_transfers import WeightTransfer
 from podium.weights.whole_copy import WholeCopy
 
 _IDLE_S = 0.05
-# Blocks are sent on as they finish, but not more often than this: each costs the controller a message.
+# Blocks are sent as they finish, but not more often than this: each costs the controller a message.
 _BLOCK_EVERY_S = 0.5
 
 
@@ -72,7 +72,7 @@ class GeneratorRank(Generator):
         yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
 
     def serve(self) -> tuple[Metric, ...]:
-        """Answers requests of episode runners until `stop_serving`."""
+        """Answers requests of episode runners until `stop_serving` is called."""
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
         try:
@@ -97,7 +97,7 @@ class GeneratorRank(Generator):
         """Submits a runner's new requests and returns its finished ones."""
         if requests:
             ids = [request.id for request in requests]
-            self._mailboxes.expect(runner, ids)  # before an answer can come
+            self._mailboxes.expect(runner, ids)  # before an answer can arrive
             try:
                 self._engine.submit(requests)
             except BaseException:

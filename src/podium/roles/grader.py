@@ -24,7 +24,7 @@ from podium.roles.carriers import GradeNote, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
 
 Purpose = Literal["train", "evaluation"]
-"""Which rewards: the recipe's, or evaluation.generation.score where the recipe has one."""
+"""Which rewards to use: the recipe's, or evaluation.generation.score if the recipe has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,12 +35,12 @@ class GraderSpec:
     rewards: tuple[RewardSection, ...]
     evaluation: tuple[RewardSection, ...]
     timeout_s: float
-    also_scored: bool  # reward models or an environment add to the total
-    tools: bool  # the environment's turns are answers of tools
+    also_scored: bool  # whether reward models or an environment add to the total
+    tools: bool  # whether the environment's turns are tool results
 
     @classmethod
     def of(cls, recipe: OnPolicyRecipe) -> GraderSpec:
-        """The grader that a recipe asks for."""
+        """The grader of a recipe."""
         return cls(
             model=recipe.model,
             rewards=recipe.reward,
@@ -52,7 +52,7 @@ class GraderSpec:
 
 
 def evaluation_rewards(recipe: OnPolicyRecipe) -> tuple[RewardSection, ...]:
-    """evaluation.generation.score as a reward; empty where the recipe's own rewards score."""
+    """evaluation.generation.score as a reward; empty if the recipe's own rewards score held-out answers."""
     generation = recipe.evaluation.generation
     match generation.score if generation is not None else None:
         case None:
@@ -64,8 +64,8 @@ def evaluation_rewards(recipe: OnPolicyRecipe) -> tuple[RewardSection, ...]:
 
 
 class Grader:
-    """Reads episodes. The reward functions run in a process beside it, so that one that hangs, crashes or prints
-    without end takes nothing else with it."""
+    """Grades episodes. Reward functions run in a separate process, so that a hang, a crash or endless output affects
+    nothing else."""
 
     def __init__(self, context: WorkerContext, spec: GraderSpec) -> None:
         self._context, self._spec = context, spec
@@ -75,7 +75,7 @@ class Grader:
         self._grader = HostedGrader(rewards, output=self._output)  # starts while the tokenizer is read
         tokenizer = load_tokenizer(spec.model)
         self._reader = TextReader(tokenizer)
-        self._loop = asyncio.new_event_loop()  # kept: the process is connected to it
+        self._loop = asyncio.new_event_loop()  # a reference is kept: the process is connected to it
         try:
             self._loop.run_until_complete(self._grader.open())
         except BaseException:
@@ -101,7 +101,7 @@ class Grader:
         )
 
     def _turns(self, task: Task, text: EpisodeText) -> list[Message] | None:
-        """The whole conversation, where it has several turns."""
+        """The whole conversation if it has several turns."""
         if len(text.turns) < 2:
             return None
         other = "tool" if self._spec.tools else "user"

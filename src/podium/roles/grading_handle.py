@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's views of who grades: processes that run reward functions, and reward models."""
+"""The controller's handles for grading: processes that run reward functions, and reward models."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from podium.roles.stages import Rollouts
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rewarded:
-    """What reward functions said of a batch, in the order of its rows."""
+    """Results of reward functions for a batch, in the order of its rows."""
 
-    rewards: tuple[int, ...]  # which of the recipe's rewards the columns are
+    rewards: tuple[int, ...]  # positions of the columns among the recipe's rewards
     values_NR: Floats
     errors: Mapping[int, str]
     extras: Mapping[str, tuple[float, float]]
@@ -33,7 +33,7 @@ class Rewarded:
 
 
 class GraderHandle:
-    """Graders are processes that have user code run: one that dies is replaced, and its share tried once more."""
+    """Graders run user code in processes. A grader that dies is replaced, and its share is retried once."""
 
     def __init__(
         self, workers: Workers, group: RoleGroup[Grader], rewards: tuple[int, ...], *, timeout_s: float,
@@ -42,12 +42,12 @@ class GraderHandle:
         group.requires(Grader.grade)
         self._workers, self._group, self._rewards = workers, group, rewards
         self._warn, self._warned = warn, set[str]()
-        # Every call has its own deadline, and so has its process, which takes a moment to be replaced; this is for a
-        # worker that fails otherwise.
+        # Every call has its own deadline, and so does its process, which takes a moment to be replaced. This deadline
+        # is for a worker that fails in another way.
         self._deadline_s = 2 * (MOST_HANGING + 2) * (timeout_s + 5.0) + 30.0
 
     async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
-        """Groups stay whole: a reward may compare within them."""
+        """Grades a batch. Groups stay whole, because a reward may compare within them."""
         parts = group_parts(rollouts.group_N, self._group.mesh.shape.world)
         notes = await asyncio.gather(
             *(
@@ -132,7 +132,7 @@ class RewardModelHandle:
 
 
 def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:
-    """Some rows of a batch, with the tasks that they answer."""
+    """A shard of some rows of a batch, with their tasks."""
     taken = rollouts.rows.take(rows)
     prompt_indices = set(taken.ids.array_N4[:, 0].tolist())
     return GradeShard(
@@ -145,7 +145,7 @@ def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:
 
 
 def group_parts(group_N: Ints, count: int) -> list[Ints]:
-    """Rows for each of `count` graders, groups whole, in stretches of about as many groups."""
+    """Rows for each of `count` graders: contiguous whole groups, about the same number for each grader."""
     prompt_indices, group = np.unique(group_N, return_inverse=True)
     owner: Sequence[int] | np.ndarray = np.arange(len(prompt_indices)) * count // max(1, len(prompt_indices))
     return [np.flatnonzero(np.asarray(owner)[group] == rank) for rank in range(count)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's typed views of the roles, written out: what a program calls, and how work is cut for workers."""
+"""The controller's typed handles of the roles: the methods that a program calls, and how work is split over workers."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByBroadcast
 
-# A phase may take hours. What can hang inside it has deadlines of its own: collectives, engines, environments.
+# A phase may take hours. Everything in it that can hang has its own deadline: collectives, engines, environments.
 PHASE_S = 24 * 3600.0
 
 
 class GeneratorHandle:
-    """Generators on all devices that generate."""
+    """Generators on all generating devices."""
 
     def __init__(self, group: RoleGroup[Generator]) -> None:
         group.requires(Generator.generate, Generator.install, Generator.share, Generator.hold, Generator.load)
@@ -64,7 +64,8 @@ class GeneratorHandle:
     async def generate(
         self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
     ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
-        """Blocks of finished groups, as they come. Prompts are dealt out in turn: how long answers get is not known."""
+        """Yields blocks of finished groups as they arrive. Prompts are assigned round-robin, because answer lengths are
+        unknown."""
         dealt = [tuple(prompts[first :: self.num_engines]) for first in range(self.num_engines)]
         shards = [PromptShard(prompts=part, samples=samples, attempt=attempt) for part in dealt]
         async for block in self._group.stream_sharded(Generator.generate, shards, plan):
@@ -72,7 +73,7 @@ class GeneratorHandle:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:
-        """Generators answer episode runners inside; the task has their metrics afterwards."""
+        """Generators answer episode runners inside this context; the task returns their metrics afterwards."""
         await self._group.call_all(Generator.begin_serving)
         serving = asyncio.create_task(self._group.within(PHASE_S).call_all(Generator.serve))
         try:
@@ -82,15 +83,15 @@ class GeneratorHandle:
             await serving
 
     async def forget(self, runner: str) -> None:
-        """Cancels what a runner that died has asked for."""
+        """Cancels the requests of a runner that died."""
         await self._group.control_all(Generator.forget, runner)
 
     async def share(self, number: int) -> str:
-        """Version `number` is what the learner on the same devices has now."""
+        """Makes the current weights of the colocated learner version `number`."""
         return (await self._group.call_all(Generator.share, number))[0].value
 
     async def check_base(self, version: WeightVersion) -> None:
-        """Raises unless every generator has read the same base for its adapter as the learner."""
+        """Raises an error unless every generator loaded the same base for its adapter as the learner."""
         await self._group.call_all(Generator.check_base, version)
 
     async def install(self, transfer: ByBroadcast) -> int:
@@ -116,7 +117,7 @@ class LearnerHandle:
 
     @classmethod
     async def open(cls, group: RoleGroup[Learner]) -> LearnerHandle:
-        """A handle with the learner's facts."""
+        """Opens a handle with the learner's facts."""
         return cls(group, (await group.call_all(Learner.facts))[0].value)
 
     @property
@@ -125,7 +126,7 @@ class LearnerHandle:
         return self._group.mesh.shape.world
 
     def split(self, lengths_N: Ints, mini_batch_N: Ints) -> SplitPlan:
-        """Spreads episodes over ranks and micro-steps by cost, each mini-batch for itself."""
+        """Splits episodes over ranks and micro-steps by cost, separately for each mini-batch."""
         return split_rows(
             lengths_N,
             self.facts.cost.of(lengths_N),
@@ -135,7 +136,7 @@ class LearnerHandle:
         )
 
     async def update(self, train_batch: TrainBatch, plan: UpdatePlan, *, seed: int) -> UpdateReport:
-        """Every optimizer step of a batch, in one call: epochs times mini-batches."""
+        """Runs every optimizer step of a batch in one call: epochs times mini-batches."""
         algorithm = plan.algorithm
         order = np.random.default_rng([seed, plan.step])
         mini_batch_N = deal_mini_batches(train_batch.rollouts.group_N, algorithm.mini_batches, order)
@@ -176,7 +177,7 @@ class LearnerHandle:
     async def score(
         self, rows: RowRefs[TrajectoryBlock], temperature: float, *, base: bool = False
     ) -> tuple[RowRefs[TokenColumn], DistanceNote]:
-        """As a scorer's own, by the policy itself; with `base`, by what its adapter adapts."""
+        """Scores like a scorer, with the policy itself, or with `base` without its adapter."""
         shards = [rows.take(part) for part in even_parts(rows.lengths_N, self.num_ranks)]
         merged = await self._group.call_sharded(Learner.score, shards, temperature, base)
         assert merged.rows is not None
@@ -207,7 +208,7 @@ class LearnerHandle:
         await self._group.call_all(Learner.finish_saving)
 
     async def grade(self, step: int, loss: float) -> None:
-        """Notes the loss of a saved step; the lowest is the best."""
+        """Records the loss of a saved step; the lowest is the best."""
         await self._group.call_one(0, Learner.grade, step, loss)
 
     def _shard(
@@ -231,7 +232,7 @@ class LearnerHandle:
             case Advantages(values_N=values_N) if values_N is not None:
                 return replace(shard, advantages_N=values_N[mine])
             case Advantages():
-                # The KL in the reward is taken off token by token there.
+                # The KL in the reward is subtracted token by token there.
                 return replace(
                     shard,
                     rewards_N=train_batch.graded.last_token_rewards_N[mine],
@@ -344,13 +345,13 @@ class CriticHandle:
 
 
 async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transfer: ByBroadcast) -> int:
-    """Both ends of a broadcast at the same time; returns the bytes that came."""
+    """Runs both ends of a broadcast at the same time; returns the bytes received."""
     _, came = await asyncio.gather(policy.send(transfer), generator.install(transfer))
     return came
 
 
 def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> Ints:
-    """Which mini-batch each episode is in: groups stay whole where there are enough of them."""
+    """The mini-batch of each episode. Groups stay whole if there are enough of them."""
     prompt_indices, group = np.unique(group_N, return_inverse=True)
     units = len(prompt_indices) if len(prompt_indices) >= count else len(group_N)
     shuffled = order.permutation(units)
@@ -360,9 +361,9 @@ def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> 
 
 
 def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) -> tuple[Ints, list[tuple[int, int]]]:
-    """(episodes to compute, of each mini-batch the tokens and episodes that only count). An episode with advantage 0
-    (its group agreed) has no loss and no gradient unless a KL or entropy term gives it one; it stays in the numbers
-    that the loss is divided by, and costs nothing. A mini-batch that would have none left is computed whole."""
+    """Returns (episodes to compute, tokens and episodes of each mini-batch that only count). An episode with advantage
+    0 (all rewards of its group are equal) has no gradient unless a KL or entropy term gives it one. It still counts in
+    the loss denominator, but is not computed. A mini-batch that would be empty is computed whole."""
     count, algorithm = int(mini_batch_N.max(initial=0)) + 1, plan.algorithm
     everything = np.arange(len(mini_batch_N)), [(0, 0)] * count
     advantages = train_batch.advantages
@@ -380,13 +381,13 @@ def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) 
 
 
 def mini_batch_order(count: int, epochs: int, order: np.random.Generator) -> list[int]:
-    """In which order mini-batches are gone through, anew in every epoch after the first."""
+    """The order of the mini-batches, shuffled again in every epoch after the first."""
     first = list(range(count))
     return first + [int(each) for _ in range(epochs - 1) for each in order.permutation(count)]
 
 
 def rank_batches(split: SplitPlan, rank: int, sequence: Sequence[int]) -> tuple[Ints, tuple[tuple[Ints, ...], ...]]:
-    """(positions of this rank's rows, [optimizer step][micro-step] -> positions among those)."""
+    """Returns (positions of this rank's rows, [optimizer step][micro-step] -> positions among those)."""
     mine = np.flatnonzero(split.rank_N == rank)
     by_mini_batch = split.rows(rank)
     return mine, tuple(
@@ -395,7 +396,7 @@ def rank_batches(split: SplitPlan, rank: int, sequence: Sequence[int]) -> tuple[
 
 
 def even_parts(lengths_N: Ints, count: int) -> list[Ints]:
-    """Rows for each of `count` ranks, with about as many tokens each; ascending."""
+    """Rows for each of `count` ranks with about the same number of tokens; ascending."""
     if count == 1:
         return [np.arange(len(lengths_N))]
     split = split_rows(lengths_N, lengths_N.astype(float), num_ranks=count, max_tokens=int(lengths_N.sum()) + 1)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the controller knows of the roles that compute: how each is built, what may be called, what it answers.
+"""Interfaces of the roles that compute: how each is built, its methods, and their results.
 
-Free of torch: only workers import the classes that do the work, which are named in `IMPLEMENTATIONS`.
-"""
+Free of torch: only workers import the implementing classes, which are named in `IMPLEMENTATIONS`."""
 
 from __future__ import annotations
 
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
     from podium.algorithms.returns import Moments
     from podium.weights.canary import LogprobGap
 
-# The learner's name as a role, by which others on the same worker find it.
+# The learner's role name, by which other roles on the same worker find it.
 POLICY = "policy"
 
-# Most tokens of one forward where the recipe does not say.
+# Default for the most tokens of one forward.
 MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 
 
@@ -52,12 +51,12 @@ class LearnerSpec:
     folder: Path  # of the model
     checkpoints: Path
     resume_step: int | None
-    cpu: CpuSettings | None = None  # of an earlier start, not measured again
+    cpu: CpuSettings | None = None  # measured by an earlier start, and reused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerFacts:
-    """What the controller has to know of a learner."""
+    """Facts about a learner that the controller needs."""
 
     architecture: str
     num_parameters: int
@@ -66,7 +65,7 @@ class LearnerFacts:
     cost: SequenceCost
     peak_flops: float
     max_tokens: int  # of one micro-batch
-    optimizer_bytes: int  # that can leave the device
+    optimizer_bytes: int  # that can be offloaded
     device_bytes: int  # 0 on CPU
     cpu: CpuSettings | None
     trained_parameters: int | None = None  # of an adapter; None: all are trained
@@ -92,16 +91,16 @@ class UpdateNote:
 
 
 class Learner(ABC):
-    """The policy. All methods but `facts` are collective where there are several ranks."""
+    """The policy. All methods except `facts` are collective if there are several ranks."""
 
     @abstractmethod
     def facts(self) -> LearnerFacts:
-        """Answered once, at the start."""
+        """Called once, at the start."""
 
     @abstractmethod
     def score(self, rows: RowRefs[TrajectoryBlock], temperature: float, base: bool = False) -> Computed[TokenColumn]:
-        """Log-probs of the sampled tokens under the weights of this moment, or with `base` under those that its adapter
-        adapts; and how far each episode's are from those of the policy that sampled them."""
+        """Log-probs of the sampled tokens under the current weights, or with `base` without the adapter; and each
+        episode's distance from the policy that sampled it."""
 
     @abstractmethod
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
@@ -110,31 +109,32 @@ class Learner(ABC):
 
     @abstractmethod
     def describe(self, number: int) -> WeightVersion:
-        """The weights of this moment as version `number`."""
+        """The current weights as version `number`."""
 
     @abstractmethod
     def describe_base(self) -> WeightVersion:
-        """What an adapter's base consists of; it has no number, because it never changes."""
+        """The weights under an adapter. They have no version number, because they never change."""
 
     @abstractmethod
     def send(self, transfer: WeightTransfer) -> int:
-        """Puts published weights on their way to generators elsewhere; returns the bytes that this rank sent."""
+        """Sends published weights to generators on other devices; returns the bytes that this rank sent."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: what generation does not read (moments, masters, gradients) is in host memory."""
+        """Sets the residency. Offloaded: state that generation does not read (moments, masters, gradients) is in host
+        memory."""
 
     @abstractmethod
     def save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begins to write a checkpoint; `values` are the controller's own."""
+        """Begins to write a checkpoint; `values` come from the controller."""
 
     @abstractmethod
     def finish_saving(self) -> None:
-        """Until the checkpoint in flight is whole; raises what went wrong in it."""
+        """Waits until the checkpoint in flight is complete; raises its error if it failed."""
 
     @abstractmethod
     def grade(self, step: int, loss: float) -> None:
-        """Notes how good a saved step is, the less the better."""
+        """Records the loss of a saved step; lower is better."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,49 +151,49 @@ class GeneratorSpec:
 
 
 class Generator(ABC):
-    """One engine. `generate` works on the worker's work thread; control methods may come meanwhile."""
+    """One engine. `generate` runs on the worker's work thread; control methods may run at the same time."""
 
     @abstractmethod
     def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
-        """Answers every prompt of the shard; whole groups are yielded as they finish."""
+        """Answers every prompt of the shard; yields whole groups as they finish."""
 
     @abstractmethod
     def serve(self) -> tuple[Metric, ...]:
-        """Answers what episode runners ask for with `exchange`, until `stop_serving`. Waits for them, a moment at a
-        time."""
+        """Answers requests that episode runners send with `exchange`, until `stop_serving`. Waits for them in short
+        intervals."""
 
     @abstractmethod
     def begin_serving(self) -> None:
-        """Before `serve`: runners may ask from now on."""
+        """Called before `serve`: runners may send requests from now on."""
 
     @abstractmethod
     def stop_serving(self) -> None:
-        """All episodes are over. For a control thread: `serve` keeps the other."""
+        """Called when all episodes are over. Runs on a control thread, because `serve` occupies the work thread."""
 
     @abstractmethod
     def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
-        """Takes a runner's new requests and gives what is done of its earlier ones. For control threads."""
+        """Takes a runner's new requests and returns its finished ones. For control threads."""
 
     @abstractmethod
     def forget(self, runner: str) -> None:
-        """The runner is dead: what it asked for is not generated any further. For control threads."""
+        """Cancels the requests of a dead runner. For control threads."""
 
     @abstractmethod
     def install(self, transfer: WeightTransfer) -> int:
-        """Takes published weights that travel; returns the bytes that came."""
+        """Receives and installs published weights; returns the bytes received."""
 
     @abstractmethod
     def check_base(self, version: WeightVersion) -> None:
-        """Raises unless the frozen weights that this engine has read are those of the learner."""
+        """Raises an error unless the engine's frozen weights are the learner's."""
 
     @abstractmethod
     def share(self, number: int) -> str:
-        """Takes the weights of the learner on this device as version `number`; returns their fingerprint. Collective
-        where the learner is sharded."""
+        """Takes the weights of the learner on this device as version `number`; returns their fingerprint. Collective if
+        the learner is sharded."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
-        """Active: awake. Offloaded: the cache (and the copy of the weights, if there is one) is given back."""
+        """Active: awake. Offloaded: the cache (and the engine's copy of the weights, if any) is freed."""
 
     @abstractmethod
     def load(self) -> Load:
@@ -226,12 +226,12 @@ class CriticShard:
 
 
 class Critic(ABC):
-    """PPO's value model. All methods are collective where there are several ranks."""
+    """PPO's value model. All methods are collective if there are several ranks."""
 
     @abstractmethod
     def estimate(self, shard: ValueShard, algorithm: AlgorithmSection, kl_coefficient: float) -> Computed[ValueColumns]:
-        """Values of all trained tokens, generalised advantages (not whitened yet) and returns; the note has the
-        advantages' moments."""
+        """Values of all trained tokens, generalised advantages (not yet whitened) and returns. The note has the moments
+        of the advantages."""
 
     @abstractmethod
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
@@ -239,73 +239,73 @@ class Critic(ABC):
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: optimizer state and weights are in host memory; nothing else reads them."""
+        """Sets the residency. Offloaded: optimizer state and weights are in host memory; no other role reads them."""
 
     @abstractmethod
     def save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Begins to write a checkpoint; `values` are the controller's own."""
+        """Begins to write a checkpoint; `values` come from the controller."""
 
     @abstractmethod
     def finish_saving(self) -> None:
-        """Until the checkpoint in flight is whole; raises what went wrong in it."""
+        """Waits until the checkpoint in flight is complete; raises its error if it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScorerSpec:
-    """How a scorer is built. `begin` is a folder of Podium's own to take the weights from, instead of the model's."""
+    """How a scorer is built. `begin` is a folder written by Podium whose weights replace the model's."""
 
     model: ModelSection
     folder: Path
     max_tokens: int
     seed: int  # where its weights are sampled
     policy: ModelSection | None = None  # whose tokens it scores; None: its own
-    checkpoints: Path | None = None  # of a reference that is refreshed
+    checkpoints: Path | None = None  # folder of a reference that is refreshed
     beside: Path | None = None  # checkpoints of the policy: it is kept as long as its policy
     begin: Path | None = None
 
 
 class Scorer(ABC):
-    """A frozen language model: a reference or a teacher. Sharded as the learner is; all methods are collective where
+    """A frozen language model: a reference or a teacher. It is sharded like the learner. All methods are collective if
     there are several ranks."""
 
     @abstractmethod
     def score(self, rows: RowRefs[TrajectoryBlock], temperature: float) -> Computed[TokenColumn]:
-        """Log-probs of the sampled tokens, and how far each episode's are from the policy's that sampled them."""
+        """Log-probs of the sampled tokens, and each episode's distance from the policy that sampled it."""
 
     @abstractmethod
     def copy_from(self, role: str) -> None:
-        """Becomes a copy of a learner on the same devices, sharded alike: of its adapter, where it has one."""
+        """Copies the weights of a learner on the same devices with the same sharding, or its adapter if it has one."""
 
     @abstractmethod
     def save(self, step: int) -> None:
-        """Its weights, which are no other file's once it was refreshed."""
+        """Writes its weights. After a refresh no other file holds them."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: its weights are in host memory."""
+        """Sets the residency. Offloaded: its weights are in host memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardModelSpec:
-    """How a reward model is built. Its own folder has its tokenizer; a folder without one shares the policy's."""
+    """How a reward model is built. Its folder has its tokenizer; without one it uses the policy's."""
 
     policy: ModelSection
     model: ModelSection
     folder: Path
     max_tokens: int
-    tools: bool = False  # what is said between the policy's turns is said by tools, else by a user
+    tools: bool = False  # turns between the policy's are tool results, else user messages
 
 
 class RewardModel(ABC):
-    """Sharded as the learner is. All methods are collective where there are several ranks."""
+    """A reward model, sharded like the learner. All methods are collective if there are several ranks."""
 
     @abstractmethod
     def score(self, shard: GradeShard) -> Computed[TokenColumn]:
-        """The note has one score for each row."""
+        """Scores episodes; the note has one score for each row."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
-        """Offloaded: its weights are in host memory."""
+        """Sets the residency. Offloaded: its weights are in host memory."""
 
 
 IMPLEMENTATIONS: Mapping[type[Any], str] = {

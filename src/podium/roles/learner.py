@@ -73,7 +73,7 @@ class LearnerRank(Learner):
         self._update = PolicyUpdate(self.engine, max_tokens=self._max_tokens)
 
     def facts(self) -> LearnerFacts:
-        """What the controller needs to know about the model, its sizes and the device."""
+        """Facts about the model, its sizes and the device, for the controller."""
         model, mesh = self.engine.language_model, self.mesh
         cost, dtype = model_cost(model.hf), compute_dtype(self._recipe.model, mesh.device)
         cuda = mesh.device.type == "cuda"
@@ -149,7 +149,7 @@ class LearnerRank(Learner):
         self._writer.wait()
 
     def grade(self, step: int, loss: float) -> None:
-        """Notes the loss of a saved step; the lowest is the best."""
+        """Records the loss of a saved step; the lowest is the best."""
         if self.mesh.is_main:
             self._writer.grade(step, loss)
 
@@ -158,7 +158,7 @@ class LearnerRank(Learner):
         return self._recipe.micro_batch_tokens or MICRO_BATCH[self.mesh.device.type]
 
     def _cpu_settings(self) -> CpuSettings | None:
-        """Threads and kernels that suit the model, measured by rank 0 for all."""
+        """Threads and kernels that suit the model. Rank 0 measures them for all ranks."""
         if self.mesh.device.type != "cpu":
             return None
         placement, known = self._recipe.placement, self._spec.cpu
@@ -181,7 +181,8 @@ class LearnerRank(Learner):
         return chosen
 
     def _measured(self, move: Any) -> int:
-        """Bytes of device memory that a move changed, as the device says; 0 on CPU, which cannot tell."""
+        """Bytes of device memory that a move changed, as the device reports them; 0 on CPU, which has no such
+        report."""
         if self.mesh.device.type != "cuda":
             move()
             return 0

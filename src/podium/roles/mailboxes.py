@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Answers of an engine waiting to be fetched by the episode runners that asked for them."""
+"""Holds an engine's answers until the episode runners that requested them fetch them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from podium.rollout.requests import Completion
 
 
 class Mailboxes:
-    """One box for each runner. `deliver` is called by the thread that generates, `fetch` by control threads."""
+    """One mailbox for each runner. The generating thread calls `deliver`, control threads call `fetch`."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -30,43 +30,43 @@ class Mailboxes:
             self._boxes.clear()
 
     def close(self) -> None:
-        """No more requests will come: who waits for work stops waiting."""
+        """Closes the mailboxes: no more requests will come. Threads that wait for work stop waiting."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
 
     def expect(self, runner: str, ids: Sequence[TrajectoryId]) -> None:
-        """Answers to these go to this runner."""
+        """Routes the answers of these requests to this runner."""
         with self._changed:
             self._owners.update(dict.fromkeys(ids, runner))
             self._changed.notify_all()
 
     def withdraw(self, ids: Sequence[TrajectoryId]) -> None:
-        """These were not asked for after all."""
+        """Removes requests that were not submitted after all."""
         with self._changed:
             for id in ids:
                 self._owners.pop(id, None)
             self._changed.notify_all()
 
     def of(self, runner: str) -> list[TrajectoryId]:
-        """What this runner still waits for."""
+        """Requests that this runner still waits for."""
         with self._changed:
             return [id for id, owner in self._owners.items() if owner == runner]
 
     def fail(self, error: BaseException) -> None:
-        """Nothing more is answered: a caller that fetches gets this error."""
+        """Fails all mailboxes: every `fetch` from now on raises this error."""
         with self._changed:
             self._failure = error
             self._changed.notify_all()
 
     def deliver(self, answer: Completion) -> None:
-        """Puts an answer into the box of the runner that asked for it."""
+        """Puts an answer into the mailbox of the runner that requested it."""
         with self._changed:
             self._boxes.setdefault(self._owners.pop(answer.id), []).append(answer)
             self._changed.notify_all()
 
     def fetch(self, runner: str, wait_s: float) -> list[Completion]:
-        """What there is for this runner; waits a little where there is nothing yet."""
+        """Returns the answers for this runner; waits briefly if there are none yet."""
         deadline = time.monotonic() + wait_s
         with self._changed:
             while not self._boxes.get(runner):
@@ -79,7 +79,7 @@ class Mailboxes:
             return self._boxes.pop(runner)
 
     def wait_for_work(self, wait_s: float) -> bool:
-        """False when the boxes are closed and nothing is expected any more."""
+        """Waits for work. Returns False when the mailboxes are closed and no answer is expected any more."""
         with self._changed:
             if not self._owners and not self._closing:
                 self._changed.wait(wait_s)

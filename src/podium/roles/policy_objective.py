@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The policy's loss: which one the recipe names, and what the engine asks of each token."""
+"""The policy's loss: selects the loss that the recipe names and applies it to each token."""
 
 # S trained tokens of one micro-batch · C tokens of one chunk of them
 
@@ -25,7 +25,7 @@ Loss = Callable[[PolicyTokens], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyObjective:
-    """The loss of one micro-batch's trained tokens. What it is given is constant but for the log-probs."""
+    """The loss of one micro-batch's trained tokens. All inputs except the log-probs are constants."""
 
     temperature: float
     entropy: float
@@ -42,7 +42,7 @@ class PolicyObjective:
     kl_coefficient: float
 
     def tokens(self, logprobs_C: Tensor, part: slice) -> PolicyTokens:
-        """What the loss reads about one part of the trained tokens."""
+        """Inputs of the loss for one part of the trained tokens."""
         return PolicyTokens(
             logprobs_S=logprobs_C,
             old_logprobs_S=self.old_S[part],
@@ -80,7 +80,7 @@ def loss_of(algorithm: AlgorithmSection) -> Loss:
 
 
 def _custom_loss(function: Callable[..., Any], path: str) -> Loss:
-    """A loss of the user's; one number for all tokens would be taken for the loss of each."""
+    """A custom loss. It must return one value per token: a single number would count as the loss of each token."""
 
     def loss(tokens: PolicyTokens) -> Tensor:
         try:
@@ -101,5 +101,5 @@ def _custom_loss(function: Callable[..., Any], path: str) -> Loss:
 
 
 def imitation(tokens: PolicyTokens) -> Tensor:
-    """Cross-entropy: what supervised fine-tuning minimises."""
+    """Cross-entropy, as in supervised fine-tuning."""
     return -tokens.logprobs_S

@@ -38,7 +38,7 @@ from podium.weights.canary import LogprobGap
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Columns:
-    """Everything known of each token before the first forward of the update."""
+    """Everything known about each token before the first forward of the update."""
 
     trained_T: NDArray[np.bool_]
     advantages_T: NDArray[np.float32]
@@ -54,10 +54,11 @@ class PolicyUpdate:
 
     def __init__(self, engine: TrainEngine, *, max_tokens: int) -> None:
         self._engine, self._mesh, self._max_tokens = engine, engine.mesh, max_tokens
-        self._losses: dict[str, Loss] = {}  # a file of the user's is read once: a run keeps the loss it began with
+        self._losses: dict[str, Loss] = {}  # a custom loss file is read once: a run keeps the loss it began with
 
     def run(self, block: TrajectoryBlock, shard: UpdateShard, plan: UpdatePlan) -> UpdateNote:
-        """Collective. The same gradient for any number of ranks and any cut into micro-batches."""
+        """Runs an update. Collective. The gradient is the same for any number of ranks and any split into
+        micro-batches."""
         began = time.perf_counter()
         columns, proximal_s = self._columns(block, shard, plan)
         counts = self._counts(columns, block, shard)
@@ -65,7 +66,7 @@ class PolicyUpdate:
         seen: list[tuple[_Micro, Tensor, Tensor]] = []
         for batch, (num_tokens, num_sequences) in zip(shard.batches, counts, strict=True):
             if num_tokens == 0:
-                continue  # nothing to learn from on any rank: no step, so that moments do not move the weights
+                continue  # no rank has anything to learn from: no step, so that moments do not move the weights
             micro = [self._micro(block, columns, rows, plan) for rows in batch]
             divisor = normalizer(
                 plan.algorithm.reduction,
@@ -120,7 +121,7 @@ class PolicyUpdate:
         if algorithm.correction is not None:
             correction_T = _correction(block, trained_T, old_T, algorithm)
             sampling = effective_sample_size(torch.from_numpy(correction_T[trained_T]))
-            trained_T &= correction_T > 0  # what is dropped leaves the count too
+            trained_T &= correction_T > 0  # dropped tokens do not count either
         in_loss = algorithm.kl is not None and algorithm.kl.where == "loss"
         columns = _Columns(
             trained_T=trained_T,
@@ -204,7 +205,7 @@ class PolicyUpdate:
             return torch.from_numpy(np.ascontiguousarray(values_T[places_S])).to(device)
 
         objective = PolicyObjective(
-            # What is imitated counts as data does, whatever it was sampled with.
+            # Imitated tokens count like data, however they were sampled.
             temperature=plan.temperature if plan.loss == "policy" else 1.0,
             entropy=plan.algorithm.entropy if plan.loss == "policy" else 0.0,
             ties_tokens=plan.loss == "policy" and plan.algorithm.loss_spans_tokens,
@@ -284,7 +285,7 @@ def _statistics(micro: _Micro, logprobs_S: Tensor, plan: UpdatePlan) -> PolicySt
 
 
 def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> LogprobGap:
-    """Engine against learner over tokens that the current weights sampled, as the first optimizer step saw them."""
+    """Gap between engine and learner over tokens that the current weights sampled, before the first optimizer step."""
     parts = []
     for micro, logprobs_S, _ in seen:
         if not micro.is_first:
@@ -308,7 +309,7 @@ def _num_seen(seen: Sequence[tuple[_Micro, Tensor, Tensor]]) -> float:
 
 
 def _distance(seen: Sequence[tuple[_Micro, Tensor, Tensor]]) -> tuple[float, float]:
-    """k3 to the reference, where it is in the loss: sum and count."""
+    """k3 to the reference if it is in the loss: sum and count."""
     total, count = 0.0, 0.0
     for micro, logprobs_S, _ in seen:
         if micro.objective.reference_S is not None:

@@ -76,7 +76,7 @@ class RewardModelRank(RewardModel):
         return scores
 
     def _document(self, task: Task, text: EpisodeText) -> Document:
-        """The whole conversation as the reward model was trained on."""
+        """The whole conversation in the format that the reward model was trained on."""
         other = "tool" if self._spec.tools else "user"
         if task.messages is not None:
             spoken = [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The controller's view of episode runners: one that dies is replaced, and its unfinished episodes are run again."""
+"""The controller's handle of episode runners: a runner that dies is replaced, and its unfinished episodes run again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from podium.roles.handles import PHASE_S, GeneratorHandle
 
 Block = ShardResult[TrajectoryBlock]
 
-# How often one runner may die in one call before the run ends: user code cannot kill it, so something else is wrong.
+# How often one runner may die in one call before the run ends. User code cannot kill it, so the cause is elsewhere.
 _MOST_DEATHS = 3
 
 
@@ -35,7 +35,7 @@ class RunnerHandle:
     async def generate(
         self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
     ) -> AsyncIterator[Block]:
-        """As the generators' own, with an environment between the turns."""
+        """Like the generators' `generate`, with an environment between the turns."""
         count = self._group.mesh.shape.world
         shards = [
             PromptShard(prompts=tuple(prompts[first::count]), samples=samples, attempt=attempt)
@@ -48,13 +48,13 @@ class RunnerHandle:
                 if last is not None:
                     yield last
                 last = block
-        if last is not None:  # what the generators have to say of it goes with the last block
+        if last is not None:  # the generators' metrics travel with the last block
             metrics = tuple(metric for answer in served.result() for metric in answer.value)
             yield replace(last, metrics=(*last.metrics, *metrics))
 
     async def _played(self, rank: int, shard: PromptShard, plan: SamplingPlan) -> AsyncIterator[Block]:
-        """One runner's blocks. What a runner that died had finished stays; the other groups are run again under the
-        next attempt, whose random numbers are the same."""
+        """One runner's blocks. Groups that a dead runner finished are kept. Its other groups run again under the next
+        attempt, with the same random numbers."""
         for num_deaths in range(1, _MOST_DEATHS + 1):
             finished, worker = set[int](), self._group.workers[rank]
             try:

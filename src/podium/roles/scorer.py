@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A scorer: a frozen language model that says how likely it finds what others sampled. References and teachers."""
+"""A scorer: a frozen language model that computes log-probs of sampled tokens. References and teachers are scorers."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ScorerRank(Scorer):
 
 
 class HeldTensors:
-    """Tensors of a role, on the device or away."""
+    """Tensors of a role, on the device or offloaded."""
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors

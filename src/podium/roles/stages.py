@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A batch of episodes on its way through a step: a new frozen type per stage, all by reference.
 
-prompts -> Rollouts -> GradedRollouts -> TrainBatch -> UpdateReport -> a new version
-"""
+prompts -> Rollouts -> GradedRollouts -> TrainBatch -> UpdateReport -> a new version"""
 
 # N episodes · R rewards of the recipe
 
@@ -33,7 +32,7 @@ class Rollouts:
     """Finished episodes. Their tokens are in the object store."""
 
     step: int
-    version: int  # of the newest weights when they were asked for
+    version: int  # newest version of the weights when they were requested
     rows: RowRefs[TrajectoryBlock]
     note: EpisodeNote  # in the order of the rows
     tasks: Mapping[int, Task]  # by prompt index
@@ -43,7 +42,7 @@ class Rollouts:
     def of(
         cls, blocks: Sequence[ShardResult[TrajectoryBlock]], tasks: Mapping[int, Task], *, step: int, version: int
     ) -> Rollouts:
-        """Blocks as they came from generators, in ascending order of id."""
+        """Joins blocks from generators, in ascending order of id."""
         order = TrajectoryIds.concatenate([block.ids for block in blocks]).order
         return cls(
             step=step,
@@ -64,7 +63,7 @@ class Rollouts:
 
     @property
     def truncated_N(self) -> NDArray[np.bool_]:
-        """Whether a limit cut the episode off."""
+        """Whether each episode was cut off by a limit."""
         return np.isin(self.note.finish_N, TRUNCATED)
 
     def take(self, positions: Ints) -> Rollouts:
@@ -80,7 +79,7 @@ class Rollouts:
 
     @classmethod
     def join(cls, parts: Sequence[Rollouts]) -> Rollouts:
-        """Several of one step as one, ids ascending."""
+        """Joins several batches of one step into one, ids ascending."""
         if len(parts) == 1:
             return parts[0]
         order = TrajectoryIds.concatenate([part.rows.ids for part in parts]).order
@@ -102,11 +101,11 @@ class Rollouts:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GradedRollouts:
-    """Rollouts with one reward each; episodes that could not be graded are gone or count as the recipe says."""
+    """Rollouts with one reward each. Episodes that could not be graded are removed, or count as the recipe says."""
 
     rollouts: Rollouts
     rewards_N: Floats  # the weighted sum of all rewards, the environment's and what shaping adds
-    values_NR: Floats  # each reward of the recipe for itself; NaN: does not apply
+    values_NR: Floats  # each reward of the recipe by itself; NaN: does not apply
     shaping_N: Floats
     names: tuple[str, ...]
     num_failed: int  # episodes without a reward
@@ -136,7 +135,7 @@ class GradedRollouts:
 
     @classmethod
     def join(cls, parts: Sequence[GradedRollouts]) -> GradedRollouts:
-        """The episodes of several rounds as one batch, ordered by id."""
+        """Joins the episodes of several rounds into one batch, ordered by id."""
         if len(parts) == 1:
             return parts[0]
         order = TrajectoryIds.concatenate([part.rollouts.rows.ids for part in parts]).order
@@ -161,19 +160,19 @@ class GradedRollouts:
 
     @property
     def last_token_rewards_N(self) -> Floats:
-        """The part of the rewards that belongs to an episode's end: turns have had theirs on the way."""
+        """The part of the rewards that belongs to an episode's last token, without the rewards of turns."""
         turns = self.rollouts.note.turn_rewards
         return self.rewards_N - np.bincount(turns.row_K, turns.reward_K, minlength=len(self.rewards_N))
 
     @cached_property
     def uniform_N(self) -> NDArray[np.bool_]:
-        """Episodes whose group has the same reward throughout: a comparison within the group says nothing of them."""
+        """Mask of episodes whose group has one reward throughout: a comparison within the group gives no signal."""
         _, group = np.unique(self.group_N, return_inverse=True)
         low = np.full(int(group.max(initial=-1)) + 1, np.inf)
         high = -low
         np.minimum.at(low, group, self.rewards_N)
         np.maximum.at(high, group, self.rewards_N)
-        # As estimators have it: what differs by rounding only gives no advantage.
+        # As in the estimators: a difference by rounding alone gives no advantage.
         close = high - low <= RELATIVE_SPREAD * np.maximum(np.abs(low), np.abs(high))
         uniform: NDArray[np.bool_] = close[group]
         return uniform
@@ -185,13 +184,13 @@ class ReferenceLogprobs:
 
     logprobs: RowRefs[TokenColumn]
     distance: DistanceNote
-    penalty_N: Floats  # what the KL takes off each episode's reward; 0 unless the recipe has the KL in the reward
+    penalty_N: Floats  # what the KL subtracts from each episode's reward; 0 unless the recipe has the KL in the reward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TeacherAdvantages:
-    """On-policy distillation: the teachers' log-probs of the sampled tokens, by reference. The learner takes its own
-    log-probs off, which gives an advantage for every token. The weights sum to 1."""
+    """On-policy distillation: the teachers' log-probs of the sampled tokens, by reference. The learner subtracts its
+    own log-probs, which gives an advantage for every token. The weights sum to 1."""
 
     logprobs: tuple[RowRefs[TokenColumn], ...]
     weights: tuple[float, ...]
@@ -207,8 +206,8 @@ class TokenAdvantages:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Advantages:
-    """One advantage for each episode, or None where the learner makes returns of each token from the rewards.
-    `whiten`: over all tokens of the step."""
+    """One advantage for each episode, or None if the learner computes returns of each token from the rewards. `whiten`:
+    over all tokens of the step."""
 
     values_N: Floats | None
     whiten: bool = False
@@ -219,8 +218,8 @@ AnyAdvantages = Advantages | TokenAdvantages | TeacherAdvantages
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainBatch:
-    """Episodes of one step with what the policy learns from: an advantage for each episode, or for each token by
-    reference (a critic's, or from teachers), or the rewards that returns are made of."""
+    """Episodes of one step with their training signal: an advantage for each episode, or for each token by reference
+    (from a critic or teachers), or the rewards that returns are computed from."""
 
     step: int
     lr: float
@@ -238,20 +237,20 @@ class TrainBatch:
         return len(self.graded)
 
     def take(self, positions: Ints) -> TrainBatch:
-        """Some of the episodes; what is by reference is cut when it is handed out."""
+        """Some of the episodes. Columns by reference are cut when they are sent."""
         advantages = self.advantages
         if isinstance(advantages, Advantages) and advantages.values_N is not None:
             advantages = replace(advantages, values_N=advantages.values_N[positions])
         return replace(self, graded=self.graded.take(positions), advantages=advantages)
 
     def without_truncated(self) -> TrainBatch:
-        """Without episodes that ended at a limit of tokens or turns instead of at a stop token."""
+        """The batch without episodes that ended at a limit of tokens or turns instead of at a stop token."""
         return self.take(np.flatnonzero(~self.rollouts.truncated_N))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateReport:
-    """What an update of the policy did, over all ranks."""
+    """Results of a policy update, over all ranks."""
 
     statistics: PolicyStatistics
     gap: LogprobGap
@@ -273,7 +272,7 @@ class UpdateReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CriticReport:
-    """What an update of the critic did, over all ranks."""
+    """Results of a critic update, over all ranks."""
 
     statistics: ValueStatistics
     losses: tuple[float, ...]

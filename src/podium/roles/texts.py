@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories as text: what the policy said, and in episodes of several turns what came back."""
+"""Trajectories as text: the policy's turns, and in episodes of several turns the environment's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes as packed rows, and the rewards of their tokens: for the policy's update and the critic's."""
+"""Packs episodes into rows and places their rewards on tokens, for the policy's update and the critic's."""
 
 # N episodes · T tokens of all of them
 
@@ -19,8 +19,8 @@ from podium.roles.carriers import TurnRewards
 def packed_rows(
     block: TrajectoryBlock, trained_T: NDArray[np.bool_], rows: Ints
 ) -> tuple[PackedBatch, Ints, Ints, int]:
-    """(micro-batch, place in the block of each trained token, its sequence, number of sequences). What follows a row's
-    last trained token is left out; rows without one are left out whole."""
+    """Returns (micro-batch, block position of each trained token, its sequence, number of sequences). Tokens after a
+    row's last trained token are left out, and so are rows without one."""
     documents: list[Document] = []
     begins: list[int] = []
     for row in rows.tolist():
@@ -31,7 +31,7 @@ def packed_rows(
             last = int(trained_places[-1]) + 1
             documents.append(Document(tokens=block.tokens_T[begin : begin + last], trained=trained[:last]))
             begins.append(begin)
-    # Neighbours of one length are attended to in one call.
+    # Neighbours of equal length share one attention call.
     order = sorted(range(len(documents)), key=lambda at: documents[at].num_inputs)
     places = [begins[at] + np.flatnonzero(documents[at].trained) for at in order]
     places_S = np.concatenate(places) if places else np.empty(0, np.int64)
@@ -48,8 +48,8 @@ def token_rewards(
     algorithm: AlgorithmSection,
     kl_coefficient: float,
 ) -> NDArray[np.float32]:
-    """Each episode's reward on its last trained token, turns' rewards on their own, less the KL where it is in the
-    reward."""
+    """Each episode's reward on its last trained token, and turns' rewards on their own tokens. The KL is subtracted if
+    it is in the reward."""
     rewards_T = np.zeros(len(block.tokens_T), np.float32)
     places = np.where(trained_T, np.arange(len(trained_T)), -1)
     if len(block.ids):
