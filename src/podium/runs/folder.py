@@ -27,7 +27,7 @@ Status = Literal["starting", "running", "stopped", "failed", "finished"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFolder:
-    """Paths of one run. Everything that is not metrics or checkpoints is written by rank 0 or the launcher."""
+    """Paths of one run. Rank 0 or the launcher writes everything except metrics and checkpoints."""
 
     path: Path
 
@@ -53,12 +53,12 @@ class RunFolder:
 
     @property
     def console_file(self) -> Path:
-        """What rank 0 prints, where the ranks are not children of the process that launched them."""
+        """Output of rank 0, if the ranks are not children of the process that launched them."""
         return self.path / "console.log"
 
     @property
     def stop_file(self) -> Path:
-        """Its presence asks the ranks to save and stop."""
+        """File that tells the ranks to save and stop."""
         return self.path / "stop-requested"
 
     @property
@@ -72,7 +72,7 @@ class RunFolder:
 
     @classmethod
     def check_free(cls, recipe: Recipe) -> None:
-        """Raises where another run has the recipe's folder."""
+        """Raises an error if another run uses the recipe's folder."""
         folder = cls._of(recipe)
         if not folder.path.exists() or folder._was_never_begun():
             return
@@ -86,8 +86,8 @@ class RunFolder:
     def create(
         cls, recipe: Recipe, *, files: Mapping[str, str] | None = None, lineage: Mapping[str, Any] | None = None
     ) -> RunFolder:
-        """A new folder with the recipe in it, fingerprints of the files that a resumed run must find unchanged, and the
-        run's lineage. A run that has begun is never written over; what a killed start left is."""
+        """Creates a folder with the recipe, the run's lineage, and fingerprints of the files that must not change
+        before a resume. Never overwrites a run that has begun, only the remains of a killed start."""
         cls.check_free(recipe)
         folder = cls._of(recipe)
         path = folder.path
@@ -107,7 +107,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """An existing run."""
+        """Opens an existing run."""
         folder = cls(path=Path(path))
         if not folder.path.is_dir():
             raise RunFolderError(
@@ -147,13 +147,13 @@ class RunFolder:
         write_atomically(self.recipe_file, dump_recipe(recipe))
 
     def discard_if_never_begun(self) -> None:
-        """Removes a folder whose run failed before its first step: nothing is half-written, the name is free again."""
+        """Removes the folder of a run that failed before its first step, so that its name is free again."""
         with contextlib.suppress(OSError, RunFolderError, KeyError):
             if self.status == "starting":
                 shutil.rmtree(self.path)
 
     def mark_failed(self, error: BaseException) -> None:
-        """Says so in run.json, and adds to the error how to continue."""
+        """Records the failure in run.json, and adds to the error how to continue."""
         with contextlib.suppress(OSError, RunFolderError):
             if self.path.exists():
                 self.update(status="failed")
@@ -163,7 +163,7 @@ class RunFolder:
                     error.add_note(f"continue from the checkpoint of step {step} with: podium resume {self.path}")
 
     def _was_never_begun(self) -> bool:
-        """Left by a process that was killed before the first step, and held by none."""
+        """Whether a process that was killed before the first step left this folder, and no process holds it."""
         with contextlib.suppress(OSError, RunFolderError, KeyError):
             if self._state_file.is_file() and self.status == "starting":
                 with self.held():
@@ -171,7 +171,7 @@ class RunFolder:
         return False
 
     def held(self) -> contextlib.AbstractContextManager[None]:
-        """Only one process runs a folder at a time."""
+        """Holds the folder: only one process runs it at a time."""
         return held(self.path)
 
     def saved_steps(self) -> list[int]:
@@ -180,22 +180,22 @@ class RunFolder:
         return sorted(int(name) for name in names if name.isdigit())
 
     def forget_samples_after(self, step: int) -> None:
-        """A resumed run answers the later evaluations again."""
+        """Removes samples of later steps: a resumed run evaluates them again."""
         if self.samples_file.exists():
             lines = self.samples_file.read_text(encoding="utf-8").splitlines(keepends=True)
             kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
             write_atomically(self.samples_file, "".join(kept_lines))
 
     def cpu_settings(self, num_ranks: int) -> CpuSettings | None:
-        """What a run on so many ranks computes with on CPU, if it has begun. A resumed run keeps it: the number of
-        threads changes the order of sums."""
+        """CPU settings of a run on this many ranks, if it has begun. A resumed run keeps them: the number of threads
+        changes the order of sums."""
         known = self.state().get("cpu", {})
         if known.get("ranks") != num_ranks:
             return None
         return CpuSettings(threads=known["threads"], onednn=known["onednn"], measured="as before")
 
     def note_cpu_settings(self, num_ranks: int, settings: CpuSettings) -> None:
-        """For `cpu_settings` of a resumed run."""
+        """Stores the CPU settings for a resumed run."""
         self.update(cpu={"ranks": num_ranks, "threads": settings.threads, "onednn": settings.onednn})
 
     def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
@@ -212,7 +212,8 @@ def is_pipeline_folder(path: str | Path) -> bool:
 
 @contextlib.contextmanager
 def held(path: Path) -> Iterator[None]:
-    """Keeps other processes out of a folder; the operating system lets go when this process ends, however."""
+    """Locks a folder against other processes. The operating system releases the lock when this process ends in any
+    way."""
     try:
         lock = (path / "run.lock").open("a+")
     except OSError as error:
@@ -227,12 +228,12 @@ def held(path: Path) -> Iterator[None]:
                     raise RunFolderError(
                         f"{path} is being run by another process right now. Wait for it, or end it first."
                     ) from error
-            time.sleep(_LOCK_PAUSE_S)  # a process that only looks whether it is held lets go at once
+            time.sleep(_LOCK_PAUSE_S)  # a process that only tests the lock releases it at once
         yield
 
 
 def is_held(path: Path) -> bool:
-    """Whether a process runs the folder now."""
+    """Whether a process is running the folder now."""
     try:
         with (path / "run.lock").open("r") as file:  # also where nothing can be written
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -254,7 +255,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def _versions() -> dict[str, str]:
-    """Of Python and what Podium computes with."""
+    """Versions of Python and of the libraries that Podium computes with."""
     names = ("podium", "torch", "transformers", "numpy")
     versions = {}
     for name in names:

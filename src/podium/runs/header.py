@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first lines that a run prints: what runs, where."""
+"""The first lines that a run prints: program, model and devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ def header_lines(
     recipe: Recipe, folder: RunFolder, *, resume_step: int, step_size: str, model: str, devices: str,
     cpu: CpuSettings | None,
 ) -> list[str]:  # fmt: skip
-    """`step_size` is what one step has ("8192 tokens"); `model` and `devices` are described by the caller."""
+    """Header of a run. `step_size` is the size of one step ("8192 tokens"); the caller describes `model` and
+    `devices`."""
     lines = [
         f"run: {folder.path}" + (f" (resumed after step {resume_step})" if resume_step else ""),
         f"program: {recipe.program}, {recipe.steps} steps of {step_size}",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: the first one saves and stops the run, the second ends it at once."""
+"""Handles Ctrl-C and SIGTERM: the first one saves and stops the run, the second ends it at once."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ STOPPING = "\nstopping after this step and saving; press Ctrl-C again to end at 
 
 
 class InterruptHandler:
-    """First SIGINT or SIGTERM: ask the ranks to save and stop. Second: end them."""
+    """The first SIGINT or SIGTERM tells the ranks to save and stop. The second ends them."""
 
     def __init__(self, stop_file: Path | None) -> None:
         self._stop_file = stop_file
         self._asked = False
         self.ended = False
-        self._others = set(multiprocessing.active_children())  # of the caller: not ours to end
+        self._others = set(multiprocessing.active_children())  # child processes of the caller, which are not ended here
         self._before: dict[int, Any] = {}
         self._on_end: Callable[[], object] = lambda: None
 
     def on_end(self, end: Callable[[], object]) -> None:
-        """What else ends the ranks, where they are not children of this process."""
+        """Registers how to end ranks that are not children of this process."""
         self._on_end = end
 
     def __enter__(self) -> InterruptHandler:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where weights come from: which recipe, data, parent weights and code made them. Torch-free.
+"""Lineage of weights: the recipe, data, parent weights and code that produced them. Torch-free.
 
-A run keeps its lineage in run.json. An exported folder carries it on in podium.json, so that a run which begins with
-those weights knows their whole descent, also where the earlier folders are gone.
-"""
+A run keeps its lineage in run.json. An exported folder carries it in podium.json. A run that begins with those weights
+thus knows their whole lineage, even if the earlier folders are gone."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ _SHORT = 12
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A resolved recipe and what it reads; contents are looked at when they are first asked for."""
+    """A resolved recipe and its input files, which are read on first use."""
 
     recipe: Recipe
     model: Path  # the folder of model.path
@@ -47,12 +46,12 @@ class Prepared:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Of the recipe and its inputs."""
+        """Fingerprint of the recipe and its inputs."""
         return recipe_fingerprint(self.recipe, self.inputs)
 
     def lineage(self, before: Mapping[str, Any] | None = None, *, step: int = 0) -> dict[str, Any]:
-        """For run.json. `before`: the lineage of a run that continues after `step`. Other code may have made its
-        earlier steps."""
+        """Lineage for run.json. `before`: the lineage of a run that continues after `step`. Different code may have
+        produced its earlier steps."""
         codes = list((before or {}).get("code", ()))
         now = code_version()
         if not codes or {**codes[-1], "after_step": 0} != {**now, "after_step": 0}:
@@ -65,8 +64,8 @@ class Prepared:
         }
 
     def _ancestors(self) -> dict[str, Any]:
-        """Fingerprint of weights -> the note of what made them, for all that these weights descend from. Flat, because
-        two of them may descend from the same."""
+        """Fingerprint of weights -> note of the run that produced them, for all ancestors of these weights. Flat,
+        because two of them may share an ancestor."""
         ancestors: dict[str, Any] = {}
         for each in self.inputs:
             folder = self.model if each.key == "model.path" else Path(each.path)
@@ -79,8 +78,8 @@ class Prepared:
 
 @functools.cache
 def code_version() -> Mapping[str, str]:
-    """Podium's version, and a hash over its own Python files that tells a changed checkout from it. As it was when this
-    process first asked: what is changed later, it does not run."""
+    """Podium's version, and a hash of its Python files that identifies a changed checkout. Computed on first use: this
+    process does not run later changes."""
     source = Path(__file__).parents[1]
     files = sorted(source.rglob("*.py"))
     names = "\n".join(str(file.relative_to(source)) for file in files)
@@ -88,12 +87,12 @@ def code_version() -> Mapping[str, str]:
 
 
 def short(fingerprint: str | None) -> str:
-    """As it is shown."""
+    """A shortened fingerprint for display."""
     return "-" if fingerprint is None else fingerprint[:_SHORT]
 
 
 def write_note(run: RunFolder, out: Path, *, step: int) -> None:
-    """Puts a run's lineage beside the weights that were exported from it."""
+    """Writes a run's lineage beside the weights that were exported from it."""
     state = run.state()
     note = {
         "format": _FORMAT,
@@ -106,8 +105,9 @@ def write_note(run: RunFolder, out: Path, *, step: int) -> None:
 
 
 def require_what_export_reads(run: RunFolder) -> None:
-    """Not everything is in a checkpoint: the base of an adapter and the list of new tokens are read again. Raises where
-    they are not what the run was trained with, because the weights would then be of no model that ever was."""
+    """Checks files that are not in a checkpoint but are read again: the base of an adapter and the list of new tokens.
+    Raises an error if they differ from those of the training run, because the exported weights would then match no
+    trained model."""
     model = run.recipe().model
     known = {each["key"]: each["fingerprint"] for each in inputs_of(run.state().get("lineage", {}))}
     inputs: dict[str, tuple[str, str]] = {}
@@ -128,7 +128,7 @@ def require_what_export_reads(run: RunFolder) -> None:
 
 
 def read_note(folder: str | Path) -> dict[str, Any] | None:
-    """The lineage of an exported folder; None where there is none that can be read."""
+    """The lineage of an exported folder; None if it is missing or unreadable."""
     try:
         note = json.loads((Path(folder) / NOTE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -137,7 +137,7 @@ def read_note(folder: str | Path) -> dict[str, Any] | None:
 
 
 def inputs_of(lineage: Mapping[str, Any], kind: str | None = None) -> Sequence[Mapping[str, Any]]:
-    """What a run read, of one kind or of all; entries that are not whole are left out."""
+    """Inputs of a run, of one kind or of all; incomplete entries are left out."""
     inputs = lineage.get("inputs", ()) if isinstance(lineage, Mapping) else ()
     needed = {"key", "kind", "path", "fingerprint"}
     whole = [each for each in inputs if isinstance(each, Mapping) and needed <= each.keys()]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run reports: to its metrics file, its loggers, the console, and as samples in its folder."""
+"""Reports of a run: to its metrics file, its loggers, the console, and as samples in its folder."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from podium.runs.result import end_status
 def open_log(
     stack: ExitStack, recipe: Recipe, folder: RunFolder, console: Console, *, step: int, is_main: bool = True
 ) -> RunLog:
-    """The log of a run that begins after `step` steps, without what an earlier attempt wrote of later steps. Closed by
-    `stack`. Ranks other than the first write nothing."""
+    """Opens the log of a run that begins after `step` steps, without an earlier attempt's records of later steps.
+    `stack` closes it. Ranks other than the first write nothing."""
     loggers: Sequence[Logger] = ()
     metrics = None
     if is_main:
@@ -40,7 +40,7 @@ def open_log(
 
 
 class RunLog:
-    """Of one process. `metrics` is None, and the others are silent, on every rank but the first."""
+    """Log of one process. On every rank but the first, `metrics` is None and the others are silent."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class RunLog:
         self.last_loss: float | None = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """To the metrics file and all loggers."""
+        """Writes to the metrics file and all loggers."""
         metrics = StepMetrics(step=step, time_s=time.time(), values=values)
         if self._metrics is not None:
             self._metrics.append(metrics)
@@ -66,7 +66,7 @@ class RunLog:
             logger.log(metrics)
 
     def step(self, view: StepView, values: Mapping[str, float]) -> None:
-        """A finished step: its metrics, and a line on the console with the time that is left."""
+        """Logs a finished step: its metrics, and a console line with the remaining time."""
         self.write(view.step, values)
         self.last_loss = values.get("loss")
         num_done = view.step - self._first_step
@@ -76,7 +76,7 @@ class RunLog:
         self.console.step(replace(view, eta_s=seconds_per_step * (self._recipe.steps - view.step)))
 
     def evaluation(self, view: EvaluationView, values: Mapping[str, float], answers: Sequence[SampleView]) -> None:
-        """A finished evaluation: its metrics, its place on the console, and its answers in the run folder."""
+        """Logs a finished evaluation: its metrics, its console output, and its answers in the run folder."""
         self.write(view.step, values)
         self.console.evaluation(view)
         if answers:
@@ -86,6 +86,6 @@ class RunLog:
                 logger.text(view.step, "samples", text)
 
     def finish(self, step: int) -> None:
-        """The run is over: all steps are done, or a stop was asked for."""
+        """Logs the end of the run: all steps are done, or a stop was requested."""
         self._folder.stop_file.unlink(missing_ok=True)
         self._folder.update(status=end_status(self._recipe, step), step=step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a run saves and evaluates."""
+"""Decides when a run saves and evaluates."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from podium.recipe import Recipe
 
 
 class Milestones:
-    """What is due at which step, and which step was saved and evaluated last. A step that is saved and evaluated is
-    saved first: an evaluation runs the user's code, and may fail."""
+    """Which steps save and evaluate, and which step was saved and evaluated last. Saving comes before evaluating,
+    because an evaluation runs user code and may fail."""
 
     def __init__(self, recipe: Recipe, step: int, *, evaluates: bool) -> None:
         self._recipe, self._evaluates = recipe, evaluates
@@ -16,7 +16,7 @@ class Milestones:
         self.evaluated_step: int | None = None
 
     def starts_with_evaluation(self, step: int) -> bool:
-        """Before the first step of a new run, if the recipe says so."""
+        """Whether a new run evaluates before its first step."""
         return step == 0 and self._recipe.evaluation.at_start
 
     def save_is_due(self, step: int) -> bool:
@@ -28,7 +28,7 @@ class Milestones:
         return self._evaluates and _is_due(self._recipe.evaluation.every, step)
 
     def last_evaluation_is_due(self, step: int) -> bool:
-        """At the end of a run whose steps are all done."""
+        """Whether a run that finished all its steps still needs an evaluation."""
         return self._evaluates and step >= self._recipe.steps and self.evaluated_step != step
 
 

@@ -19,13 +19,13 @@ from podium.runs.folder import PIPELINE_STATE, RunFolder, held, is_pipeline_fold
 
 StageStatus = Literal["waiting", "running", "stopped", "failed", "done"]
 _EARLIER = ".earlier"
-# What a start that was killed may have left in a folder that is not yet a pipeline's.
+# Files that a killed start may have left in a folder that is not yet a pipeline's.
 _OF_A_START = {"recipe.yaml", "recipe.yaml.tmp", PIPELINE_STATE + ".tmp", "run.lock"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord:
-    """What pipeline.json knows of a stage. `fingerprint` is of what its folder was begun with."""
+    """The entry of a stage in pipeline.json. `fingerprint` is that of the stage when its folder was created."""
 
     status: StageStatus = "waiting"
     fingerprint: str | None = None
@@ -48,16 +48,17 @@ class PipelineFolder:
         return self.path / PIPELINE_STATE
 
     def run(self, stage: str) -> RunFolder:
-        """The folder of a stage, an ordinary one."""
+        """The run folder of a stage."""
         return RunFolder(path=self.path / stage)
 
     def export(self, stage: str) -> Path:
-        """Where a stage's weights are for the stages after it."""
+        """Exported weights of a stage, for the stages after it."""
         return self.path.absolute() / stage / "export"
 
     @classmethod
     def at(cls, recipe: PipelineRecipe) -> PipelineFolder:
-        """The folder that a recipe names: a new one, or one of an earlier time. What is something else is refused."""
+        """The folder that a recipe names: a new one, or that of an earlier run of the pipeline. Any other folder is
+        refused."""
         if recipe.run.name is None:
             raise RecipeError("run.name: a recipe that was not read from a file needs a name for its folder.")
         folder = cls(path=Path(recipe.run.folder) / recipe.run.name)
@@ -71,13 +72,13 @@ class PipelineFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> PipelineFolder:
-        """An existing pipeline."""
+        """Opens an existing pipeline."""
         if not is_pipeline_folder(path):
             raise RunFolderError(f"{path} is not the folder of a pipeline: it has no {PIPELINE_STATE}.")
         return cls(path=Path(path))
 
     def recipe(self, overrides: tuple[str, ...] = ()) -> PipelineRecipe:
-        """As it was last run, changed by `--set`."""
+        """The recipe of the last run, with its `--set` changes."""
         for text in overrides:
             if text.startswith("defaults"):
                 raise RecipeError(
@@ -87,7 +88,7 @@ class PipelineFolder:
         return parse_pipeline(overridden(read_values(self.recipe_file), overrides), origin=str(self.recipe_file))
 
     def create_and_hold(self) -> contextlib.AbstractContextManager[None]:
-        """Makes the folder if need be, and keeps other processes out of it."""
+        """Creates the folder if needed, and locks it against other processes."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -95,7 +96,7 @@ class PipelineFolder:
         return held(self.path)
 
     def begin(self, recipe: PipelineRecipe) -> None:
-        """Notes what is run now; what is known of stages stays known."""
+        """Records the recipe of this run; the records of stages stay."""
         write_atomically(self.recipe_file, dump_recipe(recipe))
         self.update(status="running", order=list(recipe.order()), parents=recipe.parents())
 
@@ -121,17 +122,17 @@ class PipelineFolder:
         write_atomically(self._state_file, json.dumps({**state, **values}, indent=1))
 
     def record(self, stage: str) -> StageRecord:
-        """What is noted of a stage; empty for one that never ran."""
+        """The record of a stage; empty for a stage that never ran."""
         known: Mapping[str, Any] = self.state().get("stages", {}).get(stage, {})
         return StageRecord(**known)
 
     def note(self, stage: str, record: StageRecord) -> None:
-        """Writes down how a stage stands."""
+        """Writes the record of a stage."""
         values = {name: getattr(record, name) for name in StageRecord.__slots__}
         self.update(stages={**self.state().get("stages", {}), stage: values})
 
     def set_aside(self, stage: str) -> Path | None:
-        """Moves the folder of a stage out of the way of a new beginning. None: there was nothing."""
+        """Moves the folder of a stage aside so that the stage can start again. None: there was no folder."""
         run = self.run(stage).path
         if not run.exists():
             return None

@@ -28,7 +28,7 @@ class RunResult:
 
 
 def left_early(program: str, step: int) -> ProgramError:
-    """Of a program that returned while its run had steps to do."""
+    """The error for a program that returned before its last step."""
     return ProgramError(
         f"program {program} returned after step {step}, before the loop over run.steps() ended, and the last steps are "
         "not saved. Let the loop end by itself: it ends after `steps` steps, and when a stop is asked for."
@@ -36,5 +36,5 @@ def left_early(program: str, step: int) -> ProgramError:
 
 
 def end_status(recipe: Recipe, step: int) -> EndStatus:
-    """Whether a run that ended at this step did all its steps."""
+    """Whether a run that ended at this step finished all its steps."""
     return "finished" if step >= recipe.steps else "stopped"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What there is to know of a run, a pipeline or an exported folder, as lines of text. Torch-free and quick."""
+"""Describes a run, a pipeline or an exported folder as lines of text. Torch-free and fast."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHOWN_METRICS = 8
 
 
 def show_lines(path: Path) -> list[str]:
-    """Of whichever kind of folder it is."""
+    """Lines for a folder of any of these kinds."""
     if is_pipeline_folder(path):
         return _pipeline_lines(PipelineFolder.open(path))
     note = read_note(path)
@@ -81,7 +81,7 @@ def _facts(note: Mapping[str, Any]) -> list[str]:
 
 
 def _descent(lineage: Mapping[str, Any], *, deep: bool = True) -> list[str]:
-    """What a run read, and for weights that came from another run what that one read, back to the first."""
+    """Inputs of a run and, for weights that came from another run, of that run, back to the first."""
     return list(_branch(lineage, _mapping(lineage.get("ancestors")), "", set(), deep=deep))
 
 
@@ -127,7 +127,7 @@ def _state(run: RunFolder) -> Mapping[str, Any]:
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
-    """What was noted of a descent may be cut or of another time: what cannot be read is not shown."""
+    """A recorded lineage may be incomplete or of another version: unreadable parts are not shown."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -139,7 +139,7 @@ def _status(path: Path, state: Mapping[str, Any]) -> str:
 
 
 def _step(run: RunFolder, state: Mapping[str, Any]) -> int:
-    """The last known step: from the metrics while a run is running, else where it ended."""
+    """The last known step: from the metrics of an active run, else from its end."""
     if state.get("status") in ("finished", "stopped") and "step" in state:
         return int(state["step"])
     return max((line.step for line in _metrics(run)), default=0)
@@ -155,7 +155,7 @@ def _checkpoints(run: RunFolder) -> str:
 
 
 def _heldout_lines(run: RunFolder) -> list[str]:
-    """The first and the last value of everything that is measured on held-out data."""
+    """The first and the last value of every held-out metric."""
     measured: dict[str, list[tuple[int, float]]] = {}
     for line in _metrics(run):
         for name, value in line.values.items():
