@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy answers for evaluation, by the native engine on every rank: with the learner's own modules on one device, and
-with a whole copy of them where they are sharded. A model too large for a copy answers sharded, and slowly."""
+"""Greedy answers for evaluation, by the native engine on every rank. The engine uses the learner's modules on one
+device, and a full copy if they are sharded. A model too large for a copy generates sharded, and slowly."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from podium.spmd.generation import greedy_answers
 from podium.weights.published import PublishedWeights
 from podium.weights.whole_copy import WholeCopy
 
-# A step of decoding takes milliseconds, so this is a bug and not a wait.
+# A decoding step takes milliseconds, so reaching this is a bug.
 _DEADLINE_S = 600.0
-# Of the memory that is free, a whole copy may take this share.
+# A full copy may take this share of the free memory.
 _COPY_SHARE = 0.6
-# Compiling the layers for decoding takes half a minute; fewer tokens are sampled sooner without.
+# Compiling the layers for decoding takes half a minute; fewer tokens than this are faster without.
 _WORTH_COMPILING = 200_000
 
 
@@ -83,7 +83,7 @@ class Answerer:
         self._open()  # now, so that a size that is unavailable is reported before the first step
 
     def answers(self) -> list[Tokens]:
-        """The most likely continuation of each prompt, without the token that ended it; in order, on every rank."""
+        """The most likely continuation of each prompt, without its stop token; in order, on every rank."""
         mesh = self._mesh
         if self._native is None:
             return greedy_answers(
@@ -100,12 +100,12 @@ class Answerer:
             self._engine.model.train()
         merged = {each.id.prompt_index: each for part in mesh.gather(done) for each in part}
         for row, each in sorted(merged.items()):
-            if each.error is not None:  # on all ranks alike
+            if each.error is not None:  # the same on all ranks
                 raise RolloutError(f"evaluation.generation: held-out prompt {row} cannot be answered: {each.error}")
         return [self._without_end(merged[row].tokens_L) for row in range(len(self._prompts))]
 
     def _generated(self) -> list[Completion]:
-        """This rank's share of the prompts, answered; the engine is awake only meanwhile."""
+        """Answers this rank's share of the prompts. The engine is awake only during this call."""
         native = self._native
         assert native is not None
         native.wake()
@@ -123,7 +123,8 @@ class Answerer:
             native.sleep()
 
     def _open(self) -> None:
-        """Builds the engine and lets it sleep; none where a whole copy of a sharded model does not fit on some rank."""
+        """Builds the engine and puts it to sleep. Returns none if a full copy of a sharded model does not fit on some
+        rank."""
         mesh, model = self._mesh, self._engine.language_model
         if mesh.world > 1:
             size = sum(spec.nbytes for spec in self._weights.manifest)

@@ -27,17 +27,17 @@ from podium.spmd.answering import Answerer
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 HeldoutMeasure = Callable[[SplitExamples], Mapping[str, float]]
-"""Held-out examples -> numbers over all ranks, `loss` among them. Collective."""
+"""Held-out examples -> metrics over all ranks, `loss` among them. Collective."""
 
-# Held-out prompts that are answered, and how long answers get, where the recipe does not say.
+# Default number of held-out prompts to answer, and default length of answers.
 _PROMPTS, _NEW_TOKENS = 4, 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Evaluation:
-    """One evaluation: numbers for the metrics, and what a person is shown. `answers` is empty without generation."""
+    """One evaluation: metrics, and the text shown to a person. `answers` is empty without generation."""
 
-    measured: Mapping[str, float]  # `loss`, and what else the program measures
+    measured: Mapping[str, float]  # `loss`, and the program's other measurements
     score: float | None
     answers: tuple[SampleView, ...]
     view: EvaluationView
@@ -49,7 +49,7 @@ class Evaluation:
 
 
 def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
-    """The loss of tokens, as language models are measured."""
+    """Mean loss per token, as is usual for language models."""
 
     def measure(split: SplitExamples) -> Mapping[str, float]:
         total = engine.loss_sum([pack_examples(part).packed for part in split.parts], loss)
@@ -60,7 +60,7 @@ def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
 
 
 class Evaluator:
-    """Holds the held-out examples of this rank, read once; the same numbers for any number of ranks."""
+    """Holds the held-out examples of this rank, read once. The metrics are the same for any number of ranks."""
 
     def __init__(
         self, recipe: SpmdRecipe, engine: TrainEngine, tokenizer: Any, folder: Path, *, max_tokens: int
@@ -69,7 +69,7 @@ class Evaluator:
         self._generation = recipe.generation
         self._tokenizer = tokenizer
         assert recipe.data.max_length is not None
-        # What is too long to train on is cut, not refused, when it is only measured.
+        # Held-out examples that are too long are truncated instead of refused.
         overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong
         maker = ExampleMaker(self._tokenizer, shape_of(recipe), recipe.trained, recipe.data.max_length, overlong)
         examples = tuple(read_examples(recipe.data.heldout, "data.heldout", maker, recipe.evaluation.max_documents))
@@ -99,7 +99,7 @@ class Evaluator:
             self._score = _score_function(self._generation)
 
     def run(self, step: int, measure: HeldoutMeasure) -> Evaluation:
-        """Collective: all ranks evaluate together and get the same numbers."""
+        """Evaluates. Collective: all ranks evaluate together and get the same metrics."""
         began = time.perf_counter()
         measured = measure(self._split)
         answers = self._answers() if self._generation is not None else ()
@@ -137,7 +137,7 @@ class Evaluator:
 
 
 def exact_match(answer: str, reference: str, row: Mapping[str, Any]) -> float:
-    """1 when the answer is the reference, white space around it aside."""
+    """1 if the answer equals the reference, ignoring surrounding white space."""
     return float(answer.strip() == reference.strip())
 
 
@@ -171,7 +171,7 @@ def _checked(score: Any) -> float:
 
 
 def _question(prompt: Prompt, tokenizer: Any) -> str:
-    """The question as a person would read it: the last message of a chat, or the prompt's text."""
+    """The question in readable form: the last message of a chat, or the prompt's text."""
     messages = prompt.values.get("messages") or prompt.values.get("prompt") or prompt.values.get("chosen")
     if isinstance(messages, list):
         questions = [message.get("content") for message in messages if message.get("role") == "user"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a sharded checkpoint to a plain Hugging Face folder, or to an adapter that plain peft loads."""
+"""Exports a sharded checkpoint to a plain Hugging Face folder, or to an adapter that plain peft loads."""
 
 from __future__ import annotations
 
@@ -30,11 +30,9 @@ ExportDtype = Literal["float32", "bfloat16"]
 def export_checkpoint(
     folder: RunFolder, out: Path, *, which: Which, dtype: ExportDtype | None, adapter: bool = False
 ) -> int:
-    """Writes weights (padding rows cut off), config, tokenizer and generation config; returns the exported step. An
-    adapter is merged into its base, or with `adapter` written alone.
-
-    The folder appears under its name only when it is complete.
-    """
+    """Writes weights (without padding rows), config, tokenizer and generation config; returns the exported step. An
+    adapter is merged into its base, or with `adapter` written alone. The folder appears under its name only when it is
+    complete."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RunFolderError(f"{out} exists already and is not empty. Give a new folder.")
     transformers.logging.set_verbosity_error()
@@ -83,7 +81,7 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
         if (source / "generation_config.json").is_file():
             hf.generation_config = transformers.GenerationConfig.from_pretrained(source)
         if isinstance(recipe, RewardModelRecipe):
-            # transformers finds the last token of a padded batch by it, and refuses a batch without.
+            # transformers uses it to find the last token of a padded batch, and refuses a batch without it.
             hf.config.pad_token_id = (
                 tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
             )
@@ -93,8 +91,8 @@ def _write(recipe: Recipe, reader: CheckpointReader, out: Path, dtype: ExportDty
 
 
 def _filled(recipe: Recipe, reader: CheckpointReader, source: Path) -> PackedModel:
-    """The model with the checkpoint's weights in float32, without padding rows. What the checkpoint does not hold (the
-    base of an adapter) is read from where it was read for training."""
+    """The model with the checkpoint's weights in float32, without padding rows. Weights that the checkpoint does not
+    hold (the base of an adapter) are read from the same place as for training."""
     section = recipe.model.model_copy(
         update={"pad_vocab_to": 1, "dtype": "float32", "compile": "off", "activation_checkpointing": "none"}
     )
@@ -105,7 +103,7 @@ def _filled(recipe: Recipe, reader: CheckpointReader, source: Path) -> PackedMod
 
 
 def _cast(hf: Any, recipe: Recipe, config: Any, dtype: torch.dtype) -> None:
-    """To what transformers itself would load in `dtype`: some parameters stay float32."""
+    """Casts to what transformers itself would load in `dtype`: some parameters stay float32."""
     plain = recipe.model.model_copy(update={"pad_vocab_to": 1, "lora": None})
     meta = torch.device("meta")
     if isinstance(recipe, RewardModelRecipe):

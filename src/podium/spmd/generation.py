@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Greedy answers for evaluation, through the very forward that is trained: packed, sharded, any verified architecture.
+"""Greedy answers for evaluation, through the training forward: packed, sharded, any verified architecture.
 
-Every new token is one packed forward over all unfinished sequences. That is the right price for a few held-out prompts
-with short answers; it is not a rollout engine.
-"""
+Every new token is one packed forward over all unfinished sequences. This is fast enough for a few held-out prompts with
+short answers; it is not a rollout engine."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ def greedy_answers(
     stop_tokens: frozenset[int],
     max_batch_tokens: int,
 ) -> list[Tokens]:
-    """The most likely continuation of each prompt, in order, on every rank. The prompts are shared out over ranks, and
-    all ranks run equally many forwards."""
+    """The most likely continuation of each prompt, in order, on every rank. The prompts are split over ranks, and all
+    ranks run the same number of forwards."""
     model.eval()
     parts = [list(range(rank, len(prompts), mesh.world)) for rank in range(mesh.world)]
     batches = [list(_batches(part, prompts, max_new_tokens, max_batch_tokens)) for part in parts]
@@ -64,7 +63,7 @@ def _answer_batch(
     answers: list[list[int]] = [[] for _ in prompts]
     open_rows = list(range(len(prompts)))
     for _ in range(max_new_tokens):
-        # A rank that is done still joins the others' forwards, with a single token.
+        # A finished rank still joins the others' forwards, with a single token.
         batch = _last_positions([sequences[row] for row in open_rows] or [[0]], mesh.device)
         chosen = model(batch, None, kind="scores").argmax(dim=-1).tolist()
         still = []

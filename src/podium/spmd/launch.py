@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starting the ranks: in this process for one device, through torch's elastic launcher for several, or as one of the
+"""Starts the ranks: in this process for one device, through torch's elastic launcher for several, or as one of the
 ranks that torchrun started. A rank that dies ends the job with its own traceback. Torch-free until ranks start."""
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from podium.runs.interrupts import STOPPING, InterruptHandler
 
 Result = TypeVar("Result")
 
-# What torch's launcher says of a process that left no error behind.
+# What torch's launcher reports for a process that left no error.
 _NO_WORDS = "<NONE>"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """Which rank of how many a process is, and how it came to be."""
+    """A process's rank and world size, and how it was started."""
 
     rank: int = 0
     world: int = 1
     local_rank: int = 0
     local_world: int = 1  # ranks on this machine
-    attempt: int = 0  # how often the group was restarted before
-    launched: bool = False  # started by `launch`, which then speaks for the user's Ctrl-C
-    meeting: Meeting | None = None  # where the ranks find each other; None: torchrun's store
+    attempt: int = 0  # number of earlier restarts of the group
+    launched: bool = False  # started by `launch`, which handles the user's Ctrl-C
+    meeting: Meeting | None = None  # where the ranks rendezvous; None: torchrun's store
 
 
 def place_under_torchrun() -> RankPlace | None:
-    """This process's place when torchrun started it. Its environment variables are torchrun's documented contract."""
+    """This process's place if torchrun started it. The environment variables are torchrun's documented interface."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return None
     return _place_from_environment(launched=False)
@@ -52,12 +52,11 @@ def place_under_torchrun() -> RankPlace | None:
 def launch(
     main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None
 ) -> Result:
-    """Runs `main(RankPlace, *args)` on every rank; returns what rank 0 returned.
+    """Runs `main(RankPlace, *args)` on every rank; returns the result of rank 0.
 
-    One rank runs here, where a debugger can reach it. Several are processes; this one waits for them, and turns the
-    first Ctrl-C into a request to save and stop (where there is a `stop_file` for it), the second into the end of all
-    ranks.
-    """
+    A single rank runs in this process, where a debugger can reach it. Several ranks run as processes, and this process
+    waits for them. The first Ctrl-C asks them to save and stop (if there is a `stop_file`), the second ends all
+    ranks."""
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
     outcome = _Outcome()
@@ -77,7 +76,7 @@ def launch(
 
 
 class _Outcome:
-    """What the agent's thread leaves behind."""
+    """Results of the agent's thread."""
 
     values: dict[int, Any]
     error: BaseException | None = None
@@ -93,7 +92,7 @@ def _run_agent(
     # The agent logs each rank's death at length; Podium reports the first one itself.
     for name in ("torch.distributed.elastic", "torch.multiprocessing.spawn"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    # Agent and ranks are on one machine and meet over files: torch's own stores would listen on every interface.
+    # Agent and ranks are on one machine and rendezvous over files: torch's own stores would listen on every interface.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
         min_nodes=1,
@@ -124,7 +123,7 @@ def _rank_entry(main: Callable[..., Result], args: tuple[Any, ...], parent: int,
 
 
 def _end_with_parent(parent: int) -> None:
-    """A rank never outlives its launcher, whatever ended that one."""
+    """Ends a rank with its launcher, however the launcher ended."""
     while os.getppid() == parent:
         time.sleep(0.5)
     os._exit(1)
@@ -145,7 +144,7 @@ def _place_from_environment(*, launched: bool) -> RankPlace:
 
 
 def _first_failure(error: Any) -> PodiumError:
-    """The root cause: the rank that failed first, with its own words. A Podium error comes back as itself."""
+    """The root cause: the rank that failed first, with its own message. A Podium error is raised as itself."""
     rank, failure = error.get_first_failure()
     data = failure.error_file_data.get("message", "")
     text, trace = (
@@ -165,7 +164,7 @@ def _first_failure(error: Any) -> PodiumError:
 
 
 class StopRequest:
-    """Whether this rank was asked to stop: by a signal, or on rank 0 by the stop file."""
+    """Whether this rank should stop, because of a signal or, on rank 0, the stop file."""
 
     def __init__(self, place: RankPlace, stop_file: Path) -> None:
         self._place, self._stop_file = place, stop_file
@@ -185,7 +184,7 @@ class StopRequest:
 
     @property
     def requested(self) -> bool:
-        """Whether a signal or the stop file asks this rank to stop."""
+        """Whether a signal or the stop file tells this rank to stop."""
         return self._signalled or (self._place.rank == 0 and self._stop_file.exists())
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An SPMD program on a Ray cluster: identical workers each run all of it; the driver launches, watches and gathers."""
+"""Runs an SPMD program on a Ray cluster: identical workers each run all of it. The driver launches, watches and
+gathers."""
 
 from __future__ import annotations
 
@@ -39,9 +40,9 @@ if TYPE_CHECKING:
 
 _POOL = "ranks"
 _LOOK_S = 0.2
-# What a rank imports before its program.
+# Modules that a rank imports before its program.
 _PRELOAD = ("podium.spmd.rank", "podium.engine.mesh")
-# A run may take months; what can hang inside it (collectives, checkpoints) has deadlines of its own.
+# A run may take months. Everything in it that can hang (collectives, checkpoints) has its own deadline.
 _RUN_S = 3e8
 
 
@@ -49,7 +50,7 @@ class SpmdRank:
     """The role: one rank of the program."""
 
     def __init__(self, context: WorkerContext, folders: tuple[str, ...]) -> None:
-        """`folders` are where the run was launched and where it writes."""
+        """`folders` are the folder where the run was launched and the folder where it writes."""
         self._context = context
         for folder in folders:
             if not Path(folder).is_dir():
@@ -60,7 +61,7 @@ class SpmdRank:
         os.chdir(folders[0])
 
     def run(self, attempt: int, task: RankTask) -> RunResult:
-        """The whole program, from the mesh that the worker has joined already."""
+        """Runs the whole program on the mesh that the worker has already joined."""
         from podium.engine.mesh import adopt
         from podium.spmd.rank import run_joined
 
@@ -73,7 +74,7 @@ class SpmdRank:
 
 @contextlib.contextmanager
 def _console_of(folder: RunFolder, *, main: bool) -> Iterator[None]:
-    """What rank 0 prints goes to a file of the run folder, which the driver shows as it grows."""
+    """Writes the output of rank 0 to a file of the run folder, which the driver follows."""
     if not main:
         yield
         return
@@ -125,8 +126,8 @@ async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: Ru
 
 
 async def _run(workers: Workers, task: RankTask) -> RunResult:
-    """Runs the program until it ends, from the newest checkpoint again after a failure while restarts are left. Waits
-    for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it."""
+    """Runs the program until it ends. After a failure it restarts from the newest checkpoint while restarts are left.
+    Waits for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it."""
     restarts, worker_pool = task.recipe.placement.restarts, workers.worker_pool(_POOL)
     group = workers.role("rank", SpmdRank).within(_RUN_S)
     for attempt in range(restarts + 1):
@@ -140,7 +141,7 @@ async def _run(workers: Workers, task: RankTask) -> RunResult:
             if attempt == restarts:
                 raise failure from error
             print(f"restart {attempt + 1} of {restarts}: {str(failure).splitlines()[0]}", flush=True)
-            # Also where all answered: what a failure left in its process must not come along.
+            # Also after all ranks answered: state that a failure left in a process must not survive.
             await workers.recover(_POOL, everyone=True)
     raise AssertionError("the last attempt returns or raises")
 
@@ -167,7 +168,7 @@ def _layout(placement: SpmdPlacementSection, gpus: float, folder: RunFolder) -> 
 
 
 def _as_podium_error(error: WorkerDiedError | RoleError, deaths: Sequence[str] = ()) -> PodiumError:
-    """A mistake of the user comes back as itself, whichever rank found it."""
+    """A user error is raised as itself, whichever rank found it."""
     if isinstance(error.__cause__, PodiumError):
         return error.__cause__
     if deaths:
@@ -176,15 +177,15 @@ def _as_podium_error(error: WorkerDiedError | RoleError, deaths: Sequence[str] =
 
 
 class _Tail:
-    """Prints what is appended to a file from now on."""
+    """Prints text that is appended to a file from now on."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._shown = file.stat().st_size if file.exists() else 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a look may end inside a character
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")  # a read may end inside a character
 
     async def follow(self) -> None:
-        """Looks every so often. Waits for nobody; the driver cancels it."""
+        """Polls the file at intervals. Waits for no other task; the driver cancels it."""
         while True:
             self.show()
             await asyncio.sleep(_LOOK_S)

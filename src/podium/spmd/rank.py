@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's life: takes its place, builds what the program needs, runs the program, and leaves."""
+"""Runs one rank: joins the others, builds what the program needs, runs the program, and leaves."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
 
 SpmdProgram = Callable[[SpmdRun[Any]], None]
 
-# Most tokens of one forward where the recipe does not say.
+# Default for the most tokens of one forward.
 _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
-    """What every rank is started with: the run, how its program is loaded by name, and the checkpoint to begin from
-    (None: the beginning)."""
+    """Arguments of every rank: the run, how to load its program by name, and the checkpoint to begin from (None: start
+    from scratch)."""
 
     recipe: SpmdRecipe
     folder: Path
     resume_step: int | None
-    load_program: Callable[[str], SpmdProgram]  # in the rank: a custom program's function does not travel
+    load_program: Callable[[str], SpmdProgram]  # called in the rank: a custom program's function is not pickled
 
 
 def run_rank(where: RankPlace, task: RankTask) -> RunResult:
-    """From joining the others to leaving them. Collective."""
+    """Runs a rank from joining the process group to leaving it. Collective."""
     recipe = task.recipe
     check_devices(recipe.placement, where.local_world)
     mesh = join(
@@ -77,7 +77,7 @@ def run_rank(where: RankPlace, task: RankTask) -> RunResult:
 
 
 def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
-    """The life of a rank that has met the others. Collective."""
+    """Runs a rank that has already joined the others. Collective."""
     recipe, folder = task.recipe, RunFolder(path=task.folder)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
@@ -92,7 +92,7 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
 
 
 def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointReader | None:
-    """The checkpoint to begin from; a restarted group takes the newest there is."""
+    """The checkpoint to begin from; a restarted group uses the newest one."""
     if where.attempt > 0 and saved_steps(folder.checkpoints):
         return newest_usable(folder.checkpoints)
     return newest_usable(folder.checkpoints, task.resume_step) if task.resume_step is not None else None
@@ -150,7 +150,7 @@ def _build(
 
 
 def _endings_check(recipe: SpmdRecipe, tokenizer: Any, folder: Path) -> Callable[[Sequence[Document]], str | None]:
-    """A reward model scores texts and learns no token, so it has no endings to check."""
+    """The check for stop tokens. A reward model scores texts and learns no tokens, so it needs no check."""
     if isinstance(recipe, RewardModelRecipe):
         return lambda documents: None
     stops = stop_tokens(tokenizer, folder)
@@ -160,7 +160,7 @@ def _endings_check(recipe: SpmdRecipe, tokenizer: Any, folder: Path) -> Callable
 def _place(
     recipe: SpmdRecipe, folder: Path, mesh: Mesh, checkpoint: CheckpointReader | None
 ) -> tuple[PackedModel, list[TrainedParameter]]:
-    """What the program trains: a language model, or one that scores."""
+    """The model that the program trains: a language model, or one that scores."""
     section, seed = recipe.model, recipe.run.seed
     if isinstance(recipe, RewardModelRecipe):
         return place_scalar(section, folder, mesh, labels=1, seed=seed, checkpoint=checkpoint)
@@ -201,7 +201,7 @@ def _micro_batch(recipe: SpmdRecipe, mesh: Mesh) -> int:
 
 
 def _cpu_settings(recipe: SpmdRecipe, folder: RunFolder, engine: TrainEngine) -> CpuSettings | None:
-    """Rank 0's choice for all; a resumed run keeps its own, because threads change the order of sums."""
+    """Rank 0's choice for all ranks. A resumed run keeps its own, because threads change the order of sums."""
     mesh, placement = engine.mesh, recipe.placement
     if mesh.device.type != "cpu":
         return None

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SpmdRun: what an SPMD program is given. It hands out steps and takes reports; metrics, evaluation, checkpoints and
-stopping happen in between, when they are due."""
+"""SpmdRun: the object that an SPMD program receives. It hands out steps and takes reports. Between steps it handles
+metrics, evaluation, checkpoints and stopping when they are due."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ class TrainStep:
 
     @property
     def num_examples(self) -> int:
-        """Over all ranks: what losses of whole rows are divided by."""
+        """Number of examples over all ranks: the denominator of losses of whole rows."""
         return len(self.split.examples)
 
     @property
     def global_tokens(self) -> int:
-        """Trained tokens of the step over all ranks: what losses of tokens are divided by."""
+        """Trained tokens of the step over all ranks: the denominator of losses of tokens."""
         return self.ready.num_trained
 
     @property
     def micro_batches(self) -> tuple[PackedBatch, ...]:
-        """This rank's, packed."""
+        """This rank's packed micro-batches."""
         return tuple(pack_examples(part).packed for part in self.split.parts)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of all documents of the step."""
+        """Lengths of all documents of the step."""
         return tuple(document.num_inputs for example in self.split.examples for document in example.documents)
 
 
@@ -80,7 +80,7 @@ class SpmdProgress:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpmdParts(Generic[RecipeT_co]):
-    """Everything an SPMD run is made of."""
+    """All parts of an SPMD run."""
 
     recipe: RecipeT_co
     folder: RunFolder
@@ -121,12 +121,13 @@ class SpmdRun(Generic[RecipeT_co]):
 
     @property
     def stop_requested(self) -> bool:
-        """Whether this rank was asked to stop; the train step tells all ranks, so that they stop at the same step."""
+        """Whether this rank should stop. The train step shares this with all ranks, so that they stop at the same
+        step."""
         return self._parts.stop_requested()
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the weights are still those that the run began with."""
+        """Whether the weights are still the initial weights of the run."""
         return self._step == 0
 
     @property
@@ -136,7 +137,8 @@ class SpmdRun(Generic[RecipeT_co]):
 
     @contextmanager
     def preparing(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Work before the first step, reported to the user and timed; yields a function that reports progress."""
+        """A context for work before the first step, which is reported and timed; yields a function that reports
+        progress."""
         console = self._parts.log.console
         with self._parts.watch.span("preparation"):
             console.note(what)
@@ -145,8 +147,8 @@ class SpmdRun(Generic[RecipeT_co]):
             console.doing(None)
 
     def steps(self, measure: HeldoutMeasure, averages: Averages | None = None) -> Iterator[TrainStep]:
-        """The steps still to do. `measure` is what held-out examples are measured with; `averages` makes metrics of
-        the sums that a step's tally adds up."""
+        """Yields the remaining steps. `measure` computes metrics of held-out examples; `averages` turns the sums of a
+        step's tally into metrics."""
         self._measure, self._averages = measure, averages
         if self._milestones.starts_with_evaluation(self._step):
             self._evaluate()
@@ -160,7 +162,7 @@ class SpmdRun(Generic[RecipeT_co]):
 
     def record(self, step: TrainStep, report: PendingReport) -> None:
         """Takes a step's report. On CUDA the numbers of a step are read one step later, so that the host never waits
-        for the device; what is due at this step (evaluation, checkpoint) waits for them."""
+        for the device. An evaluation or checkpoint that is due at this step waits for them."""
         now = time.perf_counter()
         elapsed, self._last_record = now - self._last_record, now
         self._flush()
@@ -176,7 +178,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._last_record = time.perf_counter() if evaluate or save else self._last_record
 
     def require_finished(self) -> None:
-        """Raises where the program left the loop over `steps` early: its last steps are not saved."""
+        """Raises an error if the program left the loop over `steps` early: its last steps are not saved."""
         if not self._is_finished:
             raise left_early(self.recipe.program, self._step)
 
@@ -216,15 +218,15 @@ class SpmdRun(Generic[RecipeT_co]):
         )
 
     def _seed(self, number: int) -> None:
-        """Random streams are keyed by (seed, step, rank): nothing of them needs saving, and a resumed run samples the
-        same numbers."""
+        """Seeds random streams by (seed, step, rank). They need no saving, and a resumed run samples the same
+        numbers."""
         key = np.random.SeedSequence([self.recipe.run.seed, number, self._mesh.rank]).generate_state(2)
         torch.manual_seed(int(key[0]))
         random.seed(int(key[1]))
         np.random.seed(int(key[1]))
 
     def _flush(self) -> None:
-        """Reads the report in hand: metrics, the console, the non-finite guard, and whether all ranks stop."""
+        """Reads the pending report: metrics, the console, the non-finite guard, and whether all ranks stop."""
         if self._pending is None:
             return
         (step, pending, elapsed), self._pending = self._pending, None
@@ -283,7 +285,8 @@ class SpmdRun(Generic[RecipeT_co]):
             )
 
     def _warn_of_losses(self, counts: DocumentCounts) -> None:
-        """What is cut or dropped is said, at the beginning and at the end: it is easily meant otherwise."""
+        """Warns about truncated or dropped documents at the beginning and at the end, because they are easily
+        overlooked."""
         lost = {
             f"truncated to data.max_length {self.recipe.data.max_length}": counts.truncated,
             "dropped as longer than data.max_length": counts.dropped_overlong,
@@ -295,7 +298,7 @@ class SpmdRun(Generic[RecipeT_co]):
                 self._parts.log.console.warning(f"{count} of {counts.read} rows read so far were {what}")
 
     def _warn_of_endings(self, step: TrainStep) -> None:
-        """That the first step trains no stop token; where every document may have been cut, nothing is said."""
+        """Warns if the first step trains no stop token, unless every document may have been truncated."""
         documents = [document for example in step.split.examples for document in example.documents]
         if len(step.split.examples) > step.ready.counts.truncated:
             warning = self._parts.check_endings(documents)

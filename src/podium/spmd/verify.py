@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`podium verify`: the loaded, packed, sharded, compiled model against plain transformers, on any number of ranks."""
+"""`podium verify`: compares the loaded, packed, sharded, compiled model with plain transformers, on any number of
+ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from podium.spmd.launch import RankPlace
 
 
 def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSection) -> Comparison:
-    """Collective. The reference is loaded by transformers itself, so loading is checked too."""
+    """Collective. transformers itself loads the reference, so loading is checked too."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     check_devices(placement, where.local_world)
@@ -53,7 +54,7 @@ def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSec
 
 
 def _with_random_weights(folder: Path, scratch: Path, trust_remote_code: bool) -> Path:
-    """A config alone is verified on weights sampled from a fixed seed."""
+    """Samples weights from a fixed seed to verify a config without weights."""
     torch.manual_seed(0)
     config = load_config(folder, trust_remote_code=trust_remote_code)
     try:
