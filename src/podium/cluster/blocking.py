@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls that may block for long, in threads beside the event loop that nothing has to join."""
+"""Runs calls that may block for long in threads beside the event loop. Nothing has to join these threads."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _running: set[threading.Thread] = set()
 
 
 async def in_thread(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
-    """Awaits a call in a new thread. When the awaiting task is cancelled, the thread is abandoned; asyncio.to_thread's
-    threads are joined at the end of the loop, however long they hang."""
+    """Awaits a call in a new thread. When the awaiting task is cancelled, the thread is abandoned. The threads of
+    asyncio.to_thread are joined at the end of the loop instead, however long they hang."""
     promise: Future[Result] = Future()
 
     def run() -> None:
@@ -40,5 +40,5 @@ async def in_thread(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
 
 
 def is_any_left() -> bool:
-    """Whether a call, other than the one that asks, has not come back."""
+    """Whether a call, other than the current one, has not returned yet."""
     return bool(_running - {threading.current_thread()})

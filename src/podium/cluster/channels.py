@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Channels: workers of one role that call workers of another directly, without the controller in between."""
+"""Channels: workers of one role call workers of another directly, without the controller in between."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ P = ParamSpec("P")
 
 
 class WorkerHandle(Protocol):
-    """How a worker can be called by others; it travels to them."""
+    """A handle by which other workers call a worker; it is sent to them."""
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
-        """A role's method on the other worker's control threads, answered while its work is busy."""
+        """Calls a role's method on the other worker's control threads, which answer while its work thread is busy."""
         ...
 
 
@@ -75,7 +75,7 @@ class Channels:
     async def open_channel(
         self, role: str, to: str, deadline: Deadline, only: Collection[WorkerId] | None = None
     ) -> None:
-        """The workers of `to`, or only some of them, can call those of `role` from now on."""
+        """From now on, the workers of `to`, or only some of them, can call those of `role`."""
         if (role, to) not in self._known:
             self._known.append((role, to))
         registry = self._registry()
@@ -93,8 +93,8 @@ class Channels:
 
     async def renew(self, pool: str, new: Collection[WorkerId], deadline: Deadline) -> None:
         """Called after `new` workers of a pool have started. New callers get the handles of the workers they call.
-        Callers that were there before have them already, and may be busy for long. New workers that are called are sent
-        to all of their callers."""
+        Earlier callers have them already, and may be busy for long. Handles of new workers are sent to all their
+        callers."""
         registry = self._registry()
         for role, to in list(self._known):
             if pool == registry.mesh(role).pool:

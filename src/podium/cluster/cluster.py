@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cluster as a controller sees it: start a layout, get its roles, keep it alive."""
+"""A cluster as the controller sees it: starts a layout, gives access to its roles, and recovers its workers."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ async def open_ray(
     starting: LocalRay | None = None,
     tell: Tell = lambda what: None,
 ) -> AsyncIterator[Cluster]:
-    """A cluster on Ray, or on the local one that is `starting` already. On exit, a Ray that was started here ends, and
-    one that was joined stays. When the cluster itself fails, the block is cancelled and ClusterError is raised. `tell`
-    gets progress messages."""
+    """Opens a cluster on Ray, or on the local one that is already `starting`. On exit, a Ray started here ends; a
+    joined one stays. When the cluster itself fails, the block is cancelled and ClusterError is raised. `tell` gets
+    progress messages."""
     tell("waiting for Ray" if starting is not None else "starting Ray")
     from podium.cluster.ray_transport import RayTransport
 
@@ -56,7 +56,7 @@ async def open_ray(
 @asynccontextmanager
 async def open_inline(*, deadlines: bool = True, tell: Tell = lambda what: None) -> AsyncIterator[Cluster]:
     """The same interface in this process: each worker is a thread, and a breakpoint in a role stops there. Without
-    `deadlines` a debugger may take its time."""
+    `deadlines`, calls do not time out in a debugger."""
     async with _opened(InlineTransport(), unhurried=not deadlines, tell=tell) as cluster:
         yield cluster
 
@@ -82,7 +82,7 @@ async def _opened(transport: Transport, *, unhurried: bool = False, tell: Tell) 
             raise failures[0] from None
         raise
     except Exception as error:
-        # The death of Ray's own processes makes workers die, too: the first failure is reported.
+        # The death of Ray's own processes also kills workers: the first failure is reported.
         root = transport.failure()
         if root is None or error is root:
             raise
@@ -121,8 +121,8 @@ class Cluster:
                     )
 
     async def start(self, layout: Layout, timeouts: Timeouts = Timeouts(), *, deadline_s: float = 300.0) -> Workers:  # noqa: B008
-        """Starts all pools of a layout. A worker that dies meanwhile is started again; any other failure ends them all.
-        `deadline_s` is also the default deadline of the calls on its roles."""
+        """Starts all pools of a layout. A worker that dies during the start is started again; any other failure ends
+        them all. `deadline_s` is also the default deadline of the calls on its roles."""
         if self._ended:
             raise ClusterError("this cluster is closed: nothing can be started in it any more.")
         await in_thread(self.check, layout)
@@ -133,15 +133,15 @@ class Cluster:
         return workers
 
     def scope(self, name: str) -> ObjectScope:
-        """What the scope is given to hold is freed when the block ends."""
+        """A scope whose objects are freed when the block ends."""
         return ObjectScope(name)
 
     def total(self, resource: str) -> float:
-        """How much of a resource ("CPU", "GPU", a custom one) all nodes have together."""
+        """Total of a resource ("CPU", "GPU", a custom one) over all nodes."""
         return sum(node.total.get(resource, 0.0) for node in self._transport.nodes())
 
     def end(self) -> None:
-        """Ends all workers that were started."""
+        """Ends all started workers."""
         self._ended = True
         for workers in self._started:
             workers.end()
@@ -194,7 +194,7 @@ class Workers:
             raise
 
     def worker_pool(self, pool: str) -> WorkerPool:
-        """The pool of this name; an unknown one raises a ClusterError."""
+        """The pool of this name. Raises a ClusterError if the name is unknown."""
         if pool not in self._worker_pools:
             raise ClusterError(f"there is no pool {pool!r}; the pools are {', '.join(self._worker_pools)}.")
         return self._worker_pools[pool]
@@ -213,8 +213,8 @@ class Workers:
         await self._links.connect(name, tuple(roles), Deadline(deadline_s))
 
     async def open_channel(self, role: str, *, to: str, deadline_s: float = 60.0) -> None:
-        """The workers of `to` can call those of `role` directly from now on (`context.channel(role)`), also while those
-        work. It is opened anew whenever one of the pools is recovered."""
+        """From now on, the workers of `to` can call those of `role` directly (`context.channel(role)`), even while
+        those work. The channel is opened again whenever one of the pools is recovered."""
         await self._channels.open_channel(role, to, Deadline(deadline_s))
 
     def restore_with(self, role: str, restore: Restore) -> None:
@@ -223,9 +223,9 @@ class Workers:
         self._restores[role] = restore
 
     async def recover(self, pool: str, *, everyone: bool = False, deadline_s: float = 300.0) -> tuple[WorkerId, ...]:
-        """Recovers a pool after a death: replaces its dead workers in place, or all of them where they meet in
-        collectives (or `everyone` is set). Returns the new workers (none, if nothing was wrong). A failure, links and
-        restoring included, can be retried."""
+        """Recovers a pool after a death. Replaces its dead workers, or all of them if they use collectives (or
+        `everyone` is set). Returns the new workers (none, if nothing was wrong). A failure, including one in links or
+        restoring, can be retried."""
         worker_pool, deadline = self.worker_pool(pool), Deadline(deadline_s)
         if pool in RESTORING.get():
             raise ClusterError(
@@ -271,7 +271,7 @@ class Workers:
                 assert_never(other)
 
     async def _finish(self, worker_pool: WorkerPool, deadline: Deadline) -> tuple[WorkerId, ...]:
-        """New workers get their links and, from the owners of their roles, their state."""
+        """Gives new workers their links and, from the owners of their roles, their state."""
         pool, new = (
             worker_pool.pool.name,
             tuple(each.worker for each in worker_pool.members if each.slot in worker_pool.unfinished),
@@ -302,11 +302,11 @@ class Workers:
             RESTORING.reset(mark)
 
     def record(self, spans: Sequence[Span]) -> None:
-        """Keeps spans that came with an answer."""
+        """Keeps spans that came with a reply."""
         self._spans.extend(spans)
 
     def take_spans(self) -> tuple[Span, ...]:
-        """The spans of all workers that came with answers since the last time, the newest hundred thousand of them."""
+        """Spans of all workers that came with replies since the last call, the newest hundred thousand of them."""
         taken = tuple(self._spans)
         self._spans.clear()
         return taken
@@ -319,11 +319,11 @@ class Workers:
         worker_pool.mark_dead(member, "it was ended by the controller")
 
     def health(self) -> Mapping[str, tuple[WorkerHealth, ...]]:
-        """By pool, from heartbeats alone: asks nobody."""
+        """Health by pool, from heartbeats alone: sends no calls."""
         return {name: worker_pool.health() for name, worker_pool in self._worker_pools.items()}
 
     async def where(self, pool: str) -> WhereReport:
-        """Asks every worker of a pool what its threads are doing; answers while they work."""
+        """Asks every worker of a pool what its threads are doing. Workers answer while they work."""
         return await self.worker_pool(pool).where()
 
     def end(self) -> None:

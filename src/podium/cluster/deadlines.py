@@ -7,7 +7,7 @@ import time
 
 
 class Deadline:
-    """Begins when it is made."""
+    """A deadline that starts when it is created."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -15,7 +15,7 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds until it is over, at least 0."""
+        """Seconds until it expires, at least 0."""
         return max(0.0, self._ends_s - time.monotonic())
 
     @property
@@ -24,5 +24,5 @@ class Deadline:
         return self.left_s == 0.0
 
     def at_most(self, seconds: float) -> Deadline:
-        """This one, or one that ends earlier."""
+        """This deadline, or one that ends earlier."""
         return Deadline(min(seconds, self.left_s))

@@ -18,13 +18,13 @@ from podium.errors import DeadlineError, RoleError, WorkerDiedError
 if TYPE_CHECKING:
     from podium.cluster.worker_pool import WorkerPool
 
-# After the first failure the others may still answer: often they tell the cause.
+# After the first failure the others may still answer: their replies often show the cause.
 _GRACE_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pending:
-    """A call that is under way."""
+    """A call in flight."""
 
     worker: WorkerId
     answer: Awaitable[Reply]
@@ -32,8 +32,8 @@ class Pending:
 
 @contextmanager
 def sending(reached: Sized, what: str, worker_pool: WorkerPool) -> Iterator[None]:
-    """Around the sending of one call to many workers. If it reaches only some of them, those that meet in collectives
-    are out of step."""
+    """A context for sending one call to many workers. If it reaches only some of them, workers that use collectives are
+    out of step."""
     try:
         yield
     except BaseException as error:
@@ -50,9 +50,9 @@ class _RoleFailedError(Exception):
 async def gather_answers(
     pending: Sequence[Pending], what: str, deadline: Deadline, worker_pool: WorkerPool, *, in_step: bool = True
 ) -> list[Reply]:
-    """Waits for all answers. Raises WorkerDiedError, RoleError or DeadlineError; a pool whose workers meet in
-    collectives and did not all answer is broken then, if the call was one that keeps them `in_step`. `what` completes
-    the sentence "workers were ..."."""
+    """Waits for all answers. Raises WorkerDiedError, RoleError or DeadlineError. If the call keeps workers `in_step`, a
+    pool with collectives is then broken unless all its workers answered. `what` completes the sentence "workers were
+    ..."."""
     quick = await worker_pool.at_once([each.answer for each in pending])
     if quick is not None and not any(reply.failure for reply in quick):
         return quick
@@ -74,7 +74,7 @@ async def gather_answers(
 async def _last_words(
     pending: Sequence[Pending], tasks: Sequence[asyncio.Future[Reply]], worker_pool: WorkerPool
 ) -> None:
-    """Waits a little for the others, and for deaths among them to be known."""
+    """Waits briefly for the others, and until deaths among them are known."""
     await asyncio.wait(tasks, timeout=_GRACE_S)
     silent = [each.worker for each, task in zip(pending, tasks, strict=True) if not task.done()]
     if worker_pool.meets and silent and not worker_pool.dead:
@@ -124,7 +124,7 @@ def _raise(
     *,
     in_step: bool,
 ) -> None:
-    """Turns the failures into one error. A death comes before the failures that it causes in others."""
+    """Turns the failures into one error. A death takes precedence over the failures that it causes in others."""
     known = {member.worker: member.died.cause for member in worker_pool.members if member.died is not None}
     silent: list[WorkerId] = []
     dead: dict[WorkerId, str] = {}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Ray's raylet runs to start a worker, in place of Ray's own script: asks the fork server for a process.
+"""Script that Ray's raylet runs to start a worker, in place of Ray's own: asks the fork server for a process.
 
-Runs as a script, with the standard library only, because every worker waits for it. Where the fork server does not
-answer, or the worker is not an ordinary Python worker, this process becomes the worker, as without a fork server.
-"""
+It uses only the standard library, because every worker waits for it. If the fork server does not answer, or the worker
+is not an ordinary Python worker, this process becomes the worker, as without a fork server."""
 
 import sys
 
@@ -23,7 +22,8 @@ _CONTEXT, _LANGUAGE = "--serialized-runtime-env-context=", "--language="
 
 
 def main() -> None:
-    """Waits for the fork server at most ANSWER_S. Ray's setup script is for workers that need more than a fork."""
+    """Waits for the fork server at most ANSWER_S. Falls back to Ray's setup script for workers that need more than a
+    fork."""
     arguments = sys.argv[1:]
     worker = worker_command(arguments)
     if worker is not None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def worker_command(arguments: list[str]) -> list[str] | None:
-    """The command of the worker, without what Ray's script takes for itself. None: it needs more than a fork."""
+    """The command of the worker, without the options of Ray's script. None: it needs more than a fork."""
     rest = []
     for each in arguments:
         if each.startswith(_CONTEXT):
@@ -65,7 +65,7 @@ def _is_ready(server: socket.socket, address: str) -> bool:
 
 
 def _request(worker: list[str]) -> bytes | None:
-    """None where the folder of this process is gone."""
+    """The request; None if the working folder of this process is gone."""
     try:
         return json.dumps({"arguments": worker, "environment": dict(os.environ), "folder": os.getcwd()}).encode()
     except OSError:
@@ -73,7 +73,7 @@ def _request(worker: list[str]) -> bytes | None:
 
 
 def _send(server: socket.socket, request: bytes) -> None:
-    """From here on the worker is the fork server's: a second one must not come about."""
+    """Sends the request. From here on the fork server owns the worker: this process must not start a second one."""
     socket.send_fds(server, [struct.pack("!I", len(request))], [0, 1, 2])
     server.sendall(request)
     if server.recv(1) != FORKED:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that imports torch and the code of the roles once, and forks the workers of a local Ray.
 
-Imports are most of the time that a worker takes to start. A forked worker has them done, and shares the memory of the
-code with the others. The raylet runs `fork_request` for each worker, which asks this process through a socket. The fork
+Imports take most of a worker's start time. A forked worker has them done, and shares the memory of the code with the
+others. The raylet runs `fork_request` for each worker, which sends a request to this process through a socket. The fork
 server uses no device and has one thread, so its workers may use CUDA and start threads. It does not import Ray, which
-reads its settings from the environment when it is imported.
-"""
+reads its settings from the environment when it is imported."""
 
 from __future__ import annotations
 
@@ -33,37 +32,37 @@ from podium.cluster.fork_request import FORKED, READY
 from podium.cluster.processes import children
 from podium.importing import import_all
 
-# Between an answer and the rest of its request; both ends are on this machine.
+# Between a reply and the rest of its request; both ends are on this machine.
 _REQUEST_S = 5.0
-# The raylet parses the command of a worker by rules of its own: quotes and backslashes do not come through.
+# The raylet parses the command of a worker by its own rules: quotes and backslashes do not survive.
 _SAFE_PATH = re.compile(r"[\w./+@:,=~-]+")
-# What Ray gives its workers, so that the kernel ends them before other processes when memory runs out.
+# Ray's setting for its workers, so that the kernel ends them before other processes when memory runs out.
 _OOM_SCORE = "1000"
 _COMMAND = f"from {__name__} import main; main()"
 # Ray gives a worker with less than two cores one OpenMP thread, unless the user's environment says otherwise. That is
 # read when torch is imported. OpenBLAS would start its threads then, and a process with threads cannot be forked.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
-# jemalloc, which pyarrow brings along, stops its thread for a fork.
+# jemalloc, which comes with pyarrow, stops its thread for a fork.
 _SAFE_THREADS = {"jemalloc_bg_thd"}
-# Most requests that wait while the modules are imported.
+# Most requests that may wait while the modules are imported.
 _BACKLOG = 128
 
 
 def new_folder() -> Path:
-    """A name for the folder of a fork server, which nobody else has."""
+    """A unique name for the folder of a fork server."""
     return Path(tempfile.gettempdir(), f"podium-fork-{secrets.token_hex(8)}")
 
 
 class ForkServer:
-    """The controller's end: starts the fork server and ends it."""
+    """The controller's side: starts the fork server and ends it."""
 
     def __init__(self, modules: Sequence[str], folder: Path) -> None:
-        """`folder` is made, and removed by `end`. It is this user's only, as is the socket in it."""
+        """Creates `folder`, which `end` removes. Only this user can access it and the socket in it."""
         if not _SAFE_PATH.fullmatch(str(folder)):
             raise OSError(f"Ray's raylet cannot be given a script in {folder}")
         folder.mkdir(mode=0o700)
         self.folder = folder
-        self.script = self.folder / "fork_request.py"  # what the raylet is to run for each worker
+        self.script = self.folder / "fork_request.py"  # the command that the raylet runs for each worker
         try:
             self._process = self._start(modules)
         except OSError:
@@ -72,13 +71,13 @@ class ForkServer:
 
     def _start(self, modules: Sequence[str]) -> subprocess.Popen[bytes]:
         self.script.symlink_to(fork_request.__file__)
-        # It listens before it has imported anything: a worker that is wanted early waits.
+        # It listens before it has imported anything: an early worker waits.
         with socket.socket(socket.AF_UNIX) as listener, _interrupts_blocked():
             listener.bind(str(self.folder / fork_request.SOCKET))
             listener.listen(_BACKLOG)
             return subprocess.Popen(
                 [sys.executable, "-P", "-c", _COMMAND, str(listener.fileno()), *modules],
-                stdin=subprocess.PIPE,  # its end is the end of this process
+                stdin=subprocess.PIPE,  # when it closes, this process has ended
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,  # a module that cannot be imported is reported by the worker that needs it
                 pass_fds=[listener.fileno()],
@@ -91,7 +90,7 @@ class ForkServer:
         return self._process.pid
 
     def workers(self) -> list[int]:
-        """Process ids of the workers that it has forked."""
+        """Process ids of the workers that it forked."""
         return children(self._process.pid)
 
     def end(self) -> None:
@@ -105,7 +104,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """A process that is started here ignores Ctrl-C, as Ray's own do: the controller decides what it ends."""
+    """Processes started inside ignore Ctrl-C, as Ray's own do: the controller decides what Ctrl-C ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -115,7 +114,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _WorkerProcess:
-    """What a worker is started with."""
+    """Arguments of a worker's process."""
 
     arguments: list[str]  # the script and its options
     environment: dict[str, str]
@@ -123,18 +122,18 @@ class _WorkerProcess:
     streams: list[int]  # standard input, output and error
 
     def become(self) -> None:
-        """Turns this process, which was just forked, into the worker. Returns when the worker ends."""
+        """Turns this newly forked process into the worker. Returns when the worker ends."""
         for number, stream in enumerate(self.streams):
             os.dup2(stream, number)
             os.close(stream)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.setpgid(0, 0)  # as the raylet does with what it starts
+        os.setpgid(0, 0)  # as the raylet does with its child processes
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text(_OOM_SCORE)
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
-        # Or all workers would have the same random numbers. Python's own module sees to it itself.
+        # Otherwise all workers would have the same random numbers. Python's own module reseeds itself.
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed()
         if "torch" in sys.modules:
@@ -145,7 +144,7 @@ class _WorkerProcess:
 
 
 def main() -> None:
-    """Serves until the controller is gone. In a process that it forks, this is the worker's main function."""
+    """Serves until the controller is gone. In a forked process, this is the worker's main function."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel removes dead children
     import_all(sys.argv[2:])
@@ -158,7 +157,7 @@ def main() -> None:
 
 
 def _uses_device() -> bool:
-    """Whether CUDA is in use in this process: it does not work in what is forked then."""
+    """Whether this process uses CUDA, which does not work after a fork."""
     files = Path("/proc/self/fd")
     return any(os.path.realpath(file).startswith("/dev/nvidia") for file in files.iterdir())
 
@@ -170,8 +169,8 @@ def _other_threads() -> set[str]:
 
 
 def _serve(listener: socket.socket) -> _WorkerProcess | None:
-    """Forks on every request. Waits for the next one, or the end of standard input. Returns None at the end, and in a
-    forked process what it is to become."""
+    """Forks on every request. Waits for the next request, or the end of standard input. Returns None at the end, and in
+    a forked process the worker to become."""
     server = os.getpid()
     while True:
         ready, _, _ = select.select([listener.fileno(), sys.stdin.fileno()], [], [])
@@ -188,14 +187,14 @@ def _serve(listener: socket.socket) -> _WorkerProcess | None:
                     return worker
                 connection.sendall(FORKED)
             except OSError:
-                pass  # that process has not waited and has become the worker itself, or there is no memory for another
+                pass  # that process has timed out and become the worker itself, or there is no memory for another
             finally:
                 for stream in streams if os.getpid() == server else []:
                     os.close(stream)
 
 
 def _receive(connection: socket.socket, streams: list[int]) -> _WorkerProcess:
-    """Fills `streams` as soon as they have come. An OSError: the process at the other end is gone, or late."""
+    """Fills `streams` as soon as they arrive. An OSError means that the process at the other end is gone, or late."""
     connection.sendall(READY)
     head, received, _, _ = socket.recv_fds(connection, 4, 3)
     streams += received
@@ -204,7 +203,7 @@ def _receive(connection: socket.socket, streams: list[int]) -> _WorkerProcess:
     (size,) = struct.unpack("!I", head)
     with connection.makefile("rb") as file:
         body = file.read(size)
-    is_gone = select.select([connection], [], [], 0)[0]  # it sends no more than this: it can only have ended
+    is_gone = select.select([connection], [], [], 0)[0]  # it sends no more than this, so it must have ended
     if len(body) < size or len(streams) < 3 or is_gone:
         raise ConnectionError
     return _WorkerProcess(**json.loads(body), streams=streams)

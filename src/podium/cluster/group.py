@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls to all, one, or each of a role's workers, by the real function: `group.call_all(Learner.update)`.
+"""Calls all, one, or each of a role's workers by the actual function: `group.call_all(Learner.update)`.
 
-Typed handles are written by hand on top of this; nothing here knows what a role does.
-"""
+Typed handles are written by hand on top of this; nothing here depends on what a role does."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ P = ParamSpec("P")
 
 
 class Shard(Protocol):
-    """The input of one rank: anything that names its trajectories."""
+    """The input of one rank: any object with trajectory ids."""
 
     @property
     def ids(self) -> TrajectoryIds:
@@ -47,7 +46,7 @@ Blocks = AsyncIterator[tuple[Reply, Stored[Any]]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Opened:
-    """A streaming call that is under way on one worker."""
+    """A streaming call in flight on one worker."""
 
     name: str
     worker_pool: WorkerPool
@@ -79,7 +78,7 @@ class RoleGroup(Generic[RoleT]):
 
     @property
     def workers(self) -> tuple[WorkerId, ...]:
-        """Who plays the role now, in rank order."""
+        """The current workers of the role, in rank order."""
         return self._started.registry.workers_of(self._role)
 
     def within(self, seconds: float) -> RoleGroup[RoleT]:
@@ -87,34 +86,34 @@ class RoleGroup(Generic[RoleT]):
         return RoleGroup(self._started, self._transport, self._role, self._kind, deadline_s=seconds)
 
     def requires(self, *methods: Callable[..., Any]) -> None:
-        """Raises now if one of these is not a method of the role. A handle declares in its constructor what it
-        calls."""
+        """Raises an error now if one of these is not a method of the role. A handle declares in its constructor which
+        methods it calls."""
         for method in methods:
             self._name(method)
 
     async def call_all(
         self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[CallResult[Result], ...]:
-        """The same call on every worker; answers in rank order."""
+        """Makes the same call on every worker; answers are in rank order."""
         return await self._call(self.workers, method, args, kwargs)
 
     async def call_one(
         self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> CallResult[Result]:
-        """A call on the worker of one rank of the role's mesh. Not for methods that meet others in collectives."""
+        """Calls the worker of one rank of the role's mesh. Not for methods that use collectives."""
         return (await self._call((self._at(rank),), method, args, kwargs))[0]
 
     async def control_all(
         self, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> tuple[CallResult[Result], ...]:
-        """The same call on every worker's control thread: answered while work is busy, for instance to pause or cancel
-        it. The role makes the two thread-safe."""
+        """Makes the same call on every worker's control thread, which answers while the work thread is busy. Useful to
+        pause or cancel work. The role makes the two thread-safe."""
         return await self._call(self.workers, method, args, kwargs, control=True)
 
     async def control_one(
         self, rank: int, method: Callable[Concatenate[RoleT, P], Result], *args: P.args, **kwargs: P.kwargs
     ) -> CallResult[Result]:
-        """The same on one worker."""
+        """Like `control_all`, on one worker."""
         return (await self._call((self._at(rank),), method, args, kwargs, control=True))[0]
 
     async def call_sharded(
@@ -124,7 +123,7 @@ class RoleGroup(Generic[RoleT]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> Merged[RowsT]:
-        """One shard for each rank, already cut. The rows of the answers stay in the object store."""
+        """Sends one shard to each rank. The rows of the answers stay in the object store."""
         name, worker_pool = self._name(method), self._worker_pool()
         self._check_shards(shards)
         pending: list[Pending] = []
@@ -148,9 +147,9 @@ class RoleGroup(Generic[RoleT]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> AsyncIterator[ShardResult[RowsT]]:
-        """Blocks of one rank as its method yields them. Finished blocks stay readable if the worker dies later.
-        The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come once.
-        """
+        """Yields blocks of one rank as its method yields them. Finished blocks stay readable if the worker dies later.
+        The deadline is for the wait between two blocks. Ends with an error unless every id of the shard has come
+        once."""
         self._at(rank)
         self._check_repeats([shard])
         opened = self._open([(rank, shard)], self._name(method), args, kwargs)
@@ -164,7 +163,7 @@ class RoleGroup(Generic[RoleT]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> AsyncIterator[ShardResult[RowsT]]:
-        """Blocks of all ranks in the order in which they come. The first failure ends it."""
+        """Yields blocks of all ranks in order of arrival. The first failure ends it."""
         self._check_shards(shards)
         opened = self._open(list(enumerate(shards)), self._name(method), args, kwargs)
         async for block in merged([self._blocks(each) for each in opened]):
@@ -193,7 +192,7 @@ class RoleGroup(Generic[RoleT]):
         return opened
 
     async def _blocks(self, opened: _Opened) -> AsyncIterator[ShardResult[Any]]:
-        """The blocks of one rank as they come."""
+        """Yields the blocks of one rank as they arrive."""
         waiting = opened.ids
         while True:
             reply, rows = await self._next_block(opened)
@@ -217,7 +216,7 @@ class RoleGroup(Generic[RoleT]):
         control: bool = False,
     ) -> tuple[CallResult[Result], ...]:
         name, worker_pool = self._name(method), self._worker_pool()
-        members = [worker_pool.member(worker) for worker in workers]  # nothing is sent to some if one is dead
+        members = [worker_pool.member(worker) for worker in workers]  # if one is dead, nothing is sent to the others
         if len(members) > 1:
             args = tuple(self._shared(value) for value in args)
             kwargs = {key: self._shared(value) for key, value in kwargs.items()}
@@ -251,7 +250,7 @@ class RoleGroup(Generic[RoleT]):
             )
 
     def _shared(self, value: Any) -> Any:
-        """A large argument of a call to many is stored once; a small one travels with each call."""
+        """Stores a large argument of a call to many workers once; a small one travels with each call."""
         large = getattr(value, "nbytes", 0) > _STORE_ABOVE
         return ByReference(stored=self._transport.store(value)) if large else value
 
@@ -333,7 +332,7 @@ class RoleGroup(Generic[RoleT]):
         self._check_repeats(shards)
 
     def _check_repeats(self, shards: Sequence[Shard]) -> None:
-        """Before the work, not after it: a trajectory is in one shard, once."""
+        """Checks before the work starts that each trajectory is in one shard, once."""
         twice = TrajectoryIds.concatenate([shard.ids for shard in shards]).repeated()
         if len(twice):
             pairs = zip(self.workers, shards, strict=False)

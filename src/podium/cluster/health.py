@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The health of workers: who is alive, silent or where, and the decision after a death. Pure, with a given clock."""
+"""The health of workers: which are alive or silent, and the decision after a death. Pure, with a given clock."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Died:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Respawn:
-    """Replace these slots; the others of the pool continue."""
+    """Replace the workers of these slots; the others of the pool continue."""
 
     slots: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rebuild:
-    """End the whole pool and start it again: its workers meet in collectives, and one that waits there for a dead peer
+    """End the whole pool and start it again: its workers use collectives, and one that waits there for a dead peer
     cannot be recovered."""
 
 
@@ -46,10 +46,10 @@ Remedy = Respawn | Rebuild | Leave
 
 
 def remedy(*, collectives: bool, num_slots: int, dead: Sequence[int], broken: bool) -> Remedy:
-    """What a pool needs: pure, so that it is tested by value."""
+    """Decides what a pool needs; pure, so that it is tested by value."""
     if not dead and not broken:
         return Leave()
-    # A pool of one has no peers to wait for it.
+    # In a pool of one, no peer waits.
     if (collectives and num_slots > 1) or not dead:
         return Rebuild()
     return Respawn(slots=tuple(sorted(dead)))
@@ -57,7 +57,7 @@ def remedy(*, collectives: bool, num_slots: int, dead: Sequence[int], broken: bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerHealth:
-    """What is known of a worker without asking it."""
+    """What is known about a worker without calling it."""
 
     worker: WorkerId
     died: Died | None
@@ -73,7 +73,8 @@ class WorkerHealth:
 
 
 def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Died | None, now_s: float) -> WorkerHealth:
-    """`heard_s`: when the last beat came (or the worker was started), by the controller's clock."""
+    """Health of a worker. `heard_s`: when the last heartbeat came (or the worker was started), by the controller's
+    clock."""
     return WorkerHealth(
         worker=worker,
         died=died,
@@ -85,12 +86,12 @@ def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Die
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WhereReport:
-    """Where each worker was when a wait took too long, grouped by place."""
+    """Where each worker was when a call took too long, grouped by place."""
 
     answers: Mapping[WorkerId, Whereabouts | None]  # None: did not answer
 
     def groups(self) -> list[tuple[str, list[WorkerId]]]:
-        """Places of the work thread and who is there, the commonest first."""
+        """Places of the work thread with their workers, the most common first."""
         by_place: dict[str, list[WorkerId]] = {}
         for worker, answer in self.answers.items():
             by_place.setdefault(_place(answer), []).append(worker)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inside of a worker, independent of the transport: it builds roles, runs their methods and reports where it is.
 
-Calls run on one thread, `work`; `where` and `beats` answer on others meanwhile.
-"""
+Calls run on one thread, `work`; `where` and `beats` answer on others in the meantime."""
 
 from __future__ import annotations
 
@@ -53,7 +52,7 @@ if TYPE_CHECKING:
     from podium.cluster.rendezvous import TransferGroup
     from podium.engine.meeting import MeetingServer
 
-# Of the text of an exception, in characters.
+# Most characters of an exception's text.
 _LONGEST = 16_000
 WORK, CONTROL = "work", "control"
 
@@ -74,7 +73,7 @@ class RoleHost:
         self._recorder = SpanRecorder()
 
     def handshake(self) -> Handshake:
-        """What the worker reports of itself when it starts."""
+        """The worker's report about itself when it starts."""
         return self._handshake
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
@@ -90,13 +89,13 @@ class RoleHost:
             if isinstance(order, Invoke) and order.wants == "rows":
                 value, rows = self._head(order, value)
         except SystemExit:
-            raise  # the process ends, and that is what the controller hears
+            raise  # the process ends, and the controller notices that
         except BaseException as error:
             value, rows, failure = None, None, _failure(error)
         return self._reply(value, failure), rows
 
     def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Reply, Any]]:
-        """Calls a method that yields `Computed` blocks and hands each on as it comes; the last reply has none."""
+        """Calls a method that yields `Computed` blocks and passes each on as it comes; the last reply has none."""
         self._recorder.name_thread(WORK)
         failure: Failure | None = None
         try:
@@ -111,8 +110,8 @@ class RoleHost:
         yield self._reply(None, failure), None
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Reply:
-        """Calls a role's method on a control thread, while work may be busy: to cancel or pause it, for instance. The
-        role makes the two thread-safe. Records no spans: those are of the work thread."""
+        """Calls a role's method on a control thread, while work may be busy, for instance to cancel or pause it. The
+        role makes the two thread-safe. Records no spans: those belong to the work thread."""
         self._recorder.name_thread(CONTROL)
         try:
             return Reply(self._worker, self._invoke(order, arguments, named), None, ())
@@ -126,7 +125,7 @@ class RoleHost:
         return Whereabouts(threads=self._recorder.places(everyone=self._own_process))
 
     def beats(self, every_s: float) -> Iterator[Beat]:
-        """A heartbeat every so often, from a separate thread, for as long as the process lives."""
+        """Sends heartbeats at intervals from a separate thread, as long as the process lives."""
         while True:
             doing, for_s = self._recorder.doing(WORK)
             yield Beat(doing=doing, for_s=for_s)
@@ -234,8 +233,8 @@ def _implementation(place: str, interface: type[Any]) -> type[Any]:
 
 
 def parameters_of(method: Any) -> tuple[str, ...]:
-    """A method's parameters by name and kind, as they are written but for annotations and defaults: enough to notice
-    that two copies of the code differ."""
+    """A method's parameters by name and kind, without annotations and defaults: enough to notice that two copies of the
+    code differ."""
     try:
         signature = inspect.signature(method)
     except (TypeError, ValueError):
@@ -261,7 +260,7 @@ def _title(order: Order) -> str:
 def _failure(error: BaseException) -> Failure:
     try:
         text, trace = str(error), "".join(traceback.format_exception(error))
-    except Exception:  # an exception that cannot say what it is
+    except Exception:  # an exception whose text raises
         text, trace = "(its text is unavailable)", "".join(traceback.format_tb(error.__traceback__))
     if len(text) > _LONGEST or len(trace) > 2 * _LONGEST:
         text, trace = f"{text[:_LONGEST]} ...", f"... {trace[-_LONGEST:]}"
@@ -276,7 +275,7 @@ def _failure(error: BaseException) -> Failure:
 
 
 def extend_import_path(path: tuple[str, ...]) -> None:
-    """Lets a worker import what the controller can import, user modules included."""
+    """Lets a worker import everything that the controller can import, including user modules."""
     for entry in path:
         if entry not in sys.path:
             sys.path.append(entry)

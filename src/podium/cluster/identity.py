@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The identity of a worker: the name in every log line, span and error."""
+"""The identity of a worker: its name in every log line, span and error."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, order=True)
 class WorkerId:
-    """One process on one device slot. A respawned worker has the next incarnation, and is another worker."""
+    """One process on one device slot. A respawned worker has the next incarnation, and counts as another worker."""
 
     pool: str
     index: int  # slot of the pool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same interface in one process: every worker is a few threads. For debugging and single-device runs."""
+"""The cluster interface in one process: every worker is a few threads. For debugging and single-device runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NODE = "inline"
 
 
 class InlineTransport:
-    """Threads in place of Ray's processes. One node with room for everything: threads share its devices."""
+    """Threads instead of Ray's processes. One node fits everything: threads share its devices."""
 
     has_collectives = False
 
@@ -34,7 +34,7 @@ class InlineTransport:
         self._gpus = _visible_gpus()
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
-        """Threads fail with their process."""
+        """Does nothing: threads fail with their process."""
 
     def failure(self) -> ClusterError | None:
         """None: there is no cluster that could fail."""
@@ -56,10 +56,10 @@ class InlineTransport:
         return [BundlePlace(bundle=bundle, node=node, handle=None) for bundle, node in zip(bundles, nodes, strict=True)]
 
     def release(self, place: BundlePlace) -> None:
-        """Nothing is held."""
+        """Does nothing: no place is reserved."""
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> InlineProcess:
-        """A worker in threads of this process."""
+        """Starts a worker in threads of this process."""
         kind: DeviceKind = "cuda" if pool.each.gpus else "cpu"
         return InlineProcess(name, "gpu0" if kind == "cuda" else "cpu", kind)
 
@@ -72,7 +72,7 @@ class InlineTransport:
         return InlineStored(value)
 
     async def close(self) -> None:
-        """Threads end with their processes."""
+        """Does nothing: threads end with their processes."""
 
 
 def _visible_gpus() -> bool:
@@ -80,8 +80,8 @@ def _visible_gpus() -> bool:
 
 
 class InlineProcess:
-    """A worker of this process. Killing it fails its pending calls and drops its late answers; the thread itself cannot
-    be ended and finishes its call."""
+    """A worker of this process. Killing it fails its pending calls and drops its late answers. The thread cannot be
+    ended and finishes its call."""
 
     def __init__(self, name: str, device: str, kind: DeviceKind) -> None:
         self._host = RoleHost(node=_NODE, host="127.0.0.1", device=device, kind=kind, own_process=False)
@@ -169,11 +169,11 @@ class InlineProcess:
         """None: there is no process to look at."""
 
     def handle(self) -> InlineProcess:
-        """The worker as others call it: itself."""
+        """The handle for other workers: the worker itself."""
         return self
 
     def kill(self) -> None:
-        """Ends the worker; a call that runs is left behind."""
+        """Ends the worker; a running call is abandoned."""
         self._end("it was ended")
 
     def _end(self, reason: str) -> None:
@@ -187,7 +187,7 @@ class InlineProcess:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _submit(self, pool: ThreadPoolExecutor, run: Callable[[], Value]) -> Awaitable[Value]:
-        """A future that the thread or `kill` resolves, the first of the two."""
+        """A future that is resolved by the thread or by `kill`, whichever comes first."""
         promise: Future[Value] = Future()
         with self._lock:
             if self._dead.is_set():
@@ -221,7 +221,7 @@ class InlineProcess:
 
 
 class _Later(InlineStored[Any]):
-    """Rows that are there when the call has been answered."""
+    """Rows that are available once the call has been answered."""
 
     def __init__(self, rows: list[Any]) -> None:
         super().__init__(None)

@@ -17,7 +17,7 @@ from podium.cluster.layout import RayCluster
 from podium.cluster.ray_compat import loopback_only, outer_address, quiet_driver
 from podium.errors import ClusterError
 
-# How every gRPC server, Ray's too, is greeted, and the kind of frame with which it answers.
+# The preface that every gRPC server expects, Ray's too, and the type of frame with which it answers.
 _HTTP2_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 _HTTP2_SETTINGS = 4
 # Longest wait for this machine's other address to answer.
@@ -25,7 +25,7 @@ _OUTER_S = 0.5
 
 
 async def check_reachable(address: str, deadline_s: float) -> None:
-    """Raises a ClusterError unless a Ray listens at the address. Ray itself takes 20 s to notice that nothing does."""
+    """Raises a ClusterError unless a Ray listens at the address. Ray itself takes 20 s to notice."""
     if "://" in address:
         raise ClusterError(
             f"{address} is not the address of a Ray cluster but of a client or job server. Run this program as a job "
@@ -33,7 +33,7 @@ async def check_reachable(address: str, deadline_s: float) -> None:
         )
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # "auto" and "local": Ray knows what they mean
+        return  # "auto" and "local": Ray resolves them
     try:
         async with asyncio.timeout(deadline_s):
             reader, writer = await asyncio.open_connection(host.strip("[]"), int(port))
@@ -53,7 +53,7 @@ async def check_reachable(address: str, deadline_s: float) -> None:
 
 
 def join_ray(address: str, settings: RayCluster) -> None:
-    """Connects to the cluster. Ray installs signal handlers; those that the program has set are restored."""
+    """Connects to the cluster. Ray installs signal handlers; the program's own handlers are restored."""
     usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
     mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -67,7 +67,8 @@ def join_ray(address: str, settings: RayCluster) -> None:
 
 
 def _is_on_loopback_only(address: str) -> bool:
-    """Ray replaces a loopback address by the machine's outer one; a cluster like ours does not listen there."""
+    """Whether the cluster listens on loopback only. Ray replaces a loopback address by the machine's outer one, where a
+    local cluster of Podium does not listen."""
     host, _, port = address.rpartition(":")
     if host not in ("127.0.0.1", "localhost") or not port.isdigit():
         return False

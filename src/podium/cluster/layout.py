@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a controlled run, in one declaration: pools of device slots, and roles on them.
+"""The layout of a controlled run in one declaration: pools of device slots, and roles on them.
 
 Two roles in one pool on the same slots are colocated, in two pools they are split, and on overlapping slots of one pool
-they are mixed.
-"""
+they are mixed."""
 
 from __future__ import annotations
 
@@ -18,20 +17,20 @@ from podium.errors import PlacementError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayCluster:
-    """Which Ray a run uses: the one at `address`, the one that RAY_ADDRESS or a submitted job names, or (neither) a
-    local one that is started on demand, listens on loopback only and ends with the run."""
+    """Which Ray a run uses: the one at `address`, or the one that RAY_ADDRESS or a submitted job names. Otherwise a
+    local one is started on demand, listens on loopback only and ends with the run."""
 
     address: str | None = None
     cpus: int | None = None  # of a local one; default: the machine's cores
     gpus: int | None = None  # of a local one; default: what Ray finds
     object_store_bytes: int | None = None
-    show_output: bool = True  # what workers print comes to the controller's terminal, with their names before it
+    show_output: bool = True  # workers' output goes to the controller's terminal, prefixed with their names
     deadline_s: float = 30.0  # to reach the one at `address`
     heartbeat_timeout_s: float = 60.0  # of the processes of a local one: stopped for longer, the cluster has failed
     preload: tuple[str, ...] = ()  # a local one forks its workers from a process that has imported these modules
 
 
-# Ray counts in ten-thousandths.
+# Ray's resource precision is a ten-thousandth.
 _LEAST = 0.0001
 
 
@@ -63,8 +62,8 @@ class Resources:
             raise PlacementError("a slot asks for nothing. Give it cpus, gpus or a custom resource.")
 
     def times(self, count: int) -> dict[str, float]:
-        """What `count` slots ask of one node, in Ray's names and to its precision. Parts of a device are not split over
-        two, so more than one device is asked for whole."""
+        """Resources that `count` slots need on one node, in Ray's names and to its precision. Fractions of a device are
+        not split over two, so more than one device is rounded up to whole ones."""
         gpus = self.gpus * count
         needs = {"CPU": self.cpus * count, "GPU": gpus if gpus <= 1 else math.ceil(gpus - 0.01)}
         needs |= {name: amount * count for name, amount in self.custom.items()}
@@ -73,8 +72,8 @@ class Resources:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """A set of workers. With `collectives` they fail and recover together: their process group is the unit of recovery.
-    Without, a dead worker is replaced and the others continue."""
+    """A set of workers. With `collectives` they fail and recover together, because their process group is the unit of
+    recovery. Without, a dead worker is replaced and the others continue."""
 
     name: str
     slots: int
@@ -91,8 +90,8 @@ class Pool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleSpec:
-    """A role: the class that a worker builds as `kind(context, *arguments)`, and the mesh of its workers. Where `kind`
-    is an interface, `implementation` names the class to build as "module:Class", which only workers import."""
+    """A role: the class that a worker builds as `kind(context, *arguments)`, and the mesh of its workers. If `kind` is
+    an interface, `implementation` names the class to build as "module:Class", which only workers import."""
 
     name: str
     kind: type[Any]
@@ -153,7 +152,7 @@ class Layout:
 
 
 def public_methods(kind: type[Any]) -> dict[str, Callable[..., Any]]:
-    """What may be called on a role: its public functions, the inherited ones too."""
+    """Methods that may be called on a role: its public functions, including inherited ones."""
     return {
         name: function
         for name in dir(kind)

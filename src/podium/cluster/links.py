@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Process groups that span pools (learner to generator), formed again when a pool on either side is rebuilt."""
+"""Process groups that span pools (learner to generator). They are formed again when a pool on either side is
+rebuilt."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from podium.errors import ClusterError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """Roles whose workers share a group. `generation` counts how often it was formed."""
+    """Roles whose workers share a group. `generation` counts how often the group was formed."""
 
     name: str
     roles: tuple[str, ...]
@@ -49,7 +50,7 @@ class Links:
         await self._make(link, workers, deadline)
 
     async def renew(self, pool: str, deadline: Deadline) -> None:
-        """Forms the links of a recovered pool again; workers that survived leave the old ones first."""
+        """Forms the links of a recovered pool again; surviving workers leave the old ones first."""
         async with self._renewing:
             await self._renew(pool, deadline)
 
@@ -79,7 +80,7 @@ class Links:
                 timeout_s=self._timeout_s,
             )
 
-        # The workers' own deadline ends first: its message says more.
+        # The workers' own deadline expires first: its message is more specific.
         await self._order(workers, order, what, Deadline(deadline.left_s + 5.0))
 
     async def _order(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A Ray cluster of this machine that belongs to one run: started in the background, watched, and ended with all of its
+"""A Ray cluster on this machine that belongs to one run: started in the background, watched, and ended with all of its
 processes."""
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from podium.cluster.starting import StartingProcesses
 from podium.errors import ClusterError
 
 _LOOK_S = 0.1
-# All of the cluster's processes are listed less often: that reads a file for each of their threads.
+# The cluster's processes are listed less often, because that reads a file for each of their threads.
 _GATHER_S = 2.0
-# From the first process to a driver that is connected; with cold disks Ray's own processes take half a minute.
+# From the first process to a connected driver. With cold disks Ray's own processes take half a minute.
 _START_S = 120.0
-# Ray's own end of the cluster; what is left then is killed.
+# Time for Ray to end the cluster itself; remaining processes are then killed.
 _SHUTDOWN_S = 10.0
 
 
@@ -45,9 +45,8 @@ class LocalRay:
     ClusterError.
 
     The thread `ray start` runs ray.init and stays until the end: the kernel ends the children of a thread that exits.
-    The thread `ray watch` looks at Ray's processes from the first one on. It calls `on_failure` once, when a vital
-    process dies or is stopped for as long as the heartbeat timeout. `stop` ends both.
-    """
+    The thread `ray watch` checks Ray's processes from the first one on. It calls `on_failure` once, when a vital
+    process dies or is stopped for as long as the heartbeat timeout. `stop` ends both."""
 
     def __init__(self, settings: RayCluster) -> None:
         self._settings = settings
@@ -79,7 +78,7 @@ class LocalRay:
         self._watcher.start()
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
-        """Called from the watching thread; at once where the cluster has failed already."""
+        """Registers a callback, called from the watching thread, or at once if the cluster has already failed."""
         with self._lock:
             self._on_failure.append(call)
             failure = self.failure
@@ -87,15 +86,14 @@ class LocalRay:
             call(failure)
 
     def check(self) -> ClusterError | None:
-        """Looks now; what it finds is reported as if the watch had found it."""
+        """Checks the cluster now; a failure is reported as if the watch had found it."""
         if not self._stopping.is_set():
             with self._looking:
                 self._look()
         return self.failure
 
     def stop(self) -> None:
-        """Ends the cluster and everything that it started, within some seconds whatever state it is in. May be called
-        twice."""
+        """Ends the cluster and everything that it started, within some seconds in any state. May be called twice."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -103,7 +101,7 @@ class LocalRay:
         self._gather_family()
         end_s = time.monotonic() + _SHUTDOWN_S
         if self.failure is not None:
-            self._kill_family(but=GCS_SERVER)  # which Ray asks while it shuts down, for long where it is gone
+            self._kill_family(but=GCS_SERVER)  # Ray queries it during shutdown, and waits for long if it is gone
         while not self._initialized.wait(_LOOK_S) and time.monotonic() < end_s:
             self._kill_family()  # processes that ray.init still starts
         closing = threading.Thread(target=_shutdown, name="ray shutdown", daemon=True)
@@ -119,7 +117,7 @@ class LocalRay:
         if closing.is_alive() or not self._initialized.is_set() or is_any_left():
             import ray
 
-            atexit.unregister(ray.shutdown)  # it would wait for the one that hangs
+            atexit.unregister(ray.shutdown)  # it would wait for the thread that hangs
 
     def _start(self) -> None:
         try:
@@ -137,7 +135,7 @@ class LocalRay:
         self._stopped.wait()
 
     def _watch(self) -> None:
-        """Waits for nothing but the next look; `stop` ends it."""
+        """Watches Ray's processes. Waits only for the next check; `stop` ends it."""
         while not self._stopping.wait(_LOOK_S):
             with self._looking:
                 self._look()
@@ -161,7 +159,7 @@ class LocalRay:
             if now is None or not now.is_alive or now.started != process.started:
                 self._fail(f"Ray's {name} (process {process.pid}) died, and Ray does not work without it")
                 return
-            # Looks are counted, not the clock: this process may have been stopped itself meanwhile.
+            # Counts checks instead of reading the clock: this process may have been stopped itself.
             self._frozen_s[name] = self._frozen_s.get(name, 0.0) + _LOOK_S if now.is_stopped else 0.0
             if self._frozen_s[name] >= self._settings.heartbeat_timeout_s:
                 self._fail(
@@ -174,7 +172,7 @@ class LocalRay:
             self._gather_family()
 
     def _look_at_workers(self) -> None:
-        """The raylet's first thread starts them."""
+        """Checks the processes that the raylet's first thread starts."""
         raylet = self._vital.get(RAYLET)
         if raylet is None:
             return
@@ -188,7 +186,7 @@ class LocalRay:
         self.starting.look([each for each in living if may_be_worker(command_of(each.pid))])
 
     def _gather_family(self) -> None:
-        """Remembers who belongs to the cluster: once their parent is dead, the kernel no longer says so."""
+        """Remembers which processes belong to the cluster: once their parent is dead, the kernel no longer tells."""
         self._gathered_s = time.monotonic()
         mine = [pid for pid in children(os.getpid()) if pid not in self._others and self._is_rays(pid)]
         if self._fork_server is not None:
@@ -205,7 +203,8 @@ class LocalRay:
             self._guard.tell(f"family {process.pid} {process.started}")
 
     def _is_rays(self, pid: int) -> bool:
-        """Other children of this process are the caller's: those of Ray run a file of its package."""
+        """Whether a child process belongs to Ray: those of Ray run a file of its package. Others belong to the
+        caller."""
         return self._folder in command_of(pid)
 
     def _kill_family(self, *, but: str | None = None) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which worker sits where in which role's mesh; pure."""
+"""Positions of workers in the meshes of roles; pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ AXES: tuple[Axis, ...] = ("replica", "shard")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshShape:
-    """Sizes of a role's axes. Ranks count with shard fastest; every rank sees different data."""
+    """Sizes of a role's axes. The shard axis varies fastest over ranks; every rank sees different data."""
 
     replica: int = 1
     shard: int = 1
@@ -42,7 +42,7 @@ class MeshShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleMesh:
-    """A role's shape laid over slots of its pool: `slots[rank]` is where that rank sits."""
+    """A role's shape mapped to slots of its pool: `slots[rank]` is the slot of that rank."""
 
     role: str
     pool: str
@@ -63,13 +63,13 @@ class RoleMesh:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshRegistry:
-    """All roles and all living workers of a layout. A value: a respawn makes a new registry."""
+    """All roles and all living workers of a layout. Immutable: a respawn creates a new registry."""
 
     meshes: Mapping[str, RoleMesh]
-    workers: Mapping[tuple[str, int], WorkerId]  # (pool, slot) -> who is there now
+    workers: Mapping[tuple[str, int], WorkerId]  # (pool, slot) -> its current worker
 
     def mesh(self, role: str) -> RoleMesh:
-        """The mesh of a role; an unknown role raises a PlacementError."""
+        """The mesh of a role. Raises a PlacementError if the role is unknown."""
         if role not in self.meshes:
             raise PlacementError(
                 f"there is no role {role!r} in this layout; it has {', '.join(self.meshes) or 'none'}."
@@ -81,7 +81,7 @@ class MeshRegistry:
         return self.workers[pool, slot]
 
     def workers_of(self, role: str) -> tuple[WorkerId, ...]:
-        """In rank order."""
+        """Workers of a role in rank order."""
         mesh = self.mesh(role)
         return tuple(self.workers[mesh.pool, slot] for slot in mesh.slots)
 
@@ -90,11 +90,11 @@ class MeshRegistry:
         return self.workers.get((worker.pool, worker.index)) == worker
 
     def with_workers(self, workers: Sequence[WorkerId]) -> MeshRegistry:
-        """These have taken their slots; the workers before them are of an old incarnation now."""
+        """A registry in which these workers have taken their slots. The previous workers become old incarnations."""
         return replace(self, workers={**self.workers, **{(worker.pool, worker.index): worker for worker in workers}})
 
     def describe(self) -> str:
-        """One line per role and worker: who is where."""
+        """One line per role and worker with its position."""
         lines: list[str] = []
         for role, mesh in self.meshes.items():
             lines.append(f"{role}: {mesh.shape} on {mesh.pool}")

@@ -17,7 +17,7 @@ from podium.engine.addresses import DeviceKind, TcpMeeting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Handshake:
-    """A worker process's first words."""
+    """The first message of a worker process."""
 
     node: str
     host: str  # address of its node
@@ -28,7 +28,7 @@ class Handshake:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settle:
-    """You are this worker from now on; you belong to this pool, whose roles have these meshes."""
+    """Assigns the worker's identity and its pool, whose roles have these meshes."""
 
     worker: WorkerId
     meshes: tuple[RoleMesh, ...]
@@ -36,14 +36,14 @@ class Settle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenMeeting:
-    """Serve the store where a process group or a link meets; it stays until the next one of that name."""
+    """Serves the store for the rendezvous of a process group or a link. It stays until the next one of that name."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Join:
-    """Form the pool's process group and its roles' meshes."""
+    """Forms the pool's process group and its roles' meshes."""
 
     meeting: TcpMeeting
     rank: int
@@ -54,7 +54,7 @@ class Join:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Import:
-    """Import what your roles are made of, before anything waits for it."""
+    """Imports the modules of the worker's roles, before anything waits for them."""
 
     modules: tuple[str, ...]
     tokenizers_only: bool = False
@@ -62,16 +62,17 @@ class Import:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Build:
-    """Build this role; its class and arguments travel beside the order. `methods` is what the controller may call."""
+    """Builds this role; its class and arguments travel beside the call. `methods` are those that the controller may
+    call."""
 
     role: str
     methods: Mapping[str, tuple[str, ...]]  # name -> parameters
-    implementation: str | None = None  # "module:Class", where the class that travels is an interface
+    implementation: str | None = None  # "module:Class", if the class that travels is an interface
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
-    """Form a link (a process group beside the pool's own, that may span pools)."""
+    """Forms a link (a process group beside the pool's own, which may span pools)."""
 
     name: str
     generation: int
@@ -79,28 +80,28 @@ class Connect:
     rank: int
     world: int
     deadline_s: float
-    timeout_s: float  # of later transfers
+    timeout_s: float  # timeout of later transfers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnect:
-    """Leave the link."""
+    """Leaves the link."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenChannel:
-    """You can call the workers of this line from now on."""
+    """Opens a channel: from now on the worker can call the channel's workers."""
 
-    channel: Any  # a Line; its class knows these orders
+    channel: Any  # a Channel, whose module imports this one
 
 
 @dataclass(frozen=True, slots=True)
 class Invoke:
-    """Call a method of a role; the arguments travel beside the order."""
+    """Calls a method of a role; the arguments travel beside the call."""
 
-    worker: WorkerId  # whom the controller means
+    worker: WorkerId  # the intended worker
     role: str
     method: str
     wants: Literal["value", "rows"]
@@ -115,7 +116,7 @@ Order = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | Op
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An exception of the worker's own code: its words, and itself where it is one of Podium's."""
+    """An exception of the worker's own code: its text, and the exception itself if it is one of Podium's."""
 
     kind: str
     text: str
@@ -125,7 +126,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowsHead:
-    """What the controller learns of stored rows."""
+    """What the controller knows about stored rows."""
 
     ids: TrajectoryIds
     lengths_N: Ints
@@ -136,13 +137,13 @@ class RowsHead:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """A worker's answer to an order."""
+    """A worker's reply to a call."""
 
     worker: WorkerId | None  # None before it has settled
     value: Any
     failure: Failure | None
     spans: tuple[Span, ...]
-    last: bool = True  # of a stream: nothing comes after it
+    last: bool = True  # of a stream: the last reply
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Dataclasses with slots are slow to pickle, and this is in every message."""
@@ -151,7 +152,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A sign of life: what the work thread is doing, and for how long."""
+    """A heartbeat: what the work thread is doing, and for how long."""
 
     doing: str
     for_s: float
@@ -159,6 +160,6 @@ class Beat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Whereabouts:
-    """The answer to `where are you`."""
+    """The reply to `where`."""
 
     threads: tuple[ThreadPlace, ...]

@@ -22,16 +22,16 @@ class Stored(ABC, Generic[Value_co]):
 
     @abstractmethod
     def read(self) -> Value_co:
-        """The object itself, without a copy where it is on this node. Waits for at most the store's deadline."""
+        """The object itself, without a copy if it is on this node. Waits for at most the store's deadline."""
 
     @abstractmethod
     def free(self, reason: str) -> None:
-        """Lets go of the object; a later `read` says why it is gone."""
+        """Frees the object; the error of a later `read` gives the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RowRefs(Generic[RowsT]):
-    """Rows by reference: for each row, which stored object it is in and where. Ids ascend. This is what travels
+    """Rows by reference: for each row, its stored object and its position there. Ids ascend. This is what travels
     through the controller: some 50 bytes a row, whatever its length."""
 
     ids: TrajectoryIds
@@ -54,7 +54,7 @@ class RowRefs(Generic[RowsT]):
 
     @classmethod
     def join(cls, parts: Sequence[RowRefs[RowsT]]) -> RowRefs[RowsT]:
-        """All rows of several, ids ascending again. An id that is in two of them is an error."""
+        """Joins the rows of several, ids ascending. An id that is in two of them is an error."""
         parts = [part for part in parts if len(part)]
         if not parts:
             return cls(ids=TrajectoryIds.of(()), lengths_N=_NONE_64, pieces=(), piece_N=_NONE_32, row_N=_NONE_32)
@@ -79,7 +79,7 @@ class RowRefs(Generic[RowsT]):
         return len(self.ids)
 
     def take(self, positions: NDArray[np.integer[Any]]) -> RowRefs[RowsT]:
-        """Some of the rows, with the references they need and no others."""
+        """Some of the rows, with only the references that they need."""
         piece_N = self.piece_N[positions]
         needed = np.unique(piece_N)
         return RowRefs(
@@ -91,15 +91,15 @@ class RowRefs(Generic[RowsT]):
         )
 
     def select(self, ids: TrajectoryIds) -> RowRefs[RowsT]:
-        """The rows of these ids, in their order: how a column is cut to the rows of a shard."""
+        """The rows of these ids, in their order. This cuts a column to the rows of a shard."""
         positions = self.ids.positions_of(ids)
         if (positions < 0).any():
             raise ResultError(f"these trajectories are not among the stored ones: {ids.without(self.ids)}.")
         return self.take(positions)
 
     def read(self) -> RowsT:
-        """The rows themselves, in the order of `ids`. Each stored object is opened once, and of each only the rows
-        asked for are copied (none, where a whole object is asked for)."""
+        """Reads the rows in the order of `ids`. Opens each stored object once, and copies only the requested rows
+        (none, if a whole object is requested)."""
         if not self.pieces:
             raise ResultError("no row is asked for, so there is nothing to read; look at len() first.")
         parts: list[RowsT] = []
@@ -131,7 +131,7 @@ def _ascending(ids: TrajectoryIds) -> bool:
 
 
 class ObjectScope:
-    """Objects that are freed when the block ends, also by an exception: those of one step, or of one evaluation."""
+    """Objects that are freed when the block ends, also after an exception: those of one step, or of one evaluation."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -141,12 +141,12 @@ class ObjectScope:
         return self
 
     def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
-        """These rows are freed when the scope closes."""
+        """Registers rows to be freed when the scope closes."""
         self._held += rows.pieces
         return rows
 
     def __exit__(self, *ended: object) -> None:
-        """Frees what it holds; reading it afterwards is an error that says so."""
+        """Frees its objects; reading them afterwards raises an error that says so."""
         for stored in self._held:
             stored.free(f"it was freed when {self._name} closed")
         self._held.clear()

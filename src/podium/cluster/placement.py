@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places the bundles of a layout on nodes, and explains why they do not fit; pure.
 
-A bundle is the slots that must share a node. Ray is then asked for exactly this placement, node by node, so that no
-request stays pending for a reason that was known before.
-"""
+A bundle is a set of slots that must share a node. Ray then gets exactly this placement, node by node, so that no
+request stays pending for a reason that was known before."""
 
 from __future__ import annotations
 
@@ -13,10 +12,10 @@ from typing import assert_never
 
 from podium.cluster.layout import Pool
 
-# Ray keeps resources in ten-thousandths: sums of fractions are compared with half of one to spare.
+# Ray keeps resources in ten-thousandths: sums of fractions are compared with a tolerance of half of one.
 _GRAIN = 5e-5
 _MOST_TRIALS = 20_000
-# What every node has besides, asked for or not.
+# Resources that every node has besides, requested or not.
 _EVERYWHERE = ("CPU", "memory", "object_store_memory")
 
 
@@ -45,21 +44,21 @@ class Bundle:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fits:
-    """Everything has its node: one for each bundle, in order."""
+    """Every bundle has a node, in order."""
 
     nodes: tuple[NodeState, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """The nodes are large enough, but other runs hold what is needed: it may become free."""
+    """The nodes are large enough, but other runs hold the resources, which may become free."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TooLarge:
-    """It would not fit even if the cluster were empty."""
+    """The layout would not fit even if the cluster were empty."""
 
     reason: str
 
@@ -82,7 +81,7 @@ def bundles_of(pool: Pool) -> tuple[Bundle, ...]:
 
 
 def preflight(bundles: Sequence[Bundle], nodes: Sequence[NodeState]) -> Preflight:
-    """Finds a node for every bundle, or explains per node what is needed, what there is, and what would fit."""
+    """Finds a node for every bundle, or explains per node what is needed, what is available, and what would fit."""
     fit = _fit(bundles, {node.id: dict(node.free) for node in nodes})
     if isinstance(fit, tuple):
         by_id = {node.id: node for node in nodes}
@@ -105,9 +104,9 @@ def message(outcome: Preflight) -> str:
 
 
 def _fit(bundles: Sequence[Bundle], room: dict[str, dict[str, float]]) -> tuple[str, ...] | Bundle:
-    """A node for each bundle, found by trying: the bundles that are hardest to place first, each on its best node, and
-    back again when one finds none. Returns the first bundle that never found a place when there is no way (or none was
-    found in so many trials that there hardly is one)."""
+    """Finds a node for each bundle by backtracking: the hardest bundles first, each on its best node. Without a
+    solution, returns the first bundle that never found a place. Gives up after so many trials that a solution is
+    unlikely."""
     order = sorted(range(len(bundles)), key=lambda at: (-_weight(bundles[at].needs), at))
     turns: list[_Turn] = []
     deepest = 0
@@ -117,7 +116,7 @@ def _fit(bundles: Sequence[Bundle], room: dict[str, dict[str, float]]) -> tuple[
             return _neighbours_together(bundles, tuple(chosen[at] for at in range(len(bundles))))
         bundle = bundles[order[len(turns)]]
         before = [turn for turn in turns if turn.bundle.pool == bundle.pool]
-        # Bundles of a pool are alike: where the one before has been tried in vain, this one would be too.
+        # Bundles of a pool are alike: a node that failed for the previous one fails for this one too.
         barred = before[-1].in_vain if before and turns[-1].bundle.pool == bundle.pool else frozenset[str]()
         rest = sum(1 for at in order[len(turns) :] if bundles[at].pool == bundle.pool)
         nodes = _ranked(bundle, room, [turn.node for turn in before], rest, barred)
@@ -133,14 +132,14 @@ def _fit(bundles: Sequence[Bundle], room: dict[str, dict[str, float]]) -> tuple[
 
 
 class _Turn:
-    """One bundle's turn in the search: where it is, and where it may still be tried."""
+    """One bundle's state in the search: its node, and the nodes still to try."""
 
     def __init__(self, *, bundle: Bundle, untried: list[str]) -> None:
         self.bundle, self._untried, self.node = bundle, untried, ""
         self.in_vain: frozenset[str] = frozenset()
 
     def next(self, room: dict[str, dict[str, float]]) -> bool:
-        """Takes the next node; False when there is none left."""
+        """Takes the next node; False if none is left."""
         if not self._untried:
             return False
         self.node = self._untried.pop(0)
@@ -157,9 +156,9 @@ class _Turn:
 def _ranked(
     bundle: Bundle, room: Mapping[str, Mapping[str, float]], used: Sequence[str], rest: int, barred: frozenset[str]
 ) -> list[str]:
-    """The nodes that have room, the best first. Packed: one that the pool uses already, else the smallest that holds
-    all the rest of it, else the one that holds most; what nobody asked for is left to others. Spread: where the pool
-    has least, and then where most is free."""
+    """The nodes that have room, the best first. Packed: a node that the pool already uses, else the smallest that holds
+    all the rest of it, else the one that holds most; resources that were not requested are left to others. Spread: the
+    node with least of the pool, then the one with most free."""
     able = {name: _how_many(free, bundle.needs) for name, free in room.items() if name not in barred}
 
     def packed(name: str) -> tuple[bool, bool, float, float, float]:
@@ -175,8 +174,8 @@ def _ranked(
 
 
 def _neighbours_together(bundles: Sequence[Bundle], nodes: tuple[str, ...]) -> tuple[str, ...]:
-    """Bundles of one pool are alike, so their nodes may be dealt out again with equal nodes side by side: neighbouring
-    ranks then share a node as often as can be."""
+    """Reorders nodes within a pool so that equal nodes are adjacent, because bundles of one pool are alike.
+    Neighbouring ranks then share a node as often as possible."""
     dealt = list(nodes)
     for pool in dict.fromkeys(bundle.pool for bundle in bundles):
         places = [at for at, bundle in enumerate(bundles) if bundle.pool == pool]
@@ -188,7 +187,7 @@ def _neighbours_together(bundles: Sequence[Bundle], nodes: tuple[str, ...]) -> t
 
 
 def _weight(amounts: Mapping[str, float]) -> float:
-    """GPUs are what is short; CPUs break ties."""
+    """GPUs are scarce and come first; CPUs break ties."""
     return 1000 * amounts.get("GPU", 0.0) + amounts.get("CPU", 0.0)
 
 

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Processes of this machine as the kernel reports them: alive, stopped, busy. Without /proc nothing is known of them.
+"""Processes of this machine as the kernel reports them: alive, stopped, busy. Without /proc nothing is reported.
 
-Run as a script (standard library only, so that it starts fast) this is the guard of a process: see `guard`.
-"""
+Run as a script (standard library only, so that it starts fast) this is the guard of a process: see `guard`."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessInfo:
-    """One look at a process. The kernel reuses pids; pid and `started` together are unique."""
+    """A snapshot of a process. The kernel reuses pids; pid and `started` together are unique."""
 
     pid: int
     name: str
@@ -43,12 +42,12 @@ class ProcessInfo:
 
 
 def look(pid: int) -> ProcessInfo | None:
-    """None: there is no such process."""
+    """A snapshot of the process; None if it does not exist."""
     try:
         text = (_PROC / str(pid) / "stat").read_text(errors="replace")
     except OSError:
         return None
-    # pid (name) state ...: the name may hold anything, what follows it may not.
+    # pid (name) state ...: the name may contain any character, the fields after it may not.
     name, _, rest = text.rpartition(")")
     fields = rest.split()
     return ProcessInfo(
@@ -61,7 +60,7 @@ def look(pid: int) -> ProcessInfo | None:
 
 
 def command_of(pid: int) -> bytes:
-    """What it was started with, or the title that it has given itself; empty where there is no such process."""
+    """Its command line, or the title that it has set; empty if there is no such process."""
     try:
         return (_PROC / str(pid) / "cmdline").read_bytes()
     except OSError:
@@ -96,14 +95,14 @@ def descendants(roots: Iterable[int]) -> list[int]:
 
 
 def kill(process: ProcessInfo, number: signal.Signals = signal.SIGKILL) -> None:
-    """SIGKILL ends a stopped process too. Sent to this process only, not to another one that has the pid now."""
+    """Sends SIGKILL, which also ends a stopped process. Never hits another process that has reused the pid."""
     now = look(process.pid)
     if now is not None and now.started == process.started:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process.pid, number)
 
 
-# A signal is sent before it is obeyed; a process in a call that cannot be interrupted obeys when that is over.
+# A signal takes effect later; a process in an uninterruptible call ends after that call.
 _STOP_S = 1.0
 
 
@@ -115,7 +114,7 @@ def _stop(process: ProcessInfo) -> None:
 
 
 def kill_trees(roots: Iterable[ProcessInfo]) -> None:
-    """Kills processes and their descendants. All are stopped first: one that is killed while it starts another would
+    """Kills processes and their descendants. Stops all of them first: a process killed while it starts another would
     leave that one behind."""
     tree = {each.pid: each for each in roots}
     edge = list(tree.values())
@@ -129,18 +128,17 @@ def kill_trees(roots: Iterable[ProcessInfo]) -> None:
         kill(process)
 
 
-# How long the guarded process may take to deal with the death of one that it cannot do without.
+# How long the guarded process may take to handle the death of a vital process.
 _PATIENCE_S = 30.0
 
 
 def guard() -> None:
     """Ends the processes of a family when the process that started them is gone. Also ends that process when it waits
-    for a vital process that is dead: in a call that holds Python's lock it cannot notice.
+    for a vital process that is dead: in a call that holds the GIL it cannot notice.
 
     Reads lines from that process: `family PID STARTED`, `vital PID STARTED NAME`, `folder PATH` (to be removed with the
-    family), and at last `end`. Waits for the next line; the end of the pipe, or a vital process that has been dead for
-    long, unblocks it.
-    """
+    family), and finally `end`. Waits for the next line; the end of the pipe, or a vital process that has been dead for
+    long, unblocks it."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     guarded, family, dead_since_s = look(os.getppid()), set[tuple[int, int]](), 0.0

@@ -25,12 +25,12 @@ from podium.errors import ClusterError
 TESTED_VERSIONS = ("2.60.0",)
 
 GCS_SERVER, RAYLET = "gcs_server", "raylet"
-# Without these two Ray is no cluster: gcs_server knows who is where, the raylet starts workers and stores objects.
+# Ray needs both: gcs_server keeps the cluster's state, the raylet starts workers and stores objects.
 VITAL_PROCESSES = (GCS_SERVER, RAYLET)
-# The driver must not wait for idle workers: the raylet waits without end for one that died before it registered. And
-# workers start together, however few cores there are.
+# The driver must not wait for idle workers: the raylet waits forever for one that died before it registered. Workers
+# start together, however few cores there are.
 _SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "worker_maximum_startup_concurrency": MOST_AT_ONCE}
-# What the raylet starts besides workers, by the titles that these processes give themselves.
+# Processes that the raylet starts besides workers, by the titles that they set.
 _SERVER_TITLES = (
     b"ray::DashboardAgent",
     b"ray::RuntimeEnvAgent",
@@ -44,8 +44,8 @@ _PORT_LOOK_S = 0.01
 
 
 def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Callable[[], bool]) -> None:
-    """Starts a cluster of this machine and connects to it. Workers are started by the script `setup_worker` where one
-    is given. Gives up with a ClusterError once it is not `is_wanted`."""
+    """Starts a cluster on this machine and connects to it. If `setup_worker` is given, this script starts the workers.
+    Gives up with a ClusterError once it is not `is_wanted`."""
     import ray
 
     with (
@@ -76,8 +76,8 @@ def package_folder() -> bytes:
 
 
 def may_be_worker(command: bytes) -> bool:
-    """Whether a child of the raylet is a worker or may become one, by its command line. One of an unknown kind may:
-    then no worker is reported as missing that is not."""
+    """Whether a child of the raylet is a worker or may become one, by its command line. An unknown kind may become one,
+    so that no worker is wrongly reported as missing."""
     return not command.startswith(_SERVER_TITLES) and _HELPER_OPTION not in command
 
 
@@ -97,7 +97,7 @@ def outer_address() -> str:
 
 
 def death_reason(error: BaseException) -> str:
-    """Why a worker is gone, in one sentence out of the text of Ray's error."""
+    """Why a worker is gone, in one sentence extracted from the text of Ray's error."""
     import ray
 
     text = str(error)
@@ -116,8 +116,8 @@ def death_reason(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def loopback_only() -> Iterator[None]:
-    """Ray takes the loopback address for its node, as it does by default on macOS, and listens there only: a cluster of
-    one machine needs no open port."""
+    """Makes Ray use the loopback address for its node, as it does by default on macOS, and listen only there: a cluster
+    of one machine needs no open port."""
     import ray
 
     with _replaced(ray._private.ray_constants, "ENABLE_RAY_CLUSTER", False):
@@ -126,8 +126,8 @@ def loopback_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet_driver() -> Iterator[None]:
-    """Ray's driver prints what Ray's processes complain of, with whole logs of those that died. Podium reports deaths
-    itself, so only the output of workers is printed."""
+    """Prints only the output of workers. Ray's driver would also print complaints of Ray's processes, with whole logs
+    of those that died. Podium reports deaths itself."""
     import ray
 
     worker = ray._private.worker
@@ -146,8 +146,8 @@ def quiet_driver() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _needed_processes() -> Iterator[None]:
-    """Without the autoscaler and the dashboard's server, which Ray starts even where there is no dashboard: a cluster
-    of one run does not use them, and the raylet starts only after them."""
+    """Skips the autoscaler and the dashboard's server, which Ray starts even without a dashboard. A cluster of one run
+    does not use them, and the raylet starts only after them."""
     import ray
 
     node = ray._private.node.Node
@@ -160,8 +160,8 @@ def _needed_processes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _worker_script(file: Path | None) -> Iterator[None]:
-    """The raylet runs this script for each worker, in place of Ray's own, which imports Ray and then becomes a second
-    Python process that imports it again."""
+    """Makes the raylet run this script for each worker. Ray's own script imports Ray and then becomes a second Python
+    process that imports it again."""
     import ray
 
     if file is None:
@@ -181,8 +181,8 @@ def _worker_script(file: Path | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _interruptible_start(is_wanted: Callable[[], bool]) -> Iterator[None]:
-    """Ray waits for the port of gcs_server in a call that holds Python's lock, half a minute where that is dead. Here
-    the port's file is waited for first, in Python, as long as it `is_wanted`."""
+    """Waits for the port file of gcs_server in Python first, as long as it `is_wanted`. Ray waits for it in a call that
+    holds the GIL, for half a minute if gcs_server is dead."""
     import ray
 
     node = ray._private.node

@@ -34,7 +34,7 @@ from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
 
 Value = TypeVar("Value")
 
-# Longest wait for an object to come from another node.
+# Longest wait for an object from another node.
 _FETCH_S = 120.0
 _DEATHS = (
     ray.exceptions.RayActorError,
@@ -42,15 +42,15 @@ _DEATHS = (
     ray.exceptions.NodeDiedError,
     ray.exceptions.OutOfMemoryError,
 )
-# How long answers are waited for together before each is for itself, and how many calls may do so at a time.
+# How long answers are awaited together before each is awaited alone, and how many calls may do so at a time.
 _MOMENT_S = 0.05
 _MOST_WAITING = 8
-# Longest wait for a node to say that it lives.
+# Longest wait for a node to confirm that it lives.
 _NODE_S = 0.5
 
 
 class RayTransport:
-    """Workers as Ray actors. Owns the Ray that it started, and only that."""
+    """Workers as Ray actors. Ends only a Ray that it started."""
 
     has_collectives = True
 
@@ -64,8 +64,8 @@ class RayTransport:
 
     @classmethod
     async def open(cls, settings: RayCluster, starting: LocalRay | None = None) -> RayTransport:
-        """Joins the Ray that is named, that this process is in already, or starts a local one (or awaits one that is
-        `starting`)."""
+        """Joins the Ray that is named or that this process is already in. Otherwise starts a local one (or awaits one
+        that is `starting`)."""
         if starting is not None:
             return await cls._opened(starting)
         if ray.is_initialized():
@@ -73,12 +73,12 @@ class RayTransport:
             if settings.address not in (None, "auto", "local", here):
                 raise ClusterError(f"this process is in the Ray cluster at {here}, not in that at {settings.address}.")
             return cls(joined=False, local=None)
-        address = settings.address or os.environ.get("RAY_ADDRESS")  # Ray's documented contract with submitted jobs
+        address = settings.address or os.environ.get("RAY_ADDRESS")  # Ray's documented interface for submitted jobs
         if not address or address == "local":
             return await cls._opened(LocalRay(settings))
         await check_reachable(address, settings.deadline_s)
         try:
-            # In this thread, not beside it: Ray sets its signal handlers only in the main one. Its waits are bounded.
+            # Runs in this thread: Ray sets its signal handlers only in the main thread. Its waits are bounded.
             join_ray(address, settings)
         except (ConnectionError, ValueError, RuntimeError, ray.exceptions.RayError) as error:
             raise ClusterError(f"Ray at {address} cannot be joined: {error}") from error
@@ -86,7 +86,7 @@ class RayTransport:
 
     @classmethod
     async def _opened(cls, local: LocalRay) -> RayTransport:
-        """Waits for the cluster or its failure, which has a deadline of its own."""
+        """Waits for the cluster or its failure, which has its own deadline."""
         try:
             await asyncio.wrap_future(local.ready)
         except BaseException:
@@ -101,20 +101,21 @@ class RayTransport:
             self._local.on_failure(lambda error: loop.call_soon_threadsafe(call, error))
 
     def failure(self) -> ClusterError | None:
-        """Why the local cluster failed, looked at now. None while it works, and for a cluster that was joined."""
+        """Checks now why the local cluster failed. None while it works, and for a joined cluster."""
         return self._local.check() if self._local is not None else None
 
     @property
     def _is_usable(self) -> bool:
-        """Ray blocks for a minute where its servers are gone, and starts again when it is used after its end."""
+        """Whether Ray can be called. Ray blocks for a minute if its servers are gone, and restarts when it is used
+        after its end."""
         return ray.is_initialized() and (self._local is None or self._local.failure is None)
 
     def is_process_missing(self, since_s: float) -> bool:
-        """Known of a Ray that this process started only."""
+        """Known only for a Ray that this process started."""
         return self._local is not None and self._local.starting.is_missing(since_s)
 
     def _check_open(self) -> None:
-        """Ray starts itself anew when it is used after its end."""
+        """Raises an error if the transport is closed: Ray would restart when it is used after its end."""
         if self._local is not None and self._local.failure is not None:
             raise self._local.failure
         if not ray.is_initialized():
@@ -138,8 +139,8 @@ class RayTransport:
         )
 
     def _lives(self, node: dict[str, Any]) -> bool:
-        """Ray reports a node as alive for some 15 s after its death. A node whose workers could not be reached is
-        asked."""
+        """Checks nodes whose workers could not be reached. Ray reports a node as alive for some 15 s after its
+        death."""
         if not node["Alive"] or node["NodeID"] not in self._suspects:
             return bool(node["Alive"])
         try:
@@ -156,7 +157,7 @@ class RayTransport:
         groups: list[PlacementGroup] = []
 
         def reserved() -> bool:
-            """Ray waits here for gcs_server, for a minute where that is gone."""
+            """Ray waits here for gcs_server, for a minute if that is gone."""
             for bundle, node in zip(bundles, nodes, strict=True):
                 selector = [{"ray.io/node-id": node.id}]
                 groups.append(placement_group([dict(bundle.needs)], bundle_label_selector=selector))
@@ -184,11 +185,11 @@ class RayTransport:
         ]
 
     def release(self, place: BundlePlace) -> None:
-        """Gives the placement group back."""
+        """Releases the placement group."""
         self._remove(place.handle)
 
     def _remove(self, group: PlacementGroup) -> None:
-        """Beside the caller: Ray waits for gcs_server's answer."""
+        """Removes it in the background: Ray waits for gcs_server's answer."""
 
         def remove() -> None:
             with contextlib.suppress(ValueError, ray.exceptions.RayError):
@@ -198,7 +199,7 @@ class RayTransport:
             threading.Thread(target=remove, name="podium gives a place back", daemon=True).start()
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> RayProcess:
-        """Asks Ray for an actor in the place; its process starts meanwhile."""
+        """Asks Ray for an actor in this place; its process starts in the background."""
         options = Worker.options(  # type: ignore[attr-defined]
             num_cpus=pool.each.cpus,
             num_gpus=pool.each.gpus,
@@ -228,7 +229,7 @@ class RayTransport:
             ray.kill(actor, no_restart=True)
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
-        """All answers, if they come within a moment; else None, and each is awaited for itself."""
+        """All answers, if they come within a moment; else None, and each is awaited alone."""
         if self._waiting >= _MOST_WAITING:
             return None
         refs = [answer.ref for answer in answers if isinstance(answer, _PendingReply)]
@@ -268,7 +269,7 @@ class RayProcess:
         kill: Callable[[Any], None] = lambda actor: None,
         is_here: bool = False,
     ) -> None:
-        """`is_here`: on this machine, where the kernel can be asked about it."""
+        """`is_here`: on this machine, where the kernel reports on it."""
         self._actor, self._suspect_node, self._is_here = actor, suspect_node, is_here
         self._came_up, self._kill = came_up, kill
         self._info: ProcessInfo | None = None
@@ -279,14 +280,14 @@ class RayProcess:
         return self._actor
 
     async def handshake(self) -> Handshake:
-        """Waits until the worker runs; returns what it reports of itself."""
+        """Waits until the worker runs; returns its report about itself."""
         handshake: Handshake = await self._answer(self._actor.handshake.remote())
         self._info = look(handshake.pid) if self._is_here else None
         self._came_up(self._actor, self._info)
         return handshake
 
     def look(self) -> ProcessInfo | None:
-        """The worker's process now, where it is on this machine."""
+        """The worker's process now, if it is on this machine."""
         return look(self._info.pid) if self._info is not None else None
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
@@ -328,7 +329,7 @@ class RayProcess:
         return _PendingReply(self, ref)
 
     async def answer(self, ref: Any) -> Any:
-        """Awaits an object of Ray; its errors become Podium's."""
+        """Awaits an object of Ray; translates its errors into Podium's."""
         try:
             return await ref
         except ray.exceptions.RayError as error:
@@ -343,8 +344,8 @@ class RayProcess:
             raise self._translated(error) from None
 
     def _translated(self, error: ray.exceptions.RayError) -> PodiumError:
-        """The role host catches what roles raise, so what comes as an error of Ray is not the role's: arguments or
-        answers that cannot be pickled, or the end of the worker, of whatever kind."""
+        """Translates an error of Ray. It does not come from the role, whose exceptions the role host catches. Either
+        arguments or answers cannot be pickled, or the worker has ended."""
         if isinstance(error, ray.exceptions.ObjectLostError):
             return StoreError(f"an argument is lost with the node that held it: {str(error).splitlines()[0]}")
         if isinstance(error, ray.exceptions.RayTaskError):
@@ -356,15 +357,15 @@ class RayProcess:
         return ClusterError(f"an answer came and cannot be read here: {error}")
 
     def handle(self) -> RayWorkerHandle:
-        """The worker as other workers call it."""
+        """The handle by which other workers call this one."""
         return RayWorkerHandle(self._actor)
 
     def kill(self) -> None:
-        """Kills the worker, a stopped one too."""
+        """Kills the worker, even a stopped one."""
         self._kill(self._actor)
         now = self.look()
         if now is not None and now.is_stopped and self._info is not None:
-            kill(self._info)  # Ray asks it to leave, and it cannot hear
+            kill(self._info)  # Ray asks it to exit, and a stopped process does not react
 
 
 class RayWorkerHandle:
@@ -382,7 +383,7 @@ class RayWorkerHandle:
 
 
 class _PendingReply(Awaitable[Any]):
-    """What a worker will say: to be awaited, or got together with others."""
+    """A worker's pending reply, to be awaited alone or together with others."""
 
     def __init__(self, process: RayProcess, ref: Any) -> None:
         self._process, self.ref = process, ref
@@ -408,7 +409,7 @@ def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str
         bad = [f"number {at}" for at, value in enumerate(arguments) if not _travels(value)]
         bad += [key for key, value in named.items() if not _travels(value)]
         kinds = {type(value).__name__ for value in (*arguments, *named.values()) if not _travels(value)}
-        # Ray's own words show the values, which may be secret.
+        # Ray's own message shows the values, which may be secret.
         raise ClusterError(
             f"{what}: its argument {', '.join(bad)} ({', '.join(sorted(kinds))}) cannot be pickled."
         ) from None
@@ -423,7 +424,7 @@ def _travels(value: Any) -> bool:
 
 
 def _references(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Ray fetches an argument that is a reference itself before it calls the method."""
+    """Ray fetches an argument that is itself a reference before it calls the method."""
     return tuple(_reference(each.stored) if isinstance(each, ByReference) else each for each in arguments)
 
 
@@ -433,7 +434,7 @@ def _reference(stored: Stored[Any]) -> Any:
 
 
 class RayStored(Stored[Any]):
-    """An object of Ray's store, owned by the process that called for it: it outlives the worker that made it."""
+    """An object of Ray's store, owned by the calling process: it outlives the worker that created it."""
 
     def __init__(self, ref: Any) -> None:
         self._ref = ref
@@ -453,7 +454,7 @@ class RayStored(Stored[Any]):
         return self._ref
 
     def read(self) -> Any:
-        """Fetches the object; a StoreError where it is lost or late."""
+        """Fetches the object; a StoreError if it is lost or late."""
         try:
             return ray.get(self.reference(), timeout=_FETCH_S)
         except ray.exceptions.GetTimeoutError:

@@ -29,12 +29,12 @@ from podium.errors import RendezvousError
 
 
 def serve(host: str) -> MeetingServer:
-    """A store for others to meet at, on this node's own address."""
+    """Serves a store for the rendezvous, on this node's own address."""
     return MeetingServer(host)
 
 
 def join(order: Join, host: str, kind: DeviceKind, meshes: tuple[RoleMesh, ...]) -> dict[str, DeviceMesh | None]:
-    """Forms the pool's process group and the meshes of its roles, in one order on all workers. Collective."""
+    """Forms the pool's process group and the meshes of its roles, in the same order on all workers. Collective."""
     use_interface_of(host)
     device = torch.device("cuda", 0) if kind == "cuda" else torch.device("cpu")
     leave()
@@ -57,21 +57,21 @@ def leave() -> None:
 
 
 def _device_mesh(mesh: RoleMesh, kind: DeviceKind, timeout: timedelta) -> DeviceMesh | None:
-    """Axes of length 1 have no group. Every worker of the pool takes part, those without the role too: forming a
-    subgroup is collective over the default group."""
+    """Axes of length 1 have no group. Every worker of the pool takes part, even without the role: forming a subgroup is
+    collective over the default group."""
     axes = [axis for axis in AXES if mesh.shape.size(axis) > 1]
     if not axes:
         return None
     ranks = torch.tensor(mesh.slots).reshape([mesh.shape.size(axis) for axis in axes])
     devices = DeviceMesh(kind, ranks, mesh_dim_names=tuple(axes))
     if dist.get_rank() in mesh.slots:
-        for axis in axes:  # torch makes subgroups with a timeout of its own, half an hour
+        for axis in axes:  # torch creates subgroups with its own timeout, half an hour
             devices.get_group(axis)._get_backend(torch.device(kind))._set_default_timeout(timeout)
     return devices
 
 
 class TransferGroup:
-    """A link between workers that may be of different pools: a group and a store of its own, so that neither pool's
+    """A link between workers that may be of different pools. It has its own group and store, so that neither pool's
     collectives wait for it and either can be rebuilt without the other."""
 
     def __init__(self, order: Connect, host: str, kind: DeviceKind) -> None:
@@ -82,7 +82,7 @@ class TransferGroup:
         began = time.monotonic()
         try:
             store = open_store(order.meeting, order.world, order.deadline_s)
-            # A generation has keys of its own: what an earlier one left in the store is not seen.
+            # Each generation has its own keys, so it does not see values of an earlier one in the store.
             mine = PrefixStore(f"{order.name}/{order.generation}", store)
             await_all(mine, rank=order.rank, world=order.world, timeout_s=order.deadline_s, what=what)
             self._group: Any = _nccl(mine, order, timeout) if kind == "cuda" else _gloo(mine, order, timeout, host)
@@ -98,14 +98,14 @@ class TransferGroup:
             ) from error
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills `tensor` on all with what the rank `source` of the link has. Collective over the link."""
+        """Fills `tensor` on all ranks with the one of rank `source` of the link. Collective over the link."""
         options = dist.BroadcastOptions()
         options.rootRank = source
         self._group.broadcast([tensor], options).wait()
         return tensor
 
     def close(self) -> None:
-        """Ends the link here, also when others of it are gone."""
+        """Ends the link here, even if other workers of it are gone."""
         self._group = None
 
 

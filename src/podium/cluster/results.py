@@ -55,13 +55,13 @@ class CallResult(Generic[Value]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Computed(Generic[RowsT]):
-    """What a role's method returns for a shard: rows that go into the object store (or only the ids of the rows it
-    has dealt with), and its metrics. What a streaming method yields, block by block."""
+    """Result of a role's method for a shard: rows for the object store (or only the ids of processed rows), and
+    metrics. A streaming method yields one per block."""
 
     rows: RowsT | None = None
-    done: TrajectoryIds | None = None  # where there are no rows to store
+    done: TrajectoryIds | None = None  # if there are no rows to store
     metrics: tuple[Metric, ...] = ()
-    note: Any = None  # a small value for the controller: what it needs to know of each row, beside ids and lengths
+    note: Any = None  # a small value for the controller: facts about each row, beside ids and lengths
 
     def __post_init__(self) -> None:
         assert (self.rows is None) != (self.done is None), "either rows to store, or the ids of what is done"
@@ -76,7 +76,7 @@ class Computed(Generic[RowsT]):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardResult(Generic[RowsT]):
-    """The answer of a rank: who it is, which rows, and where they are stored."""
+    """The answer of a rank: its worker, its rows, and where they are stored."""
 
     worker: WorkerId
     rank: int
@@ -91,7 +91,7 @@ class ShardResult(Generic[RowsT]):
 class Merged(Generic[RowsT]):
     """The results of all ranks as one: ids ascending, rows by reference."""
 
-    rows: RowRefs[RowsT] | None  # None where the workers only reported what they had done
+    rows: RowRefs[RowsT] | None  # None if the workers only reported what they had done
     metrics: Mapping[str, float]
     results: tuple[ShardResult[RowsT], ...] = field(repr=False)
 
@@ -99,8 +99,8 @@ class Merged(Generic[RowsT]):
 def merge(
     results: Sequence[ShardResult[RowsT]], expected: Sequence[TrajectoryIds], registry: MeshRegistry, role: str
 ) -> Merged[RowsT]:
-    """Joins the results of a sharded call. `expected[k]` are the ids that rank k was given: each must come back exactly
-    once, from the living worker of that rank. The order of `results` does not matter."""
+    """Joins the results of a sharded call. `expected[k]` are the ids that rank k got: each must come back exactly once,
+    from the living worker of that rank. The order of `results` does not matter."""
     ordered = sorted(results, key=lambda result: (result.rank, result.ids.array_N4[:1].tolist()))
     problems = [*_strangers(ordered, registry, role), *_miscounts(ordered, expected, registry, role)]
     if problems:
@@ -115,7 +115,7 @@ def merge(
 
 
 def stored_rows(results: Sequence[ShardResult[RowsT]]) -> RowRefs[RowsT]:
-    """All rows of several results (the blocks of a stream, say) by reference, ids ascending."""
+    """All rows of several results (such as the blocks of a stream) by reference, ids ascending."""
     without = [str(result.worker) for result in results if result.stored is None and len(result.ids)]
     if without:
         raise ResultError(
@@ -155,7 +155,7 @@ def _miscounts(
             problems.append(f"{result.worker} answered for rank {result.rank}; there are {len(expected)}")
     for rank, (given, answers) in enumerate(zip(expected, by_rank, strict=True)):
         if len(answers) == 1 and answers[0].ids.same_as(given):
-            continue  # the usual case: exactly what was asked, in that order
+            continue  # the usual case: exactly the requested ids, in that order
         got = TrajectoryIds.concatenate([answer.ids for answer in answers])
         who = ", ".join(str(answer.worker) for answer in answers) or str(workers[rank])
         missing, foreign, twice = given.without(got), got.without(given), got.repeated()
@@ -202,6 +202,6 @@ def _reduced(name: str, reported: Sequence[tuple[WorkerId, Metric]]) -> float:
             return float(values.min())
         case "mean":
             weights = np.array([metric.weight for _, metric in reported], np.float64)
-            # A rank without rows has weight 0 and whatever value: it must not turn the mean into NaN.
+            # A rank without rows has weight 0 and any value: it must not turn the mean into NaN.
             counted = weights > 0
             return float(values[counted] @ weights[counted] / weights.sum()) if counted.any() else float("nan")

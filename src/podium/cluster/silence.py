@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long a worker that sends no heartbeats has shown no other sign of life either."""
+"""Measures how long a worker without heartbeats has shown no other sign of life either."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 from podium.cluster.processes import ProcessInfo
 
-# How often a silent worker is looked at, and the share of a core from which on it counts as busy.
+# How often a silent worker is checked, and the share of a core above which it counts as busy.
 _SLICE_S = 2.0
 _BUSY = 0.2
 
 
 class Silence:
-    """The time since a worker's last heartbeat, in slices of which each is waited for: time during which this process
-    was stopped itself does not count. A call that holds Python's lock keeps a worker from sending heartbeats; on this
-    machine its use of the processor is a sign of life instead."""
+    """The time since a worker's last heartbeat, in slices. Each slice is awaited, so that time during which this
+    process was stopped itself does not count. A call that holds the GIL keeps a worker from sending heartbeats; on this
+    machine its CPU use is a sign of life instead."""
 
     def __init__(self, look: Callable[[], ProcessInfo | None], *, warn_s: float, timeout_s: float) -> None:
-        """`look` shows the process; None where nothing is known of it."""
+        """`look` reports the process; None if nothing is known about it."""
         self._look, self._warn_s, self._timeout_s = look, warn_s, timeout_s
         self.slice_s = min(warn_s, timeout_s, _SLICE_S)
         self._last: ProcessInfo | None = None
@@ -37,7 +37,7 @@ class Silence:
         self._last = now
 
     def should_warn(self) -> bool:
-        """Once for every so many seconds."""
+        """Whether to warn: once every so many seconds."""
         if self._silent_s - self._warned_s < self._warn_s:
             return False
         self._warned_s = self._silent_s

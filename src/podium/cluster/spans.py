@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What each thread of a worker is doing now, since when, and its spans since the last answer."""
+"""Records what each thread of a worker is doing now, since when, and its spans since the last reply."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HOST = str(Path(__file__).with_name("host.py"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ThreadPlace:
-    """Where a thread is: its open spans from the outside in, and its stack, innermost call last."""
+    """Where a thread is: its open spans, outermost first, and its stack, innermost call last."""
 
     thread: str
     span: str  # "" when it is in none
@@ -53,11 +53,11 @@ class SpanRecorder:
             self._done.append((path, begin_s, time.time()))
 
     def name_thread(self, name: str) -> None:
-        """How this thread is called in reports."""
+        """Sets the name of this thread in reports."""
         self._names[threading.get_ident()] = name
 
     def drain(self, worker: WorkerId) -> tuple[Span, ...]:
-        """The spans that ended since the last time."""
+        """The spans that ended since the last call."""
         done, self._done = self._done, deque(maxlen=_MOST_SPANS)
         return tuple(Span(name, begin_s, end_s, worker) for name, begin_s, end_s in done)
 
@@ -88,7 +88,7 @@ class SpanRecorder:
 
 def _stack(frame: FrameType) -> tuple[str, ...]:
     summary = traceback.extract_stack(frame)[-_DEEPEST:]
-    # What leads to the role's own code is the same for all and says nothing.
+    # Frames that lead to the role's own code are the same for all workers.
     inside = [at for at, entry in enumerate(summary) if entry.filename == _HOST and entry.name == "_invoke"]
     summary = summary[inside[-1] + 1 :] if inside and inside[-1] + 1 < len(summary) else summary
     return tuple(f"{entry.filename}:{entry.lineno} {entry.name}" for entry in summary)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the processes that a local Ray starts as workers, to notice one that died before it registered.
 
-Ray's raylet gives such a process up after a minute only, without a report. A process that registers goes to the worker
+Ray's raylet gives up such a process only after a minute, without a report. A process that registers goes to the worker
 that has waited longest, whichever it was started for. So a dead process is missing at the end of the queue, and a
-worker that is given up takes its process with it.
-"""
+worker that is given up takes its process with it."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from podium.cluster.processes import ProcessInfo
 
 # The raylet starts no more than this at a time.
 MOST_AT_ONCE = 64
-# In a row, at ten a second. From a request to its process Ray takes some 20 ms, and longer on a busy machine, where
-# looks are rarer too.
+# Consecutive checks, ten a second. Ray takes some 20 ms from a request to its process. A busy machine takes longer, but
+# checks less often too.
 _LOOKS = 20
 
 
@@ -33,13 +32,13 @@ class StartingProcesses:
         self._found_s = -math.inf
 
     def add(self, worker: Hashable) -> None:
-        """Ray was asked for a process for this worker."""
+        """Registers that Ray was asked for a process for this worker."""
         with self._lock:
             self._waiting.add(worker)
             self._looks = 0
 
     def discard(self, worker: Hashable, process: ProcessInfo | None = None) -> None:
-        """The worker is not waited for any more: it was given up, or is up in this process."""
+        """Stops waiting for the worker: it was given up, or runs in this process."""
         with self._lock:
             self._waiting.discard(worker)
             self._looks = 0
@@ -56,7 +55,7 @@ class StartingProcesses:
                 self._looks, self._found_s = 0, time.monotonic()
 
     def is_missing(self, since_s: float) -> bool:
-        """Whether a process was found missing since then (by time.monotonic). All who waited at that time must be
-        started anew: where only some are, the process is missing for the others still."""
+        """Whether a process was found missing since then (by time.monotonic). All workers that waited at that time must
+        be started again: if only some are, the process is still missing for the others."""
         with self._lock:
             return self._found_s > since_s

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several asynchronous streams as one."""
+"""Merges several asynchronous streams into one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Item = TypeVar("Item")
 
 
 async def merged(streams: Sequence[AsyncIterator[Item]]) -> AsyncIterator[Item]:
-    """Items of all streams in the order in which they come. The first failure ends it; leaving it cancels the streams.
-    Waits for any stream to give its next item or to end."""
+    """Yields items of all streams in order of arrival. The first failure ends it; leaving it cancels the streams. Waits
+    for any stream to yield its next item or to end."""
     arrivals: asyncio.Queue[tuple[Item] | Exception | None] = asyncio.Queue()
 
     async def pump(stream: AsyncIterator[Item]) -> None:

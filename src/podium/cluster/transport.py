@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of what runs workers: Ray, or threads of this process."""
+"""The protocol for running workers: on Ray, or in threads of this process."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GoneError(WorkerDiedError):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BundlePlace:
-    """A bundle that has its node: `handle` is the transport's own."""
+    """A bundle with its node: `handle` belongs to the transport."""
 
     bundle: Bundle
     node: NodeState
@@ -32,7 +32,7 @@ class BundlePlace:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ByReference:
-    """An argument that is stored already: the worker's method gets the object itself."""
+    """An argument that is already stored: the worker's method gets the object itself."""
 
     stored: Stored[Any]
 
@@ -41,27 +41,27 @@ class Process(Protocol):
     """One incarnation of one worker. Every call raises `GoneError` when the process dies."""
 
     def handshake(self) -> Awaitable[Handshake]:
-        """Waits until the worker runs; what it reports of itself."""
+        """Waits until the worker runs; returns its report about itself."""
         ...
 
     def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
-        """An order whose answer comes to the controller whole."""
+        """Runs a call whose whole reply goes to the controller."""
         ...
 
     def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
-        """An order whose rows stay in the object store."""
+        """Runs a call whose rows stay in the object store."""
         ...
 
     def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
-        """An order whose answers come one after the other, rows to the store."""
+        """Runs a call that yields replies one after the other; rows go to the store."""
         ...
 
     def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
-        """A role's method on a control thread, answered while work is busy."""
+        """Runs a role's method on a control thread, which answers while work is busy."""
         ...
 
     def where(self) -> Awaitable[Whereabouts]:
-        """Answered while work is busy."""
+        """Where the worker's threads are; answered while work is busy."""
         ...
 
     def beats(self, every_s: float) -> AsyncIterator[Beat]:
@@ -69,11 +69,11 @@ class Process(Protocol):
         ...
 
     def look(self) -> ProcessInfo | None:
-        """The process as the kernel shows it; None where it is not on this machine, or not a process."""
+        """The process as the kernel reports it; None if it is not on this machine, or not a process."""
         ...
 
     def handle(self) -> Any:
-        """How other workers can call this one (a Card of cluster/channels.py)."""
+        """The handle by which other workers call this one (a WorkerHandle of cluster/channels.py)."""
         ...
 
     def kill(self) -> None:
@@ -82,16 +82,16 @@ class Process(Protocol):
 
 
 class Transport(Protocol):
-    """Starts processes where they are placed, and stores objects."""
+    """Starts processes in their places, and stores objects."""
 
     has_collectives: bool  # whether workers of one pool can form a process group
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
-        """`call` is called once in the event loop when what carries the workers, not one of them, has failed."""
+        """`call` is called once in the event loop when the cluster itself, not one of its workers, has failed."""
         ...
 
     def failure(self) -> ClusterError | None:
-        """Looks now whether what carries the workers has failed."""
+        """Checks now whether the cluster itself has failed."""
         ...
 
     def is_process_missing(self, since_s: float) -> bool:
@@ -106,26 +106,26 @@ class Transport(Protocol):
     async def reserve(
         self, bundles: Sequence[Bundle], nodes: Sequence[NodeState], deadline_s: float
     ) -> list[BundlePlace]:
-        """Takes the bundles on exactly these nodes."""
+        """Reserves the bundles on exactly these nodes."""
         ...
 
     def release(self, place: BundlePlace) -> None:
-        """Gives a reserved place back."""
+        """Releases a reserved place."""
         ...
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> Process:
-        """`name` is how the process is called where it has no WorkerId yet."""
+        """Starts a process. `name` identifies it until it has a WorkerId."""
         ...
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
-        """All answers, if they come within a moment: waiting for many together costs less than for each. None: not all
-        are there, or one is an error; they can still be awaited."""
+        """All answers, if they come within a moment: waiting for many together costs less than for each. None: some are
+        missing or one is an error; they can still be awaited."""
         ...
 
     def store(self, value: Value) -> Stored[Value]:
-        """Puts a value where all workers can read it."""
+        """Stores a value where all workers can read it."""
         ...
 
     async def close(self) -> None:
-        """Ends what the transport started."""
+        """Ends everything that the transport started."""
         ...

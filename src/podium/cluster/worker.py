@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The one actor class. It passes calls to the role host, and does not interpret them."""
+"""The only actor class. It passes calls to the role host, and does not interpret them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Worker:
         )
 
     def __repr__(self) -> str:
-        """Ray sets this before every line that the worker prints."""
+        """Ray prints this before every line of the worker's output."""
         return self._name
 
     @ray.method(concurrency_group="work")
@@ -47,7 +47,7 @@ class Worker:
 
     @ray.method(concurrency_group="work")
     def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[Any]:
-        """Reply, rows, reply, rows ...: each is an object of its own, owned by the caller."""
+        """Yields reply, rows, reply, rows ...: each is a separate object, owned by the caller."""
         for reply, rows in self._host.stream(order, *arguments, **named):
             yield reply
             yield rows
@@ -59,7 +59,7 @@ class Worker:
 
     @ray.method(concurrency_group="ask")
     def handshake(self) -> Handshake:
-        """What the worker reports of itself."""
+        """The worker's report about itself."""
         return self._host.handshake()
 
     @ray.method(concurrency_group="ask")

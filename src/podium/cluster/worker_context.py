@@ -25,16 +25,16 @@ RoleT = TypeVar("RoleT")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WorkerContext:
-    """What a role knows of its worker."""
+    """What a role knows about its worker."""
 
     worker: WorkerId
     role: str
     mesh: RoleMesh
     device: str  # for torch.device
-    devices: DeviceMesh | None  # of the role's axes that are larger than 1; None where it is alone
+    devices: DeviceMesh | None  # of the role's axes that are larger than 1; None if it has one rank
     recorder: SpanRecorder
-    transfers: Mapping[str, TransferGroup]  # filled and emptied by the worker as links are made and broken
-    channels: Mapping[str, Channel]  # filled by the worker as the controller opens them
+    transfers: Mapping[str, TransferGroup]  # the worker updates it as links are formed and closed
+    channels: Mapping[str, Channel]  # the worker updates it as the controller opens channels
     colocated_roles: Mapping[str, Any]  # roles of this worker by name, as far as they are built: in the layout's order
 
     @property
@@ -48,7 +48,7 @@ class WorkerContext:
         return self.mesh.shape.world
 
     def group(self, axis: Axis) -> ProcessGroup | None:
-        """The process group along one axis; None where the axis is 1 long."""
+        """The process group along one axis; None if the axis has length 1."""
         if self.mesh.shape.size(axis) == 1:
             return None
         assert self.devices is not None
@@ -72,7 +72,7 @@ class WorkerContext:
         return self.channels[role]
 
     def colocated_role(self, role: str, kind: type[RoleT]) -> RoleT:
-        """Another role of this worker, to share what it holds with. It must stand before this one in the layout."""
+        """Another role of this worker, to share its objects. It must come before this one in the layout."""
         other = self.colocated_roles.get(role)
         if not isinstance(other, kind):
             here = ", ".join(f"{name} ({type(each).__name__})" for name, each in self.colocated_roles.items()) or "none"
@@ -82,5 +82,5 @@ class WorkerContext:
         return other
 
     def span(self, name: str) -> AbstractContextManager[None]:
-        """Accounts the time inside to `name`; it comes back with the answer and shows in `where are you`."""
+        """Accounts the time inside to `name`. The span travels with the reply and appears in the report of `where`."""
         return self.recorder.span(name)

@@ -29,26 +29,26 @@ log = logging.getLogger("podium.cluster")
 
 Value = TypeVar("Value")
 
-# Pools whose owners are restoring state in this context: only they may call workers that have none yet.
+# Pools whose owners are restoring state in this context: only they may call workers without state.
 RESTORING: ContextVar[frozenset[str]] = ContextVar("RESTORING", default=frozenset())
 
-# How long the others may take to answer `where are you` when one is late.
+# How long the other workers may take to answer `where` when one is late.
 _WHERE_S = 2.0
 _LOOK_AGAIN_S = 0.25
-# How long the death of a node may take to be known.
+# How long it may take until the death of a node is known.
 _DEATH_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long each kind of waiting may take."""
+    """Timeouts of each kind of wait."""
 
-    place_s: float = 60.0  # for others to give back what they hold
-    start_s: float = 120.0  # processes, and what their roles do in their constructors
+    place_s: float = 60.0  # until others release their resources
+    start_s: float = 120.0  # processes, and the constructors of their roles
     rendezvous_s: float = 60.0
     collective_s: float = 600.0  # a single collective, later
     beat_s: float = 0.5
-    silent_s: float = 10.0  # without a beat, before it is worth a word
+    silent_s: float = 10.0  # without a heartbeat, before a warning
     heartbeat_timeout_s: float = 60.0  # without any sign of life, before it counts as dead
 
 
@@ -103,7 +103,7 @@ class WorkerPool:
         return tuple(slot for slot in range(self.pool.slots) if slot not in members or members[slot].died is not None)
 
     def member(self, worker: WorkerId) -> Member:
-        """The member, if it is still this worker, lives, and has what it needs to work."""
+        """The member, if it is still this worker, is alive, and has its links and state."""
         member = self.living(worker)
         if worker.index in self.unfinished and self.pool.name not in RESTORING.get():
             raise WorkerDiedError(
@@ -113,7 +113,7 @@ class WorkerPool:
         return member
 
     def living(self, worker: WorkerId) -> Member:
-        """The member, if it is still this worker and lives."""
+        """The member, if it is still this worker and is alive."""
         member = self._members.get(worker.index)
         if member is None or member.worker != worker:
             raise WorkerDiedError(f"{worker} is gone" + (f"; {member.worker} has its slot now." if member else "."))
@@ -122,7 +122,7 @@ class WorkerPool:
         return member
 
     async def start(self, deadline: Deadline) -> None:
-        """Places, starts, joins and builds the whole pool. After a failure nothing of it is left."""
+        """Places, starts, joins and builds the whole pool. A failure leaves nothing running."""
         try:
             await self._place(deadline)
             await self._start(range(self.pool.slots), deadline)
@@ -132,8 +132,8 @@ class WorkerPool:
         self.broken = ""
 
     async def replace(self, slots: Sequence[int], deadline: Deadline) -> None:
-        """Starts new workers in these slots. For a pool that meets in collectives, these are all slots: survivors are
-        ended first, because they hold what the new ones need."""
+        """Starts new workers in these slots. For a pool with collectives, these are all slots: survivors are ended
+        first, because they hold the resources that the new ones need."""
         for slot in slots:
             self._end_member(slot)
         await self._place(deadline)
@@ -146,7 +146,7 @@ class WorkerPool:
         self.broken = ""
 
     def end(self) -> None:
-        """Ends all processes and gives their places back."""
+        """Ends all processes and releases their places."""
         for slot in list(self._members):
             self._end_member(slot)
         for place in self._places:
@@ -154,7 +154,7 @@ class WorkerPool:
         self._places = []
 
     def breaks(self, reason: str) -> None:
-        """The workers are out of step with each other: no call can be answered until the pool is recovered."""
+        """Marks the workers as out of step with each other: no call can be answered until the pool is recovered."""
         if self.meets and not self.broken:
             self.broken = reason
 
@@ -163,7 +163,7 @@ class WorkerPool:
         return tuple(self._health(each) for each in self.members)
 
     async def where(self, workers: Sequence[WorkerId] | None = None) -> WhereReport:
-        """Asks the members (or some of them) where they are; those who do not answer within two seconds are None."""
+        """Asks the members (or some of them) where they are. Members that do not answer within two seconds are None."""
         members = [each for each in self.members if workers is None or each.worker in workers]
 
         async def one(member: Member) -> Whereabouts | None:
@@ -185,7 +185,7 @@ class WorkerPool:
             await asyncio.sleep(_LOOK_AGAIN_S / 5)
 
     async def unless_dead(self, worker: WorkerId, answer: Awaitable[Value]) -> Value:
-        """Awaits what a worker says, or raises GoneError as soon as its death is known, however that was noticed."""
+        """Awaits a worker's answer, or raises GoneError as soon as its death is known."""
         member = self._members.get(worker.index)
         if member is None or member.worker != worker:
             return await answer
@@ -210,7 +210,7 @@ class WorkerPool:
         what: str,
         deadline: Deadline,
     ) -> list[Reply]:
-        """The same kind of order to several members at once; `order(slot)` is the order and its arguments."""
+        """Sends the same kind of call to several members at once; `order(slot)` is the call and its arguments."""
         pending = [
             Pending(worker=member.worker, answer=member.process.perform(*order(member.slot)))
             for member in (self._members[slot] for slot in slots)
@@ -218,7 +218,7 @@ class WorkerPool:
         return await gather_answers(pending, what, deadline, self)
 
     def unplaced(self, alive: set[str]) -> list[Bundle]:
-        """Bundles that have no node; those whose node is gone have none any more."""
+        """Bundles without a node, including those whose node is gone."""
         for place in [place for place in self._places if place.node.id not in alive]:
             self._transport.release(place)
             self._places.remove(place)
@@ -230,7 +230,7 @@ class WorkerPool:
         self._places += await self._transport.reserve(bundles, nodes, deadline.left_s)
 
     async def _place(self, deadline: Deadline) -> None:
-        # A first start does not wait for nodes that are not there; a recovery does: one may be on its way.
+        # A first start does not wait for missing nodes. A recovery does: one may be on its way.
         await place([self], self._transport, self._placing, self._timeouts, deadline, grows=bool(self._incarnations))
 
     async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
@@ -268,7 +268,7 @@ class WorkerPool:
     async def _handshakes(
         self, processes: dict[int, Process], began_s: float, deadline: Deadline
     ) -> dict[int, Handshake]:
-        """Waits until each process has come up, or one is found since `began_s` to have died."""
+        """Waits until every process has started, or until one is found to have died since `began_s`."""
         tasks = {slot: asyncio.ensure_future(_awaited(process.handshake())) for slot, process in processes.items()}
         pending: set[asyncio.Task[Handshake]] = set(tasks.values())
         is_missing = False
@@ -307,7 +307,7 @@ class WorkerPool:
         )
 
     async def _import(self, slots: Sequence[int], deadline: Deadline) -> None:
-        """All at the same time: their process group would wait for the last one."""
+        """Imports on all workers at the same time: their process group would wait for the last one."""
         roles = [role for role in self._layout.roles if role.pool == self.pool.name and role.implementation]
         modules = tuple(dict.fromkeys(str(role.implementation).partition(":")[0] for role in roles))
         if not modules and not self.pool.tokenizers_only:
@@ -333,11 +333,11 @@ class WorkerPool:
                 ),
             )
 
-        # The workers' own deadline ends first: its message says more.
+        # The workers' own deadline expires first: its message is more specific.
         await self.order_all(slots, order, "forming their process group", Deadline(limit.left_s + 5.0))
 
     async def _build(self, slots: Sequence[int], deadline: Deadline) -> None:
-        """Role after role in the order of the layout: constructors may meet in collectives."""
+        """Builds roles in the order of the layout: constructors may use collectives."""
         for role in self._layout.roles:
             mesh = self._layout.mesh(role)
             mine = [slot for slot in slots if role.pool == self.pool.name and slot in mesh.slots]
@@ -349,8 +349,8 @@ class WorkerPool:
                 await self.order_all(mine, dict.fromkeys(mine, order).__getitem__, f"building {role.name}", deadline)
 
     async def _watch(self, member: Member) -> None:
-        """Consumes the member's beats until its process is gone, which ends them, or none has come for the heartbeat
-        timeout; nothing else unblocks it but cancelling, when the member is ended on purpose."""
+        """Consumes the member's heartbeats. Ends when the process is gone, or when none has come for the heartbeat
+        timeout. Otherwise only cancelling unblocks it, when the member is ended on purpose."""
         beats = member.process.beats(self._timeouts.beat_s)
         coming: asyncio.Future[Beat] | None = None
         try:
@@ -379,7 +379,7 @@ class WorkerPool:
         return worker_health(each.worker, each.beat, each.heard_s, each.died, time.monotonic())
 
     def died(self, worker: WorkerId, cause: str) -> None:
-        """Notes the death of a worker by its name; one that has been replaced already is ignored."""
+        """Records the death of a worker by its name; a worker that has already been replaced is ignored."""
         for member in self.members:
             if member.worker == worker:
                 self.mark_dead(member, cause)
@@ -414,11 +414,11 @@ async def place(
     *,
     grows: bool,
 ) -> None:
-    """Finds a node for every bundle of these pools that has none, all in one decision, and takes them. What others hold
-    is waited for, and where the cluster may grow, what is not there too."""
+    """Finds a node for every bundle of these pools that has none, all in one decision, and reserves them. Waits for
+    resources that others hold and, if the cluster may grow, for missing ones."""
     limit = deadline.at_most(timeouts.place_s)
     while True:
-        async with placing:  # one decision at a time: each must see what the one before has taken
+        async with placing:  # one decision at a time: each must see the reservations of the one before
             nodes = await in_thread(transport.nodes)
             missing = [worker_pool.unplaced({node.id for node in nodes}) for worker_pool in worker_pools]
             outcome = preflight([bundle for bundles in missing for bundle in bundles], nodes)

@@ -226,7 +226,7 @@ class UpdateShard:
     rewards_N: Floats | None = None  # where the learner computes returns from them
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     reference: RowRefs[TokenColumn] | None = None
-    absent: tuple[tuple[int, int], ...] = ()  # of each optimizer step: tokens and episodes that count, and no rank has
+    absent: tuple[tuple[int, int], ...] = ()  # per optimizer step: tokens and episodes that count, uncomputed
 
     @property
     def ids(self) -> TrajectoryIds:
