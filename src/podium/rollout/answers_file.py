@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A file of answers that survives an interruption: one JSON object a line, appended whole, continued by the next
-start, in order when all are there. Torch-free."""
+"""A file of answers that survives an interruption: one JSON object per line, appended whole. The next start continues
+it, and a complete file is sorted. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class AnswerKey(NamedTuple):
-    """Which answer: number of the input row, and of the sample."""
+    """Identifies an answer: number of the input row, and of the sample."""
 
     row: int
     sample: int
@@ -53,7 +53,7 @@ class AnswerRecord:
         for name in ("reference", "error", "tokens", "logprobs"):
             if getattr(self, name) is not None:
                 values[name] = getattr(self, name)
-        # Half a surrogate pair, which UTF-8 cannot hold, becomes the escape that JSON has for it.
+        # Half a surrogate pair, which UTF-8 cannot encode, becomes a JSON escape.
         return json.dumps(values, ensure_ascii=False).encode("utf-8", errors="backslashreplace") + b"\n"
 
 
@@ -66,7 +66,7 @@ class _Line:
 
 @dataclass(slots=True, eq=False)
 class AnswersFile:
-    """The open file, held by this process. `done` grows with every answer that is written."""
+    """The open file, locked by this process. `done` grows with every written answer."""
 
     path: Path
     _stream: FileIO
@@ -76,14 +76,14 @@ class AnswersFile:
     @classmethod
     @contextlib.contextmanager
     def open(cls, path: Path, settings: Settings, *, about: Mapping[str, str]) -> Iterator[AnswersFile]:
-        """Takes hold of the file, new or begun with the same settings. `about` is noted beside them and not compared.
-        Where no answer came to be written, nothing is left of a new file."""
+        """Locks the file, which is new or was begun with the same settings. `about` is stored beside them and not
+        compared. If no answer was written, a new file is removed."""
         check_place(path)
-        path = path.resolve()  # a link stays a link when the file is put in order
+        path = path.resolve()  # a link stays a link when the file is sorted
         with _held(path) as stream:
             file = cls(path, stream)
             if os.fstat(stream.fileno()).st_size:
-                known = _read_settings(path)  # before anything is touched: the file may be somebody else's
+                known = _read_settings(path)  # before anything is changed: the file may belong to somebody else
                 file._read()
                 if file._lines:
                     _compare(path, known["settings"], settings)
@@ -93,7 +93,7 @@ class AnswersFile:
                 yield file
             finally:
                 if not file._lines:
-                    # The settings first: a process that takes the file up in between writes its own.
+                    # The settings first: a process that opens the file in between writes its own.
                     settings_file(path).unlink(missing_ok=True)
                     path.unlink(missing_ok=True)
 
@@ -105,15 +105,15 @@ class AnswersFile:
         return self._lines[key].finish
 
     def remembered(self, name: str) -> Any:
-        """What an earlier start noted beside the settings; None: nothing."""
+        """The value that an earlier start stored beside the settings; None: nothing."""
         return _read_settings(self.path).get(name)
 
     def remember(self, name: str, value: Any) -> None:
-        """Notes something for later starts. It is not compared."""
+        """Stores a value for later starts. It is not compared."""
         _write_atomically(settings_file(self.path), _as_json({**_read_settings(self.path), name: value}))
 
     def write(self, record: AnswerRecord) -> None:
-        """Appends one answer; it is in the file when this returns, whatever happens to the process."""
+        """Appends one answer. It is in the file when this returns, even if the process dies later."""
         line = record.line()
         try:
             written = self._stream.write(line)
@@ -121,13 +121,13 @@ class AnswersFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with contextlib.suppress(OSError):
-                self._stream.truncate(self._size)  # half a line is of no use
+                self._stream.truncate(self._size)  # an incomplete line is useless
             raise self._unwritable(error) from error
         self._lines[AnswerKey(record.row, record.sample)] = _Line(self._size, len(line), record.finish)
         self._size += len(line)
 
     def put_in_order(self) -> None:
-        """Rewrites the file in order of row and sample, at one stroke."""
+        """Sorts the file by row and sample, and replaces it atomically."""
         lines = [each for _, each in sorted(self._lines.items())]
         begins = [each.begin for each in lines]
         if begins == sorted(begins) and sum(each.size for each in lines) == self._size:
@@ -153,7 +153,7 @@ class AnswersFile:
         )
 
     def _read(self) -> None:
-        """What earlier starts wrote. A last line without its end was cut off by one that was killed, and is dropped."""
+        """Reads the answers of earlier starts. An incomplete last line comes from a killed process, and is dropped."""
         with self.path.open("rb") as reader:
             for number, line in enumerate(reader, start=1):
                 if not line.endswith(b"\n"):
@@ -166,7 +166,7 @@ class AnswersFile:
 
 
 def settings_file(path: Path) -> Path:
-    """Where the settings of an answers file are."""
+    """The settings file of an answers file."""
     return path.with_name(path.name + ".settings.json")
 
 
@@ -182,7 +182,7 @@ def _parsed(line: bytes, path: Path, number: int) -> tuple[AnswerKey, str]:
 
 
 def check_place(path: Path) -> None:
-    """Raises unless a file can be made there."""
+    """Raises an error unless a file can be created there."""
     if path.is_dir():
         raise RolloutError(f"--out: {path} is a folder. Name a file, for instance {path / 'answers.jsonl'}.")
     if path.exists() and not path.is_file():
@@ -195,8 +195,8 @@ def check_place(path: Path) -> None:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[FileIO]:
-    """The file, open for reading and appending, unbuffered; only one process holds it at a time, and the operating
-    system lets go when that one ends, however."""
+    """The file, open for reading and appending, unbuffered. Only one process holds it at a time; the operating system
+    releases it when that process ends in any way."""
     while True:
         try:
             stream = path.open("a+b", buffering=0)
@@ -216,7 +216,7 @@ def _held(path: Path) -> Iterator[FileIO]:
 
 
 def _is_still_there(path: Path, stream: FileIO) -> bool:
-    """False: its last holder has put the file in order or removed it since this one was opened."""
+    """False if its last holder has sorted or removed the file since this process opened it."""
     try:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     except FileNotFoundError:

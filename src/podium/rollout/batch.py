@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`podium generate`: answers to every prompt of a data source, into a file that the next start continues."""
+"""`podium generate`: answers every prompt of a data source, into a file that the next start continues."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from podium.rollout.jobs import GenerationJob, GenerationSummary
 from podium.rollout.progress import Progress, Standing
 from podium.rollout.requests import Completion, Request, Sampling
 
-# Nothing else can pause the engine, so this is never waited for; a stall ends with an error instead of silence.
+# Nothing else can pause the engine, so this wait never happens; a stall ends with an error instead of silence.
 _DEADLINE_S = 600.0
-# Requests that wait in the engine for a place, in multiples of its places: enough that it never runs dry.
+# Requests queued in the engine, in multiples of its capacity: enough that it never runs dry.
 _AHEAD = 4
 _MODEL_FILES = ("config.json", "generation_config.json", "*.safetensors", "*.py")
 _TOKENIZER_FILES = (
@@ -44,7 +44,7 @@ _TOKENIZER_FILES = (
 
 
 def generate_file(job: GenerationJob, rows: PromptRows, *, stream: TextIO | None) -> GenerationSummary:
-    """Does the job, or what is left of it. `stream`: where progress is shown."""
+    """Runs the job, or the rest of it. `stream`: where progress is shown."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     placement = PlacementSection(device=job.device)
@@ -56,7 +56,7 @@ def generate_file(job: GenerationJob, rows: PromptRows, *, stream: TextIO | None
 
 
 class _Batch:
-    """One start: what is wanted and not there yet is generated and written as it finishes."""
+    """One start: generates missing answers and writes each as it finishes."""
 
     def __init__(
         self, job: GenerationJob, placement: PlacementSection, file: AnswersFile, stream: TextIO | None
@@ -89,7 +89,7 @@ class _Batch:
     def _generate(
         self, tokenizer: Any, prompts: Sequence[PromptRow], wanted: Sequence[AnswerKey], missing: Sequence[AnswerKey]
     ) -> tuple[Load, float]:
-        """Writes what is missing. Returns what the engine did, and its seconds."""
+        """Writes missing answers. Returns the engine's counters and its seconds."""
         job, before = self._job, len(wanted) - len(missing)
         self._say(
             f"prompts: {len(prompts)}, answers: {len(wanted)}" + (f", of which {before} are there" if before else "")
@@ -125,7 +125,7 @@ class _Batch:
             cpu=CpuSettings(threads=known["threads"], onednn=known["onednn"]) if known else None,
         )
         if opened.cpu is not None and not known:
-            # A later start takes the same: threads and kernels change the order of sums, and so may change a token.
+            # A later start uses the same: threads and kernels change the order of sums, and so may change a token.
             self._file.remember("cpu", {"threads": opened.cpu.threads, "onednn": opened.cpu.onednn})
         return opened
 
@@ -182,7 +182,7 @@ class _Batch:
 
 
 def _answered(engine: RolloutEngine, requests: Iterator[Request]) -> Iterator[Completion]:
-    """Answers as they finish. The engine is given a part of the requests at a time, so that millions cost no memory."""
+    """Yields answers as they finish. Submits a part of the requests at a time, so that millions cost no memory."""
     window = _AHEAD * engine.capacity.max_running
     first = list(islice(requests, window))
     engine.submit(first)
@@ -209,13 +209,13 @@ def _record(completion: Completion, prompt: PromptRow, tokenizer: Any, job: Gene
         reference=prompt.reference,
         error=completion.error,
         tokens=tokens if job.logprobs else None,
-        # By way of text: the shortest decimal that is this float32.
+        # Through text: the shortest decimal that equals this float32.
         logprobs=[float(str(value)) for value in completion.logprobs_L] if job.logprobs else None,
     )
 
 
 def _text(completion: Completion, tokens: list[int], tokenizer: Any, sampling: Sampling) -> str:
-    """What a person reads: without special tokens, and without the stop that ended it and what came with that."""
+    """Readable text: without special tokens, and without the stop that ended it and the rest of its token."""
     ended_by_token = completion.finish == "stop" and isinstance(completion.stop, int)
     text = answer_text(tokenizer, tokens[:-1] if ended_by_token else tokens)
     if isinstance(completion.stop, str):
@@ -226,14 +226,15 @@ def _text(completion: Completion, tokens: list[int], tokenizer: Any, sampling: S
 
 
 def _max_length(job: GenerationJob, lengths: Sequence[int], context: int | None) -> int:
-    """Room for the longest prompt that the model can take, and its answer."""
+    """Length of the longest prompt that the model can take, and its answer."""
     limit = min(job.rollout.max_length or sys.maxsize, context or sys.maxsize)
     longest = max((length for length in lengths if length < limit), default=0)
     return min(job.rollout.max_length or longest + job.sampling.max_new_tokens, limit)
 
 
 def _settings(job: GenerationJob, placement: PlacementSection, rows: PromptRows) -> dict[str, Any]:
-    """What must be the same for one file: all that an answer depends on. More samples or rows only add to it."""
+    """Settings that must be the same for one file: everything that an answer depends on. More samples or rows only add
+    to it."""
     kind = device_kind(placement)
     sampling = {
         name: sorted(value) if isinstance(value, frozenset) else value

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An engine for the weights of a checkpoint folder, on one device and without anything that training needs."""
+"""An engine for the weights of a checkpoint folder, on one device and without training state."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class OpenedEngine:
 
 
 def context_of(section: ModelSection, folder: Path) -> int | None:
-    """The longest sequence that the model was made for, where its config says."""
+    """The longest sequence that the model supports, if its config says so."""
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     return int(positions) if positions else None
 
 
 def require_engine(rollout: RolloutSection) -> None:
-    """Raises what to install when the engine's package is missing."""
+    """Raises an error with install instructions if the engine's package is missing."""
     if rollout.engine == "vllm":
         from podium.rollout.vllm.settings import require_vllm
 
@@ -61,7 +61,7 @@ def open_engine(
     max_length: int,
     cpu: CpuSettings | None,
 ) -> OpenedEngine:
-    """The engine that `rollout` names. `cpu`: settings of an earlier start, not measured again."""
+    """Opens the engine that `rollout` names. `cpu`: settings measured by an earlier start, which are reused."""
     rollout = rollout.model_copy(update={"max_length": max_length})
     if rollout.engine == "vllm":
         return _open_vllm(section, folder, mesh, rollout)
@@ -72,7 +72,7 @@ def _open_native(
     section: ModelSection, folder: Path, mesh: Mesh, rollout: RolloutSection, tokenizer: Any, cpu: CpuSettings | None
 ) -> OpenedEngine:
     torch.set_num_threads(1)
-    model, _ = place(section, folder, mesh, seed=0)  # float32 masters, where there are any, go at once
+    model, _ = place(section, folder, mesh, seed=0)  # float32 masters, if any, are freed at once
     if mesh.device.type == "cuda":
         torch.cuda.empty_cache()
     require_embeddings(tokenizer, model.vocab_size)

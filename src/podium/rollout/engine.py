@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocol of rollout engines. Callers talk to this and do not know which engine is behind it."""
+"""The protocol of rollout engines. Callers use it without knowing which engine is behind it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from podium.weights.versions import WeightVersion
 
 InFlight = Literal["recompute", "keep"]
-"""What an update does to answers under way. `recompute`: their cache is computed anew, so that every later token is
-sampled from the new weights exactly as the learner would score it. `keep`: it is kept, which is cheaper and leaves keys
-and values of older weights under newer tokens."""
+"""What an update does to running answers. `recompute`: their KV cache is computed again, so that every later token is
+sampled from the new weights exactly as the learner would score it. `keep`: the cache is kept, which is cheaper but
+leaves keys and values of older weights under newer tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,12 +33,12 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """What an engine is doing; counters only ever grow."""
+    """The state of an engine; counters never decrease."""
 
     waiting: int
     running: int
-    cache_tokens_used: int  # held by answers under way, a shared prompt counted once
-    cache_tokens_kept: int  # of finished ones, given up when room is needed
+    cache_tokens_used: int  # held by running answers, a shared prompt counted once
+    cache_tokens_kept: int  # of finished answers, evicted when room is needed
     finished: int
     generated_tokens: int
     prefilled_tokens: int
@@ -48,51 +48,50 @@ class Load:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryChange:
-    """What falling asleep gave back, or waking took: as the device says, and as the engine's own accounting says."""
+    """Memory that sleeping freed, or waking took: as the device reports it, and by the engine's own accounting."""
 
-    measured_bytes: int  # 0 where the device cannot tell (CPU)
+    measured_bytes: int  # 0 if the device does not report it (CPU)
     accounted_bytes: int
 
 
 class RolloutEngine(Protocol):
     """One model that answers requests.
 
-    `results` does the work, in the thread that iterates over it; every other method may be called from any thread at
-    the same time and takes effect between two steps of the engine. A request that cannot be served comes back as a
-    completion with `finish="error"`; the others go on.
-    """
+    `results` does the work, in the thread that iterates over it. Every other method may be called from any thread at
+    the same time, and takes effect between two steps of the engine. A request that cannot be served comes back as a
+    completion with `finish="error"`; the others continue."""
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Takes requests. An id that is already under way is an error of the caller."""
+        """Takes requests. It is the caller's error to submit an id that is already running."""
 
     def results(self, *, deadline_s: float) -> Iterator[Completion]:
-        """Answers as they finish, in that order, until none is left. `deadline_s` bounds the wait for progress: an
-        engine that is paused or asleep and stays so for longer raises, and says why."""
+        """Yields answers in the order in which they finish, until none is left. `deadline_s` bounds the wait for
+        progress: if the engine stays paused or asleep for longer, this raises an error with the reason."""
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
-        """Ends these answers with what has been sampled so far; ids that are not under way are left alone."""
+        """Ends these answers with the tokens sampled so far; ids that are not running are ignored."""
 
     def pause(self) -> None:
-        """Samples no more tokens until `resume`. What is under way keeps its place and its cache."""
+        """Samples no more tokens until `resume`. Running answers keep their place and their cache."""
 
     def resume(self) -> None:
         """Continues after `pause`."""
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
-        """Takes weights of `version`, between two steps. None: they are in place already (the learner's own tensors).
-        The fingerprint is computed on this side and compared; where it differs this raises, names the tensors, and the
-        engine refuses to generate until weights are installed that are right."""
+        """Takes weights of `version`, between two steps. None: they are already in place (the learner's own tensors).
+        Computes the fingerprint on this side and compares it. If it differs, this raises an error that names the
+        tensors, and the engine refuses to generate until correct weights are installed."""
 
     @property
     def version(self) -> int:
-        """Number of the weights that sample now."""
+        """Version of the weights that sample now."""
 
     def sleep(self) -> MemoryChange:
-        """Frees the device memory that generation needs and training does not. Answers under way keep their tokens and
-        are computed anew after waking."""
+        """Frees the device memory that generation needs and training does not. Running answers keep their tokens and
+        are recomputed after waking."""
 
     def wake(self) -> MemoryChange:
-        """Takes it back."""
+        """Takes the memory again."""
 
     @property
     def capacity(self) -> Capacity:
@@ -102,4 +101,4 @@ class RolloutEngine(Protocol):
         """How busy the engine is."""
 
     def close(self) -> None:
-        """Ends the engine and frees all it holds."""
+        """Ends the engine and frees everything it holds."""

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A lock that serves callers in the order of asking, so that a loop of steps lets every caller in between two."""
+"""A lock that serves callers in the order of their requests, so that a loop of steps lets callers in between two
+steps."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from types import TracebackType
 
 
 class FairLock:
-    """`with turns:` waits for one's turn. A thread that takes turn after turn stands in line each time."""
+    """`with turns:` waits in a queue. A thread that takes the lock repeatedly joins the end of the queue each time."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._line: deque[object] = deque()  # the first one has the turn
+        self._line: deque[object] = deque()  # the first one holds the lock
         self._taken = 0
 
     def __enter__(self) -> None:
@@ -35,11 +36,12 @@ class FairLock:
 
     @property
     def taken(self) -> int:
-        """How many turns are over. Read within a turn it does not count that one."""
+        """Number of finished turns. A turn in progress does not count."""
         with self._changed:
             return self._taken
 
     def wait_for_another(self, taken: int, *, timeout_s: float) -> None:
-        """Waits, outside any turn, until more than `taken` turns are over. Every caller of the engine unblocks this."""
+        """Waits, without holding the lock, until more than `taken` turns are over. Every caller of the engine unblocks
+        this."""
         with self._changed:
             self._changed.wait_for(lambda: self._taken > taken, timeout=timeout_s)

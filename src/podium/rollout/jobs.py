@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `podium generate` takes and reports. Torch-free: a mistake is reported before anything is loaded."""
+"""Input and report of `podium generate`. Torch-free: a mistake is reported before anything is loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from podium.rollout.requests import Sampling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationJob:
-    """All that is asked for. `model.path` is a local folder."""
+    """Settings of a generation job. `model.path` is a local folder."""
 
     model: ModelSection
     prompts: SourceSection
@@ -35,7 +35,7 @@ class GenerationJob:
     rollout: RolloutSection
 
     def open_prompts(self) -> PromptRows:
-        """Raises what can be seen to be wrong before anything heavy is loaded."""
+        """Opens the prompts. Raises every error that can be found before anything heavy is loaded."""
         self._check_numbers()
         check_place(self.out)
         if _would_be_read(self.out, self.prompts.path):
@@ -59,15 +59,15 @@ class GenerationJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationSummary:
-    """What is in the file, and what this start did for it."""
+    """The content of the file, and the work of this start."""
 
     out: Path
-    answers: int  # of those asked for: all of them
-    finishes: Mapping[str, int]  # finish reason -> answers, of all of them
+    answers: int  # all requested answers
+    finishes: Mapping[str, int]  # finish reason -> number of all answers
     new_answers: int  # of this start, as all that follows
     new_tokens: int = 0
     prefilled_tokens: int = 0  # prompt tokens that were computed
-    reused_tokens: int = 0  # prompt tokens that were not, because they were there already
+    reused_tokens: int = 0  # prompt tokens that were cached already
     seconds: float = 0.0  # without loading
 
     @property
@@ -81,7 +81,7 @@ class GenerationSummary:
         return self.finishes.get("error", 0)
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Lines for the user."""
         ends = ", ".join(f"{finish} {count}" for finish, count in sorted(self.finishes.items()))
         if not self.new_answers:
             return [f"nothing left to do: answers asked for and in {self.out}: {self.answers} ({ends})"]
@@ -98,7 +98,7 @@ class GenerationSummary:
 
 
 def _would_be_read(out: Path, prompts: str) -> bool:
-    """Whether `prompts` (a file, a folder or a glob) takes in the file `out`."""
+    """Whether `prompts` (a file, a folder or a glob) includes the file `out`."""
     if is_url(prompts):
         return False
     mine, theirs = out.resolve(), Path(prompts).resolve()

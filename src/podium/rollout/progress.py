@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far a batch of answers is, for a person who waits: one line that changes on a terminal, a line now and then
-elsewhere. Torch-free."""
+"""Progress of a batch of answers: one updating line on a terminal, a line at intervals elsewhere. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _TO_LINE_START, _CLEAR_TO_END = "\r", "\x1b[K"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """Answers that were there before this start, those finished since, and all that are wanted."""
+    """Number of answers from before this start, finished since, and wanted in total."""
 
     before: int
     finished: int
@@ -36,7 +35,7 @@ class Standing:
 
 
 def describe(standing: Standing, load: Load, *, tokens_per_s: float, elapsed_s: float) -> str:
-    """The line. Time left is taken from the answers that have finished so far."""
+    """The progress line. The remaining time is estimated from the answers finished so far."""
     left = standing.wanted - standing.done
     parts = [
         f"answers {standing.done}/{standing.wanted}",
@@ -53,8 +52,7 @@ class Progress:
     """Shows `standing` and `load` until its block ends.
 
     A separate thread reads them at intervals, because a single answer may take long. The thread waits only for its next
-    turn; leaving the block ends it.
-    """
+    interval; leaving the block ends it."""
 
     def __init__(self, stream: TextIO, standing: Callable[[], Standing], load: Callable[[], Load]) -> None:
         self._stream, self._standing, self._load = stream, standing, load

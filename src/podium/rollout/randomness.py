@@ -2,8 +2,7 @@
 """The random stream of a request: one number for every position, from the request's own key and nothing else.
 
 A counter-based generator: the number at a position does not depend on other positions, on their order or on other
-requests. The same integers come out of torch on any device and out of NumPy.
-"""
+requests. torch on any device and NumPy give the same integers."""
 
 from __future__ import annotations
 
@@ -16,7 +15,8 @@ from podium.data.trajectories import TrajectoryId
 
 
 def stream_key(seed: int, id: TrajectoryId) -> int:
-    """A 64-bit key of (seed, prompt index, sample, branch). Another attempt has the same: it is left out."""
+    """A 64-bit key of (seed, prompt index, sample, branch). The attempt is left out, so that a retry has the same
+    key."""
     key = 0
     for part in (seed, id.prompt_index, id.sample, id.branch):
         key = mix(key + GAMMA + part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is asked of a rollout engine and what comes back: token ids in, token ids out. Torch-free."""
+"""Requests to a rollout engine and their completions: token ids in, token ids out. Torch-free."""
 
 # L new tokens of one answer
 
@@ -19,13 +19,13 @@ from podium.errors import RolloutError
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
-# Far beyond any logit, and still a number after division by a small temperature.
+# Far beyond any logit, and still finite after division by a small temperature.
 _LARGEST_BIAS = 1e6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are sampled. The defaults sample from the policy itself: temperature 1, nothing cut off."""
+    """How tokens are sampled. The defaults sample from the policy itself: temperature 1, no truncation."""
 
     max_new_tokens: int
     min_new_tokens: int = 0  # stop tokens and stop strings do not end an answer before
@@ -54,7 +54,7 @@ class Sampling:
         )
 
     def problems(self, vocab_size: int) -> Iterator[str]:
-        """What is wrong with these values for a model of this vocabulary, one sentence each."""
+        """Errors in these values for a model of this vocabulary, one sentence each."""
         if self.max_new_tokens < 1:
             yield f"max_new_tokens is {self.max_new_tokens}; at least one token must be asked for."
         if not 0 <= self.min_new_tokens <= max(self.max_new_tokens, 0):
@@ -84,8 +84,8 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
-    """One answer wanted. Its random stream is keyed by seed, id (without the attempt) and position in the sequence, so
-    what it was batched with changes nothing, and a second attempt samples the same tokens from the same weights."""
+    """A request for one answer. Its random stream is keyed by seed, id (without the attempt) and position in the
+    sequence. Its batch thus has no influence, and a second attempt samples the same tokens from the same weights."""
 
     id: TrajectoryId
     prompt: Tokens
@@ -97,7 +97,7 @@ class Request:
             raise RolloutError(f"a request's id is a TrajectoryId (prompt_index, sample, ...), not {self.id!r}.")
 
     def problem(self, *, vocab_size: int, max_length: int) -> str | None:
-        """Why this cannot be served by a model of this vocabulary and context, or None."""
+        """Why a model of this vocabulary and context cannot serve this request, or None."""
         if not (isinstance(self.prompt, np.ndarray) and self.prompt.ndim == 1 and self.prompt.dtype.kind in "iu"):
             return "the prompt is not a one-dimensional array of integers; give token ids as np.int32."
         length = len(self.prompt)
@@ -118,7 +118,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Completion:
-    """An answer, finished or cut short. Tokens that were sampled are never thrown away, whatever ended it."""
+    """An answer, finished or cut short. Sampled tokens are never discarded, whatever ended it."""
 
     id: TrajectoryId
     prompt: Tokens

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over the cache in plain torch: on CPU the way to generate, on CUDA the way to take in prompts.
+"""Attention over the KV cache in plain torch: for all generation on CPU, and for prefill on CUDA.
 
-One forward holds the newest token of every sequence and pieces of prompts. Each layer first writes the keys and values
+One forward holds the newest token of every sequence and chunks of prompts. Each layer first writes the keys and values
 of all of them into its blocks and then attends over the blocks.
 
-On CPU what a token sees decides its result, to the last bit, and nothing else does: not what runs beside it, not where
-it lies in memory, not whether it is prefilled or decoded. Kernels round otherwise in two places, and the shapes that
-they are given here avoid both: a product of a single row is computed by another routine (so there are never fewer than
-two query rows, nor one row left over behind a block), and elements behind the last whole vector by another exponential
-(so keys come in whole vectors, the surplus ones masked).
-"""
+On CPU a token's result depends only on the tokens that it attends to, to the last bit. It does not depend on its batch,
+on its place in memory, or on whether it is prefilled or decoded. Kernels round differently in two cases, and the shapes
+used here avoid both. A product of a single row uses another routine, so there are never fewer than two query rows, nor
+one row left over behind a block. Elements behind the last whole vector use another exponential, so keys come in whole
+vectors, the surplus ones masked."""
 
 # T tokens of this forward · N rows · H query heads · K key-value heads · E head width
 
@@ -54,7 +53,7 @@ class QuerySpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedSpans:
-    """All pieces of a forward on CUDA, for one variable-length call."""
+    """All chunks of a forward on CUDA, for one variable-length call."""
 
     first: int  # where they begin in the forward
     query_bounds: Tensor
@@ -67,10 +66,10 @@ class PackedSpans:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class CachedStep:
-    """Travels to the attention of every layer in the place of a packing."""
+    """Passed to the attention of every layer in place of a packing."""
 
     layers: Mapping[int, LayerCache]  # by the attention module's id
-    block_T: Tensor  # where each token's keys and values go
+    block_T: Tensor  # where each token's keys and values are written
     offset_T: Tensor
     slot_runs: Sequence[SlotRun] = ()
     lengths_N: Tensor | None = None  # of the rows of the slot runs, this forward's token included
@@ -144,7 +143,7 @@ class CachedStep:
         return plain_attention(q, k, v, visible, scaling=scaling, softcap=softcap, sinks=sinks)[:, :, 0]
 
     def _slot_mask(self, run: SlotRun, keys: int, window: int | None) -> Tensor:
-        """[N, 1, 1, keys]: 0 where a row sees, -inf where it does not."""
+        """[N, 1, 1, keys]: 0 where a row attends, -inf elsewhere."""
         known = self.masks.get((run.first, run.count, window))
         if known is None:
             assert self.lengths_N is not None
@@ -174,7 +173,7 @@ class CachedStep:
         """Some tokens of one sequence -> [T, H, E]."""
         q = query[:, :, piece.first : piece.first + piece.count]
         plain = softcap is not None or sinks is not None
-        if q.is_cuda:  # fused kernels there mask by themselves
+        if q.is_cuda:  # fused kernels there apply the mask themselves
             return self._of_piece_on_cuda(layer, q, piece, scaling, window, softcap, sinks)
         q = _whole_rows(q, _PLAIN_ROWS if plain else _FUSED_ROWS)
         keys = whole_vectors(piece.length)
@@ -189,8 +188,8 @@ class CachedStep:
         return out[0, :, : piece.count].transpose(0, 1)
 
     def _piece_mask(self, piece: QuerySpan, rows: int, keys: int, window: int | None) -> Tensor:
-        """[rows, keys] for the last tokens of a sequence: 0 where one sees, -inf where it does not. Surplus rows see
-        what the last one sees."""
+        """[rows, keys] for the last tokens of a sequence: 0 where a token attends, -inf elsewhere. Surplus rows have
+        the mask of the last one."""
         known = self.masks.get((piece.first, rows, window))
         if known is None:
             at = torch.arange(piece.length - piece.count, piece.length - piece.count + rows).clamp_(
@@ -251,7 +250,7 @@ class CachedStep:
 
 
 def whole_vectors(keys: int) -> int:
-    """So many keys that the widest vectors have no rest."""
+    """The number of keys, rounded up to a multiple of the widest vectors."""
     return -(-keys // KEY_MULTIPLE) * KEY_MULTIPLE
 
 
@@ -265,7 +264,7 @@ def _whole_rows(query: Tensor, multiple: int) -> Tensor:
 
 
 def _sequence(store: Tensor, piece: QuerySpan, keys: int) -> Tensor:
-    """[1, K, keys, E] of one sequence: a view of its slot, or its blocks one after the other."""
+    """[1, K, keys, E] of one sequence: a view of its slot, or its blocks concatenated."""
     if len(piece.blocks) == 1 and keys <= store.shape[2]:
         block = int(piece.blocks[0])
         return store[block : block + 1, :, :keys]

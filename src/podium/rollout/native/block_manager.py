@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds which block of the KV cache, and which blocks can be reused. Pure bookkeeping: no tensor is touched here.
+"""Tracks which sequence holds which block of the KV cache, and which blocks can be reused. Pure bookkeeping without
+tensors.
 
-A sequence has a table of blocks. A block that is full never changes again and may be held by several sequences; the
-one behind them is written by its only holder. What has been computed is remembered in a tree of blocks keyed by their
-tokens, so that a later sequence with the same beginning takes the full blocks as they are and copies the part of one
-more. Where a block is as long as the longest sequence (a slot, as on CPU), all reuse is by that copy.
-"""
+A sequence has a table of blocks. A full block never changes again and may be held by several sequences; the block after
+the full ones has a single holder, which writes to it. Computed blocks are remembered in a tree keyed by their tokens
+(prefix caching). A later sequence with the same prefix takes the full blocks as they are and copies part of one more.
+If a block is as long as the longest sequence (a slot, as on CPU), all reuse is by that copy."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import numpy as np
 
 from podium.data.documents import Tokens
 
-# How many remembered blocks, the newest first, are looked at for one that shares part of itself.
+# Number of remembered blocks, newest first, that are searched for one with a common prefix.
 _CANDIDATES = 256
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """The first `tokens` positions of one block go into another before the next forward."""
+    """Copies the first `tokens` positions of one block into another before the next forward."""
 
     source: int
     target: int
@@ -36,8 +36,8 @@ class BlockTable:
     """The blocks of one sequence, in order."""
 
     blocks: list[int]
-    reused: int  # tokens at the beginning whose keys and values are (or will be, after the copies) in place
-    age: int = 0  # how often all had been forgotten when it began
+    reused: int  # leading tokens whose keys and values are (or will be, after the copies) in place
+    age: int = 0  # how often all blocks had been forgotten when it began
 
 
 @dataclass(slots=True, eq=False)
@@ -60,12 +60,12 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """As at the beginning: no sequence holds a block."""
+        """Resets to the initial state: no sequence holds a block."""
         self._free = list(range(self.num_blocks - 1, -1, -1))  # the lowest block first
         self._holders = [0] * self.num_blocks
         self._root = _Node(tokens=np.empty(0, np.int32), block=-1, parent=None)
         self._nodes: dict[int, _Node] = {}
-        # Remembered blocks that nobody holds and no other remembered block builds on, the longest unused first.
+        # Remembered blocks without a holder that no other remembered block builds on, least recently used first.
         self._spare: OrderedDict[int, None] = OrderedDict()
         self._num_kept = 0
         self._pins: list[int] = []
@@ -73,22 +73,22 @@ class BlockManager:
 
     @property
     def num_held(self) -> int:
-        """Blocks that sequences under way hold, each counted once."""
+        """Blocks held by running sequences, each counted once."""
         return self.num_blocks - len(self._free) - self._num_kept
 
     @property
     def num_kept(self) -> int:
-        """Remembered blocks that nobody holds."""
+        """Remembered blocks without a holder."""
         return self._num_kept
 
     @property
     def num_available(self) -> int:
-        """Available blocks: free ones and those that are only remembered."""
+        """Available blocks: free ones, and remembered ones without a holder."""
         return len(self._free) + self._num_kept
 
     @property
     def remembers(self) -> bool:
-        """Whether anything computed is kept for later."""
+        """Whether any computed blocks are remembered."""
         return self._remember
 
     def blocks_for(self, tokens: int) -> int:
@@ -96,8 +96,8 @@ class BlockManager:
         return -(-tokens // self.block_size)
 
     def begin(self, tokens: Tokens, room: int) -> BlockTable | None:
-        """Blocks for a sequence that starts with `tokens`, at least `room` positions of them; what was computed before
-        is reused, all but the last token (which must be fed for its logits). None: there are too few blocks."""
+        """Allocates blocks for a sequence that starts with `tokens`, at least `room` positions. Reuses computed blocks
+        for all but the last token (which must be fed for its logits). None: there are too few blocks."""
         full, source, copied = self._longest_match(tokens[: len(tokens) - 1])
         blocks = [node.block for node in full]
         for block in blocks:
@@ -106,19 +106,19 @@ class BlockManager:
         if source is not None and self._can_take_over(source, copied):
             self._take_over(block_table, source, copied)
         elif source is not None:
-            self._pin(source.block)  # it must outlive the allocations until it is copied
+            self._pin(source.block)  # it must stay until it is copied
             if self.grow(block_table, max(room, block_table.reused + copied)):
                 self._copies.append(BlockCopy(source.block, block_table.blocks[len(full)], copied))
                 block_table.reused += copied
                 return block_table
-            self._unpin(source.block)  # without it there may be a block more
+            self._unpin(source.block)  # without it one more block may be available
         if not self.grow(block_table, max(room, block_table.reused)):
             self._give_back(block_table)
             return None
         return block_table
 
     def grow(self, block_table: BlockTable, tokens: int) -> bool:
-        """Room for `tokens` positions in all. False, and nothing has changed: there are too few blocks."""
+        """Grows to `tokens` positions in total. Returns False without a change if there are too few blocks."""
         missing = self.blocks_for(tokens) - len(block_table.blocks)
         if missing <= 0:
             return True
@@ -131,19 +131,19 @@ class BlockManager:
         return True
 
     def remember(self, block_table: BlockTable, tokens: Tokens) -> None:
-        """`tokens` are computed in the blocks of a running sequence: later sequences may reuse them."""
+        """Registers that `tokens` are computed in the blocks of a running sequence: later sequences may reuse them."""
         if self._remember:
             self._insert(block_table, tokens)
 
     def release(self, block_table: BlockTable, tokens: Tokens | None) -> None:
-        """The sequence ends. `tokens`: what is computed in its blocks, to be remembered; None: nothing worth it."""
+        """Ends the sequence. `tokens`: computed tokens of its blocks, to be remembered; None: remember nothing."""
         if tokens is not None and self._remember:
             self._insert(block_table, tokens)
         self._give_back(block_table)
 
     def disown(self, block_table: BlockTable) -> list[int]:
-        """What is in these blocks is not to be trusted: neither they nor what was built on them is reused. Returns the
-        blocks that nobody else holds."""
+        """Marks the content of these blocks as invalid: neither they nor blocks built on them are reused. Returns the
+        blocks without another holder."""
         for block in block_table.blocks:
             node = self._nodes.get(block)
             if node is not None:
@@ -151,7 +151,7 @@ class BlockManager:
         return [block for block in block_table.blocks if self._holders[block] == 1]
 
     def forget(self) -> None:
-        """What has been computed is worthless from now on (the weights changed)."""
+        """Forgets all computed blocks, because the weights changed."""
         for block, node in self._nodes.items():
             node.children.clear()
             if self._holders[block] == 0:
@@ -163,7 +163,7 @@ class BlockManager:
         self._age += 1
 
     def take_copies(self) -> list[BlockCopy]:
-        """The copies to make before the next forward; from here on their sources may be given away."""
+        """The copies to make before the next forward. After this call their sources may be reassigned."""
         copies, self._copies = self._copies, []
         for block in self._pins:
             self._drop(block)
@@ -171,7 +171,8 @@ class BlockManager:
         return copies
 
     def rename(self, target_of: dict[int, int], block_tables: list[BlockTable]) -> None:
-        """Blocks were moved in memory: a permutation of blocks. `block_tables` are those of all sequences under way."""
+        """Applies a permutation after blocks were moved in memory. `block_tables` are those of all running
+        sequences."""
         assert not self._pins
         assert sorted(target_of) == sorted(target_of.values())
         for block_table in block_tables:
@@ -186,11 +187,11 @@ class BlockManager:
         self._spare = OrderedDict((target_of.get(block, block), None) for block in self._spare)
 
     def longest_remembered(self, blocks: Iterable[int]) -> int:
-        """Most tokens that one of these blocks is remembered with."""
+        """Largest number of tokens with which one of these blocks is remembered."""
         return max((len(self._nodes[block].tokens) for block in blocks if block in self._nodes), default=0)
 
     def common_with_remembered(self, tokens: Tokens) -> int:
-        """How many leading tokens a sequence would find computed."""
+        """Number of leading tokens of a sequence that are already computed."""
         full, _, copied = self._longest_match(tokens)
         return len(full) * self.block_size + copied
 
@@ -210,7 +211,8 @@ class BlockManager:
     # The tree
 
     def _longest_match(self, tokens: Tokens) -> tuple[list[_Node], _Node | None, int]:
-        """(full blocks that match, the block behind them that shares most, how many tokens of it)."""
+        """Returns (matching full blocks, the next block with the longest common prefix, number of its common
+        tokens)."""
         node, matched, at = self._root, list[_Node](), 0
         while at + self.block_size <= len(tokens):
             child = node.children.get(tokens[at : at + self.block_size].tobytes())
@@ -230,7 +232,7 @@ class BlockManager:
         return matched, best, most
 
     def _insert(self, block_table: BlockTable, tokens: Tokens) -> None:
-        if block_table.age != self._age:  # part of it was computed before all was forgotten
+        if block_table.age != self._age:  # part of it was computed before all blocks were forgotten
             return
         parent = self._root
         for index, block in enumerate(block_table.blocks):
@@ -254,7 +256,7 @@ class BlockManager:
             parent = node
 
     def _unlink(self, node: _Node) -> None:
-        """Forgets one block that nothing builds on."""
+        """Forgets one block that no other builds on."""
         assert not node.children
         parent = node.parent
         assert parent is not None
@@ -312,14 +314,14 @@ class BlockManager:
             self._maybe_spare(node)
 
     def _give_back(self, block_table: BlockTable) -> None:
-        # The last block first, so that the beginning of a sequence stays remembered longest.
+        # The last block first, so that the prefix of a sequence stays remembered longest.
         for block in reversed(block_table.blocks):
             self._drop(block)
         block_table.blocks = []
 
 
 def common_prefix(left: Tokens, right: Tokens) -> int:
-    """How many leading tokens are the same."""
+    """Number of equal leading tokens."""
     size = min(len(left), len(right))
     differs = np.flatnonzero(left[:size] != right[:size])
     return int(differs[0]) if len(differs) else size

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and values of all layers in blocks: allocated once, copied and moved block by block, given up while asleep."""
+"""Keys and values of all layers in blocks: allocated once, copied and moved block by block, freed while asleep."""
 
 # L layers · K key-value heads · P positions of a block · E head width · T tokens
 
@@ -23,7 +23,7 @@ KEY_MULTIPLE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """What one attention layer stores for a token. Keys and values may differ in width."""
+    """The shapes that one attention layer stores for a token. Keys and values may differ in width."""
 
     heads: int
     key_width: int
@@ -44,7 +44,7 @@ class LayerCache:
 
 
 class _Shapes:
-    """Stands in the place of a cache for one forward, and notes what every attention layer hands over."""
+    """Replaces the cache for one forward, and records the shapes of every attention layer."""
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
@@ -71,8 +71,8 @@ class _Shapes:
 
 @torch.no_grad()
 def attention_layers(model: PackedCausalLM, device: torch.device) -> tuple[list[nn.Module], list[LayerShape]]:
-    """The attention modules in the order in which they run, and what each stores; found by running one token through
-    the model, so that no config of any architecture needs to be understood."""
+    """The attention modules in the order in which they run, with their shapes. Found by running one token through the
+    model, so that no architecture's config needs to be interpreted."""
     noted = _Shapes()
     one = torch.zeros(1, 1, dtype=torch.int64, device=device)
     with torch.compiler.set_stance("force_eager"):
@@ -97,7 +97,7 @@ class KVCache:
     def __init__(
         self, shapes: Sequence[LayerShape], *, num_blocks: int, block_size: int, storage: Tensor, dtype: torch.dtype
     ) -> None:
-        """`storage`: bytes on the device, as many as `bytes_needed` says; they stay the caller's."""
+        """`storage`: bytes on the device, as many as `bytes_needed` says; the caller keeps ownership."""
         self.num_blocks, self.block_size = num_blocks, block_size
         self._stores: list[Tensor] = []  # [layers of one shape, blocks, K, P, E]
         self.layers: list[LayerCache] = []
@@ -116,7 +116,7 @@ class KVCache:
         self.layers = [LayerCache(keys=keys[index], values=values[index]) for index in range(len(shapes))]
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Beginnings of blocks into other blocks. No block is read and written in one call."""
+        """Copies leading positions of blocks into other blocks. No block is read and written in one call."""
         if not copies:
             return
         if self.block_size <= 256:  # whole blocks in one operation; what lies behind the part is overwritten later
@@ -130,13 +130,13 @@ class KVCache:
                 store[:, copy.target, :, : copy.tokens] = store[:, copy.source, :, : copy.tokens]
 
     def clear(self, blocks: Sequence[int]) -> None:
-        """Zeros in place of what is no number: a mask does not hide it from attention."""
+        """Zeros blocks that hold NaN: a mask does not hide it from attention."""
         for store in self._stores:
             store[:, list(blocks)] = 0
 
     def move(self, moves: Arrangement) -> None:
-        """Slots change places."""
-        # Slot by slot: stretches of memory are copied five times faster so than by an index.
+        """Permutes slots."""
+        # Slot by slot: this copies contiguous memory five times faster than an index.
         for store in self._stores:
             taken = {target: store[:, source, :, : moves.tokens].clone() for source, target in moves.target_of.items()}
             for target, part in taken.items():

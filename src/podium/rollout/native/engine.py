@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native engine: plan a step, run it, take in what it sampled; until every request is finished."""
+"""The native engine: plans a step, runs it and processes its samples, until every request is finished."""
 
 # B rows of one step
 
@@ -46,8 +46,8 @@ class _Launched:
 
 
 class NativeEngine:
-    """Generates with `model` itself. On one device that is the learner's own module: an update of the learner is seen
-    by the next step, and `install` only proves it. Where the learner is sharded, it is the module of a WholeCopy."""
+    """Generates with `model` itself. On one device that is the learner's own module: the next step uses an update of
+    the learner at once, and `install` only verifies it. If the learner is sharded, it is the module of a WholeCopy."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class NativeEngine:
         copy: WholeCopy | None = None,
         version: int = 0,
     ) -> None:
-        """`decode`: token ids to text, needed for stop strings only. `copy`: given up while the engine sleeps."""
+        """`decode`: token ids to text, needed for stop strings only. `copy`: freed while the engine sleeps."""
         section = section or EngineSection()
         self._model, self._device, self._decode, self._copy = model, device, decode, copy
         self._version = version
@@ -76,7 +76,7 @@ class NativeEngine:
             free_bytes=free_bytes(device),
         )
         sizes = self._sizes
-        # One block more than are given out: lanes of a graph that have nothing to do write there.
+        # One block more than are allocated: idle lanes of a graph write there.
         num_blocks = sizes.num_blocks + (0 if sizes.slots else 1)
         self._holding = hold(num_blocks * sizes.block_size * token_bytes, device)
         cache = KVCache(
@@ -104,7 +104,7 @@ class NativeEngine:
         self._refusal: str | None = None
         self._finished = self._generated = self._prefilled = self._reused = 0
 
-    # What is asked
+    # Requests
 
     def submit(self, requests: abc.Sequence[Request]) -> None:
         """Takes requests. One that cannot be served is answered with an error."""
@@ -118,7 +118,7 @@ class NativeEngine:
                     f"request {twice} is under way already; an id stands for one answer. Give a second attempt another "
                     "attempt number, or wait for the first."
                 )
-            problems = [self._problem(request) for request in requests]  # all are looked at before any is taken
+            problems = [self._problem(request) for request in requests]  # all are checked before any is accepted
             for request, problem in zip(requests, problems, strict=True):
                 if problem is not None:
                     self._finish(failed(request, problem))
@@ -130,8 +130,8 @@ class NativeEngine:
                 self._scheduler.waiting.append(sequence)
 
     def results(self, *, deadline_s: float) -> Iterator[Completion]:
-        """Sequences as they finish, until none is left. Works in the thread that iterates; waits only while the engine
-        is paused or asleep, for `resume`, `wake` or `cancel` from another thread, and at most `deadline_s`."""
+        """Yields sequences as they finish, until none is left. Works in the thread that iterates. Waits only while the
+        engine is paused or asleep, for `resume`, `wake` or `cancel` from another thread, and at most `deadline_s`."""
         last = time.monotonic()
         while True:
             idle = None
@@ -162,7 +162,7 @@ class NativeEngine:
                 self._lock.wait_for_another(taken + 1, timeout_s=left)  # this one is counted too
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
-        """Ends these sequences with what has been sampled so far."""
+        """Ends these sequences with the tokens sampled so far."""
         with self._lock:
             self._take_in(lag=0)
             ending = [self._sequences[id] for id in dict.fromkeys(ids) if id in self._sequences]
@@ -187,7 +187,7 @@ class NativeEngine:
 
     @property
     def version(self) -> int:
-        """Number of the weights that sample now."""
+        """Version of the weights that sample now."""
         return self._version
 
     def install(self, version: WeightVersion, delivery: Delivery | None, *, in_flight: InFlight = "recompute") -> None:
@@ -215,7 +215,7 @@ class NativeEngine:
             self._version, self._refusal = version.number, None
 
     def check_frozen(self, version: WeightVersion) -> None:
-        """Whether what no version changes, the base of an adapter, is what `version` describes."""
+        """Whether the frozen weights (the base of an adapter) match `version`."""
         with self._lock:
             self._check_open()
             verify_in_place(all_tensors(self._model), version)
@@ -234,7 +234,7 @@ class NativeEngine:
     # Memory
 
     def sleep(self) -> MemoryChange:
-        """Gives up the cache, and the whole copy of the weights where there is one."""
+        """Frees the cache, and the full copy of the weights if there is one."""
         with self._lock:
             self._check_open()
             if self._asleep:
@@ -248,7 +248,7 @@ class NativeEngine:
             return MemoryChange(measured_bytes=self._measured(before), accounted_bytes=accounted)
 
     def wake(self) -> MemoryChange:
-        """Takes the memory back."""
+        """Takes the memory again."""
         with self._lock:
             self._check_open()
             if not self._asleep:
@@ -268,7 +268,7 @@ class NativeEngine:
     def _measured(self, before: int) -> int:
         return free_bytes(self._device) - before if self._device.type == "cuda" else 0
 
-    # What it is and does
+    # State
 
     @property
     def capacity(self) -> Capacity:
@@ -297,7 +297,7 @@ class NativeEngine:
         )
 
     def close(self) -> None:
-        """Ends the engine. The model stays the caller's."""
+        """Ends the engine. The caller keeps the model."""
         with self._lock:
             if self._closed:
                 return
@@ -311,8 +311,8 @@ class NativeEngine:
 
     @torch.inference_mode()
     def _advance(self) -> None:
-        """Launches the next step and takes in what earlier ones sampled. If it fails, all begin again from what the
-        host has seen, so that a caller who removes the reason can continue."""
+        """Launches the next step and processes the samples of earlier ones. If it fails, all sequences restart from the
+        tokens that the host has seen, so that a caller can fix the cause and continue."""
         if self._model.training:
             self._model.eval()
         try:
@@ -347,14 +347,14 @@ class NativeEngine:
             self._prefilled += len(sequence.tokens) - sequence.block_table.reused == 1  # fed beside the sequences
 
     def _take_in(self, lag: int) -> None:
-        """Results of launched steps, all but the newest `lag`."""
+        """Processes the results of launched steps, all but the newest `lag`."""
         while len(self._launched) > lag:
             self._take_in_one(self._launched.popleft())
 
     def _take_in_one(self, launched: _Launched) -> None:
         plan, table = launched.plan, self._rows
         sampled = launched.result.read()
-        # A row that has ended since sampled a token too many: it is not counted.
+        # A row that has ended since then sampled one token too many, which does not count.
         same_B = table.epoch_R[plan.sample_rows] == plan.sample_epochs
         sound_B = same_B & np.isfinite(sampled.logprobs_B)
         rows_B = plan.sample_rows[sound_B]
@@ -385,14 +385,14 @@ class NativeEngine:
         )
 
     def _disown(self, row: int) -> None:
-        """What is no number in a row's blocks must not be read by anybody, not even with weight zero."""
+        """Invalidates a row's blocks with NaN: nothing may read them, not even with weight zero."""
         sequence = self._rows.sequences[row]
         assert sequence is not None
         assert sequence.block_table is not None
         self._cache.clear(self._block_manager.disown(sequence.block_table))
 
     def _distrust(self, row: int) -> None:
-        """Of a row that has sampled nothing yet it is not known whether what it computed are numbers."""
+        """Invalidates a row that has sampled nothing yet: it is unknown whether its blocks hold NaN."""
         if self._device.type == "cpu" and self._rows.known_R[row] == self._rows.seated_R[row]:
             self._disown(row)
 
@@ -406,7 +406,7 @@ class NativeEngine:
             sampled = table.tokens_RL[row, table.prompt_R[row] : table.known_R[row]]
             try:
                 stop_string = completed_string(sampled, sequence.request.sampling.stop_strings, self._decode)
-            except Exception as error:  # the tokenizer is not ours
+            except Exception as error:  # user-supplied tokenizer
                 broken = self._scheduler.end(row)
                 why = f"the tokenizer cannot decode the answer to look for stop strings ({error!r})."
                 self._finish(broken.completion("error", error=why))
@@ -424,7 +424,7 @@ class NativeEngine:
             self._distrust(row)
             self._scheduler.preempt(row)
 
-    # What is wrong
+    # Validation
 
     def _problem(self, request: Request) -> str | None:
         problem = request.problem(vocab_size=self._model.vocab_size, max_length=self._sizes.max_length)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoding on CUDA: the state of every sequence lives on the device, a step is one replay of a captured graph, and the
-host reads what a step sampled while the next one runs.
+"""Decoding on CUDA: the state of every sequence is on the device, a step is one replay of a CUDA graph, and the host
+reads the samples of a step while the next one runs.
 
-A token sampled by step n is fed by step n + 1 without the host having seen it. An sequence that ends at a stop token is
-found to have ended one step late; what it sampled after that is not counted.
-"""
+Step n + 1 feeds the token sampled by step n before the host has seen it. The host notices a stop token one step late;
+tokens sampled after it do not count."""
 
 # R rows and one more for idle lanes · B lanes of a graph · M blocks of the longest sequence
 
@@ -34,8 +33,8 @@ _FEWEST_LANES = 8
 
 
 class PagedDecode:
-    """One token of each lane over its blocks; travels to the attention of every layer in the place of a packing. The
-    cache of a layer hangs at its attention module, so that all layers are one compiled piece of code."""
+    """One token of each lane over its blocks; passed to the attention of every layer in place of a packing. The cache
+    of a layer is attached to its attention module, so that all layers share one compiled piece of code."""
 
     def __init__(self, table: Tensor, rows: Tensor, lengths: Tensor, cut: Tensor) -> None:
         self.table, self.rows, self.lengths, self.cut = table, rows, lengths, cut
@@ -76,7 +75,7 @@ class _OnItsWay:
 
 
 class GraphRunner:
-    """Prompts go through an eager forward, sequences through graphs; both on one stream, in order."""
+    """Runs prompts through an eager forward and sequences through graphs, both on one stream, in order."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class GraphRunner:
         self._key_R = torch.zeros(count, dtype=torch.int64, device=device)
         self._temperature_R = torch.ones(count, dtype=torch.float32, device=device)
         self._table_RM = torch.zeros(count, width, dtype=torch.int32, device=device)
-        # The idle row writes into the block behind those that are given out.
+        # The idle row writes into the block after the allocated ones.
         self._table_RM[-1] = cache.num_blocks - 1
         self._lanes_B = torch.full((rows.num_rows,), rows.num_rows, dtype=torch.int64, device=device)
         self._drawn_B = torch.zeros(rows.num_rows, dtype=torch.int64, device=device)
@@ -112,7 +111,7 @@ class GraphRunner:
 
     @property
     def lag(self) -> int:
-        """A penalty must see the token before it samples the next."""
+        """With a penalty, each token must be known before the next is sampled."""
         return 0 if self._sampling.wants_history_R[self._rows.active].any() else 1
 
     def run(self, plan: StepPlan) -> _OnItsWay:
@@ -134,12 +133,12 @@ class GraphRunner:
         return self._sent(tokens, logprobs)
 
     def forget_addresses(self) -> None:
-        """Graphs read weights and cache where they lay; they are captured again when needed."""
+        """Drops graphs, which hold the old addresses of weights and cache; they are captured again when needed."""
         self._drop_graphs()
         self._attach()
 
     def close(self) -> None:
-        """Lets go of graphs and of what hangs at the model."""
+        """Frees graphs and everything attached to the model."""
         self._drop_graphs()
         for module in self._modules:
             held: Any = module
@@ -148,7 +147,7 @@ class GraphRunner:
     def _drop_graphs(self) -> None:
         self._logits.clear()
         self._graphs.clear()
-        self._pool = None  # it goes with the last graph that was captured into it
+        self._pool = None  # it is freed with the last graph that was captured into it
 
     def _attach(self) -> None:
         for module, layer in zip(self._modules, self._cache.layers, strict=True):
@@ -169,7 +168,7 @@ class GraphRunner:
     # The device's own table of rows
 
     def _update_rows(self, plan: StepPlan) -> None:
-        """What the host has decided since the last step: new sequences, new blocks."""
+        """Sends the host's changes since the last step: new sequences, new blocks."""
         rows = self._rows
         changed = rows.take_changed_blocks()
         if changed:
@@ -177,7 +176,7 @@ class GraphRunner:
             self._table_RM.index_copy_(0, self._moved(where), self._moved(rows.blocks_RM[where].astype(np.int32)))
         if plan.admitted:
             where = np.array(plan.admitted, np.int64)
-            # Lengths of rows that sample in this very step count that token already; the device has not sampled it yet.
+            # Lengths of rows that sample in this step already count that token; the device has not sampled it yet.
             length = rows.known_R[where]
             packed = np.stack([rows.tokens_RL[where, length - 1].astype(np.int64), length, self._sampling.key_R[where]])
             target, (token, length_t, key) = self._moved(where), self._moved(packed)
@@ -187,7 +186,7 @@ class GraphRunner:
             self._temperature_R.index_copy_(0, target, self._moved(self._sampling.temperature_R[where]))
 
     def _take_prompts(self, plan: StepPlan) -> tuple[Tensor, Tensor] | None:
-        """Prompt chunks, eagerly; those that reach their end sample their first token."""
+        """Runs prompt chunks eagerly; chunks that reach their end sample their first token."""
         none = plan.decode_rows[:0]
         logits_BV = self._eager.forward(none, plan.chunks)
         ending = plan.sample_rows[len(plan.decode_rows) :]
@@ -219,7 +218,7 @@ class GraphRunner:
         self._narrow(rows, self._logits[key])
 
     def _narrow(self, rows: Rows, logits_BV: Tensor) -> None:
-        """Rows that do not sample from the plain distribution are sampled again from the same logits."""
+        """Samples rows with logits processing again from the same logits."""
         processings = self._eager.processings(rows)
         if not processings:
             return
@@ -238,7 +237,7 @@ class GraphRunner:
         self._token_R.index_copy_(0, which, sampled.tokens_B)
 
     def _step(self, lanes: int, cut: Tensor) -> Tensor:
-        """What a graph holds: feed, sample, advance. Returns the logits."""
+        """The captured step: feed, sample, advance. Returns the logits."""
         rows = self._lanes_B[:lanes]
         length = self._length_R.index_select(0, rows)
         step = PagedDecode(self._table_RM, rows, length.to(torch.int32), cut)
@@ -266,7 +265,7 @@ class GraphRunner:
         return logits_BV
 
     def _capture(self, key: tuple[int, torch.Size], cut: Tensor) -> None:
-        """Warm-up and capture sample for real, so the rows are restored as they were."""
+        """Captures a graph. Warm-up and capture really sample, so the rows are restored afterwards."""
         lanes = key[0]
         saved = [each.clone() for each in (self._token_R, self._length_R)]
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -276,7 +275,7 @@ class GraphRunner:
             self._token_R.copy_(saved[0])
             self._length_R.copy_(saved[1])
             torch.cuda.synchronize()
-            # Not through torch's context manager: it collects garbage and empties caches every time.
+            # Without torch's context manager, which collects garbage and empties caches every time.
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 self._logits[key] = self._step(lanes, cut)
@@ -287,7 +286,7 @@ class GraphRunner:
         self._graphs[key] = graph
 
     def _bucket(self, count: int) -> int:
-        """Lanes of the graph for so many rows: powers of two, and steps of 32 from 64 on."""
+        """Number of lanes of the graph for this many rows: powers of two, and steps of 32 from 64 on."""
         lanes = max(_FEWEST_LANES, 1 << (count - 1).bit_length()) if count <= 64 else -(-count // 32) * 32
         return min(lanes, self._rows.num_rows)
 

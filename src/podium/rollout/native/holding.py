@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Device memory that is held, given back while the engine sleeps, and taken again: on CUDA at the same addresses, so
-that captured graphs stay valid."""
+"""Device memory that is freed while the engine sleeps and taken again: on CUDA at the same addresses, so that captured
+graphs stay valid."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podium.errors import RolloutError
 
 
 def free_bytes(device: torch.device) -> int:
-    """What could still be allocated on the device: unused memory of torch's own pool counts."""
+    """Bytes that can still be allocated on the device, including unused memory of torch's own pool."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         pooled = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -24,24 +24,24 @@ def free_bytes(device: torch.device) -> int:
 
 
 class Holding(Protocol):
-    """Some bytes on a device. They are zero at first: a mask hides what was never written from attention, but not if it
-    is no number."""
+    """Some bytes on a device. They are zero at first: a mask hides unwritten memory from attention only if it is not
+    NaN."""
 
     nbytes: int
     bytes: Tensor
 
     def release(self) -> int:
-        """Gives the memory back and returns how much; the tensor must not be touched until `restore`."""
+        """Frees the memory and returns its size; the tensor must not be used until `restore`."""
 
     def restore(self) -> bool:
-        """Takes it again. True if it lies elsewhere now."""
+        """Takes the memory again. Returns True if its address changed."""
 
     def close(self) -> None:
         """Frees the memory for good."""
 
 
 def hold(nbytes: int, device: torch.device) -> Holding:
-    """Takes memory in the way that suits the device."""
+    """Allocates memory in the way that suits the device."""
     return MappedHolding(nbytes, device) if device.type == "cuda" else ResizedHolding(nbytes)
 
 
@@ -92,7 +92,7 @@ _PINNED, _DEVICE, _READ_AND_WRITE, _RECOMMENDED = 1, 1, 3, 1
 
 
 class _AsArray:
-    """What torch takes a tensor from without copying."""
+    """The array interface from which torch creates a tensor without copying."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
@@ -101,8 +101,8 @@ class _AsArray:
 
 
 class MappedHolding:
-    """Addresses are reserved once, and physical memory is mapped to them while it is held (CUDA's driver API, since
-    torch has no call for it)."""
+    """Reserves addresses once, and maps physical memory to them while it is held (CUDA's driver API, since torch has no
+    call for it)."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         torch.cuda.init()
@@ -139,7 +139,7 @@ class MappedHolding:
 
     def restore(self) -> bool:
         """Maps new memory at the same address."""
-        torch.cuda.empty_cache()  # what torch keeps for itself is not there for the driver
+        torch.cuda.empty_cache()  # the driver cannot use memory that torch keeps in its pool
         self._call(
             "cuMemCreate", ctypes.byref(self._memory), self._size, ctypes.byref(self._properties), ctypes.c_uint64(0)
         )

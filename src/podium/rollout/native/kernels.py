@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Triton kernels for decoding on CUDA: attention over blocks, and sampling. Imported only where there is Triton.
+"""Triton kernels for decoding on CUDA: attention over blocks, and sampling. Imported only if Triton is available.
 
-Attention is cut along the sequence into parts of a fixed length, so that a long one does not hold up the others and the
-order of additions within one sequence does not depend on what it is batched with (up to 8192 tokens of the longest;
-beyond, parts grow with it).
-"""
+Attention is split along the sequence into parts of a fixed length. A long sequence thus does not delay the others, and
+the order of additions within one sequence does not depend on its batch (up to 8192 tokens of the longest; beyond that,
+parts grow with it)."""
 
 # B lanes (sequences of this step) · H query heads · K key-value heads · G = H / K · E head width · V vocabulary
 
@@ -50,7 +49,7 @@ def _attend(  # type: ignore[no-untyped-def]
     total = tl.zeros([GP], tl.float32)
     mix = tl.zeros([GP, EVP], tl.float32)
     if owns_last:
-        # This step's own key and value: read from the forward, and stored for the steps to come.
+        # This step's own key and value: read from the forward, and stored for later steps.
         page = tl.load(table + row * table_width + last // PAGE).to(tl.int64)
         place = (page * K + head) * PAGE + last % PAGE
         k_new = tl.load(key + head * key_head + lane * key_token + wide, mask=wide < EK, other=0.0)
@@ -110,8 +109,9 @@ def _join_parts(  # type: ignore[no-untyped-def]
 
 
 def cut_for(longest: int, device: torch.device) -> Tensor:
-    """How sequences of at most `longest` tokens are cut into parts. The numbers are the shape of an empty tensor: as
-    numbers they would be compiled into the layers. Powers of two, so that few graphs serve all lengths."""
+    """How sequences of at most `longest` tokens are split into parts. The numbers are returned as the shape of an empty
+    tensor, because plain numbers would be compiled into the layers. Powers of two, so that few graphs serve all
+    lengths."""
     parts = max(2, triton.next_power_of_2(triton.cdiv(longest, _PART_TOKENS)))
     return torch.empty(min(parts, _MOST_PARTS), max(1, parts // _MOST_PARTS) + 1, device=device)
 
@@ -207,7 +207,7 @@ def _pick(  # type: ignore[no-untyped-def]
     weight = tl.where(which < STRETCHES, total * tl.exp(top - highest), 0.0)
     whole = tl.sum(weight, axis=0)
     running = tl.cumsum(weight, axis=0)
-    # Never the very end of the sum: rounding must not lead behind the last token that has any weight.
+    # Never the exact end of the sum: rounding must not lead past the last token with any weight.
     mark = tl.minimum(tl.load(uniforms + lane).to(tl.float32), 0.9999999) * whole
     stretch = tl.minimum(tl.sum((running <= mark).to(tl.int32), axis=0), STRETCHES - 1)
     before = tl.sum(tl.where(which < stretch, weight, 0.0), axis=0)
@@ -237,7 +237,7 @@ def sample_on_device(
     tokens_B: Tensor,
     logprobs_B: Tensor,
 ) -> None:
-    """What sampling.sample does for rows without logits processing, in two passes over padded float32 logits."""
+    """Does the same as sampling.sample for rows without logits processing, in two passes over padded float32 logits."""
     lanes = logits_BV.shape[0]
     stretches = triton.cdiv(vocab_size, _STRETCH)
     tops, sums = (logits_BV.new_empty(lanes * stretches, dtype=torch.float32) for _ in range(2))

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sequences under way as one table: a row each, so that a step of hundreds of them costs a few array operations."""
+"""All running sequences as one table with a row each, so that a step of hundreds of them costs a few array
+operations."""
 
 # R rows of the table · B rows of one step · L positions · M blocks of the longest sequence · S stop tokens
 
@@ -23,11 +24,11 @@ _NO_TOKEN = -1
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way: where it stands when it has no row (waiting, or preempted for want of memory)."""
+    """One request in progress, with its state while it has no row (waiting, or preempted for lack of memory)."""
 
     request: Request
     arrival: int
-    tokens: Tokens  # prompt and what has been sampled
+    tokens: Tokens  # prompt and sampled tokens
     logprobs: NDArray[np.float32] = field(default_factory=lambda: np.empty(0, np.float32))
     versions: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     row: int = -1
@@ -61,8 +62,8 @@ class Sequence:
 
 
 class RowTable:
-    """`length_R` counts tokens that are sampled or being sampled, `known_R` those that the host has seen, `fed_R` those
-    whose keys and values are (or, after the steps in flight, will be) in the cache."""
+    """`length_R` counts tokens that are sampled or being sampled, `known_R` those that the host has seen. `fed_R`
+    counts those whose keys and values are (or, after the steps in flight, will be) in the cache."""
 
     def __init__(self, num_rows: int, *, block_size: int, max_length: int) -> None:
         self.num_rows, self.block_size = num_rows, block_size
@@ -75,7 +76,7 @@ class RowTable:
         self.prompt_R = np.zeros(num_rows, np.int64)
         self.limit_R = np.zeros(num_rows, np.int64)
         self.earliest_R = np.zeros(num_rows, np.int64)  # length before which a stop does not count
-        self.seated_R = np.zeros(num_rows, np.int64)  # length when it got its row
+        self.seated_R = np.zeros(num_rows, np.int64)  # length when it was admitted
         self.has_strings_R = np.zeros(num_rows, np.bool_)  # that end it
         self.room_R = np.zeros(num_rows, np.int64)  # positions in the blocks that it holds
         self.arrival_R = np.zeros(num_rows, np.int64)
@@ -121,18 +122,18 @@ class RowTable:
         return row
 
     def set_blocks(self, row: int, block_table: BlockTable) -> None:
-        """The blocks of a row's block table, after it has grown or they were moved."""
+        """Sets the blocks of a row's block table, after it has grown or they were moved."""
         self.blocks_RM[row, : len(block_table.blocks)] = block_table.blocks
         self.room_R[row] = len(block_table.blocks) * self.block_size
         self._changed_pages.add(row)
 
     def take_changed_blocks(self) -> list[int]:
-        """Rows whose blocks have changed since this was asked last."""
+        """Rows whose blocks have changed since the last call."""
         changed, self._changed_pages = sorted(self._changed_pages), set()
         return changed
 
     def release(self, row: int) -> Sequence:
-        """Takes a sequence out of its row, with all that the host has seen of it. Its block table stays with it."""
+        """Takes a sequence out of its row, with all tokens that the host has seen. It keeps its block table."""
         sequence = self.sequences[row]
         assert sequence is not None
         known, prompt = int(self.known_R[row]), int(self.prompt_R[row])
@@ -153,7 +154,7 @@ class RowTable:
         self._free = list(range(self.num_rows - 1, -1, -1))
 
     def append(self, rows_B: Rows, tokens_B: Tokens, logprobs_B: NDArray[np.float32], version: int) -> None:
-        """What one step sampled, for rows that are still the same sequences."""
+        """Appends the samples of one step, for rows that still hold the same sequences."""
         at_B = self.known_R[rows_B]
         if len(rows_B):
             self._widen(int(at_B.max()) + 1)
@@ -163,7 +164,7 @@ class RowTable:
         self.known_R[rows_B] = at_B + 1
 
     def at_a_stop(self, rows_B: Rows) -> NDArray[np.bool_]:
-        """Rows whose newest token is one of their stop tokens, and that may stop already."""
+        """Rows whose newest token is one of their stop tokens, and that are long enough to stop."""
         known_B = self.known_R[rows_B]
         newest_B = self.tokens_RL[rows_B, known_B - 1]
         hit_B: NDArray[np.bool_] = (self._stops_RS[rows_B] == newest_B[:, None]).any(axis=1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step through the model in plain torch: all that is fed in one forward, then one sample."""
+"""One step through the model in plain torch: one forward for all fed tokens, then one sample per row."""
 
 # T tokens fed · B rows that sample · N decode rows · V vocabulary
 
@@ -31,31 +31,31 @@ from podium.rollout.randomness import uniforms_on_host
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepSamples:
-    """What the sample rows of a plan sampled."""
+    """The tokens that the sample rows of a plan sampled."""
 
     tokens_B: Tokens
     logprobs_B: NDArray[np.float32]
 
 
 class StepResult(Protocol):
-    """A step that has been launched."""
+    """A launched step."""
 
     def read(self) -> StepSamples:
-        """What it sampled; waits for the device."""
+        """Its samples; waits for the device."""
 
 
 class Runner(Protocol):
-    """Runs plans in the order in which they are made."""
+    """Runs plans in order."""
 
     @property
     def lag(self) -> int:
-        """Steps that may be launched before the first of them is read."""
+        """Number of steps that may be launched before the first of them is read."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launches one step."""
 
     def forget_addresses(self) -> None:
-        """Weights or cache lie elsewhere from now on."""
+        """Called when the addresses of weights or cache have changed."""
 
     def close(self) -> None:
         """Frees what the runner holds."""
@@ -73,12 +73,12 @@ class SamplingTable:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A result that is there already."""
+    """A result that is already available."""
 
     samples: StepSamples
 
     def read(self) -> StepSamples:
-        """The samples, which are there already."""
+        """The samples, which are already available."""
         return self.samples
 
 
@@ -91,10 +91,9 @@ _CPU_ROWS = 16
 class EagerRunner:
     """Feeds and samples in one go; its results are known when `run` returns.
 
-    On CPU the numbers of a token do not depend on what is fed beside it: some rows are computed again until their count
-    is one for which kernels do the same for every row. The experts of a mixture may get any number of tokens, so there
-    every token is fed twice (no expert sees a single one) and oneDNN, which has routines for other small numbers too,
-    is off."""
+    On CPU the numbers of a token do not depend on its batch: some rows are computed again until kernels treat every row
+    of that count alike. The experts of a mixture may get any number of tokens. There every token is fed twice (no
+    expert sees a single one) and oneDNN, which has special routines for other small numbers, is off."""
 
     lag = 0
 
@@ -129,10 +128,10 @@ class EagerRunner:
         )
 
     def forget_addresses(self) -> None:
-        """Nothing is remembered."""
+        """Does nothing: no addresses are stored."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: no resources are held."""
 
     def forward(self, decode: Rows, chunks: Sequence[Chunk]) -> Tensor:
         """Float32 logits of the rows that sample: the decode rows, then the chunks that reach their end; then
@@ -167,7 +166,7 @@ class EagerRunner:
         return self._logits(out.last_hidden_state[0], drawing)
 
     def _kernels(self) -> AbstractContextManager[None]:
-        """Compiled layers would be compiled again for every shape that a step can have."""
+        """Disables compiled layers, which would be compiled again for every shape of a step."""
         if self._device.type == "cuda":
             return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
         if self._feeds_twice:
@@ -175,7 +174,7 @@ class EagerRunner:
         return nullcontext()
 
     def _logits(self, hidden: Tensor, drawing: Rows) -> Tensor:
-        """Of these rows of a forward."""
+        """Logits of these rows of a forward."""
         chosen = np.concatenate([drawing, drawing[self._repeats(len(drawing))]])
         if len(chosen) != len(hidden) or (chosen != np.arange(len(hidden))).any():
             hidden = hidden.index_select(0, self.moved(chosen))
@@ -188,10 +187,10 @@ class EagerRunner:
         return np.arange(missing, dtype=np.int64) % max(count, 1)
 
     def sample(self, logits_BV: Tensor, rows: Rows) -> SampledTokens:
-        """One token for each of these rows. `logits_BV` as `forward` gives them."""
+        """Samples one token for each of these rows. `logits_BV` come from `forward`."""
         table, count = self._sampling, len(rows)
         rows = np.concatenate([rows, rows[self._repeats(count)]])
-        # The token's own place in its sequence keys the stream. `length` counts the token that is being sampled.
+        # The token's own position in its sequence keys the stream. `length` counts the token that is being sampled.
         position_B = self._rows.length_R[rows] - 1
         sampled = sample(
             logits_BV,
@@ -202,7 +201,7 @@ class EagerRunner:
         return SampledTokens(sampled.tokens_B[:count], sampled.logprobs_B[:count])
 
     def processings(self, rows: Rows) -> list[LogitsProcessing]:
-        """For the rows of a step that do not sample from the plain distribution."""
+        """Logits processing of a step's rows that need it."""
         table = self._rows
         processings = []
         for at in np.flatnonzero(self._sampling.processed_R[rows]).tolist():
@@ -235,14 +234,15 @@ class EagerRunner:
         ]
 
     def _read_together(self, slots: Rows, lengths_N: Rows) -> list[Segment]:
-        """Neighbouring slots in as many calls as pay. All rows grow alike, so this holds until the rows change."""
+        """Reads neighbouring slots in the cheapest number of calls. All rows grow alike, so this holds until the rows
+        change."""
         key = slots.tobytes()
         if self._segments[0] != key:
             self._segments = (key, segments(slots, lengths_N))
         return self._segments[1]
 
     def _pieces(self, decode: Rows, chunks: Sequence[Chunk]) -> list[QuerySpan]:
-        """Prompts, and without slots every decode row, are read sequence by sequence."""
+        """Prompts and, without slots, all decode rows are read sequence by sequence."""
         rows, first, pieces = self._rows, len(decode), []
         if not self._slots:
             singles = zip(decode.tolist(), rows.fed_R[decode].tolist(), strict=True)
@@ -276,7 +276,7 @@ class EagerRunner:
         )
 
     def moved(self, array: NDArray[Any]) -> Tensor:
-        """On the device, without waiting for it."""
+        """Copies to the device without waiting for it."""
         tensor = torch.from_numpy(np.ascontiguousarray(array))
         if self._device.type == "cuda":
             return tensor.pin_memory().to(self._device, non_blocking=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which runner computes the engine's steps."""
+"""Selects the runner that computes the engine's steps."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sampling tokens from logits: the inverse of the cumulative distribution at one uniform number per row.
+"""Samples tokens from logits: the inverse of the cumulative distribution at one uniform number per row.
 
-Log-probs are those of softmax(logits / temperature) over the real vocabulary, also with truncated sampling;
-temperature 0 takes the most likely token and reports temperature 1.
-"""
+Log-probs are those of softmax(logits / temperature) over the real vocabulary, also with truncated sampling. Temperature
+0 takes the most likely token and reports log-probs of temperature 1."""
 
 # B rows · V vocabulary (real rows) · C tokens of one stretch of the vocabulary
 
@@ -25,7 +24,7 @@ _STRETCH = 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledTokens:
-    """One token per row. A log-prob that is NaN says that the logits were no numbers, or left nothing to sample."""
+    """One token per row. A NaN log-prob means that the logits were NaN, or left no token to sample."""
 
     tokens_B: Tensor
     logprobs_B: Tensor
@@ -33,7 +32,7 @@ class SampledTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitsProcessing:
-    """Why a row does not sample from the plain distribution, and what that needs to know of its past."""
+    """Settings of a row that does not sample from the plain distribution, with the past tokens that they need."""
 
     row: int  # of the logits
     sampling: Sampling
@@ -44,7 +43,7 @@ class LogitsProcessing:
 def sample(
     logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, processings: Sequence[LogitsProcessing] = ()
 ) -> SampledTokens:
-    """Float32 logits over the real vocabulary; they may be overwritten."""
+    """Samples from float32 logits over the real vocabulary; they may be overwritten."""
     processed = None
     if processings:
         rows = torch.tensor([each.row for each in processings], device=logits_BV.device)
@@ -56,7 +55,7 @@ def sample(
     if processed is not None:
         tokens_B[rows] = _pick(processed, torch.logsumexp(processed, dim=-1), greedy_B[rows], uniforms_B[rows])
     logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_sum_B
-    if processed is not None:  # nothing left to sample, or beyond all numbers: say so the way that broken logits do
+    if processed is not None:  # nothing left to sample, or an overflow: report it like broken logits
         nothing = ~torch.isfinite(torch.logsumexp(processed, dim=-1))
         logprobs_B[rows] = torch.where(nothing, torch.nan, logprobs_B[rows])
     return SampledTokens(tokens_B, logprobs_B)
@@ -86,8 +85,8 @@ def _inverse(probabilities_BV: Tensor, uniforms_B: Tensor) -> Tensor:
 
 
 def _first_beyond(weights_BC: Tensor, marks_B: Tensor) -> tuple[Tensor, Tensor]:
-    """(index of the first running sum above the mark, the sum before it). Rounding may leave the mark at the very end:
-    the last index with any weight is taken then, never one without."""
+    """Returns (index of the first running sum above the mark, the sum before it). Rounding may leave the mark at the
+    exact end: then the last index with any weight is taken, never one without."""
     sums_BC = weights_BC.cumsum(dim=-1, dtype=torch.float64)
     last_B = sums_BC[:, -1]
     below_B = torch.minimum(marks_B, last_B * (1 - 1e-12))
@@ -98,8 +97,8 @@ def _first_beyond(weights_BC: Tensor, marks_B: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _processed(logits_BV: Tensor, temperatures_B: Tensor, processings: Sequence[LogitsProcessing]) -> Tensor:
-    """Scaled logits with -inf where a row may not sample. In this order: penalty, bias, allowed tokens, stops that come
-    too early; then by probability: top-k, top-p, min-p, each of what the one before has left."""
+    """Scaled logits with -inf for tokens that a row may not sample. In this order: penalty, bias, allowed tokens, stops
+    that come too early; then by probability: top-k, top-p, min-p, each applied to the rest of the one before."""
     for row_V, each in zip(logits_BV, processings, strict=True):
         _reshape(row_V, each)
     scaled_BV = logits_BV / torch.where(temperatures_B == 0, 1.0, temperatures_B)[:, None]
@@ -128,7 +127,7 @@ def _reshape(logits_V: Tensor, each: LogitsProcessing) -> None:
 
 
 def _cut_tails(scaled_BV: Tensor, processings: Sequence[LogitsProcessing]) -> None:
-    """Top-k, top-p and min-p in place: every row gets the value below which its tokens go."""
+    """Applies top-k, top-p and min-p in place: every row gets a threshold below which tokens are removed."""
     values_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     size, device = scaled_BV.shape[1], scaled_BV.device
 
@@ -140,7 +139,7 @@ def _cut_tails(scaled_BV: Tensor, processings: Sequence[LogitsProcessing]) -> No
     values_BV = values_BV.masked_fill(ranks_V >= top_k, float("-inf"))
     probabilities_BV = torch.softmax(values_BV, dim=-1)
     before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
-    # The token that passes the share is still in, so the most likely one always is.
+    # The token that passes the share is kept, so the most likely one always is.
     outside_BV = before_BV >= column([each.sampling.top_p if each.sampling.top_p < 1 else 2.0 for each in processings])
     outside_BV |= probabilities_BV < column([each.sampling.min_p for each in processings]) * probabilities_BV[:, :1]
     values_BV = values_BV.masked_fill(outside_BV, float("-inf"))

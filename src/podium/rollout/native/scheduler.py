@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the next step feeds: the last token of every running sequence, and as much waiting prompt as the budget has.
+"""Plans the next step: feeds the last token of every running sequence, and as many waiting prompt tokens as the budget
+allows.
 
-Pure: row table and block manager in, a plan out. The order of arrival rules. The oldest sequence is never preempted, so
-it always advances, and every sequence becomes the oldest in the end: none starves.
-"""
+Pure: row table and block manager in, a plan out. Sequences are served in order of arrival. The oldest sequence is never
+preempted, so it always advances. Every sequence eventually becomes the oldest, so none starves."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from podium.rollout.native.block_manager import BlockCopy, BlockManager, common_
 from podium.rollout.native.rows import Rows, RowTable, Sequence
 from podium.rollout.native.slots import Arrangement, arrange
 
-# A prompt whose beginning is being computed right now waits for it when it would save this many tokens, or all of it.
+# A prompt waits for a common prefix that is being computed if that saves this many tokens, or all of it.
 _WORTH_WAITING = 32
-# But not for ever: others with longer common beginnings could keep coming.
+# But not forever: others with longer common prefixes could keep coming.
 _LONGEST_DEFERRAL = 64
 
 
@@ -31,7 +31,7 @@ class Chunk:
     row: int
     start: int
     stop: int
-    samples: bool  # it reaches the end of what is known, so the row samples its next token
+    samples: bool  # it reaches the last known token, so the row samples its next token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,7 +53,7 @@ class Drain:
 
 
 def _share(budget: int) -> int:
-    """What one prompt gets of a step's budget at first: a long one does not keep short ones waiting."""
+    """One prompt's first share of a step's budget: a long prompt does not delay short ones."""
     return -(-budget // 2)
 
 
@@ -74,13 +74,13 @@ class Scheduler:
         return self.rows.num_rows - self.rows.num_free
 
     def preempt(self, row: int) -> None:
-        """An sequence gives up its row and its cache, and waits, before all that arrived later."""
+        """A sequence gives up its row and its cache, and waits ahead of all later arrivals."""
         sequence = self.end(row, keep=False)
         at = next((i for i, other in enumerate(self.waiting) if other.arrival > sequence.arrival), len(self.waiting))
         self.waiting.insert(at, sequence)
 
     def end(self, row: int, *, keep: bool = True) -> Sequence:
-        """An sequence leaves its row for good; `keep`: what it computed may be reused."""
+        """A sequence leaves its row for good; `keep`: its computed blocks may be reused."""
         sequence = self.rows.sequences[row]
         assert sequence is not None
         assert sequence.block_table is not None
@@ -91,7 +91,7 @@ class Scheduler:
         return self.rows.release(row)
 
     def restart(self, sequences: Iterable[Sequence]) -> None:
-        """After a step that failed nothing is certain but what the host has seen: all begin again from there."""
+        """Restarts all sequences after a failed step, from the tokens that the host has seen."""
         self.rows.empty()
         self.block_manager.reset()
         self.waiting = deque(sorted(sequences, key=lambda sequence: sequence.arrival))
@@ -100,12 +100,12 @@ class Scheduler:
         self._rows_changed = True
 
     def cancel(self, sequences: Collection[Sequence]) -> None:
-        """These wait no longer."""
+        """Removes these from the waiting sequences."""
         gone = {id(sequence) for sequence in sequences}
         self.waiting = deque(sequence for sequence in self.waiting if id(sequence) not in gone)
 
     def plan(self) -> StepPlan | Drain | None:
-        """The next step, or None when there is nothing to do. Rows and blocks are advanced as if it had been run."""
+        """The next step, or None if there is nothing to do. Rows and blocks are advanced as if the step had run."""
         rows = self.rows
         moves = self._arranged()
         running = rows.active
@@ -157,13 +157,13 @@ class Scheduler:
         return max(stop - start, 0)
 
     def _make_room(self, running: Rows) -> bool:
-        """A block for every row whose next token needs one, the oldest first; the youngest are preempted where there is
-        none. False: that cannot be done before the steps in flight are known."""
+        """Allocates a block for every row whose next token needs one, oldest first; preempts the youngest if there are
+        too few. False: this must wait for the results of the steps in flight."""
         rows = self.rows
         needy = self._samples_next(running) & (rows.length_R[running] > rows.room_R[running])
         for row in running[needy].tolist():
             sequence = rows.sequences[row]
-            if sequence is None:  # preempted meanwhile
+            if sequence is None:  # preempted by an earlier iteration
                 continue
             assert sequence.block_table is not None
             while not self.block_manager.grow(sequence.block_table, int(rows.length_R[row])):
@@ -179,13 +179,13 @@ class Scheduler:
         return True
 
     def _samples_next(self, rows: Rows) -> NDArray[np.bool_]:
-        """Rows that need one token fed to sample the next, and are not at their end."""
+        """Rows that need one token fed to sample the next, and have not reached their end."""
         length, fed, limit = self.rows.length_R[rows], self.rows.fed_R[rows], self.rows.limit_R[rows]
         ready: NDArray[np.bool_] = (length - fed == 1) & (length < limit)
         return ready
 
     def _lengthen(self, chunks: list[Chunk], budget: int) -> None:
-        """What the short prompts have left of the budget goes to the long ones, the oldest first."""
+        """Gives the budget that short prompts left over to the long ones, oldest first."""
         for at, chunk in enumerate(chunks):
             length = int(self.rows.length_R[chunk.row])
             more = min(length - chunk.stop, budget)
@@ -195,7 +195,8 @@ class Scheduler:
                 budget -= more
 
     def _admit(self, budget: int, chunks: list[Chunk]) -> tuple[list[int], int]:
-        """Gives rows to those that wait, as far as rows, blocks and budget go; returns the rows and what is left."""
+        """Admits waiting sequences as far as rows, blocks and budget allow; returns the rows and the remaining
+        budget."""
         put_off: list[Sequence] = []
         admitted: list[int] = []
         while self.waiting and self.rows.num_free and budget > 0:
@@ -222,14 +223,14 @@ class Scheduler:
         return admitted, budget
 
     def _has_room_for(self, sequence: Sequence) -> bool:
-        """Those that run need room to grow: a sequence that takes the last blocks would soon be preempted."""
+        """Running sequences need room to grow: a sequence that takes the last blocks would soon be preempted."""
         if self._slots or not self.num_running:
             return True
         left = self.block_manager.num_available - self.block_manager.blocks_for(len(sequence.tokens) + 1)
         return left >= min(self.num_running, self.block_manager.num_blocks // 8)
 
     def _should_wait(self, sequence: Sequence, chunks: list[Chunk]) -> bool:
-        """Whether a prompt that is being computed right now has so much in common that it pays to wait for it."""
+        """Whether a prompt that is being computed now shares enough tokens to be worth waiting for."""
         if sequence.deferred >= _LONGEST_DEFERRAL or not chunks or not self.block_manager.remembers:
             return False
         wanted = sequence.tokens[:-1]
@@ -247,7 +248,7 @@ class Scheduler:
     # Slots
 
     def _arranged(self) -> Arrangement | None:
-        """Where a block is a slot, rows that are read together lie side by side."""
+        """If a block is a slot, places rows that are read together side by side."""
         if not self._slots or not self._rows_changed:
             return None
         self._rows_changed = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much the engine can hold: blocks, rows and the longest sequence, from the recipe and the free memory. Pure."""
+"""Chooses the engine's sizes (blocks, rows and the longest sequence) from the recipe and the free memory. Pure."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ GIB = 1 << 30
 _CUDA_SHARE = 0.8
 _CPU_GIB = 2.0
 _CUDA_PAGE = 64
-# On CPU, blocks of this size stand in for slots where slots of the longest sequence would be too few.
+# On CPU, blocks of this size replace slots if slots of the longest sequence would be too few.
 _CPU_PAGE = 256
 _FEWEST_SLOTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the engine is built with."""
+    """The engine's sizes."""
 
     max_length: int
     max_running: int
@@ -54,7 +54,7 @@ def choose_sizes(section: EngineSection, *, context: int, token_bytes: int, cuda
         num_blocks = min(num_blocks, 2 * running)  # as many again to remember finished ones
     else:
         most = -(-max_length // block) * running
-        num_blocks = min(num_blocks - 1, 2 * most)  # one is the engine's own, for lanes with nothing to do
+        num_blocks = min(num_blocks - 1, 2 * most)  # one is the engine's own, for idle lanes
     if num_blocks < 1:
         raise RolloutError(
             f"rollout.memory_gib: {budget / GIB:.3g} GiB do not hold a single page of the cache "

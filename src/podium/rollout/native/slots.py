@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where slots lie in memory, on devices without a paged kernel: what is read in one call must lie side by side, and
-rows of like length together, because a call reads every row as far as its longest. Pure."""
+"""Arranges slots in memory on devices without a paged kernel. Slots that are read in one call must be adjacent, and
+rows of similar length together, because a call reads every row as far as its longest. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ints = NDArray[np.int64]
 _CALL_COST = 1200
 _MOVE_COST = 3.0  # of a position, layer by layer
 _ANY_MOVE_COST = 2000
-# Steps that an arrangement may last: rows come and go.
+# Number of steps that an arrangement may last: rows come and go.
 _HORIZON = 12
 
 
@@ -36,8 +36,8 @@ class Segment:
 
 
 def segments(slots: Ints, lengths: Ints) -> list[Segment]:
-    """Cuts rows, ordered by slot, into calls over neighbouring slots, so that the positions read (padding included) and
-    the calls cost least."""
+    """Splits rows, ordered by slot, into calls over neighbouring slots at the lowest cost of positions read (padding
+    included) and calls."""
     count = len(slots)
     best = np.zeros(count + 1)
     cut = np.zeros(count + 1, np.int64)
@@ -58,7 +58,7 @@ def segments(slots: Ints, lengths: Ints) -> list[Segment]:
 
 
 def reading_cost(slots: Ints, lengths: Ints) -> float:
-    """What one layer's attention over rows in these slots costs, cut as `segments` cuts them."""
+    """Cost of one layer's attention over rows in these slots, split as `segments` does."""
     order = np.argsort(slots)
     slots, lengths = slots[order], lengths[order]
     cuts = segments(slots, lengths)
@@ -66,8 +66,8 @@ def reading_cost(slots: Ints, lengths: Ints) -> float:
 
 
 def arrange(slots: Ints, lengths: Ints) -> Arrangement | None:
-    """Leaves rows where they are, moves some to the front so that they are neighbours, or sorts all by length:
-    whichever soon costs least."""
+    """Leaves rows in place, moves some to the front so that they are neighbours, or sorts all by length, whichever is
+    cheapest over the next steps."""
     if len(slots) == 0:
         return None
     tokens = int(lengths.max())
@@ -100,7 +100,7 @@ def _sorted(slots: Ints, lengths: Ints) -> Ints:
 
 
 def _permutation(slots: Ints, target: Ints, moved: Ints) -> dict[int, int]:
-    """Whatever lies where a row goes takes a place that a row leaves."""
+    """A displaced slot moves to a place that a row leaves."""
     to = dict(zip(slots[moved].tolist(), target[moved].tolist(), strict=True))
     left = sorted(set(to) - set(to.values()))
     entered = sorted(set(to.values()) - set(to))

@@ -9,19 +9,19 @@ from podium.data.documents import Tokens
 
 Decode = Callable[[Sequence[int]], str]
 
-# What decoders put where bytes are no whole character.
+# Decoders put this where bytes are no complete character.
 _NO_CHARACTER = "\ufffd"
-# A character is at most so many tokens.
+# Most tokens of one character.
 _MOST_TOKENS = 4
 
 
 def completed_string(sequence: Tokens, strings: Sequence[str], decode: Decode) -> str | None:
-    """The string that the last token has completed; one that was there before does not count. Only the end of the
-    sequence is decoded: as much as holds the longest string and what it begins in."""
+    """The stop string that the last token completed; a string completed earlier does not count. Decodes only the end of
+    the sequence: enough for the longest string and the token in which it begins."""
     longest = max(map(len, strings))
     first = max(0, len(sequence) - _MOST_TOKENS * (longest + 1))
     text = decode(sequence[first:].tolist())
-    # Begun inside a character, or too short, because special tokens have no text.
+    # It began inside a character, or is too short, because special tokens have no text.
     while first > 0 and (text.startswith(_NO_CHARACTER) or len(text) < longest):
         first = max(0, first - _MOST_TOKENS)
         text = decode(sequence[first:].tolist())

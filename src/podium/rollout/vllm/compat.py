@@ -18,7 +18,7 @@ from torch import Tensor
 
 TESTED_VERSIONS = ("0.32.0",)
 
-# vLLM has no other switches for these, so they are set while an engine is made and restored afterwards.
+# vLLM has no other switches for these, so they are set while an engine is created and restored afterwards.
 _VARIABLES = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives in this process, so that Podium times its steps
     "VLLM_USE_V2_MODEL_RUNNER": "0",  # worker.py's sampler is written for the first one
@@ -32,7 +32,7 @@ _VARIABLES = {
 
 @contextlib.contextmanager
 def engine_variables() -> Iterator[None]:
-    """Environment variables that an engine reads while it is made."""
+    """Environment variables that an engine reads while it is created."""
     before = {name: os.environ.get(name) for name in _VARIABLES}
     os.environ.update(_VARIABLES)
     try:
@@ -71,7 +71,7 @@ def shut_down(engine: Any) -> None:
 
 
 def token_prompt(tokens: Sequence[int], *, cache_salt: str) -> Any:
-    """A prompt of token ids. Its cached prefixes are found by prompts of the same salt only."""
+    """A prompt of token ids. Only prompts with the same salt share its cached prefixes."""
     from vllm.inputs.engine import tokens_input
 
     return tokens_input(list(tokens), cache_salt=cache_salt)
@@ -127,7 +127,7 @@ def computed_tokens(engine: Any) -> int:
 
 
 def num_preemptions(engine: Any, request_id: str) -> int:
-    """Of one request under way; 0 for one that is over."""
+    """Preemptions of one running request; 0 for a finished one."""
     internal_ids = engine.output_processor.external_req_ids.get(request_id)
     request = _scheduler(engine).requests.get(internal_ids[0]) if internal_ids else None
     return int(request.num_preemptions) if request is not None else 0
@@ -163,7 +163,7 @@ def has_fused_experts(model: torch.nn.Module) -> bool:
 
 
 def begin_reload(worker: Any) -> None:
-    """Opens the model for new weights. vLLM repacks some layers, so its own bookkeeping has to know."""
+    """Opens the model for new weights. vLLM repacks some layers, so its own bookkeeping must be updated."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -172,8 +172,8 @@ def begin_reload(worker: Any) -> None:
 
 
 def load_weights(worker: Any, tensors: Sequence[tuple[str, Tensor]]) -> set[str]:
-    """Checkpoint names and values; returns the parameters that they filled. vLLM keeps the tensors until all of a layer
-    is there, so they must not be reused."""
+    """Loads weights by checkpoint names; returns the parameters that they filled. vLLM keeps the tensors until a layer
+    is complete, so they must not be reused."""
     from vllm.config import set_current_vllm_config
 
     model: Any = model_of(worker)
@@ -182,7 +182,7 @@ def load_weights(worker: Any, tensors: Sequence[tuple[str, Tensor]]) -> set[str]
 
 
 def finish_reload(worker: Any) -> None:
-    """Closes the model, repacks its layers, and forgets what was computed with the old weights."""
+    """Closes the model, repacks its layers, and clears everything computed with the old weights."""
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -194,8 +194,8 @@ def finish_reload(worker: Any) -> None:
 
 
 def _repack_tied_head(model: torch.nn.Module) -> None:
-    """On a CPU vLLM computes with a packed copy of a head's weights, and renews it only for heads that are loaded: one
-    that is tied to the embedding would keep the old copy."""
+    """Renews the packed copy of a tied head. On a CPU vLLM computes with a packed copy of a head's weights, and renews
+    it only for heads that are loaded: one tied to the embedding would keep the old copy."""
     from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
     if not is_cpu():
@@ -219,7 +219,7 @@ def zero_kv_cache(worker: Any) -> None:
 
 
 def sampler_class() -> Any:
-    """vLLM's Sampler, to be derived from."""
+    """vLLM's Sampler, used as a base class."""
     from vllm.v1.sample.sampler import Sampler
 
     return Sampler
@@ -231,7 +231,7 @@ def set_sampler(worker: Any, sampler: Any) -> None:
 
 
 def batch_rows(worker: Any) -> list[tuple[int, dict[str, Any]]]:
-    """Of each request of this step, in the order of the rows of its logits: tokens so far, prompt and answer, and the
+    """For each request of this step, in the order of the logits' rows: tokens so far, prompt and answer, and the
     extra_args of its SamplingParams."""
     runner = worker.model_runner
     states = [runner.requests[request_id] for request_id in runner.input_batch.req_ids]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class _RunningSequence:
-    """One request under way, and what has been sampled for it."""
+    """One running request, and its sampled tokens."""
 
     request: Request
     handle: str  # its name inside vLLM
@@ -60,9 +60,8 @@ class _RunningSequence:
 class VllmEngine:
     """The protocol of `podium.rollout.engine.RolloutEngine` on vLLM's engine core, stepped by `results`.
 
-    Every method and every step holds a `FairLock`, so each method takes effect between two steps, from any thread. One
-    engine at a time in a process: vLLM's process groups are global.
-    """
+    Every method and every step holds a `FairLock`, so each method takes effect between two steps, from any thread. Only
+    one engine can exist in a process at a time, because vLLM's process groups are global."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self._settings = settings
@@ -76,7 +75,7 @@ class VllmEngine:
         self._paused = self._asleep = self._closed = False
         self._cache_is_soiled = False  # with NaN
         self._refusal: str | None = None  # why the weights in place must not sample
-        self._failure: str | None = None  # what broke the engine for good
+        self._failure: str | None = None  # the error that broke the engine for good
         self._finished = self._generated = self._prefilled = self._reused = self._preemptions = 0
         self._engine = make_engine(settings)
         self._capacity = self._measure()
@@ -96,7 +95,7 @@ class VllmEngine:
                 self._admit(request)
 
     def results(self, *, deadline_s: float) -> Iterator[Completion]:
-        """Steps the engine. While it is paused or asleep this waits for somebody's turn: `resume`, `wake`, `cancel`,
+        """Steps the engine. While it is paused or asleep, this waits for another caller: `resume`, `wake`, `cancel`,
         `install` and `close` unblock it."""
         progress, mark = time.monotonic(), None
         while True:
@@ -111,7 +110,7 @@ class VllmEngine:
                 ready = self._ready.popleft() if self._ready else None
                 if reason is None and mark != (now := self._mark()):
                     progress, mark = time.monotonic(), now
-                seen = self._lock.taken + 1  # read here: a caller that comes before the wait is not missed
+                seen = self._lock.taken + 1  # read here, so that a caller before the wait is not missed
             if ready is not None:
                 yield ready
                 progress = time.monotonic()  # what the caller did meanwhile is not the engine's
@@ -119,7 +118,7 @@ class VllmEngine:
                 self._wait(reason, seen, until=progress + deadline_s, deadline_s=deadline_s)
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
-        """Ends requests; they complete with the tokens that they have."""
+        """Ends requests; they complete with their tokens so far."""
         with self._lock:
             self._require_open()
             for each in ids:
@@ -128,12 +127,12 @@ class VllmEngine:
                     self._end(answer, answer.completion("cancelled"))
 
     def pause(self) -> None:
-        """Steps no more until `resume`."""
+        """Stops stepping until `resume`."""
         with self._lock:
             self._paused = True
 
     def resume(self) -> None:
-        """Steps again."""
+        """Continues stepping."""
         with self._lock:
             self._paused = False
 
@@ -163,7 +162,7 @@ class VllmEngine:
         return self._version
 
     def sleep(self) -> MemoryChange:
-        """On a GPU vLLM gives back cache and weights; on a CPU it cannot, and only forgets what is in the cache."""
+        """On a GPU vLLM frees cache and weights. On a CPU it cannot, and only clears the cache."""
         with self._lock:
             self._require_open()
             if self._asleep:
@@ -174,7 +173,7 @@ class VllmEngine:
             return MemoryChange(measured_bytes=_free_bytes() - before, accounted_bytes=self._sleeping_bytes())
 
     def wake(self) -> MemoryChange:
-        """Takes back the memory that `sleep` gave away."""
+        """Takes the memory that `sleep` freed."""
         with self._lock:
             self._require_open()
             if not self._asleep:
@@ -221,7 +220,7 @@ class VllmEngine:
             del self._engine
             gc.collect()
 
-    # What follows runs inside a turn.
+    # Everything below runs while holding the lock.
 
     def _admit(self, request: Request) -> None:
         problem = self._problem(request)
@@ -230,7 +229,7 @@ class VllmEngine:
             answer = _RunningSequence(replace(request, prompt=request.prompt.astype(np.int32)), "")
             try:
                 self._start(answer)
-            except ValueError as error:  # what vLLM alone knows to be wrong
+            except ValueError as error:  # errors that only vLLM detects
                 problem = f"vLLM refuses this request: {error}"
             else:
                 self._answers[request.id] = answer
@@ -253,7 +252,7 @@ class VllmEngine:
 
     def _start(self, answer: _RunningSequence) -> None:
         answer.handle = f"{next(self._handles)}"
-        # With the version in it a cached prefix is never found by answers that begin under other weights.
+        # The version is part of the salt, so that answers under other weights never find a cached prefix.
         prompt = compat.token_prompt(answer.request.prompt.tolist(), cache_salt=f"version {self._version}")
         params = sampling_params(answer.request, max_length=self._capacity.max_length)
         self._engine.add_request(answer.handle, prompt, params)
@@ -268,7 +267,7 @@ class VllmEngine:
         for output in outputs:
             if (answer := self._by_handle.get(output.request_id)) is not None:
                 self._advance(answer, output)
-        if self._cache_is_soiled:  # before its blocks are given to others
+        if self._cache_is_soiled:  # before its blocks are reassigned
             self._engine.reset_prefix_cache(reset_running_requests=True)
             self._engine.collective_rpc("podium_clean_cache")
             self._cache_is_soiled = False
@@ -314,14 +313,14 @@ class VllmEngine:
             self._engine.reset_prefix_cache(reset_running_requests=True)
             return
         self._engine.reset_prefix_cache()
-        # Nothing is kept for answers that have not begun: they start again, and find no prefix of older weights.
+        # Answers that have not begun keep nothing: they start again, and find no prefix of older weights.
         for answer in [each for each in self._answers.values() if not each.tokens]:
             self._abort(answer)
             del self._by_handle[answer.handle]
             self._start(answer)
 
     def _mark(self) -> tuple[int, int]:
-        """Changes with every step that computes something: samples, or prompt that is taken in."""
+        """Changes with every step that computes something: samples, or prefill."""
         return self._generated, compat.computed_tokens(self._engine)
 
     def _why_still(self) -> str | None:
@@ -345,7 +344,7 @@ class VllmEngine:
             )
 
     def _wait(self, reason: str | None, seen: int, *, until: float, deadline_s: float) -> None:
-        """Outside a turn. Returns at once unless there is nothing to do."""
+        """Waits without holding the lock. Returns at once unless there is nothing to do."""
         left = until - time.monotonic()
         if left <= 0:
             raise RolloutError(
@@ -383,7 +382,7 @@ def _finished(answer: _RunningSequence, part: Any) -> Completion:
 
 
 def _free_bytes() -> int:
-    """Of the device; 0 where it cannot tell."""
+    """Free bytes of the device; 0 if it does not report them."""
     if not torch.cuda.is_available():
         return 0
     torch.cuda.synchronize()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights into a running vLLM: part by part, and proven as they arrive, before vLLM repacks them."""
+"""Installs new weights into a running vLLM: in parts, each verified on arrival, before vLLM repacks them."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _PART_BYTES = 32 * 2**20
 
 
 def load_weights(engine: Any, version: WeightVersion, delivery: Delivery, folder: str) -> None:
-    """Into all workers of `engine`. When this raises, the model holds some of both versions."""
+    """Loads weights into all workers of `engine`. When this raises, the model holds a mix of both versions."""
     [reason, *_] = engine.collective_rpc("podium_why_no_weights")
     if reason is not None:
         raise RolloutError(f"version {version.number} cannot be installed: {reason}")
-    # Workers in other processes get copies over shared memory, which only host tensors can travel in.
+    # Workers in other processes get copies over shared memory, which only works for host tensors.
     to_host = compat.world_size(engine) > 1
     engine.collective_rpc("podium_begin_weights")
     try:
@@ -37,7 +37,7 @@ def load_weights(engine: Any, version: WeightVersion, delivery: Delivery, folder
             for part in _parts(_as_in_checkpoint(arriving, version, Path(folder)), to_host=to_host):
                 engine.collective_rpc("podium_take_weights", args=(part,))
     except BaseException as error:
-        with contextlib.suppress(Exception):  # the layers go back to their places, so that the next attempt can begin
+        with contextlib.suppress(Exception):  # layers are restored, so that the next attempt can begin
             engine.collective_rpc("podium_finish_weights")
         if isinstance(error, PodiumError) or not isinstance(error, Exception):
             raise
@@ -56,7 +56,8 @@ def load_weights(engine: Any, version: WeightVersion, delivery: Delivery, folder
 def _as_in_checkpoint(
     arriving: Iterator[tuple[str, Tensor]], version: WeightVersion, folder: Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """vLLM knows the names and layouts of checkpoints; transformers keeps some tensors (fused experts) differently."""
+    """vLLM expects the names and layouts of checkpoints; transformers keeps some tensors (fused experts)
+    differently."""
     known: set[str] = set()
     for file in folder.glob("*.safetensors"):
         with safe_open(file, framework="pt") as opened:
@@ -72,7 +73,8 @@ def _as_in_checkpoint(
 
 
 def _parts(arriving: Iterator[tuple[str, Tensor]], *, to_host: bool) -> Iterator[list[tuple[str, Tensor]]]:
-    """Copies: a tensor is gone when the next one is asked for, and vLLM keeps them until their layer is complete."""
+    """Yields copies: a tensor is freed when the next one is requested, and vLLM keeps them until their layer is
+    complete."""
     part: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in arriving:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Podium's sampling settings as vLLM's."""
+"""Translates Podium's sampling settings into vLLM's."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from podium.data.splitmix import GAMMA, mix
 from podium.rollout.randomness import stream_key
 from podium.rollout.requests import Request
 
-# Where a request's seed travels: in vLLM's own place for seeds it would make generators of its own.
+# Where a request's seed travels: from its own seed field vLLM would create its own generators.
 SEED = "podium_seed"
 _LOWEST_TEMPERATURE, _HIGHEST_TEMPERATURE = 0.01, 2.0
 
 
 def limits(request: Request, *, has_tokenizer: bool) -> str | None:
-    """Why vLLM cannot serve what Podium's protocol allows, or None."""
+    """Why vLLM cannot serve a request that Podium's protocol allows, or None."""
     sampling = request.sampling
     if sampling.temperature and not _LOWEST_TEMPERATURE <= sampling.temperature <= _HIGHEST_TEMPERATURE:
         return (
@@ -28,7 +28,7 @@ def limits(request: Request, *, has_tokenizer: bool) -> str | None:
 
 
 def sampling_params(request: Request, *, max_length: int) -> Any:
-    """vLLM's SamplingParams for this request: one answer, its tokens in parts as they are sampled, no text."""
+    """vLLM's SamplingParams for this request: one answer, tokens streamed as they are sampled, no text."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     wanted = request.sampling
@@ -49,12 +49,12 @@ def sampling_params(request: Request, *, max_length: int) -> Any:
         flat_logprobs=True,
         ignore_eos=True,  # an answer ends where the request says, not where the checkpoint says
         detokenize=bool(wanted.stop_strings),
-        skip_special_tokens=True,  # stop strings are looked for in text, and special tokens are none
+        skip_special_tokens=True,  # stop strings are searched in text, and special tokens have none
         output_kind=RequestOutputKind.DELTA,
         skip_clone=True,
     )
 
 
 def position_seed(key: int, position: int) -> int:
-    """One seed for the token at this position; those of neighbours are unlike each other."""
+    """One seed for the token at this position; seeds of neighbouring positions are unrelated."""
     return mix(key + position * GAMMA) >> 1

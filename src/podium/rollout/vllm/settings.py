@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a vLLM engine is made with, and the making."""
+"""Settings of a vLLM engine, and its creation."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from podium.rollout.vllm import compat
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmSettings:
-    """Plain values. `cache_bytes` and `memory_share` both bound the cache: the first by its own size, the second by
-    what the whole engine may take of the device (cache_bytes None)."""
+    """Plain values. `cache_bytes` and `memory_share` both bound the cache: the first by its own size, the second by the
+    whole engine's share of the device (cache_bytes None)."""
 
     folder: str  # a Hugging Face checkpoint
     dtype: Literal["float32", "bfloat16", "float16"]
@@ -40,7 +40,7 @@ class VllmSettings:
 
 
 def require_vllm() -> None:
-    """Raises what to install when vLLM is missing."""
+    """Raises an error with install instructions if vLLM is missing."""
     if importlib.util.find_spec("vllm") is None:
         raise MissingExtraError(
             "the rollout engine vLLM is asked for and not installed. Install it with pip install 'podium[vllm]' (on a "
@@ -58,7 +58,7 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def make_engine(settings: VllmSettings) -> Any:
-    """vLLM's LLMEngine in this process, with Podium's worker methods mixed in."""
+    """Creates vLLM's LLMEngine in this process, with Podium's worker methods mixed in."""
     require_vllm()
     if not Path(settings.folder).is_dir():
         raise ModelError(f"there is no folder {settings.folder} to load a model from. Give a Hugging Face checkpoint.")
@@ -81,7 +81,7 @@ def make_engine(settings: VllmSettings) -> Any:
             enable_prefix_caching=True,
             enable_sleep_mode=compat.is_cuda(),
             async_scheduling=False,  # a token's step is over when the next begins: its version is the engine's
-            generation_config="vllm",  # a checkpoint's own defaults for sampling are not asked
+            generation_config="vllm",  # a checkpoint's own defaults for sampling are ignored
             worker_extension_cls="podium.rollout.vllm.worker.PodiumWorker",
             disable_log_stats=True,
         )
@@ -98,8 +98,8 @@ def make_engine(settings: VllmSettings) -> Any:
 
 @contextlib.contextmanager
 def _unchanged_process() -> Iterator[None]:
-    """vLLM seeds all random numbers of the process, and on a CPU replaces torch.set_num_threads by nothing at all. Both
-    belong to the rest of the process."""
+    """Restores the state of the process. vLLM seeds all random numbers of the process, and on a CPU replaces
+    torch.set_num_threads by a no-op."""
     threads, states = torch.set_num_threads, (random.getstate(), np.random.get_state(), torch.get_rng_state())
     try:
         yield

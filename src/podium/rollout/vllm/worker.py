@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Podium adds to vLLM's worker: weights that arrive in parts, and samples and log-probs in Podium's meaning.
+"""Podium's additions to vLLM's worker: weights that arrive in parts, and samples and log-probs by Podium's definition.
 
 vLLM mixes the class into its own worker by name (`worker_extension_cls`) and calls it on every rank. Written for the
-workers of the vLLM versions in docs/vllm.md.
-"""
+workers of the vLLM versions in docs/vllm.md."""
 
 # N requests of one step · V vocabulary
 
@@ -24,16 +23,16 @@ _GREEDY_BELOW = 1e-5
 
 
 class PodiumWorker:
-    """Methods of every worker. The names carry a prefix because vLLM refuses those that its worker has already."""
+    """Methods of every worker. The names have a prefix because vLLM refuses names that its worker already has."""
 
     def podium_use_policy_sampler(self) -> None:
         """Samples with PolicySampler from now on."""
         compat.set_sampler(self, PolicySampler(self))
 
     def podium_why_no_weights(self) -> str | None:
-        """Why this model's weights cannot be renewed, or None."""
+        """Why this model's weights cannot be replaced, or None."""
         if compat.is_cpu() and compat.has_fused_experts(compat.model_of(self)):
-            # Seen with 0.32.0: reloading the very same weights changes log-probs by 0.1.
+            # Seen with 0.32.0: reloading the same weights changes log-probs by 0.1.
             return "vLLM's CPU build does not renew the experts of a mixture rightly. Use the native engine, or a GPU."
         return None
 
@@ -43,7 +42,7 @@ class PodiumWorker:
         compat.begin_reload(self)
 
     def podium_take_weights(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Checkpoint names and values. vLLM keeps them until all of a layer is there, so they must not be reused."""
+        """Loads weights by checkpoint names. vLLM keeps them until a layer is complete, so they must not be reused."""
         self._podium_loaded |= compat.load_weights(self, tensors)
 
     def podium_finish_weights(self) -> list[str]:
@@ -52,7 +51,8 @@ class PodiumWorker:
         return sorted({name for name, _ in compat.model_of(self).named_parameters()} - self._podium_loaded)
 
     def podium_clean_cache(self) -> None:
-        """Zeroes. Attention multiplies what lies behind a sequence in its last block by nought, which NaN survives."""
+        """Zeroes the cache. Attention multiplies positions after a sequence in its last block by zero, which NaN
+        survives."""
         compat.zero_kv_cache(self)
 
     def podium_weight_bytes(self) -> int:
@@ -61,9 +61,9 @@ class PodiumWorker:
 
 
 class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """vLLM's sampler with two changes. Log-probs are those of softmax(logits / temperature) before anything is cut off
-    or penalised, which none of vLLM's modes gives. And each token has a generator of its own, by request and position:
-    vLLM's generators count samples, which goes wrong when a request is computed anew in parts."""
+    """vLLM's sampler with two changes. Log-probs are those of softmax(logits / temperature) before truncation or
+    penalties, which none of vLLM's modes gives. Each token has its own generator, by request and position: vLLM's
+    generators count samples, which goes wrong when a request is recomputed in parts."""
 
     def __init__(self, worker: PodiumWorker) -> None:
         super().__init__(logprobs_mode="raw_logprobs")
@@ -87,14 +87,14 @@ class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when t
         return torch.log_softmax(logits_NV, dim=-1)
 
     def apply_logits_processors(self, logits_NV: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """vLLM's, and notes the rows that they leave without any token."""
+        """Applies vLLM's processors, and records the rows that they leave without any token."""
         processed_NV: Tensor = super().apply_logits_processors(logits_NV, *args, **kwargs)
         self._empty_N = processed_NV.amax(dim=-1).isneginf()
         return processed_NV
 
     def gather_logprobs(self, logprobs_NV: Tensor, num_logprobs: int, token_ids: Tensor) -> Any:
-        """Of the sampled tokens only; their ranks, for which vLLM compiles a kernel, are not wanted. Where bias and
-        allowed tokens leave nothing to sample the log-prob is made infinite, which tells the engine."""
+        """Log-probs of the sampled tokens only, without their ranks, for which vLLM compiles a kernel. If bias and
+        allowed tokens leave nothing to sample, the log-prob is set to infinity, which tells the engine."""
         logprobs_N1 = logprobs_NV.gather(-1, token_ids.unsqueeze(-1))
         if self._empty_N is not None:
             logprobs_N1 = logprobs_N1.masked_fill(self._empty_N.unsqueeze(-1), torch.inf)
