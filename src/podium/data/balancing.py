@@ -34,7 +34,7 @@ _GOLDEN_RATIO = 0.618
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Items:
-    """What goes into bins, in descending order of cost."""
+    """Items to put into bins, in descending order of cost."""
 
     costs_N: Floats
     tokens_N: Ints
@@ -47,8 +47,7 @@ class Items:
 def longest_first(items: Items, bases_W: Floats, cap: int) -> Ints | None:
     """The bin of each item by LPT: largest cost first, each into the lightest bin with room.
 
-    None: an item fits nowhere. A bin starts with the load of its base, so that bins can aim at different loads.
-    """
+    None: an item fits nowhere. A bin starts with the load of its base, so that bins can aim at different loads."""
     room = [cap] * len(bases_W)
     open_bins = [(load, number) for number, load in enumerate(bases_W.tolist())]
     heapq.heapify(open_bins)
@@ -72,7 +71,7 @@ def longest_first(items: Items, bases_W: Floats, cap: int) -> Ints | None:
 
 
 def pack_by_tokens(items: Items, num_bins: int, cap: int) -> Ints | None:
-    """Bins with even tokens; where those exceed the cap, the tighter best-fit decreasing. None: that exceeds it too."""
+    """Bins with even tokens; if those exceed the cap, the tighter best-fit decreasing. None: that exceeds it too."""
     order = np.argsort(-items.tokens_N, kind="stable")
     sizes_N = items.tokens_N[order]
     sized = Items(costs_N=sizes_N.astype(np.float64), tokens_N=sizes_N)
@@ -121,7 +120,7 @@ def even_out(items: Items, bin_N: Ints, bases_SW: Floats, cap: int) -> Ints:
         heavy_P, light_P = bins.pairs(shift)
         if not len(heavy_P):
             break
-        # Where no pair has a swap that helps, the next turn gives the heavy bins other partners.
+        # If no pair has a swap that helps, the next turn gives the heavy bins other partners.
         shift = 0 if bins.swap(heavy_P, light_P, turn) else shift + 1
     return bins.bin_N
 

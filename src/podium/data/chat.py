@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows become documents: tokenized, with the tokens that are trained marked, cut to the longest allowed length."""
+"""Turns rows into documents: tokenized, with trained tokens marked, truncated to the longest allowed length."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Dropped(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Made:
-    """The document of a row, and whether its end was cut off."""
+    """The document of a row, and whether it was truncated."""
 
     document: Document
     truncated: bool
@@ -51,7 +51,7 @@ class Made:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prompt:
-    """What generation starts from, the answer that the data holds, and the row (after `columns` and `map`)."""
+    """The prompt that generation starts from, the answer in the data, and the row (after `columns` and `map`)."""
 
     tokens: Tokens
     reference: str
@@ -59,7 +59,8 @@ class Prompt:
 
 
 class DocumentMaker:
-    """Turns rows into documents and prompts with one tokenizer. Not shared between threads: tokenizers are not safe."""
+    """Turns rows into documents and prompts with one tokenizer. Not shared between threads: tokenizers are not
+    thread-safe."""
 
     def __init__(self, tokenizer: Any, trained: Trained, max_length: int, overlong: Overlong) -> None:
         self._tokenizer = tokenizer
@@ -71,12 +72,12 @@ class DocumentMaker:
     def make(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
     ) -> Made | Dropped:
-        """The row's document, or why there is none; a row that is wrong raises a DataError that names it."""
+        """The row's document, or why there is none. An invalid row raises a DataError that names it."""
         values = named_values(row, columns, map)
         return Dropped.BY_MAP if values is None else self.document(values, columns, row)
 
     def document(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Made | Dropped:
-        """The same of values that are named already."""
+        """Like `make`, for values after renaming."""
         try:
             marked = self._marked(values, columns, row)
         except ChatTemplateError as error:
@@ -88,12 +89,12 @@ class DocumentMaker:
     def prompt_of(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
     ) -> Prompt | None:
-        """What comes before the row's last answer; None for raw text, a chat without answer, or a dropped row."""
+        """The prompt before the row's last answer; None for raw text, a chat without answer, or a dropped row."""
         values = named_values(row, columns, map)
         return None if values is None else self.prompt(values, columns, row)
 
     def prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Prompt | None:
-        """The same of values that are named already."""
+        """Like `prompt_of`, for values after renaming."""
         try:
             parts = self._prompt(values, columns, row)
         except ChatTemplateError as error:
@@ -131,8 +132,8 @@ class DocumentMaker:
         return self._renderer.mark(messages, tools, turns[-1:] if self._trained == "last_turn" else turns)
 
     def _marked_completion(self, prompt: str, completion: str) -> MarkedChat:
-        """The prompt's tokens are exactly those that generation starts from: the joint text is used when its tokens
-        begin with them, else (a token would span the border) the two parts are tokenized apart."""
+        """The prompt's tokens are exactly those that generation starts from. The joint text is used if its tokens begin
+        with them. Otherwise a token would span the border, and the two parts are tokenized separately."""
         before = self._prompt_tokens(prompt)
         joint = self._without_end(self._encode(prompt + completion))
         if joint[: len(before)] != before:
@@ -179,7 +180,7 @@ class DocumentMaker:
                     length = _end_of_trained(trained[:longest])
                     if length == 0:
                         return Dropped.UNTRAINED
-        tokens, trained = tokens[:length].copy(), trained[:length].copy()  # not views: the cut-off part must not stay
+        tokens, trained = tokens[:length].copy(), trained[:length].copy()  # copies, so that the truncated part is freed
         tokens.flags.writeable = trained.flags.writeable = False
         return Made(document=Document(tokens=tokens, trained=trained), truncated=truncated)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A quick look at a source before a run: it is there, it is not empty, and its first row is of a known kind."""
+"""Checks a source quickly before a run: it exists, it is not empty, and its first row is of a known kind."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from podium.recipe.schema import SourceSection
 
 
 def check_source(section: SourceSection, key: str, shape: Shape = "documents") -> None:
-    """Raises what a run would raise about its first row. Reads only the beginning, needs no tokenizer, and asks no
-    network about a hub id. The kind of rows that a `map` makes is not checked: that would run it."""
+    """Raises the error that a run would raise about its first row. Reads only the beginning, and needs neither a
+    tokenizer nor, for a hub id, the network. The kind of rows after a `map` is not checked: that would run it."""
     row = first_row(section, key)
     if row is None or section.map is not None:
         return

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows that judge: chosen and rejected completions of a prompt, a completion with a label, a text with a score."""
+"""Rows with a judgement: chosen and rejected completions of a prompt, a completion with a label, a text with a
+score."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from podium.data.rows import Row
 from podium.errors import DataError
 
 Shape = Literal["documents", "pairs", "labels", "ranked", "scores"]
-"""What examples are made of: documents as they are; chosen and rejected completions; a completion with a label; chosen
-and rejected conversations to be scored, with a margin; a conversation with its score."""
+"""The content of examples: plain documents; chosen and rejected completions; a completion with a label; chosen and
+rejected conversations to be scored, with a margin; a conversation with its score."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +28,7 @@ class Judged:
 
 
 def judged(values: Mapping[str, Any], shape: Shape, row: Row) -> Judged:
-    """The row taken apart; what makes no sense as data of this shape raises a DataError that names the row."""
+    """Splits the row into texts and judgement. A row that does not fit this shape raises a DataError that names it."""
     match shape:
         case "documents":
             return Judged(texts=(values,))
@@ -43,7 +44,7 @@ def judged(values: Mapping[str, Any], shape: Shape, row: Row) -> Judged:
 
 
 def check_judged(values: Mapping[str, Any], columns: Mapping[str, str], shape: Shape, row: Row) -> None:
-    """Raises unless the row is of this shape and well formed; needs no tokenizer."""
+    """Raises an error unless the row is of this shape and well formed; needs no tokenizer."""
     for text in judged(values, shape, row).texts:
         check_values(text, columns, row)
 
@@ -74,13 +75,13 @@ def _pair(values: Mapping[str, Any], row: Row) -> tuple[Mapping[str, Any], Mappi
 
 
 def _is_conversation(value: Any) -> bool:
-    """Whether messages begin with something that is asked, and not with an answer."""
+    """Whether messages begin with a question, and not with an answer."""
     is_list = isinstance(value, list | tuple) and bool(value) and isinstance(value[0], Mapping)
     return is_list and value[0].get("role") in ("system", "developer", "user")
 
 
 def _require_same_prompt(prompt: Any, shared: list[Message], row: Row) -> None:
-    """Whole conversations beside a `prompt`, as some datasets have them: the prompt says once more what they say."""
+    """Checks whole conversations beside a `prompt`, as some datasets have them: both must repeat the prompt."""
     user_texts = [message.get("content") for message in shared if message["role"] == "user"]
     if prompt in user_texts if isinstance(prompt, str) else parse_messages(prompt, "prompt", row) == shared:
         return
@@ -91,7 +92,7 @@ def _require_same_prompt(prompt: Any, shared: list[Message], row: Row) -> None:
 
 
 def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]:
-    """Whole conversations: they part at the last turn, and what comes before it is the prompt of both."""
+    """Whole conversations: they differ in the last turn, and everything before it is their shared prompt."""
     if isinstance(chosen, str) or isinstance(rejected, str):
         raise DataError(
             f"{row.where}: `chosen` or `rejected` is text where a whole conversation is needed, so where the "
@@ -129,7 +130,7 @@ def _completed(values: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
 
 
 def _completion(text: Mapping[str, Any], name: str, row: Row) -> str | list[Message]:
-    """What is said, and something must be: an empty completion has no token to prefer."""
+    """The completion, which must not be empty: an empty one has no token to prefer."""
     _, completion = parse_prompt_completion(text, row, completion=name)
     if isinstance(completion, str):
         is_empty = not completion.strip()
@@ -148,7 +149,7 @@ def _completion(text: Mapping[str, Any], name: str, row: Row) -> str | list[Mess
 def _label(values: Mapping[str, Any], row: Row) -> float:
     label = values.get("label")
     if isinstance(label, str) and label.strip().lower() in ("true", "false"):
-        label = label.strip().lower() == "true"  # CSV knows no booleans
+        label = label.strip().lower() == "true"  # CSV has no booleans
     if label is None:
         raise DataError(
             f"{row.where}: expected `prompt`, `completion` and `label`, and there is no `label`. The row has: "

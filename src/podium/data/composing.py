@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The packing buffer: made examples come in, whole steps go out, and every row is accounted for."""
+"""The packing buffer: takes examples, gives out whole steps, and accounts for every row."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from podium.errors import DataError
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowChunk:
-    """Consecutive rows of the stream, and where the stream stands after them."""
+    """Consecutive rows of the stream, and the position of the stream after them."""
 
     rows: tuple[StreamRow, ...]
     position: StreamPosition
@@ -26,14 +26,14 @@ class RowChunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepSize:
-    """How much one step takes: as many rows as fit so many tokens, or exactly so many rows."""
+    """The size of one step: as many rows as fit a number of tokens, or a fixed number of rows."""
 
     tokens: int
     rows: int | None = None
 
 
 class StepComposer:
-    """Holds the examples that wait. The same chunks give the same steps, however and wherever they were made."""
+    """Holds waiting examples. The same chunks always give the same steps."""
 
     def __init__(self, names: Sequence[str], size: StepSize, window: int, state: LoaderState) -> None:
         self._names = tuple(names)
@@ -53,7 +53,7 @@ class StepComposer:
         return len(self._waiting) >= self._window and self._num_waiting_inputs >= self._size.tokens
 
     def add(self, chunk: RowChunk, examples: Sequence[MadeExample | Dropped]) -> None:
-        """Takes in the examples of a chunk, and counts what was dropped."""
+        """Adds the examples of a chunk, and counts dropped rows."""
         counts = self._counts
         drawn_by_source, epochs = list(counts.drawn), list(counts.epochs)
         num_kept = num_truncated = 0
@@ -89,7 +89,7 @@ class StepComposer:
         )
 
     def take(self) -> tuple[tuple[Example, ...], LoaderState]:
-        """The next step's examples, and the state right after they left the buffer."""
+        """The next step's examples, and the state after removing them from the buffer."""
         rows = self._size.rows
         chosen = compose_step(self._waiting, self._size.tokens) if rows is None else tuple(range(rows))
         examples = tuple(self._waiting[index] for index in chosen)
@@ -119,7 +119,7 @@ def first_state(position: StreamPosition) -> LoaderState:
 
 
 def no_trained_token(name: str, counts: DocumentCounts) -> DataError:
-    """The error for a source of which every row was dropped."""
+    """The error for a source whose rows were all dropped."""
     return DataError(
         f"no trained token in the whole of {name}: every row was dropped (so far {counts.dropped_untrained} without a "
         f"trained token, {counts.dropped_overlong} overlong, {counts.dropped_by_map} by the map, over all sources). "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a sequence costs by its length: work per token, and per pair of a query and a key that it sees."""
+"""Cost of a sequence by its length: work per token, and per pair of a query and a visible key."""
 
 # N sequences
 
@@ -15,13 +15,13 @@ from numpy.typing import ArrayLike, NDArray
 class AttentionCost:
     """The attention layers that share one window."""
 
-    window: int | None  # None: sees all that came before
+    window: int | None  # None: all earlier tokens are visible
     per_pair: float  # cost of one (query, visible key) pair, over all these layers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceCost:
-    """Cost of computing one sequence. Only ratios matter where work is spread."""
+    """Cost of computing one sequence. For splitting work, only ratios matter."""
 
     per_token: float
     attention: tuple[AttentionCost, ...] = ()
@@ -44,7 +44,7 @@ class SequenceCost:
 
 
 def visible_pairs(lengths_N: ArrayLike, window: int | None) -> NDArray[np.float64]:
-    """How many (query, visible key) pairs causal attention has in each sequence."""
+    """Number of (query, visible key) pairs that causal attention has in each sequence."""
     sizes_N = np.asarray(lengths_N, np.float64)
     reach_N = sizes_N if window is None else np.minimum(sizes_N, window)
     # A triangle up to the window, then a band.

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers about documents that were computed once, kept on disk: found again by what the document says.
+"""Numbers computed once per document and kept on disk, looked up by the document's content.
 
-Layout of the folder: `part-00000.json` names the files of a finished part and comes last, so that an interrupted
-pass continues behind its last part; `complete.json` says that nothing is missing. Safetensors and JSON only.
-"""
+Layout of the folder: `part-00000.json` names the files of a finished part and is written last, so that an interrupted
+pass continues after its last part. `complete.json` marks a complete store. Safetensors and JSON only."""
 
 # D documents of a part · N numbers of it: one for each document, or one for each trained token
 
@@ -35,7 +34,7 @@ Columns = Mapping[str, NDArray[Any]]
 
 
 def document_key(document: Document) -> tuple[int, int]:
-    """128 bits of what the document says and of what is trained in it."""
+    """A 128-bit key of the document's tokens and of which are trained."""
     digest = hashlib.blake2b(document.tokens.astype(np.int32).tobytes(), digest_size=16)
     digest.update(document.trained.tobytes())
     high, low = np.frombuffer(digest.digest(), np.uint64).tolist()
@@ -50,7 +49,7 @@ class _DocumentLocation:
 
 
 class DocumentStore:
-    """Opened on every rank; each writes files of its own. Columns are read from disk as they are asked for."""
+    """Opened on every rank; each rank writes its own files. Columns are read from disk on demand."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -86,16 +85,16 @@ class DocumentStore:
         return {name: file.get_slice(name)[place.start : place.stop] for name in names}
 
     def write(self, rank: int, documents: Sequence[Document], lengths: Sequence[int], columns: Columns) -> None:
-        """This rank's documents of the next part; `lengths`: how many rows of the columns each of them has."""
+        """Writes this rank's documents of the next part; `lengths`: number of rows of the columns for each of them."""
         offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
         keys = np.array([document_key(document) for document in documents], np.uint64).reshape(-1, 2)
         path = self.folder / self._file_name(self._num_parts, rank)
-        # Written by hand: safetensors' own files are for their owner alone, and a cache may be shared.
+        # Written by hand: safetensors makes its files private to their owner, and a cache may be shared.
         path.with_suffix(".tmp").write_bytes(save({_KEYS: keys, _OFFSETS: offsets, **columns}))
         os.replace(path.with_suffix(".tmp"), path)
 
     def finish_part(self, world: int, *, is_main: bool) -> None:
-        """All ranks have written: the part counts from now on. Every rank calls it, behind a barrier."""
+        """Marks the part as finished after all ranks have written. Every rank calls it, behind a barrier."""
         if is_main:
             names = [self._file_name(self._num_parts, rank) for rank in range(world)]
             self._note(f"part-{self._num_parts:05d}.json", {"files": names})
@@ -103,12 +102,13 @@ class DocumentStore:
         self._num_parts += 1
 
     def finish(self) -> None:
-        """Nothing is missing; rank 0 only."""
+        """Marks the store as complete; rank 0 only."""
         self._note(_COMPLETE, {"parts": self._num_parts, "documents": len(self)})
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Only one run computes it at a time; the system lets go when that process ends, however."""
+        """Locks the store: only one run computes it at a time. The system releases the lock when that process ends in
+        any way."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             lock = (self.folder / "lock").open("a+")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the data package hands out: documents, the documents of one step, and packed micro-batches. NumPy only."""
+"""The types of the data package: documents, the documents of one step, and packed micro-batches. NumPy only."""
 
 # T packed tokens · D documents · S trained tokens · R examples
 
@@ -17,17 +17,15 @@ Mask = NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Document:
-    """One tokenized row. `trained[i]` says that token i is predicted and counts in the loss; token 0 never is.
-
-    Nothing follows the last trained token: in a causal model what comes after it cannot change the loss.
-    """
+    """One tokenized row. `trained[i]` says that token i is predicted and counts in the loss; token 0 never is. Nothing
+    follows the last trained token: in a causal model, later tokens cannot change the loss."""
 
     tokens: Tokens
     trained: Mask
 
     @property
     def num_inputs(self) -> int:
-        """Positions that go through the model: the last token is only ever a target."""
+        """Positions that go through the model: the last token is only a target."""
         return len(self.tokens) - 1
 
     @property
@@ -38,11 +36,11 @@ class Document:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Example:
-    """What one row trains on: a document, or two that are compared (chosen, then rejected). They stay together: one
-    step, one rank, one micro-batch."""
+    """The training data of one row: a document, or two that are compared (chosen, then rejected). They stay together:
+    one step, one rank, one micro-batch."""
 
     documents: tuple[Document, ...]
-    value: float = 0.0  # what the row says beside its text: a pair's margin, a score, a label (1 or 0)
+    value: float = 0.0  # values of the row beside its text: a pair's margin, a score, a label (1 or 0)
 
     @property
     def num_inputs(self) -> int:
@@ -77,7 +75,7 @@ class PackedBatch:
 
 
 def pack(documents: Sequence[Document]) -> PackedBatch:
-    """Lays documents end to end. None at all gives one token of weight zero: a rank without work still joins in
+    """Concatenates documents. Without documents it returns one token of weight zero: a rank without work still joins in
     every collective of the forward and backward pass."""
     if not documents:
         zero = np.zeros(1, np.int32)
@@ -98,7 +96,7 @@ def pack(documents: Sequence[Document]) -> PackedBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PackedExamples:
-    """Examples as one micro-batch, and where each of their documents went in it."""
+    """Examples as one micro-batch, and the position of each of their documents in it."""
 
     packed: PackedBatch
     documents: tuple[Document, ...]  # in the order in which they are packed
@@ -109,8 +107,8 @@ class PackedExamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitExamples:
-    """Examples of all ranks, in order, and which of them are this rank's, micro-batch by micro-batch. All ranks have
-    equally many micro-batches; some may be empty."""
+    """Examples of all ranks, in order, and those of this rank, by micro-batch. All ranks have the same number of
+    micro-batches; some may be empty."""
 
     examples: tuple[Example, ...]
     rows: tuple[tuple[int, ...], ...]  # of each micro-batch: positions in `examples`
@@ -122,7 +120,7 @@ class SplitExamples:
 
 
 def pack_examples(examples: Sequence[Example]) -> PackedExamples:
-    """Documents sorted by length, so that those of one length lie side by side and share attention calls."""
+    """Sorts documents by length, so that documents of equal length are adjacent and share attention calls."""
     flat = [document for example in examples for document in example.documents]
     order = sorted(range(len(flat)), key=lambda at: flat[at].num_inputs)
     place = np.empty(len(flat), np.int64)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether trained documents end with a token that generation stops at; else a model learns answers without an end."""
+"""Checks whether trained documents end with a stop token; otherwise a model learns answers without an end."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _SHOWN_TOKENS = 12
 
 
 def missing_stop_token(documents: Sequence[Document], tokenizer: Any, stops: Collection[int]) -> str | None:
-    """None if some document ends with one of `stops`, the tokens that generation stops at; white space behind it does
-    not count. Else a warning: what they end with, and what to do. A document ends with its last trained token, so it
-    ends with the last trained turn of a chat."""
+    """None if some document ends with one of `stops`, the tokens that generation stops at; white space after it is
+    ignored. Otherwise a warning that says what they end with, and what to do. A document ends with its last trained
+    token, so it ends with the last trained turn of a chat."""
     ends = [_end(document, tokenizer) for document in documents]
     if not ends or any(end in stops for end in ends):
         return None

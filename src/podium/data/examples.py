@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows become examples: what a program compares or scores together, made of documents."""
+"""Turns rows into examples: documents that a program compares or scores together."""
 
 from __future__ import annotations
 
@@ -20,31 +20,32 @@ from podium.errors import DataError
 from podium.recipe import DpoRecipe, ModelSection, RewardModelRecipe, SourceSection, SpmdRecipe
 
 _NO_COLUMNS: Mapping[str, str] = {}
-# Examples that a SourcesMaker remembers: about 80 MB at 5 bytes a token, each counted with what holds it.
+# Number of examples that a SourcesMaker caches: about 80 MB at 5 bytes a token, including object overhead.
 _MOST_REMEMBERED_TOKENS = 16_000_000
 _TOKENS_PER_ENTRY = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MadeExample:
-    """The example of a row, and whether something of it was cut off."""
+    """The example of a row, and whether any of it was truncated."""
 
     example: Example
     truncated: bool
 
 
 class _TextMaker(Protocol):
-    """What makes one text of a row a document."""
+    """Turns one text of a row into a document."""
 
     def document(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Made | Dropped: ...
 
 
 class ExampleMaker:
-    """Turns rows into examples of one shape with one tokenizer. Not shared between threads: tokenizers are not safe."""
+    """Turns rows into examples of one shape with one tokenizer. Not shared between threads: tokenizers are not
+    thread-safe."""
 
     def __init__(self, tokenizer: Any, shape: Shape, trained: Trained, max_length: int, overlong: Overlong) -> None:
         self._shape: Shape = shape
-        # Completions are what is compared, whatever else a row holds.
+        # Only completions are compared, even if a row has other columns.
         self._documents = DocumentMaker(
             tokenizer, trained if shape == "documents" else "assistant", max_length, overlong
         )
@@ -54,7 +55,7 @@ class ExampleMaker:
     def make(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
     ) -> MadeExample | Dropped:
-        """The row's example, or why there is none; a row that is wrong raises a DataError that names it."""
+        """The row's example, or why there is none. An invalid row raises a DataError that names it."""
         values = named_values(row, columns, map)
         if values is None:
             return Dropped.BY_MAP
@@ -68,7 +69,7 @@ class ExampleMaker:
         documents, truncated = tuple(each.document for each in parts), any(each.truncated for each in parts)
         if len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
             if truncated:
-                return Dropped.OVERLONG  # the difference was cut off
+                return Dropped.OVERLONG  # the difference was truncated
             raise DataError(
                 f"{row.where}: `chosen` and `rejected` are the same once the chat template and tokenizer had them, so "
                 "there is nothing to prefer. Remove the row, or drop it with the source's `map`."
@@ -78,7 +79,7 @@ class ExampleMaker:
     def prompt_of(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
     ) -> Prompt | None:
-        """What comes before the row's last (or chosen) answer; None where there is none, and for a dropped row."""
+        """The prompt before the row's last (or chosen) answer; None if there is none, and for a dropped row."""
         values = named_values(row, columns, map)
         if values is None:
             return None
@@ -89,7 +90,7 @@ class ExampleMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MakerSpec:
-    """All that another thread or process needs to make examples of several sources; small, and pickles."""
+    """Everything that another thread or process needs to make examples of several sources; small and picklable."""
 
     model: ModelSection
     sections: tuple[SourceSection, ...]
@@ -101,7 +102,7 @@ class MakerSpec:
 
     @classmethod
     def of(cls, recipe: SpmdRecipe) -> MakerSpec:
-        """What the recipe trains on."""
+        """The spec of a recipe's training data."""
         data = recipe.data
         assert data.max_length is not None, "resolved before launch"
         return cls(
@@ -110,13 +111,13 @@ class MakerSpec:
         )  # fmt: skip
 
     def build(self) -> SourcesMaker:
-        """Loads a tokenizer of its own and the plug-ins: slow, and once per thread or process."""
+        """Loads a separate tokenizer and the plug-ins: slow, and once per thread or process."""
         maker = ExampleMaker(load_tokenizer(self.model), self.shape, self.trained, self.max_length, self.overlong)
         return SourcesMaker(maker, self.sections, self.key)
 
 
 def shape_of(recipe: SpmdRecipe) -> Shape:
-    """What rows of this program hold."""
+    """The shape of rows that this program needs."""
     match recipe:
         case DpoRecipe():
             return "pairs" if recipe.preference.is_paired else "labels"
@@ -141,7 +142,7 @@ class SourcesMaker:
         self._remembered_tokens = 0
 
     def make(self, source: int, row: Row) -> MadeExample | Dropped:
-        """The example of a row, from memory if it was made before."""
+        """The example of a row, from the cache if it was made before."""
         if self._maps[source] is not None:
             return self._maker.make(row, self._columns[source], self._maps[source])
         remembered = self._remembered.get((source, row.place))
@@ -156,5 +157,5 @@ class SourcesMaker:
         return parts
 
     def prompt_of(self, source: int, row: Row) -> Prompt | None:
-        """The prompt of a row, or None where it has none."""
+        """The prompt of a row, or None if it has none."""
         return self._maker.prompt_of(row, self._columns[source], self._maps[source])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JSONL, CSV and Parquet files, each cut into blocks that can be read alone, so that any size of file streams."""
+"""JSONL, CSV and Parquet files, split into blocks that can be read independently, so that files of any size stream."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ _SUFFIXES: dict[str, FileFormat] = {
     ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl", ".csv": "csv", ".tsv": "csv",
     ".parquet": "parquet", ".pq": "parquet",
 }  # fmt: skip
-# The csv module refuses fields above 128 KiB unless told, process-wide; long documents are ordinary here.
+# The csv module refuses fields above 128 KiB unless the process-wide limit is raised; long documents are common here.
 _LONGEST_CSV_FIELD = 1 << 30
 
 
 class DataFile(Protocol):
-    """One file of a source. Blocks are read alone and in any order; some may be empty."""
+    """One file of a source. Blocks are read independently and in any order; some may be empty."""
 
     name: str
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are to read."""
+        """Number of blocks."""
 
     def read_block(self, index: int) -> list[Row]:
         """The rows of one block."""
@@ -47,17 +47,17 @@ class DataFile(Protocol):
 
 
 def format_of(name: str) -> FileFormat | None:
-    """The format that a file's suffix stands for (a `.gz` after it is looked through), or None."""
+    """The format of a file's suffix (ignoring a `.gz` after it), or None."""
     return _SUFFIXES.get(os.path.splitext(name.removesuffix(".gz"))[1].lower())
 
 
 def known_suffixes() -> str:
-    """The file suffixes that are read, for error messages."""
+    """The supported file suffixes, for error messages."""
     return ", ".join(_SUFFIXES)
 
 
 def open_file(name: str, file_format: FileFormat, key: str, block_bytes: int = BLOCK_BYTES) -> DataFile:
-    """Opens a file in the reader of its format."""
+    """Opens a file with the reader of its format."""
     match file_format:
         case "jsonl":
             return JsonlFile(name, key, block_bytes)
@@ -78,7 +78,7 @@ class JsonlFile:
 
     @cached_property
     def num_blocks(self) -> int:
-        """How many blocks there are to read."""
+        """Number of blocks."""
         return 1 if self._gzipped else max(1, -(-size_bytes(self.name) // self._block_bytes))
 
     def read_block(self, index: int) -> list[Row]:
@@ -137,8 +137,8 @@ class JsonlFile:
 
 
 class CsvFile:
-    """Comma (or, for .tsv, tab) separated values under a header. Blocks are cut between records, so quoted newlines
-    stay whole: finding the cuts takes one pass over the file, holding nothing of it."""
+    """Comma (or, for .tsv, tab) separated values under a header. Blocks are split between records, so quoted newlines
+    stay whole. Finding the splits takes one pass over the file in constant memory."""
 
     def __init__(self, name: str, key: str, block_bytes: int) -> None:
         self.name = name
@@ -149,7 +149,7 @@ class CsvFile:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are to read."""
+        """Number of blocks."""
         return len(self._cuts) - 1
 
     def read_block(self, index: int) -> list[Row]:
@@ -243,7 +243,7 @@ class ParquetFile:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are to read."""
+        """Number of blocks."""
         return len(self._rows_before) - 1
 
     def read_block(self, index: int) -> list[Row]:
@@ -269,7 +269,7 @@ class ParquetFile:
 
 @contextmanager
 def _broken_parquet(name: str, key: str) -> Iterator[None]:
-    """Turns what pyarrow raises about a broken file into an error that names it."""
+    """Turns pyarrow's error about a broken file into an error that names the file."""
     import pyarrow
 
     try:
@@ -284,7 +284,7 @@ def _broken_parquet(name: str, key: str) -> Iterator[None]:
 
 
 class _CountedLines:
-    """Lines of a stream, with how many of them and of their bytes went by."""
+    """Lines of a stream, with a count of lines and bytes read."""
 
     def __init__(self, stream: Iterable[bytes]) -> None:
         self._stream = stream
@@ -310,7 +310,7 @@ def _unzipped(name: str, key: str) -> bytes:
 
 @contextmanager
 def _text_start(name: str, key: str) -> Iterator[BinaryIO]:
-    """Opens a file at its beginning, looking through gzip; a broken archive is an error that names it."""
+    """Opens a file at its beginning, decompressing gzip; a broken archive is an error that names it."""
     with open_binary(name) as raw:
         try:
             yield cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if name.endswith(".gz") else raw

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Short texts that change when the content of files, model folders or all that a recipe names does. Torch-free.
+"""Fingerprints: short texts that change with the content of files, of model folders or of everything that a recipe
+names. Torch-free.
 
-A file of up to 64 MiB is hashed whole. Of a larger one the size and 66 windows of 64 KiB count: the first, the last and
-others evenly between them.
-"""
+A file of up to 64 MiB is hashed whole. For a larger one, the size and 66 windows of 64 KiB count: the first, the last
+and others evenly between them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from podium.recipe.changes import what_matters
 _WHOLE_BYTES = 64 << 20
 _WINDOW_BYTES = 64 << 10
 _NUM_WINDOWS = 66
-# Of a model's folder: what a run reads. Cards, licences and Podium's own note of where it comes from are not.
+# Files of a model's folder that a run reads. Cards, licences and Podium's own lineage note are not among them.
 _MODEL_SUFFIXES = (
     ".json", ".safetensors", ".jinja", ".txt", ".model", ".py", ".tiktoken", ".v1", ".v2", ".v3", ".v7", ".v11",
 )  # fmt: skip
@@ -39,7 +39,7 @@ InputKind = Literal["weights", "data", "code", "file"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One thing outside the recipe that a run reads. `key` is its place in the recipe."""
+    """One input of a run outside the recipe. `key` is its place in the recipe."""
 
     key: str
     kind: InputKind
@@ -57,12 +57,13 @@ def text_fingerprint(text: str) -> str:
 
 
 def files_fingerprint(paths: Sequence[str | Path]) -> str:
-    """Of the contents, in the order given; names do not count. Local files or fsspec URLs."""
+    """Fingerprint of the contents, in the given order; names do not count. Local files or fsspec URLs."""
     return _digest(part for path in paths for part in _content(str(path)))
 
 
 def folder_fingerprint(folder: Path, *, weights: bool = True) -> str:
-    """Of a model folder: config, tokenizer and weights, with the names of their files. Where it lies does not count."""
+    """Fingerprint of a model folder: config, tokenizer and weights, with the names of their files. Its path does not
+    count."""
     files = sorted(
         file
         for file in folder.iterdir()
@@ -73,7 +74,7 @@ def folder_fingerprint(folder: Path, *, weights: bool = True) -> str:
 
 
 def source_fingerprint(section: SourceSection, key: str) -> str:
-    """Of the rows that a data source names: the contents of its files, or what `datasets` knows of a dataset."""
+    """Fingerprint of a data source's rows: the contents of its files, or the fingerprint of `datasets`."""
     source = open_source(section, key)
     if isinstance(source, FilesSource):
         return files_fingerprint([file.name for file in source.files])
@@ -82,7 +83,7 @@ def source_fingerprint(section: SourceSection, key: str) -> str:
 
 def recipe_inputs(recipe: Recipe, model: Path) -> tuple[Input, ...]:
     """Everything outside a resolved recipe that it names: data, checkpoints, plug-ins, other files. `model` is the
-    folder of model.path. Held-out data and what only records are listed too."""
+    folder of model.path. Held-out data and files that are only recorded are listed too."""
     inputs = []
     for key, value in _strings(recipe.model_dump(mode="json")):
         if key == "model.path":
@@ -100,11 +101,10 @@ def recipe_inputs(recipe: Recipe, model: Path) -> tuple[Input, ...]:
 
 
 def recipe_fingerprint(recipe: Recipe, inputs: Iterable[Input]) -> str:
-    """Equal for recipes that make the same weights of the same content, wherever that content lies.
+    """Equal for recipes that produce the same weights from the same content, wherever that content is stored.
 
     Keys that cannot change the weights do not count (see recipe/changes.py): placement, checkpoints, evaluation and
-    held-out data among them. The value of a key that names an input is that input's content.
-    """
+    held-out data among them. The value of a key that names an input is that input's content."""
     values: dict[str, Any] = what_matters(recipe)
     for each in inputs:
         if each.key in values:
@@ -114,7 +114,7 @@ def recipe_fingerprint(recipe: Recipe, inputs: Iterable[Input]) -> str:
 
 
 def _other_input(key: str, value: str) -> list[Input]:
-    """A resolved recipe has local paths in full, so an absolute path that is there is meant as one."""
+    """A resolved recipe has full local paths, so an existing absolute path is treated as an input."""
     if os.path.isabs(value) and os.path.isdir(value):
         is_model = any(os.path.isfile(os.path.join(value, name)) for name in ("config.json", "adapter_config.json"))
         content = folder_fingerprint(Path(value))

@@ -25,7 +25,7 @@ class DatasetsSource:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are to read."""
+        """Number of blocks."""
         return -(-len(self._dataset) // _ROWS_PER_BLOCK)
 
     def read_block(self, index: int) -> list[Row]:
@@ -63,7 +63,7 @@ def open_dataset(section: SourceSection, key: str) -> DatasetsSource:
         else:
             name, _, config = section.path.partition(":")
             dataset = datasets.load_dataset(name, config or None, split=section.split)
-    except Exception as error:  # `datasets` raises what its builders and the network raise
+    except Exception as error:  # builders of `datasets` and the network raise errors of any type
         raise DataError(
             f"{key}: there is no file or folder {section.path}, and as a Hugging Face dataset with split "
             f"{section.split!r} it cannot be loaded ({type(error).__name__}: {error}). Check the path, the id "
@@ -80,7 +80,7 @@ def open_dataset(section: SourceSection, key: str) -> DatasetsSource:
 
 
 def require_datasets(section: SourceSection, key: str) -> None:
-    """Raises unless the package `datasets` is installed; does not import it."""
+    """Raises an error unless the package `datasets` is installed; does not import it."""
     if importlib.util.find_spec("datasets") is None:
         raise MissingExtraError(
             f"{key}: {section.path} is a Hugging Face dataset, and the package `datasets` is not installed. "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of row it is (a chat, a prompt with its completion, or raw text), and whether it is well formed."""
+"""Detects the kind of a row (a chat, a prompt with its completion, or raw text), and checks that it is well formed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def named_values(row: Row, columns: Mapping[str, str], function: MapFunction | None) -> Mapping[str, Any] | None:
-    """The row's values after renaming and the `map` plug-in; None when the plug-in drops the row."""
+    """The row's values after renaming and the `map` plug-in; None if the plug-in drops the row."""
     values = dict(row.values)
     for new, old in columns.items():
         if old not in row.values:
@@ -53,7 +53,7 @@ def named_values(row: Row, columns: Mapping[str, str], function: MapFunction | N
 
 
 def kind_of(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Kind:
-    """Which kind the row is; a kind that `columns` names goes before one that is merely there."""
+    """The kind of the row. A kind that `columns` names takes precedence over one that the row merely has."""
     present = [kind for kind, names in _KINDS.items() if all(values.get(name) is not None for name in names)]
     if len(present) > 1:
         present = [kind for kind in present if any(name in columns for name in _KINDS[kind])] or present
@@ -72,7 +72,7 @@ def kind_of(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> 
 
 
 def check_values(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> None:
-    """Raises unless the row is of one kind and well formed; needs no tokenizer."""
+    """Raises an error unless the row is of one kind and well formed; needs no tokenizer."""
     match kind_of(values, columns, row):
         case "messages":
             parse_messages(values["messages"], "messages", row)
@@ -94,7 +94,7 @@ def parse_text(values: Mapping[str, Any], column: str, row: Row) -> str:
 def parse_prompt_completion(
     values: Mapping[str, Any], row: Row, *, completion: str = "completion"
 ) -> tuple[str, str] | tuple[list[Message], list[Message]]:
-    """Two strings, or two lists of messages that together are a chat. `completion`: what the row calls it."""
+    """Two strings, or two lists of messages that together are a chat. `completion`: the row's name for it."""
     prompt, said = values["prompt"], values["completion"]
     if isinstance(prompt, str) and isinstance(said, str):
         return prompt, said
@@ -144,7 +144,7 @@ def _parse_message(message: Any, name: str, row: Row) -> Message:
 
 
 def parse_tools(values: Mapping[str, Any], row: Row) -> list[dict[str, Any]] | None:
-    """The row's own tools as JSON schemas: a list, or such a list written as a JSON string."""
+    """The row's own tools as JSON schemas: a list, or a JSON string of such a list."""
     tools = values.get("tools")
     if isinstance(tools, str):
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of examples, prepared in the background: read, tokenized and packed while the last step trains."""
+"""Prepares steps of examples in the background: reads, tokenizes and packs while the last step trains."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ _Composed = tuple[tuple[Example, ...], LoaderState]
 
 
 class StepLoader:
-    """Iterating gives the steps, for ever. Close it, or use it as a context manager.
+    """Yields steps forever. Close it, or use it as a context manager.
 
-    The steps depend on sources, seed and packing alone, not on `workers` or `prefetch`; from the state of any step
-    a new loader gives exactly the steps that follow it.
-    """
+    The steps depend on sources, seed and packing alone, not on `workers` or `prefetch`. From the state of any step a
+    new loader gives exactly the steps that follow it."""
 
     def __init__(
         self, sources: Sequence[Source], maker_spec: MakerSpec, *, seed: int, shuffle: bool, shuffle_rows: int,
@@ -90,8 +89,8 @@ class StepLoader:
         return self
 
     def __next__(self) -> StepExamples:
-        """Waits for the producer thread, which ends the wait with a step or with its exception; warns when it takes
-        long, and raises when the thread is gone."""
+        """Waits for the producer thread, which ends the wait with a step or with its exception. Warns when it takes
+        long, and raises an error when the thread is gone."""
         if self._failure is not None:
             raise self._failure
         begun_s = time.monotonic()
@@ -166,8 +165,8 @@ class StepLoader:
             self._composer.add(oldest, examples)
 
     def _next_chunk(self) -> RowChunk | Exception:
-        """A chunk, or the error met while reading it: raised only in its turn, so that reading ahead with many
-        workers loses no step that comes before it."""
+        """A chunk, or the error from reading it. The error is raised when its step is due, so that reading ahead with
+        many workers loses no earlier step."""
         self._doing = "reading rows"
         try:
             rows = tuple(self._stream.draw() for _ in range(self._chunk_rows))

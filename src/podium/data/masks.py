@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a chat the assistant wrote: exact, from the chat template, or not known at all."""
+"""Finds the tokens of a chat that the assistant wrote: exactly, from the chat template, or not at all."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ _WAYS_OUT = (
     "it in model.chat_template, or set data.trained to last_turn or everything."
 )
 
-# transformers keeps one compiled template for the whole process, and in it the spans of the chat that is rendered now:
-# the loader's thread and the evaluation must take turns.
+# transformers keeps one compiled template for the whole process, and in it the spans of the chat being rendered. So the
+# loader's thread and the evaluation share a lock.
 _RENDERING = threading.Lock()
 
 Tools = list[dict[str, Any]] | None
 
 
 class ChatTemplateError(Exception):
-    """The template refuses a chat, or cannot mark its assistant turns; the caller adds which row it was."""
+    """The template refuses a chat, or cannot mark its assistant turns; the caller adds the row."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedChat:
-    """A rendered chat; `trained[i]` says that token i was written by an assistant turn that is trained."""
+    """A rendered chat; `trained[i]` says that an assistant turn that is trained wrote token i."""
 
     tokens: list[int]
     trained: list[bool]
 
 
 class ChatRenderer:
-    """A tokenizer's chat template, the one source of truth about how a chat becomes tokens."""
+    """A tokenizer's chat template, which alone defines how a chat becomes tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -72,11 +72,9 @@ class ChatRenderer:
         return MarkedChat(tokens, trained)
 
     def _marked_by_prefixes(self, chat: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
-        """A turn is what lies between the chat before it (with the prompt for an answer) and the chat after it.
-
-        Both are rendered and must be exact prefixes, token by token, of the whole; so the trained tokens are the
-        ones that the model will be asked to continue with, and nothing is guessed.
-        """
+        """A turn is the text between the chat before it (with the generation prompt) and the chat after it. Both are
+        rendered and must be exact prefixes, token by token, of the whole. So the trained tokens are exactly those that
+        the model will generate, and nothing is guessed."""
         tokens = self.tokens(chat, tools, generation_prompt=False)
         trained = [False] * len(tokens)
         for turn in turns:
@@ -89,8 +87,8 @@ class ChatRenderer:
         return MarkedChat(tokens, trained)
 
     def _without_trailing_space(self, tokens: list[int], begin: int, end: int) -> int:
-        """Where the turn ends: after its end-of-turn token, without the white space that the template puts behind it
-        (the model stops there and never writes it). A turn without such a token is kept whole."""
+        """The end of a turn: after its end-of-turn token, without the template's white space behind it (the model stops
+        there and never writes it). A turn without such a token is kept whole."""
         last = end
         while last > begin and tokens[last - 1] not in self.special_ids:
             if self._tokenizer.decode([tokens[last - 1]]).strip():
@@ -101,7 +99,7 @@ class ChatRenderer:
     def _length_of_prefix(
         self, chat: Sequence[Message], tools: Tools, count: int, tokens: list[int], *, generation_prompt: bool
     ) -> int:
-        """How many tokens the first `count` messages take, verified to begin the whole chat's `tokens`."""
+        """Number of tokens of the first `count` messages, verified to be a prefix of the whole chat's `tokens`."""
         if count == 0:
             raise ChatTemplateError(
                 "the chat begins with an assistant turn, so there is no prompt that the turn answers. Begin with a "
@@ -124,7 +122,7 @@ class ChatRenderer:
         )
 
     def text(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> str:
-        """The rendered chat, before it becomes tokens."""
+        """The rendered chat as text."""
         self.template(tools)
         try:
             with _RENDERING:
@@ -138,7 +136,7 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """Text as tokens, without special ones added."""
-        # The template writes its own special tokens; the tokenizer must not add them once more.
+        # The template writes its own special tokens; the tokenizer must not add them again.
         return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def template(self, tools: Tools) -> str:

@@ -27,7 +27,7 @@ class MiniBatch:
 
     @property
     def units(self) -> Items:
-        """What stays on one rank: groups where there are any, else rows."""
+        """Units that stay on one rank: groups if there are any, else rows."""
         return self.rows if self.groups is None else self.groups.items
 
 
@@ -63,7 +63,8 @@ def fill_under_cap(batch: MiniBatch, cap: int) -> tuple[Ints, int]:
 
 
 def fill_near_target(batch: MiniBatch, target: int) -> tuple[Ints, int]:
-    """The same with a soft limit: `target` tokens a bin set the number of micro-steps, and a bin may exceed it."""
+    """Like `fill_under_cap` with a soft limit: `target` tokens a bin set the number of micro-steps, and a bin may
+    exceed it."""
     assert batch.groups is None
     rows, total = batch.rows, int(batch.rows.tokens_N.sum())
     num_steps = max(1, math.ceil(total / (batch.num_ranks * target)))
@@ -79,7 +80,7 @@ def fill_near_target(batch: MiniBatch, target: int) -> tuple[Ints, int]:
 
 
 def _fill(batch: MiniBatch, num_steps: int, cap: int) -> Ints | None:
-    """The bin of each row; None when no packing into this many micro-steps was found."""
+    """The bin of each row; None if no packing into this many micro-steps was found."""
     if batch.groups is not None:
         return _fill_grouped(batch.rows, batch.groups, num_steps, batch.num_ranks, cap)
     rows, num_ranks = batch.rows, batch.num_ranks
@@ -96,9 +97,8 @@ def _fill(batch: MiniBatch, num_steps: int, cap: int) -> Ints | None:
 def _bases(rows: Items, num_steps: int, num_ranks: int) -> Floats:
     """The load with which the bins of each micro-step start, so that LPT fills slow micro-steps more than others.
 
-    A micro-step takes as long as its most expensive row at least. Where that exceeds an even share, the other ranks
-    can do as much in it at no cost, and the other micro-steps have less to do.
-    """
+    A micro-step takes at least as long as its most expensive row. If that exceeds an even share, the other ranks can do
+    as much in it at no cost, and the other micro-steps have less to do."""
     largest_M = np.zeros(num_steps)
     largest = rows.costs_N[::num_ranks][:num_steps]  # the largest row of each micro-step if like runs beside like
     largest_M[: len(largest)] = largest
@@ -112,10 +112,9 @@ def _bases(rows: Items, num_steps: int, num_ranks: int) -> Floats:
 
 
 def _align(rows: Items, bin_N: Ints, num_steps: int, num_ranks: int, cap: int) -> Ints:
-    """Puts bins of like cost into the same micro-step, the largest first, and evens out each micro-step.
+    """Puts bins of similar cost into the same micro-step, the largest first, and evens out each micro-step.
 
-    Largest first, because a micro-batch that exceeds the memory then fails at once.
-    """
+    The largest comes first, because a micro-batch that exceeds the memory then fails at once."""
     order_W = np.argsort(-np.bincount(bin_N, rows.costs_N, num_steps * num_ranks), kind="stable")
     return even_out(rows, _inverse(order_W)[bin_N], np.zeros((num_steps, num_ranks)), cap)
 
@@ -155,7 +154,7 @@ def _fill_ranks(rows: Items, rank_N: Ints, num_steps: int, num_ranks: int, cap: 
 
 
 def _inverse(order: Ints) -> Ints:
-    """Where each element comes in this order."""
+    """The position of each element in this order."""
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     return place

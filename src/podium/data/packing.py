@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which waiting examples make up the next step; pure, and blind to ranks and micro-batches."""
+"""Selects the waiting examples of the next step; pure, and independent of ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from podium.data.documents import Example
 def compose_step(waiting: Sequence[Example], budget: int) -> tuple[int, ...]:
     """Positions in `waiting` of the next step's examples, in order of arrival; together at most `budget` inputs.
 
-    Examples are taken as they came until one does not fit; the room left is filled from the rest, the longest that
-    fits first. The oldest is always taken, so none waits for ever.
-    """
+    Takes examples in order until one does not fit. Fills the remaining room from the rest, the longest that fits first.
+    The oldest is always taken, so none waits forever."""
     lengths = [example.num_inputs for example in waiting]
     room = budget
     first_left = 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts for generation from any row: a chat that waits for its answer, a prompt, or a text to go on with."""
+"""Prompts for generation from any row: a chat without its answer, a prompt, or a text to continue."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _READ = (*_ONE_OF, "completion", "tools")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptRow:
-    """What an answer starts from: as tokens, as a person reads it, and the answer that the data holds, if any."""
+    """The start of an answer: as tokens, as readable text, and the answer in the data, if any."""
 
     row: int  # number of the row in the input, from 0
     tokens: Tokens
@@ -34,7 +34,7 @@ class PromptRow:
 
 
 class PromptRows:
-    """A data source read for its prompts. Opening it reads the beginning only."""
+    """A data source read for its prompts. Opening it reads only the beginning."""
 
     def __init__(self, section: SourceSection, key: str) -> None:
         _check_columns(section, key)
@@ -42,7 +42,7 @@ class PromptRows:
         self._section, self._key = section, key
 
     def read(self, tokenizer: Any, limit: int | None) -> list[PromptRow]:
-        """The prompts of the first `limit` rows (None: all); a row that is wrong raises a DataError that names it."""
+        """The prompts of the first `limit` rows (None: all). An invalid row raises a DataError that names it."""
         encoder = PromptTokenizer(tokenizer)
         function = load_map(self._section, self._key)
         prompts: list[PromptRow] = []
@@ -66,7 +66,7 @@ class PromptRows:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptParts:
-    """A row taken apart: exactly one of `messages` and `text`, and the answer that stood with it."""
+    """The parts of a row: exactly one of `messages` and `text`, and the answer in the data."""
 
     messages: list[Message] | None
     text: str | None
@@ -75,7 +75,7 @@ class PromptParts:
 
 
 def prompt_parts(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> PromptParts:
-    """What is asked and what the data answers; an assistant turn at the end of a chat is the answer."""
+    """The question and the answer in the data; an assistant turn at the end of a chat is the answer."""
     kind = _kind(values, columns, row)
     completion = values.get("completion") if kind == "prompt" else None
     if kind == "text" or (kind == "prompt" and isinstance(values["prompt"], str)):
@@ -100,13 +100,13 @@ def prompt_parts(values: Mapping[str, Any], columns: Mapping[str, str], row: Row
 
 
 class PromptTokenizer:
-    """What generation starts from, as tokens. Not shared between threads: tokenizers are not safe."""
+    """Turns prompts into tokens. Not shared between threads: tokenizers are not thread-safe."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self._renderer = tokenizer, ChatRenderer(tokenizer)
 
     def tokens(self, messages: Sequence[Message] | None, text: str | None, tools: Tools, row: Row) -> Tokens:
-        """A chat with the template's prompt for an answer, or a text that has not ended; errors name the row."""
+        """Tokens of a chat with the generation prompt, or of a text without an end token; errors name the row."""
         try:
             if messages is not None:
                 tokens = self._renderer.tokens(messages, tools, generation_prompt=True)
@@ -125,12 +125,12 @@ class PromptTokenizer:
     def _unended(self, text: str) -> list[int]:
         tokens = list(self._tokenizer(text, verbose=False)["input_ids"])
         end = self._tokenizer.eos_token_id
-        # Some tokenizers put their end token behind every text; what is to be continued has not ended.
+        # Some tokenizers append their end token to every text, but a text to continue has not ended.
         return tokens[:-1] if tokens and end is not None and tokens[-1] == end else tokens
 
 
 def as_text(messages: Sequence[Message]) -> str:
-    """For people: a lone question as it is; a longer chat with who says what."""
+    """Readable text: a single question as it is; a longer chat with the role of each message."""
     if len(messages) == 1:
         return str(messages[0].get("content", ""))
     return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)

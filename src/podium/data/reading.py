@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Data read once in file order: examples for the held-out loss or a pass before training, prompts for generation."""
+"""Reads data once in file order: examples for the held-out loss or a pass before training, prompts for generation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from podium.recipe.schema import SourceSection
 
 
 def read_examples(sections: Sequence[SourceSection], key: str, maker: ExampleMaker, limit: int | None) -> list[Example]:
-    """The first `limit` examples (None: all) of sources that stand at `key` (`data.heldout`) in the recipe."""
+    """The first `limit` examples (None: all) of the sources at `key` (`data.heldout`) in the recipe."""
     examples = list(islice(iterate_examples(sections, key, maker), limit))
     if not examples:
         raise DataError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One row of a source, and the printable place where a user finds it again."""
+"""One row of a source, and its printable place for error messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNTING_CHUNK_BYTES = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class LinePlace:
-    """A line by the byte it begins at: its number is counted only when somebody has to read it."""
+    """A line by its first byte: its line number is counted only when it is printed."""
 
     file: str
     byte: int

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Texts that a sequence classifier scores: whole conversations, looked at where their last token stands."""
+"""Texts that a sequence classifier scores: whole conversations, scored at their last token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from podium.errors import DataError
 
 
 class ConversationEncoder:
-    """How a conversation becomes tokens for a reward model: the same in its training as when it grades episodes."""
+    """Turns conversations into tokens for a reward model, in the same way for its training and for grading episodes."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -33,8 +33,8 @@ class ConversationEncoder:
 
 
 def scored_document(tokens: Sequence[int], longest: int | None) -> Document:
-    """The last `longest` tokens (None: all). The score is read at the last of them, so one more (which the model never
-    sees) stands behind it."""
+    """The last `longest` tokens (None: all). The score is read at the last of them, so one more token, which the model
+    never sees, follows it."""
     kept_tokens = list(tokens if longest is None else tokens[-longest:])
     trained = np.zeros(len(kept_tokens) + 1, np.bool_)
     trained[-1] = True
@@ -42,7 +42,7 @@ def scored_document(tokens: Sequence[int], longest: int | None) -> Document:
 
 
 class ConversationMaker:
-    """Turns values of rows into documents that end in a score. What is too long loses its beginning."""
+    """Turns values of rows into documents that end in a score. Documents that are too long lose their beginning."""
 
     def __init__(self, tokenizer: Any, max_length: int, overlong: Overlong) -> None:
         self._encoder = ConversationEncoder(tokenizer)
@@ -50,7 +50,7 @@ class ConversationMaker:
         self._overlong = overlong
 
     def document(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Made | Dropped:
-        """The document of values that are named already; what is wrong raises a DataError that names the row."""
+        """The document of values after renaming. Invalid values raise a DataError that names the row."""
         try:
             tokens = self._tokens(values, columns, row)
         except ChatTemplateError as error:

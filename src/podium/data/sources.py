@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe's source section to rows: files of several formats, local or remote, and Hugging Face datasets."""
+"""Turns a recipe's source section into rows: files of several formats, local or remote, and Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _HUB_ID = re.compile(r"^[\w.-]+(/[\w.-]+)?(:[\w.-]+)?$")
 
 
 class Source(Protocol):
-    """Rows in blocks that can be read alone and in any order; some blocks may be empty."""
+    """Rows in blocks that can be read independently and in any order; some blocks may be empty."""
 
     name: str
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are to read."""
+        """Number of blocks."""
 
     def read_block(self, index: int) -> list[Row]:
         """The rows of one block."""
 
     def fingerprint(self) -> str:
-        """Changes when the data changed between a run and its resume."""
+        """Changes if the data changed between a run and its resume."""
 
 
 class FilesSource:
-    """One or more files of the same kind of rows, end to end."""
+    """One or more files with the same kind of rows, concatenated."""
 
     def __init__(self, name: str, files: Sequence[DataFile], key: str) -> None:
         self.name = name
@@ -49,7 +49,7 @@ class FilesSource:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks there are to read."""
+        """Number of blocks."""
         return self._blocks_before[-1]
 
     def read_block(self, index: int) -> list[Row]:
@@ -67,7 +67,7 @@ class FilesSource:
 
 
 def open_source(section: SourceSection, key: str) -> Source:
-    """Opens what `section.path` names; `key` is its place in the recipe (`data.train.0`), named in every error."""
+    """Opens the source at `section.path`; `key` is its place in the recipe (`data.train.0`), named in every error."""
     if _is_dataset(section):
         return hub.open_dataset(section, key)
     files = _open_files(section, key)
@@ -77,7 +77,7 @@ def open_source(section: SourceSection, key: str) -> Source:
 
 
 def first_row(section: SourceSection, key: str) -> Row | None:
-    """The first row, reading only the beginning; None for a hub id, which is not asked over the network here."""
+    """The first row, reading only the beginning; None for a hub id, which would need the network."""
     if _is_dataset(section):
         hub.require_datasets(section, key)
         if not hub.is_saved_dataset(section.path):
@@ -103,7 +103,7 @@ def _is_dataset(section: SourceSection) -> bool:
         return False
     if storage.exists(path):
         return storage.is_folder(path) and hub.is_saved_dataset(path)
-    # Not there: `owner/name` is a hub id unless it looks like a file, or like a path into a folder that is there.
+    # It does not exist: `owner/name` is a hub id unless it looks like a file, or like a path into an existing folder.
     looks_local = format_of(path) is not None or "/" not in path or os.path.isdir(path.split("/")[0])
     return _HUB_ID.match(path) is not None and not looks_local
 
@@ -131,7 +131,7 @@ def _list(section: SourceSection, key: str) -> list[str]:
         )
     if len(names) == 1 or not storage.is_folder(section.path):
         return names
-    # A folder may also hold a README or a licence: take what has the format's suffix.
+    # A folder may also hold a README or a licence: take only files with the format's suffix.
     wanted = [name for name in names if format_of(name) is not None and section.format in ("auto", format_of(name))]
     return wanted or names
 

@@ -14,7 +14,7 @@ from podium.data.micro_steps import MiniBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MiniBatchBound:
-    """The least time of one mini-batch, in units of cost, beside the time of perfectly even work."""
+    """The least time of one mini-batch, in units of cost, and the time of perfectly even work."""
 
     least: float
     even: float
@@ -50,10 +50,8 @@ def bound_mini_batch(batch: MiniBatch, number: int, cap: int) -> MiniBatchBound:
 
 
 def _pigeonhole(batch: MiniBatch) -> tuple[float, str]:
-    """Of k × ranks + 1 rows one rank has k + 1, which cost at least as much as the k + 1 cheapest of them.
-
-    For k = 0 that is the most expensive row.
-    """
+    """Of k × ranks + 1 rows, one rank has k + 1, which cost at least as much as the k + 1 cheapest of them. For k = 0
+    that is the most expensive row."""
     costs, ranks = batch.units.costs_N, batch.num_ranks
     sums = np.concatenate([[0.0], np.cumsum(costs)])
     counts = np.arange((len(costs) - 1) // ranks + 1)
@@ -66,11 +64,10 @@ def _pigeonhole(batch: MiniBatch) -> tuple[float, str]:
 
 
 def _slow_micro_steps(rows: Items, num_ranks: int, cap: int) -> tuple[float, str]:
-    """An expensive row makes its micro-step slow, and the cap limits what the other ranks can do meanwhile.
+    """An expensive row makes its micro-step slow, and the cap limits what the other ranks can do in that time.
 
-    They hold at most `cap` tokens each, at best of the rows with the highest cost per token; the rest of the work comes
-    on top. Rows over half the cap share no micro-batch, so k × ranks + 1 of them need k + 1 micro-steps.
-    """
+    They hold at most `cap` tokens each, at best of the rows with the highest cost per token; the rest of the work is
+    added. Rows over half the cap share no micro-batch, so k × ranks + 1 of them need k + 1 micro-steps."""
     large = rows.costs_N[rows.tokens_N > cap // 2]
     slowest = np.concatenate([rows.costs_N[:1], large[num_ranks::num_ranks]])
     density_N = rows.costs_N / np.maximum(rows.tokens_N, 1)

@@ -58,7 +58,7 @@ class SplitPlan:
 
     @property
     def over_bound(self) -> float:
-        """How much slower than the lower bound; 1 is the best there is."""
+        """Slowdown relative to the lower bound; 1 is the optimum."""
         return self.imbalance / self.lower_bound
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a loader stands: position in every source, the packing buffer itself, and counts; small enough to save."""
+"""The position of a loader: in every source, with the packing buffer itself and counts; small enough to save."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class DocumentCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoaderState:
-    """Enough to compose the very same later steps: nothing of the buffer is read or tokenized again."""
+    """Enough to compose exactly the same later steps, without reading or tokenizing the buffer again."""
 
     position: StreamPosition
     waiting: tuple[Example, ...]

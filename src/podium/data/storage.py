@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files by name, local or through fsspec: finding them, opening them, and telling whether they changed."""
+"""Files by name, local or through fsspec: finds them, opens them, and detects changes."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def exists(name: str) -> bool:
 
 
 def list_files(name: str) -> list[str]:
-    """The file itself, what a glob matches, or the visible files below a folder, in sorted order. Empty: none."""
+    """The file itself, the matches of a glob, or the visible files below a folder, sorted. Empty: none."""
     names = _list_remote(name) if is_url(name) else _list_local(name)
     return sorted(names)
 

@@ -74,7 +74,7 @@ class MixedStream:
 
     @property
     def position(self) -> StreamPosition:
-        """Where the stream stands; a new stream continues from it."""
+        """The position of the stream; a new stream continues from it."""
         return StreamPosition(draw=self._draw, sources=tuple(cursor.position for cursor in self._cursors))
 
     def draw(self) -> StreamRow:
@@ -93,7 +93,7 @@ class MixedStream:
 
 
 class _SourceCursor:
-    """Walks one source pool by pool. A pool is read when its first row is asked for; nothing before it is."""
+    """Reads one source pool by pool. A pool is read when its first row is needed, without reading earlier ones."""
 
     def __init__(self, source: Source, index: int, seed: int, pool_rows: int | None, position: SourcePosition) -> None:
         self._source = source

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What an on-policy program learns on: rows read as tasks, without end, from a position that can be saved."""
+"""Tasks of an on-policy program: rows read as tasks, endlessly, from a position that can be saved."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from podium.data.stream import MixedStream, SourcePosition, StreamPosition
 from podium.errors import DataError
 from podium.recipe.schema import SourceSection
 
-# Where a row's right answer may stand, the first that is there counts. `answer` goes before `solution`: where a row has
-# both, the solution is the way and the answer the result.
+# Columns that may hold a row's correct answer; the first one present counts. `answer` comes before `solution`: if a row
+# has both, the solution is the derivation and the answer the result.
 REFERENCE_COLUMNS = ("reference", "reward_model", "ground_truth", "answer", "solution", "target", "completion")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Task:
-    """A row as a task: what is asked, what would be right, and all that a reward may look at. Pickles as it is."""
+    """A row as a task: the prompt, the correct answer, and everything that a reward may read. Picklable."""
 
     source: str  # the row's `data_source`, or the name of its file
     messages: tuple[Message, ...] | None  # exactly one of messages and text
     text: str | None
     tools: Tools
-    reference: str | None  # what is not text in the data stands here as JSON
+    reference: str | None  # values that are not text in the data are JSON here
     row: Mapping[str, Any]  # all columns, after the source's `columns` and `map`
     place: str | LinePlace
 
     @property
     def where(self) -> str:
-        """File and line for people. Not a field: finding a line's number reads the file up to it."""
+        """File and line for messages. Not a field: finding a line's number reads the file up to it."""
         return str(self.place)
 
     @property
     def prompt_text(self) -> str:
-        """The prompt as a person reads it."""
+        """The prompt as readable text."""
         if self.messages is not None:
             return as_text(self.messages)
         assert self.text is not None
         return self.text
 
     def encode(self, tokenizer: PromptTokenizer) -> Tokens:
-        """The chat with the template's prompt for an answer, or the text without an end token behind it."""
+        """The chat with the generation prompt, or the text without an end token."""
         tokens = tokenizer.tokens(self.messages, self.text, self.tools, Row(self.row, self.place))
         if len(tokens) == 0:
             raise DataError(
@@ -67,8 +67,8 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class IndexedTask:
-    """A prompt of the run. Its index only ever grows, over epochs too: it names the prompt's group and its random
-    numbers for good."""
+    """A prompt of the run. Its index only grows, over epochs too: it permanently identifies the prompt's group and its
+    random numbers."""
 
     prompt_index: int
     epoch: int  # of the task's source
@@ -76,7 +76,7 @@ class IndexedTask:
 
 
 class TaskReader:
-    """Rows of sources that stand at `key` (`data.train`) as tasks: Podium's own, verl's, and TRL's prompt datasets."""
+    """Rows of the sources at `key` (`data.train`) as tasks: Podium's own, verl's, and TRL's prompt datasets."""
 
     def __init__(self, sections: Sequence[SourceSection], key: str) -> None:
         self._columns = [section.columns for section in sections]
@@ -84,7 +84,7 @@ class TaskReader:
         self._names = _source_names(sections)
 
     def read(self, source: int, row: Row) -> Task | None:
-        """The row's task; None when the source's `map` drops it, a DataError that names it when it is wrong."""
+        """The row's task; None if the source's `map` drops it. An invalid row raises a DataError that names it."""
         values = named_values(row, self._columns[source], self._maps[source])
         return None if values is None else self._task(source, values, row)
 
@@ -146,7 +146,7 @@ class TaskCursor:
             task = self._reader.read(drawn.source, drawn.row)
             if task is not None:
                 break
-            # Over two whole passes of every source without one task: waiting longer would be for ever.
+            # Two whole passes over every source without one task: there will never be one.
             after = self._stream.position.sources
             if all(now.epoch >= then + 2 for now, then in zip(after, before, strict=True)):
                 raise _all_dropped(self._key)
@@ -167,8 +167,8 @@ def read_tasks(sections: Sequence[SourceSection], key: str, limit: int | None) -
 
 
 def check_task_source(section: SourceSection, key: str) -> None:
-    """Raises what a run would raise about the first row. Reads only the beginning, needs no tokenizer, asks no network
-    about a hub id, and does not run a `map`."""
+    """Raises the error that a run would raise about the first row. Reads only the beginning, needs no tokenizer, uses
+    no network for a hub id, and does not run a `map`."""
     row = first_row(section, key)
     if row is None or section.map is not None:
         return
@@ -217,7 +217,7 @@ def _as_json(value: Any, name: str, row: Row) -> str:
 
 
 def _source_names(sections: Sequence[SourceSection]) -> list[str]:
-    """Names of files without folder and suffix; of sources that would share one, with the folder before it."""
+    """File names without folder and suffix; sources that would share one also get the folder."""
     names = [_folder_and_name(section.path) for section in sections]
     counts = Counter(name for _, name in names)
     return [f"{folder}/{name}" if counts[name] > 1 and folder else name for folder, name in names]

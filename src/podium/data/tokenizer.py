@@ -40,7 +40,7 @@ def load_tokenizer(section: ModelSection) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             path, trust_remote_code=section.trust_remote_code, local_files_only=is_local
         )
-    except Exception as error:  # from_pretrained raises what its readers raise
+    except Exception as error:  # from_pretrained raises errors of any type
         raise ModelError(
             f"{key}: the tokenizer of {path} cannot be loaded ({type(error).__name__}: {error}). Check the files, "
             "the network when it is a hub id, and model.trust_remote_code when the checkpoint ships its own code."
@@ -53,7 +53,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 
 def without_new_tokens(section: ModelSection) -> ModelSection:
-    """The model as its checkpoint has it."""
+    """The model section without new tokens, as in its checkpoint."""
     return section.model_copy(update={"new_tokens": None})
 
 
@@ -78,7 +78,7 @@ def listed_tokens(section: NewTokensSection) -> list[str]:
 
 
 def _add_tokens(tokenizer: Any, section: NewTokensSection) -> None:
-    """Behind the tokenizer's own; one that it has already keeps its id."""
+    """Adds tokens after the tokenizer's own; an existing token keeps its id."""
     from tokenizers import AddedToken
 
     tokens = listed_tokens(section)
@@ -128,8 +128,8 @@ def require_embeddings(tokenizer: Any, rows: int) -> None:
 
 
 def require_same_tokens(policy: Any, other: Any, path: str) -> None:
-    """Every token of the policy must have the same id in the other's tokenizer: what that one says of ids would
-    otherwise be about other words, and nothing would show it."""
+    """Every token of the policy must have the same id in the other tokenizer. Otherwise that model would score
+    different words, without any visible error."""
     theirs = other.get_vocab()
     differing = [token for token, number in policy.get_vocab().items() if theirs.get(token) != number]
     if differing:
@@ -141,8 +141,8 @@ def require_same_tokens(policy: Any, other: Any, path: str) -> None:
 
 
 def answer_text(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """What generated tokens say, to everything that reads an answer as text: rewards, environments, stop strings,
-    evaluation, files of answers. Special tokens are no text; all else is verbatim."""
+    """Text of generated tokens for everything that reads an answer: rewards, environments, stop strings, evaluation,
+    files of answers. Special tokens are left out; everything else is verbatim."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
@@ -153,8 +153,8 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def parted_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """(stop tokens, stop strings) of stop texts: the name of a special token is not in any answer's text, so it stands
-    for the token."""
+    """Splits stop texts into (stop tokens, stop strings). The name of a special token never appears in an answer's
+    text, so it stands for the token."""
     ids = sorted(special_ids(tokenizer)) if stops else []
     by_name = dict(zip(tokenizer.convert_ids_to_tokens(ids), ids, strict=True)) if ids else {}
     return (
@@ -164,7 +164,7 @@ def parted_stops(tokenizer: Any, stops: Sequence[str]) -> tuple[frozenset[int], 
 
 
 def stop_tokens(tokenizer: Any, folder: Path) -> frozenset[int]:
-    """Where an answer ends: the tokenizer's end token and those of the model's generation config."""
+    """Tokens that end an answer: the tokenizer's end token and those of the model's generation config."""
     stops: set[int] = set()
     if tokenizer.eos_token_id is not None:
         stops.add(int(tokenizer.eos_token_id))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories as jagged NumPy arrays, and the ids that they keep for life."""
+"""Trajectories as jagged NumPy arrays, and their permanent ids."""
 
 # N trajectories · T tokens of all of them, one after the other
 
@@ -89,7 +89,7 @@ class TrajectoryIds:
         return np.lexsort((attempt, branch, sample, prompt_index)).astype(np.int64)
 
     def repeated(self) -> TrajectoryIds:
-        """The ids that stand here more than once, each named once."""
+        """The ids that occur here more than once, each listed once."""
         if _ascends(self.array_N4):
             return TrajectoryIds(self.array_N4[:0])
         rows = self.array_N4[self.order]
@@ -97,7 +97,7 @@ class TrajectoryIds:
         return TrajectoryIds(np.unique(rows[1:][again], axis=0).reshape(-1, 4))
 
     def positions_of(self, wanted: TrajectoryIds) -> Ints:
-        """Where each wanted id stands here, -1 where it does not. Ids here must not repeat."""
+        """Position of each wanted id, -1 if it is absent. Ids here must not repeat."""
         both = TrajectoryIds(np.concatenate([self.array_N4, wanted.array_N4]))
         order = both.order
         rows = both.array_N4[order]
@@ -112,13 +112,13 @@ class TrajectoryIds:
         return positions[len(self) :]
 
     def without(self, others: TrajectoryIds) -> TrajectoryIds:
-        """The ids that `others` has not."""
+        """The ids that `others` does not have."""
         known = TrajectoryIds(np.unique(others.array_N4, axis=0).reshape(-1, 4))
         return self.take(np.flatnonzero(known.positions_of(self) < 0))
 
 
 def _ascends(rows_N4: Ints) -> bool:
-    """Whether the rows are strictly ascending already, which they mostly are: then nothing needs sorting."""
+    """Whether the rows are already strictly ascending, which is the usual case: then no sort is needed."""
     if len(rows_N4) < 2:
         return True
     differs = rows_N4[1:] != rows_N4[:-1]
@@ -128,7 +128,7 @@ def _ascends(rows_N4: Ints) -> bool:
 
 
 class Rows(Protocol):
-    """What can be stored, cut and joined by row: each row belongs to one trajectory."""
+    """Data that can be stored, cut and joined by row: each row belongs to one trajectory."""
 
     @property
     def ids(self) -> TrajectoryIds:
@@ -155,7 +155,7 @@ RowsT = TypeVar("RowsT", bound=Rows)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Jagged:
-    """Flat arrays that all have one value per token, and where each trajectory begins. Read-only once made."""
+    """Flat arrays with one value per token, and where each trajectory begins. Read-only once created."""
 
     ids: TrajectoryIds
     offsets: Ints  # N + 1
@@ -192,7 +192,7 @@ class _Jagged:
         return self.ids.array_N4.nbytes + self.offsets.nbytes + flat
 
     def take(self, rows: Ints) -> Self:
-        """These rows, in this order. Neighbours are copied in one piece, so whole stretches cost little."""
+        """These rows, in this order. Neighbours are copied at once, so contiguous ranges cost little."""
         lengths = self.lengths_N[rows]
         breaks = np.flatnonzero(np.diff(rows) != 1)
         edges = np.r_[0, breaks + 1, len(rows)] if len(rows) else np.zeros(1, np.int64)
@@ -218,7 +218,8 @@ class _Jagged:
 
 
 def _read_only(values: NDArray[Any]) -> NDArray[Any]:
-    """As they come out of the object store; the same in one process, so that no role writes into another's rows."""
+    """Makes arrays read-only, like those from the object store. This holds in one process too, so that no role writes
+    into another's rows."""
     view = values.view()
     view.flags.writeable = False
     return view
@@ -234,7 +235,8 @@ def _pieces(values: NDArray[Any], begins: list[int], ends: list[int]) -> NDArray
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrajectoryBlock(_Jagged):
-    """Trajectories stored together: prompt and answer tokens, which of them are trained, and who sampled them."""
+    """Trajectories stored together: prompt and answer tokens, which of them are trained, and the version that sampled
+    them."""
 
     tokens_T: NDArray[np.int32]
     loss_mask_T: NDArray[np.bool_]
@@ -256,7 +258,7 @@ class TokenColumn(_Jagged):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ValueColumns(_Jagged):
-    """What a critic says of each token: the value of the state that it was sampled in, and what follows from that."""
+    """A critic's results for each token: the value of the state that it was sampled in, and what follows from that."""
 
     values_T: NDArray[np.float32]
     advantages_T: NDArray[np.float32]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where rows are tokenized: in the calling thread, or in processes of their own; the order of results is the same."""
+"""Tokenizes rows in the calling thread or in separate processes; the order of results is the same."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _POLL_S = 0.2
 
 
 class ChunkMaker(Protocol):
-    """Makes chunks of rows into documents; results come in the order of submission."""
+    """Turns chunks of rows into documents; results come in the order of submission."""
 
-    capacity: int  # how many chunks may be under way
+    capacity: int  # how many chunks may be in flight
 
     def submit(self, rows: RowsOfSources) -> None:
         """Queues a chunk of rows."""
 
     def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
-        """The oldest chunk's documents; None when stopped meanwhile."""
+        """The oldest chunk's documents; None if stopped while waiting."""
 
     def close(self) -> None:
         """Ends the processes, if there are any."""
 
 
 class InlineMaker:
-    """Makes them in the thread that asks."""
+    """Makes them in the calling thread."""
 
     capacity = 1
 
@@ -65,11 +65,10 @@ class InlineMaker:
 
 
 class TokenizerPool:
-    """Makes them in `num_workers` processes, in turn: chunk i goes to worker i modulo their number.
+    """Makes them in `num_workers` processes, round-robin: chunk i goes to worker i modulo their number.
 
-    Each worker has one chunk under way. It waits only for its pipe; it is freed by the next chunk, by `close`, and by
-    the death of its parent, so none is left behind.
-    """
+    Each worker has one chunk in flight. It waits only for its pipe. The next chunk, `close`, and the death of its
+    parent unblock it, so none is left behind."""
 
     def __init__(self, spec: MakerSpec, num_workers: int) -> None:
         self.capacity = num_workers
@@ -97,7 +96,7 @@ class TokenizerPool:
         self._num_submitted += 1
 
     def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
-        """Waits for the oldest chunk; None when stopped meanwhile."""
+        """Waits for the oldest chunk; None if stopped while waiting."""
         number = self._num_received % self.capacity
         pipe, process = self._pipes[number], self._processes[number]
         while not is_stopped():
@@ -135,8 +134,8 @@ class TokenizerPool:
 
 
 def _work(pipe: Connection, spec: MakerSpec) -> None:
-    """A worker's life: waits for chunks on its pipe and answers each in turn; ends when the pipe closes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it ends its workers
+    """A worker's main loop: waits for chunks on its pipe and answers them in order; ends when the pipe closes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends its workers
     threading.Thread(target=_end_with_parent, daemon=True).start()
     maker = None
     try:
@@ -155,7 +154,7 @@ def _work(pipe: Connection, spec: MakerSpec) -> None:
 def _sendable(error: Exception) -> Exception:
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # exceptions of plug-ins may not survive the trip
+    except Exception:  # exceptions of plug-ins may not survive pickling
         return DataError(f"{type(error).__name__}: {error}")
     return error
 
