@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a process that runs user code is doing, in shared memory: the parent can read it when the process hangs or
+"""Shared memory that shows what a process with user code is doing. The parent can read it when the process hangs or
 dies."""
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ _WORD = 8
 class Activity:
     """Counters and slots in a shared file. The child writes them, the parent reads them.
 
-    A slot belongs to one unit of user code: an episode, or a reward function. It holds a number other than 0 while
-    that code runs. `progress` changes as long as the child's event loop goes round or enters user code.
-    """
+    A slot belongs to one unit of user code: an episode, or a reward function. It is nonzero while that code runs.
+    `progress` changes as long as the child's event loop runs or enters user code."""
 
     def __init__(self, file: int, num_slots: int) -> None:
         self._map = mmap.mmap(file, self.num_bytes(num_slots))
@@ -30,7 +29,7 @@ class Activity:
 
     @staticmethod
     def num_bytes(num_slots: int) -> int:
-        """Size of the shared file for so many slots."""
+        """Size of the shared file for this many slots."""
         return (_FIRST_SLOT + num_slots) * _WORD
 
     def beat(self) -> None:
@@ -38,17 +37,17 @@ class Activity:
         self._words[_BEATS] += 1
 
     def enter(self, slot: int, value: int | None) -> None:
-        """Writes a value into the slot. Without one it counts: an episode can be in its coroutine and in threads."""
+        """Sets the slot to a value, or counts it up without one: an episode can be in its coroutine and in threads."""
         with self._lock:
             self._words[_ENTRIES] += 1
             self._words[_FIRST_SLOT + slot] = self._words[_FIRST_SLOT + slot] + 1 if value is None else value
 
     def leave(self, slot: int, value: int | None) -> None:
-        """User code of a slot has returned; `value` is what `enter` got."""
+        """Marks that user code of a slot has returned; `value` is the one given to `enter`."""
         with self._lock:
             if value is None:
                 self._words[_FIRST_SLOT + slot] -= 1
-            elif self._words[_FIRST_SLOT + slot] == value:  # not one that came after a call that was given up
+            elif self._words[_FIRST_SLOT + slot] == value:  # not the value of a newer call, after one that was given up
                 self._words[_FIRST_SLOT + slot] = 0
 
     @property
@@ -64,7 +63,7 @@ class Activity:
 
 
 class Mark:
-    """Around user code: its slot is set while it runs."""
+    """A context around user code: its slot is set while it runs."""
 
     def __init__(self, activity: Activity, slot: int, value: int | None = None) -> None:
         self._activity, self._slot, self._value = activity, slot, value
@@ -99,9 +98,9 @@ class _Driven:
                 return stop.value
             try:
                 value, error = (yield signal), None
-            except BaseException as raised:  # cancellation, for instance: the user's code hears it
+            except BaseException as raised:  # cancellation, for instance, which user code can catch
                 value, error = None, raised
 
 
-# Of the user code that this task or thread runs; None where nobody watches.
+# Of the user code that this task or thread runs; None if it is not tracked.
 MARK: ContextVar[Mark | None] = ContextVar("MARK", default=None)

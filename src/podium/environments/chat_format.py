@@ -20,7 +20,7 @@ _NAMED_LIST = re.compile(r"\s*([\w.-]+)\s*(?:\[ARGS\])?\s*")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """One call as the model wrote it. The arguments are JSON; the tool checks whether they fit."""
+    """One call as the model wrote it. The arguments are JSON; the tool validates them."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -39,7 +39,7 @@ Call = ToolCall | BadCall
 
 
 def detect_format(tokenizer: Any, given: ToolFormat | None = None) -> ToolFormat:
-    """The format that the tokenizer's chat template teaches, or the one given; a fenced block where it teaches none."""
+    """The format that the tokenizer's chat template uses, or the given one; a fenced block if it has none."""
     if given is not None:
         return given
     template = _template_text(tokenizer)
@@ -69,7 +69,7 @@ def parse_calls(text: str, form: ToolFormat) -> tuple[Call, ...]:
 
 
 def _template_text(tokenizer: Any) -> str:
-    """A tokenizer may have several templates by name: the one for tools counts."""
+    """The template's text. If a tokenizer has several named templates, the one for tools counts."""
     if not getattr(tokenizer, "chat_template", None):
         return ""
     return str(tokenizer.get_chat_template(None, [{}]))
@@ -103,7 +103,7 @@ def _enclosed(text: str, opening: str, closing: str) -> Iterator[Call]:
 
 
 def _listed(text: str) -> Iterator[Call]:
-    """Behind the marker: a list of calls, or (newer models) a name and its arguments, each with a marker of its own."""
+    """After the marker: a list of calls, or (newer models) a name and its arguments, each with its own marker."""
     for part in text.split(_LIST)[1:]:
         whole = _LIST + part
         named = _NAMED_LIST.match(part)
@@ -117,8 +117,8 @@ def _listed(text: str) -> Iterator[Call]:
 
 
 def _bare(text: str) -> Iterator[Call]:
-    """Whole answers that are JSON objects with a name, one behind the other with `;` or white space in between; behind
-    the python tag whatever else was said."""
+    """Whole answers that are JSON objects with a name, separated by `;` or white space; after the python tag,
+    regardless of other text."""
     _, tagged, code = text.partition(_PYTHON)
     rest = (code if tagged else text).strip()
     if tagged and not rest.startswith("{"):

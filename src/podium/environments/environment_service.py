@@ -17,7 +17,7 @@ from podium.recipe.on_policy import EnvironmentSection
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Make an environment and reset it."""
+    """Creates an environment and resets it."""
 
     place: int
     task: Task
@@ -25,7 +25,7 @@ class Begin:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Step with a turn of the model."""
+    """Steps with a turn of the model."""
 
     place: int
     turn: Turn
@@ -33,7 +33,7 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Close the environment, if it can be closed, and forget it."""
+    """Closes the environment, if it has a `close`, and forgets it."""
 
     place: int
 
@@ -62,7 +62,7 @@ class EnvironmentService:
         return [tool.schema for tool in load_tools(self._section.tools)] if self._section.tools else []
 
     async def answer(self, order: Begin | Take | End, tell: Callable[[Any], None]) -> EnvironmentResponse:
-        """Runs one call of an episode's environment; what it raises becomes the reply's error."""
+        """Runs one call of an episode's environment; an exception becomes the reply's error."""
         place = order.place
         MARK.set(Mark(self._activity, place))
         value, error = None, None
@@ -101,7 +101,7 @@ class EnvironmentService:
 
 
 class _NotMadeError(Exception):
-    """The text says all."""
+    """The text is the whole message."""
 
 
 def _text(error: Exception) -> str:
@@ -116,7 +116,8 @@ def _closes(environment: Any) -> bool:
 
 
 def _plain(returned: Any) -> Any:
-    """Observations and outcomes as our own classes, which the runner can read; of other things only what they are."""
+    """Observations and outcomes as Podium's classes, which the runner can unpickle; other objects only as a
+    description."""
     match returned:
         case None:
             return None
@@ -132,6 +133,6 @@ def _plain(returned: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Something that an environment may not return."""
+    """A value that an environment may not return."""
 
     kind: str

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Episodes: a policy and an environment take turns, thousands at the same time; each episode ends as tokens to train
-on."""
+"""Episodes: a policy and an environment take turns, in thousands of episodes at once. Each episode ends as tokens to
+train on."""
 
 # L new tokens of one answer · T tokens of a whole episode
 
@@ -47,8 +47,8 @@ MakeEnvironment = Callable[[], Environment]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TurnRequest:
-    """Asks the policy for one answer. The prompt is the whole conversation so far: an engine that keys random numbers
-    by id and position gives every turn its own part of the episode's stream."""
+    """A request for one answer. The prompt is the whole conversation so far: an engine that keys random numbers by id
+    and position gives every turn its own part of the episode's stream."""
 
     id: TrajectoryId
     turn: int
@@ -69,8 +69,8 @@ class TurnAnswer:
 
 
 class Policy(Protocol):
-    """Generates the answers. A problem with one request comes back as an answer with finish "error"; an exception means
-    that the policy itself is broken, and goes through to the caller."""
+    """Generates the answers. A problem with one request comes back as an answer with finish "error". An exception means
+    that the policy itself is broken, and is raised in the caller."""
 
     async def answer(self, request: TurnRequest, /) -> TurnAnswer:
         """Generates the answer to one turn."""
@@ -79,12 +79,12 @@ class Policy(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeLimits:
-    """When an episode ends at the latest."""
+    """Limits that end an episode."""
 
     max_turns: int
     max_new_tokens: int  # of one answer
-    max_episode_tokens: int | None = None  # behind the prompt, the environment's too
-    max_length: int | None = None  # prompt and everything behind it: the engine's context
+    max_episode_tokens: int | None = None  # after the prompt, the environment's too
+    max_length: int | None = None  # prompt and everything after it: the engine's context
     timeout_s: float = 60.0  # of one call of reset, step or close; an environment may allow its step more
 
     def room(self, num_prompt_tokens: int, num_tokens: int) -> int:
@@ -97,11 +97,10 @@ class EpisodeLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Episode:
-    """An episode that is over.
+    """A finished episode.
 
-    finish: `done`, the environment ended it; `turns`, the model had all its turns; `tokens`, a token limit cut the last
-    answer off or left no room for another; `error`, environment or engine failed: nothing of it is trained.
-    """
+    finish: `done`, the environment ended it; `turns`, the model used all its turns; `tokens`, a token limit cut off the
+    last answer or left no room for another; `error`, environment or engine failed, and nothing of it is trained."""
 
     id: TrajectoryId
     tokens_T: Tokens
@@ -119,17 +118,17 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
-        """Answers of the model."""
+        """Number of the model's answers."""
         return len(self.turn_ends)
 
     @property
     def reward(self) -> float:
-        """The environment's, all turns together."""
+        """Sum of the environment's rewards over all turns."""
         return math.fsum(self.turn_rewards)
 
     @property
     def answer(self) -> str:
-        """What the model said last."""
+        """The model's last answer."""
         said = [message for message in self.messages[self.num_prompt_messages :] if message["role"] == "assistant"]
         return str(said[-1]["content"]) if said else ""
 
@@ -145,7 +144,7 @@ async def run_episode(
     greedy: bool = False,
 ) -> Episode:
     """Plays one episode to its end. Waits for the environment (bounded by limits.timeout_s) and for the policy (whose
-    adapter owns that deadline). What the environment does wrong is in the episode that comes back."""
+    adapter owns that deadline). Errors of the environment are recorded in the returned episode."""
     running = _Running(environment, task, policy, tokenizer, id=id, limits=limits, greedy=greedy)
     try:
         finish, error = await running.play(), None
@@ -166,11 +165,10 @@ async def run_episodes(
     concurrency: int,
     greedy: bool = False,
 ) -> AsyncGenerator[Episode, None]:
-    """Episodes as they finish, at most `concurrency` under way; `jobs` is read as places become free.
+    """Yields episodes as they finish, with at most `concurrency` running; `jobs` is read as places become free.
 
-    An exception of the policy comes out after what had finished before it; the other episodes are then cancelled, as
-    they are when the caller stops early (close the generator, or leave it in `contextlib.aclosing`).
-    """
+    An exception of the policy is raised after all episodes that finished before it. The other episodes are then
+    cancelled, as they are when the caller stops early (close the generator, or leave it in `contextlib.aclosing`)."""
     finished: asyncio.Queue[Episode | None] = asyncio.Queue()
     waiting = iter(jobs)
 
@@ -217,7 +215,7 @@ def environment_maker(section: EnvironmentSection | None, key: str = "environmen
 
 
 def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:
-    """The episodes' tokens laid end to end, in this order."""
+    """The episodes' tokens concatenated in this order."""
     offsets = np.zeros(len(episodes) + 1, np.int64)
     np.cumsum([len(episode.tokens_T) for episode in episodes], out=offsets[1:])
     return TrajectoryBlock(
@@ -231,7 +229,7 @@ def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:
 
 
 class _EpisodeError(Exception):
-    """Why an episode cannot go on."""
+    """Why an episode cannot continue."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -246,7 +244,7 @@ class _Checked:
 
 @contextlib.contextmanager
 def _guarded() -> Iterator[None]:
-    """Around work on tokens: a chat that the template or the tokenizer refuses ends the episode."""
+    """A context for work on tokens: a chat that the template or the tokenizer refuses ends the episode."""
     try:
         yield
     except (ChatTemplateError, DataError) as error:
@@ -259,7 +257,7 @@ def _guarded() -> Iterator[None]:
 
 
 class _Running:
-    """An episode under way."""
+    """A running episode."""
 
     def __init__(
         self, environment: Environment, task: Task, policy: Policy, tokenizer: TurnTokenizer, *, id: TrajectoryId,
@@ -289,7 +287,7 @@ class _Running:
         raise _EpisodeError(f"max_turns is {self._limits.max_turns}, so the model may not answer at all.")
 
     async def close(self) -> None:
-        """A failure of close changes nothing about the episode: it is counted, not raised."""
+        """Closes the environment. A failure of close does not change the episode: it is counted, not raised."""
         if callable(getattr(self._environment, "close", None)):
             try:
                 await self._call("close")
@@ -346,7 +344,7 @@ class _Running:
             greedy=self._greedy,
         )
         answer = await self._policy.answer(request)
-        if len(answer.tokens_L) > 0:  # also of an answer that was cut off: what was sampled is not thrown away
+        if len(answer.tokens_L) > 0:  # also of a truncated answer: sampled tokens are not discarded
             stopped = answer.finish == "stop"
             with _guarded():
                 transcript.add_answer(answer.tokens_L, answer.logprobs_L, answer.versions_L, stopped=stopped)
@@ -397,7 +395,7 @@ class _Running:
             raise _EpisodeError(f"{method} returned messages that are none: {error}") from error
 
     async def _call(self, method: str, *given: Any) -> Any:
-        """A method of the environment; whatever it raises, or its taking too long, ends the episode."""
+        """Calls a method of the environment; an exception or a timeout ends the episode."""
         called = getattr(self._environment, method)
         try:
             if isinstance(self._environment, BoundedEnvironment):
@@ -425,7 +423,7 @@ async def _run_job(
         failed = _Running(SingleTurn(), task, policy, tokenizer, id=id, limits=limits, greedy=greedy)
         return failed.over("error", f"the environment cannot be made: {type(error).__name__}: {error}")
     replay = ReplayPolicy(policy)
-    while True:  # who makes the environments bounds how often one is lost
+    while True:  # the maker of environments bounds how often one is lost
         try:
             return await run_episode(environment, task, replay, tokenizer, id=id, limits=limits, greedy=greedy)
         except EpisodeLostError as lost:

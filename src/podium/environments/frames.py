@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Literal, cast
 
 Kind = Literal["call", "partial", "value", "error"]
-"""A call; something on the way to its answer; its answer; why it has none (a text)."""
+"""A call; a partial answer; its answer; or why it has none (a text)."""
 _KINDS: tuple[Kind, ...] = ("call", "partial", "value", "error")
 _HEADER = struct.Struct("<QBI")
 
@@ -46,12 +46,11 @@ class FrameProtocol(asyncio.Protocol):
         del self._buffer[:begin]
 
     def send(self, number: int, kind: Kind, payload: bytes) -> None:
-        """Never waits: what the other end has not read yet is buffered here. After the end of the connection nothing is
-        sent.
+        """Never waits: data that the other end has not read yet is buffered here. After the end of the connection
+        nothing is sent.
 
-        Messages of one round of the event loop are sent together, which takes a third of the time. Partial answers are
-        sent at once, because the process may not live to the next round.
-        """
+        Messages of one iteration of the event loop are sent together, which takes a third of the time. Partial answers
+        are sent at once, because the process may not survive until the next iteration."""
         if not self._outgoing and kind != "partial":
             asyncio.get_running_loop().call_soon(self._flush)
         self._outgoing.append(_HEADER.pack(number, _KINDS.index(kind), len(payload)) + payload)

@@ -22,7 +22,7 @@ from podium.environments.rewards import Reward, RewardResult, Sample
 CallId = tuple[int, int]
 """One call of a batch: position of the reward, and position among its calls."""
 
-# Calls of one reward that may hang in one batch before the rest is given up: each costs a whole timeout, and a thread.
+# Calls of one reward that may hang in one batch before the rest is given up: each costs a whole timeout and a thread.
 MOST_HANGING = 16
 
 
@@ -31,8 +31,7 @@ class Grade:
     """The reward of one episode. It has either `total` or `error`.
 
     `values` and `failures` are by reward, in the order of the rewards; a reward with neither does not apply to this
-    episode. A failure of a reward of weight 0, which is only logged, does not change the total.
-    """
+    episode. The failure of a reward of weight 0, which is only logged, does not change the total."""
 
     id: TrajectoryId
     values: tuple[float | None, ...]
@@ -46,9 +45,8 @@ class Grade:
 class Observer:
     """Watches a grading from outside, and carries over the results of an earlier attempt.
 
-    `known`: results that are not computed again, or why there is none. `alone`: calls that run first, one at a time.
-    `mark`: the context of each call while it runs. `on_settled` gets each result, in any thread.
-    """
+    `known`: results (or failures) that are not computed again. `alone`: calls that run first, one at a time. `mark`:
+    the context of each call while it runs. `on_settled` gets each result, in any thread."""
 
     mark: Callable[[CallId], Mark]
     on_calls: Callable[[Sequence[int]], None]  # how many calls each reward has
@@ -58,11 +56,10 @@ class Observer:
 
 
 class EpisodeGrader:
-    """Grades batch after batch; asynchronous functions keep their event loop between batches. Close it in the end.
+    """Grades batches; asynchronous functions keep their event loop between batches. Close it in the end.
 
     `also_scored`: other rewards (a reward model's) are added to the total elsewhere, so that a sample to which no
-    reward here applies is worth 0 and not an error.
-    """
+    reward here applies is worth 0 and not an error."""
 
     def __init__(
         self, rewards: Sequence[Reward], *, timeout_s: float, also_scored: bool = False,
@@ -72,19 +69,19 @@ class EpisodeGrader:
         self._timeout_s = timeout_s
         self._also_scored = also_scored
         self._most_hanging = most_hanging
-        self._lanes: list[SyncLane | AsyncLane] = []  # that were left behind with a call in them
+        self._lanes: list[SyncLane | AsyncLane] = []  # abandoned with a call in them
         self._loops: dict[int, AsyncLane] = {}  # by position of the reward
 
     @property
     def num_stuck(self) -> int:
-        """Calls that were given up and still run, in threads or as tasks that will not be cancelled. They cannot be
-        stopped from here: a worker that has some should be replaced."""
+        """Number of calls that were given up and still run, in threads or as tasks that ignore cancellation. They
+        cannot be stopped from here: a worker that has some should be replaced."""
         self._lanes = [lane for lane in self._lanes if lane.num_stuck]
         return sum(lane.num_stuck for lane in (*self._lanes, *self._loops.values()))
 
     async def grade(self, samples: Sequence[Sample], observer: Observer | None = None) -> list[Grade]:
-        """One grade for each sample, in order. Rewards run side by side; of a synchronous one there is one call at a
-        time, so that it need not be thread-safe. Waits for user code, for at most `timeout_s` a call."""
+        """One grade for each sample, in order. Rewards run in parallel. A synchronous reward has one call at a time, so
+        that it need not be thread-safe. Waits for user code, for at most `timeout_s` a call."""
         calls = [reward.calls(samples) for reward in self._rewards]
         works = [self._work(at, [[samples[each] for each in call] for call in calls[at]], observer) for at in self._all]
         if observer is not None:
@@ -96,7 +93,7 @@ class EpisodeGrader:
         return [self._graded(sample, [outcomes[at] for outcomes in by_reward]) for at, sample in enumerate(samples)]
 
     async def aclose(self) -> None:
-        """Ends the event loops of asynchronous functions; what hangs in them is left behind."""
+        """Ends the event loops of asynchronous functions; calls that hang in them are abandoned."""
         loops, self._loops = list(self._loops.values()), {}
         for lane in loops:
             await asyncio.to_thread(lane.close)
@@ -131,8 +128,8 @@ class EpisodeGrader:
         await (self._run_async(at, work) if self._rewards[at].is_async else self._run_sync(work))
 
     async def _run_sync(self, work: Work) -> None:
-        """One thread calls for one sample after the other. When a call outlives its deadline, the thread is abandoned
-        with it, and a new one continues with the next sample."""
+        """One thread makes the calls for one sample after the other. When a call outlives its deadline, its thread is
+        abandoned, and a new one continues with the next sample."""
         begin, num_hanging = 0, 0
         while begin < len(work.batches):
             if num_hanging >= self._most_hanging:
@@ -154,8 +151,8 @@ class EpisodeGrader:
         return None
 
     async def _run_async(self, at: int, work: Work) -> None:
-        """All calls share one event loop. A call that blocks the loop is abandoned with it, and the calls that it held
-        up run again in a new loop."""
+        """All calls share one event loop. A call that blocks the loop is abandoned with it, and the delayed calls run
+        again in a new loop."""
         num_hanging = 0
         while not work.is_done:
             if num_hanging >= self._most_hanging:

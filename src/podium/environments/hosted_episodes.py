@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Environments in separate processes: one that blocks, crashes or hangs fails its own episode only.
+"""Environments in separate processes: one that blocks, crashes or hangs fails only its own episode.
 
 Most episodes of a runner share one process. When it is lost, the episode that caused it fails. The others run again
 from their beginning, with the same answers of the model, in processes of fewer episodes. At the third attempt an
-episode is alone in its process.
-"""
+episode is alone in its process."""
 
 from __future__ import annotations
 
@@ -21,13 +20,13 @@ from podium.environments.protocol import BoundedEnvironment, CallFailedError, Ep
 from podium.environments.user_process import ProcessLostError, UserProcess
 from podium.recipe.on_policy import EnvironmentSection
 
-# Episodes in one process after so many losses, and how many such processes there are at most at a time.
+# Episodes in one process by number of losses, and the most such processes at a time.
 _RETRY_EPISODES = (16, 1)
 _RETRY_PROCESSES = (4, 8)
-# Calls in one process that have outlived their deadline, before the process is replaced.
+# Calls in one process that may outlive their deadline before the process is replaced.
 MOST_OVERDUE = 8
-# Episodes one after the other that ended or blocked their process, none finishing in between, before the rest of a
-# shard is given up: each may cost a whole timeout.
+# Consecutive episodes that end or block their process before the rest of a shard is given up: each may cost a whole
+# timeout.
 MOST_FAILED = 16
 
 
@@ -43,7 +42,7 @@ class _Process:
 
     @property
     def num_unusable(self) -> int:
-        """Places in which code of an episode that is over still runs."""
+        """Places in which code of a finished episode still runs."""
         return self.num_places - len(self.free) - self.num_episodes
 
 
@@ -57,7 +56,7 @@ class EnvironmentHost:
     """The environment processes of one episode runner. For one event loop; `open` first, and `close` in the end."""
 
     def __init__(self, section: EnvironmentSection, *, output: OutputCap) -> None:
-        """Starts the first process, and does not wait for it."""
+        """Starts the first process without waiting for it."""
         self._section, self._output = section, output
         self._num_places = (section.concurrency, *_RETRY_EPISODES)
         self._processes: tuple[list[_Process], ...] = ([self._spawned(0)], [], [])
@@ -66,7 +65,7 @@ class EnvironmentHost:
         self.tool_schemas: list[dict[str, Any]] = []
 
     async def open(self) -> None:
-        """Waits for the first process, which has loaded the recipe's environment. Raises what is wrong with it."""
+        """Waits for the first process, which loads the recipe's environment. Raises its error if that fails."""
         most = (count * episodes for count, episodes in zip(_RETRY_PROCESSES, _RETRY_EPISODES, strict=True))
         self._room = (None, *(asyncio.Semaphore(each) for each in most))
         self.tool_schemas = await self._processes[0][0].process.ready()
@@ -76,11 +75,11 @@ class EnvironmentHost:
         return HostedEnvironment(self, losses=0)
 
     def begin_shard(self) -> None:
-        """Counts the failures of processes anew."""
+        """Resets the count of process failures."""
         self._num_failed = 0
 
     def end_shard(self) -> None:
-        """All episodes are over: calls that still hang end with their process, and so do the processes of retries."""
+        """Called when all episodes are over: ends the processes with hanging calls, and the processes of retries."""
         for losses, tier in enumerate(self._processes):
             for each in list(tier):
                 if losses or each.retired or each.num_unusable or each.num_overdue:
@@ -93,7 +92,7 @@ class EnvironmentHost:
                 self._end(each, "the runner is closed")
 
     async def acquire(self, losses: int) -> _EpisodeSlot:
-        """A place for an episode that was lost so many times. Waits for one to become free."""
+        """A place for an episode that was lost this many times. Waits until one is free."""
         room = self._room[losses]
         if room is not None:
             await room.acquire()
@@ -114,7 +113,8 @@ class EnvironmentHost:
         return place
 
     def release(self, place: _EpisodeSlot, losses: int, *, is_free: bool) -> None:
-        """The episode is over, or lost with its process. A place in which code still runs is not used again."""
+        """Releases the place of an episode that is over, or lost with its process. A place in which code still runs is
+        not used again."""
         room, host = self._room[losses], place.host
         if room is not None:
             room.release()
@@ -139,7 +139,7 @@ class EnvironmentHost:
             place.host.retired = True
 
     def note_finished(self) -> None:
-        """An episode finished: the environment does not always block."""
+        """Records that an episode finished: the environment does not always block."""
         self._num_failed = 0
 
     def _added(self, losses: int) -> _Process:
@@ -163,7 +163,7 @@ class EnvironmentHost:
 
 
 class HostedEnvironment(BoundedEnvironment):
-    """An environment whose code runs in another process. Deadlines are kept there."""
+    """An environment whose code runs in another process, which enforces the deadlines."""
 
     def __init__(self, host: EnvironmentHost, *, losses: int) -> None:
         self._host, self._losses = host, losses
@@ -181,7 +181,7 @@ class HostedEnvironment(BoundedEnvironment):
         return await self._call(Take(self._place.number, turn))
 
     async def close(self) -> None:
-        """Waits only where the user's environment has a `close`."""
+        """Waits only if the user's environment has a `close`."""
         place = self._place
         if place is None:
             return
@@ -195,7 +195,7 @@ class HostedEnvironment(BoundedEnvironment):
                 place.host.process.post(End(place.number), slot=place.number)
                 self._host.note_finished()
         except EpisodeLostError:
-            pass  # the episode itself is over, and what it would have closed is gone with its process
+            pass  # the episode itself is over, and its resources are gone with its process
         finally:
             self._place = None
             self._host.release(place, self._losses, is_free=self._is_free)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reward functions in a separate process: a call that ends or freezes the process fails, and the others go on."""
+"""Reward functions in a separate process: a call that ends or freezes the process fails, and the others continue."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from podium.environments.user_process import ProcessLostError, UserProcess
 
 
 class HostedGrader:
-    """Grades batch after batch in a process that is replaced when it is lost, or when calls hang in it. For one event
-    loop; `open` first, and `close` in the end."""
+    """Grades batches in a process that is replaced when it is lost, or when calls hang in it. For one event loop;
+    `open` first, and `close` in the end."""
 
     def __init__(self, spec: RewardSpec, *, output: OutputCap) -> None:
-        """Starts the process, and does not wait for it."""
+        """Starts the process without waiting for it."""
         self._spec, self._output = spec, output
         self._process = self._spawned()
 
     async def open(self) -> None:
-        """Waits until the recipe's rewards are loaded. Raises what is wrong with them."""
+        """Waits until the recipe's rewards are loaded. Raises their error if that fails."""
         await self._process.ready()
 
     async def grade(self, purpose: str, samples: Sequence[Sample]) -> list[Grade]:
-        """One grade for each sample. Results that came before a loss are kept; the call to blame fails. Where several
+        """One grade for each sample. Results from before a loss are kept; the call that caused it fails. If several
         were running, these are called again one at a time, so that the next loss has one cause."""
         progress = _Progress()
         while True:
@@ -63,7 +63,7 @@ class HostedGrader:
 
 
 class _Progress:
-    """Results of one batch over all attempts at it."""
+    """Results of one batch over all attempts."""
 
     def __init__(self) -> None:
         self.known: dict[CallId, list[RewardResult] | str] = {}
@@ -80,7 +80,7 @@ class _Progress:
             self._num_in_a_row = 0
 
     def lose(self, lost: ProcessLostError) -> None:
-        """Each loss settles a call, or leads to one that does: the batch comes to an end."""
+        """Each loss settles a call, or leads to one that does, so the batch always ends."""
         self.num_lost += 1
         self._num_in_a_row += 1
         open_calls = [
@@ -93,5 +93,5 @@ class _Progress:
         if self._num_in_a_row >= MOST_HANGING:
             why = f"was not called, after {MOST_HANGING} calls in a row that ended or blocked their process"
             self.known.update(dict.fromkeys((call for call in open_calls if call not in self.known), why))
-        # Suspects of several, and those of an earlier loss that are not cleared yet.
+        # Suspects among several, and those of an earlier loss that are not cleared yet.
         self.alone = [call for call in dict.fromkeys((*self.alone, *suspects)) if call not in self.known]

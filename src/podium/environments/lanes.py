@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where reward functions run: a thread that makes one call after the other, or an event loop in a thread.
+"""Runs reward functions: in a thread that makes one call after the other, or in an event loop in a thread.
 
 Neither can be stopped from outside when user code hangs in it. It is abandoned as a daemon, and its late results are
-dropped. In a run, all of this is in a process that can be killed: see hosted_grading.py.
-"""
+dropped. In a run, all of this is in a process that can be killed: see hosted_grading.py."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from podium.environments.activity import Mark
 from podium.environments.rewards import Reward, RewardResult, Sample
 from podium.errors import PodiumError, what_raised
 
-# Asynchronous calls under way at the same time: enough for a remote judge, and not an attack on it.
+# Asynchronous calls in flight: enough for a remote judge without overloading it.
 _MOST_AT_ONCE = 256
 _CLOSING_S = 2.0
 
@@ -35,7 +34,7 @@ class Work:
         marks: Callable[[int], Mark] | None = None,
         on_settled: Callable[[int, list[RewardResult]], None] | None = None,
     ) -> None:
-        """`marks` gives what is around each call, by position; `on_settled` hears of each result, in any thread."""
+        """`marks` gives the context around each call, by position; `on_settled` gets each result, in any thread."""
         self.reward = reward
         self.batches = batches
         self.results: list[list[RewardResult] | None] = [None] * len(batches)
@@ -47,8 +46,8 @@ class Work:
         return all(result is not None for result in self.results)
 
     def tell(self, position: int) -> None:
-        """Of a result that is written. May wait for the thread that the grading is waited for in, so that it is not
-        called with a lock that this thread takes."""
+        """Reports a written result. May wait for the thread that awaits the grading, so it must not be called with a
+        lock that this thread takes."""
         outcomes = self.results[position]
         if self._on_settled is not None and outcomes is not None:
             self._on_settled(position, outcomes)
@@ -58,7 +57,7 @@ class Work:
         self.results[position] = [RewardResult(None, failure)] * len(self.batches[position])
 
     def only(self, position: int) -> Work:
-        """One call of this work for itself; its result is this work's too."""
+        """A single call of this work; its result also counts for this work."""
         marks = self._marks
 
         def settled(_: int, outcomes: list[RewardResult]) -> None:
@@ -83,7 +82,7 @@ class Work:
         return [RewardResult(None, _describe_error(error))] * len(self.batches[position])
 
     def called(self, position: int) -> list[RewardResult]:
-        """Makes the call here and now."""
+        """Makes the call in this thread."""
         batch = self.batches[position]
         try:
             with contextlib.nullcontext() if self._marks is None else self._marks(position):
@@ -108,14 +107,14 @@ class Work:
 
 
 class SyncLane:
-    """A thread that makes calls in order, from a first one on, until it is abandoned."""
+    """A thread that makes calls in order, starting at a given one, until it is abandoned."""
 
     def __init__(self, work: Work, begin: int, home: asyncio.AbstractEventLoop) -> None:
         self._work = work
         self._position, self._since = begin, time.monotonic()
         self._home, self._done = home, asyncio.Event()
         self._left = False
-        self._lock = threading.Lock()  # what is called now, since when, and whether anybody still listens
+        self._lock = threading.Lock()  # the current call, its start, and whether its result still counts
         self._thread = threading.Thread(target=self._run, name=f"reward {work.reward.name}", daemon=True)
 
     @property
@@ -124,8 +123,8 @@ class SyncLane:
         return int(self._thread.is_alive())
 
     async def run(self, timeout_s: float) -> int | None:
-        """Waits until all calls are made, or one has taken longer than `timeout_s`: then the thread is left, and this
-        is that call's position."""
+        """Waits until all calls are made, or one has taken longer than `timeout_s`: then the thread is abandoned, and
+        the position of that call is returned."""
         self._thread.start()
         while not self._done.is_set():
             with self._lock:
@@ -140,7 +139,7 @@ class SyncLane:
         return None
 
     def leave(self) -> None:
-        """The thread ends after the call that it is in."""
+        """Abandons the thread, which ends after its current call."""
         with self._lock:
             self._left = True
 
@@ -178,8 +177,8 @@ class AsyncLane:
 
     async def run(self, work: Work, timeout_s: float, too_slow: str) -> list[int] | None:
         """Waits until all open calls of the work have a result. A call that takes longer than `timeout_s` is cancelled
-        and fails. When the loop is in one and the same call for that long, the call blocks it: the lane must be left,
-        and these are the positions of the calls to blame."""
+        and fails. When the loop stays in a single call for that long, the call blocks it: the lane must be abandoned,
+        and the positions of the responsible calls are returned."""
         home, news = asyncio.get_running_loop(), asyncio.Event()
         batch = _OpenCalls(work, self._loop, timeout_s, too_slow, self._overdue)
 
@@ -206,7 +205,7 @@ class AsyncLane:
         return None
 
     def close(self) -> None:
-        """Ends the loop's thread; waits for it, but not for user code that will not end."""
+        """Ends the loop's thread; waits for it, but not for user code that does not end."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(_CLOSING_S)
         self._blocked = self._thread.is_alive()
@@ -260,7 +259,7 @@ class _OpenCalls:
         return asyncio.current_task(self._loop), self._num_settled, self._num_beats
 
     def leave(self) -> list[int]:
-        """Writes nothing from here on; the call that the loop is in now, or all open ones where that is unknown.
+        """Writes nothing from here on. Returns the call that the loop is in now, or all open ones if that is unknown.
         From any thread."""
         with self._lock:
             self._left = True
@@ -276,7 +275,7 @@ class _OpenCalls:
             task.add_done_callback(self._finished)
 
     async def _timed(self, position: int) -> list[RewardResult]:
-        # The deadline counts from here and not from the task's creation: others may have had the loop in between.
+        # The deadline counts from here and not from the task's creation: other tasks may have run in between.
         task = asyncio.current_task()
         assert task is not None
         timer = self._loop.call_later(self._timeout_s, self._late, task)

@@ -8,11 +8,11 @@ from collections import deque
 from dataclasses import dataclass
 from fractions import Fraction
 
-# Answers are whatever a model wrote: `1e999999999` must not be worked out, nor a million digits converted.
+# A model can write anything: `1e999999999` must not be computed, nor a million digits converted.
 _MOST_DIGITS = 400
 _LARGEST_EXPONENT = 400
 
-# Possessive quantifiers (++) throughout: no answer can make the search go back and forth.
+# Possessive quantifiers (++) throughout: no answer can cause backtracking.
 _PLAIN = r"(?:(?>\d{1,3}(?:,\d{3})++(?!\d)|\d++)(?:\.\d++)?+|(?<!\.)\.\d++)"
 _TIMES = r"\s*+(?:×|[xX*]|\\times|\\cdot)\s*+"
 
@@ -47,13 +47,13 @@ _MARK = "####"
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact value; `percent` when a percent sign stands behind it, which is not worked out."""
+    """An exact value; `percent` if a percent sign follows it, which is not applied."""
 
     value: Fraction
     percent: bool
 
     def is_near(self, other: Number, tolerance: float) -> bool:
-        """Equal up to `tolerance`. Where only one of them has a percent sign, 50% stands for 50 and for 0.5."""
+        """Equal up to `tolerance`. If only one of them has a percent sign, 50% matches 50 and 0.5."""
         limit = Fraction(tolerance)
         if abs(self.value - other.value) <= limit:
             return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A bound on what user code may print: the first mebibytes are passed on, the rest is read and dropped."""
+"""A limit on the output of user code: the first mebibytes are passed on, the rest is read and dropped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class OutputCap:
         self._lock = threading.Lock()
 
     def take(self, num_bytes: int) -> int:
-        """How many of these bytes may be kept. The first that may not is reported in the log."""
+        """How many of these bytes may be kept. The first dropped byte is reported in the log."""
         with self._lock:
             num_kept = min(num_bytes, self._max_bytes - self._num_bytes)
             self._num_bytes += num_kept
@@ -42,12 +42,12 @@ class OutputCap:
 
     @property
     def warning(self) -> str | None:
-        """For the console, once something was dropped."""
+        """Warning for the console, once something was dropped."""
         return self._warning
 
     def forward(self, process: subprocess.Popen[bytes]) -> None:
-        """Reads the process's output in a thread until its end, and passes on what may be kept. Reading never stops
-        while the process lives: a full pipe would block it in the middle of a call."""
+        """Reads the process's output in a thread until its end, and passes on the part within the limit. Reading never
+        stops while the process lives: a full pipe would block it in the middle of a call."""
         assert process.stdout is not None
         assert process.stderr is not None
         thread = threading.Thread(

@@ -25,8 +25,7 @@ class Observation:
     """The beginning of an episode: a chat (a string is a user message), raw text to continue, or, without both, the
     task's own prompt.
 
-    `tools` are JSON schemas that the chat template shows to the model; None: the task's own tools.
-    """
+    `tools` are JSON schemas that the chat template shows to the model; None: the task's own tools."""
 
     messages: Sequence[Message] | str | None = None
     text: str | None = None
@@ -37,10 +36,9 @@ class Observation:
 class Turn:
     """One answer of the model.
 
-    `text` is what it said, without special tokens, as rewards see it (`answer`); `calls` are the tool calls in it, also
-    those that a format marks by special tokens and those that cannot be read, in order; `finish` is "length" when a
-    token limit cut the answer off.
-    """
+    `text` is the answer without special tokens, as rewards see it (`answer`). `calls` are its tool calls in order,
+    including those marked by special tokens and those that cannot be parsed. `finish` is "length" if a token limit cut
+    the answer off."""
 
     number: int  # from 0
     text: str
@@ -50,12 +48,11 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Outcome:
-    """What a turn led to.
+    """The result of a turn.
 
-    `messages` go on with the conversation: a list of {role, content}, or a string, which a user says in a chat and
-    which is appended as it is to raw text. `reward` belongs to this turn; an episode's is the sum. With `done` nothing
-    more is generated (messages are then kept for the record only). `metrics` are numbers, summed over the turns.
-    """
+    `messages` continue the conversation: a list of {role, content}, or a string. A string becomes a user message in a
+    chat and is appended verbatim to raw text. `reward` belongs to this turn; an episode's is the sum. With `done`
+    nothing more is generated (messages are then only recorded). `metrics` are numbers, summed over the turns."""
 
     messages: Sequence[Message] | str = ()
     reward: float = 0.0
@@ -64,32 +61,32 @@ class Outcome:
 
 
 class Environment(Protocol):
-    """One episode's world: an instance is made for every episode and not used again.
+    """The environment of one episode: an instance is created for every episode and not used again.
 
     Methods may be coroutines, which run in the event loop with all other episodes and must not block it, or plain
     functions, which run in a thread. Both have a deadline (recipe: environment.timeout_s). An exception ends this
-    episode with finish "error" and no other. `close()`, if there is one, is called at the end, whatever happened.
-    In a run, environments live in processes of their own: see hosted_episodes.py.
+    episode with finish "error" and no other. `close()`, if there is one, is always called at the end.
 
-    An environment whose `step` may take longer, because it bounds several calls by themselves, says so by an attribute
-    `step_timeout_s`.
-    """
+    In a run, environments run in separate processes: see hosted_episodes.py.
+
+    An environment whose `step` may take longer, because it bounds several calls itself, sets an attribute
+    `step_timeout_s`."""
 
     def reset(self, task: Task, /) -> Observation | Awaitable[Observation | None] | None:
-        """Called once, before the model says anything. None stands for Observation()."""
+        """Called once, before the model's first answer. None means Observation()."""
         ...
 
     def step(self, turn: Turn, /) -> Outcome | Awaitable[Outcome]:
-        """Called with every answer of the model, the last one that the limits allow included."""
+        """Called with every answer of the model, including the last one that the limits allow."""
         ...
 
 
 class BoundedEnvironment:
-    """Base of environments whose methods are coroutines that keep their deadlines themselves."""
+    """Base of environments whose methods are coroutines that enforce their own deadlines."""
 
 
 class CallFailedError(Exception):
-    """User code failed in another process, which continues. The text says how."""
+    """User code failed in another process, which continues. The text gives the reason."""
 
 
 class EpisodeLostError(Exception):
@@ -102,7 +99,7 @@ class EpisodeLostError(Exception):
 
 
 class SingleTurn:
-    """The task's own question and one answer; its reward comes from the recipe's reward functions."""
+    """The task's own prompt and one answer; its reward comes from the recipe's reward functions."""
 
     async def reset(self, task: Task, /) -> Observation:
         """Leaves the task's own prompt as it is."""
@@ -114,11 +111,10 @@ class SingleTurn:
 
 
 async def call_within(timeout_s: float | None, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
-    """Calls user code: a coroutine function here, any other in a thread of its own. TimeoutError after the deadline.
+    """Calls user code: a coroutine function here, any other in a separate thread. TimeoutError after the deadline.
 
-    Code that outlives its deadline is cancelled and left alone: waiting for it to notice would hand it our time, and a
-    thread cannot be stopped at all (it is a daemon, so that the process can end).
-    """
+    Code that outlives its deadline is cancelled and abandoned, because waiting for it could take any time. A thread
+    cannot be stopped at all (it is a daemon, so that the process can end)."""
     running = asyncio.ensure_future(_called(functools.partial(function, *given, **named)))
     try:
         done, _ = await asyncio.wait({running}, timeout=timeout_s)
@@ -136,7 +132,7 @@ async def call_within(timeout_s: float | None, function: Callable[..., Any], /, 
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine at once; also of callable objects and partial functions."""
+    """Whether calling it returns a coroutine; also for callable objects and partial functions."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -177,8 +173,8 @@ async def _called(function: Callable[[], Any]) -> Any:
 
 
 async def _in_thread(function: Callable[[], Any], mark: Mark | None) -> Any:
-    """Not in the loop's executor: a call that never returns would keep one of its few threads for ever, and the process
-    with it."""
+    """Uses a new thread, not the loop's executor: a call that never returns would occupy one of its few threads
+    forever, and keep the process alive."""
     loop = asyncio.get_running_loop()
     outcome: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
 
@@ -191,7 +187,7 @@ async def _in_thread(function: Callable[[], Any], mark: Mark | None) -> Any:
         try:
             with contextlib.nullcontext() if mark is None else mark:
                 value = function()
-        except BaseException as error:  # to be raised where somebody waits
+        except BaseException as error:  # to be raised in the waiting caller
             raised = error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(deliver, value, raised)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs an episode again with the answers that the policy gave before, as long as the prompts are the same."""
+"""Runs an episode again with the policy's earlier answers, as long as the prompts are the same."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ if TYPE_CHECKING:
 
 
 class ReplayPolicy:
-    """The policy of one episode. An episode that runs again, because its process was lost, gets the tokens that it had.
-    Where the environment replies differently the prompt differs, and the engine generates from there on."""
+    """The policy of one episode. An episode that runs again, because its process was lost, gets its earlier tokens. If
+    the environment replies differently, the prompt differs, and the engine generates from there on."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._answers: list[tuple[TurnRequest, TurnAnswer]] = []
 
     async def answer(self, request: TurnRequest, /) -> TurnAnswer:
-        """The answer of the earlier attempt where the request is the same, else the policy's."""
+        """The answer of the earlier attempt if the request is the same, else the policy's."""
         if request.turn < len(self._answers):
             earlier, earlier_answer = self._answers[request.turn]
             same = earlier.max_new_tokens == request.max_new_tokens and np.array_equal(earlier.prompt, request.prompt)

@@ -21,7 +21,7 @@ _SENT_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSpec:
-    """Rewards of the recipe, by purpose: the sections and the key under which they stand."""
+    """Rewards of the recipe, by purpose: the sections and their key."""
 
     sections: Mapping[str, tuple[tuple[RewardSection, ...], str]]
     timeout_s: float
@@ -30,7 +30,7 @@ class RewardSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradeBatch:
-    """Grade these; `known` and `alone` are an Observer's. `careful`: every result is sent before the next call."""
+    """A batch to grade; `known` and `alone` are an Observer's. `careful`: every result is sent before the next call."""
 
     purpose: str
     samples: Sequence[Sample]
@@ -41,14 +41,14 @@ class GradeBatch:
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """How many calls each reward has; comes first."""
+    """Number of calls of each reward; sent first."""
 
     counts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """Results of calls since the last time."""
+    """Results of calls since the last message."""
 
     results: tuple[tuple[CallId, list[RewardResult]], ...]
 
@@ -64,11 +64,11 @@ class RewardService:
         }
 
     def describe(self) -> None:
-        """Nothing: the rewards are loaded."""
+        """Empty: the rewards are loaded."""
 
     async def answer(self, order: GradeBatch, tell: Callable[[Any], None]) -> tuple[list[Grade], int]:
-        """Grades one batch, and reports results as they come. The number is of calls that outlived their deadline and
-        still run."""
+        """Grades one batch, and reports results as they come. Returns the number of calls that outlived their deadline
+        and still run."""
         grader, news = self._graders[order.purpose], _News(asyncio.get_running_loop(), tell, careful=order.careful)
         observer = Observer(
             mark=lambda call: Mark(self._activity, call[0], call[1] + 1),
@@ -92,7 +92,7 @@ class _News:
         self._timer = loop.call_later(_TELL_EVERY_S, self._tick)
 
     def add(self, call: CallId, outcomes: list[RewardResult]) -> None:
-        """From the thread of any lane."""
+        """Adds a result, from the thread of any lane."""
         self._waiting.append((call, outcomes))
         if self._careful and threading.current_thread() is not threading.main_thread():
             sent = threading.Event()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's rewards, ready to be called: custom functions and verifiers, and the checks of what they return."""
+"""A recipe's rewards, ready to be called: custom functions and verifiers, and checks of their return values."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Reward:
 
     @property
     def per(self) -> Per:
-        """What one call is given: a sample, a batch or a group."""
+        """The input of one call: a sample, a batch or a group."""
         return self.signature.per
 
     def calls(self, samples: Sequence[Sample]) -> list[list[int]]:
-        """Positions of the samples that go into one call each; a group is called once, however it lies in the batch."""
+        """Positions of the samples of each call; a group is one call, wherever its samples are in the batch."""
         match self.per:
             case "sample":
                 return [[position] for position in range(len(samples))]
@@ -65,11 +65,11 @@ class Reward:
                 return list(groups.values())
 
     def call(self, samples: Sequence[Sample]) -> Any:
-        """What the function returns for one call's samples; an awaitable where it is asynchronous."""
+        """The function's return value for one call's samples; an awaitable if it is asynchronous."""
         return self.function(**self.signature.arguments(samples), **self.options)
 
     def outcomes(self, returned: Any, count: int) -> list[RewardResult]:
-        """What was returned for `count` samples, made sense of."""
+        """Parses the return value for `count` samples."""
         if self.per == "sample":
             return [self._outcome(returned)]
         values = _as_list(returned)
@@ -92,7 +92,7 @@ class Reward:
             extras = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
             returned = returned["score"]
         if returned is None:
-            # TRL's way to say that a function has no opinion on a sample; elsewhere it is a forgotten return.
+            # In TRL, None means that a reward does not apply to a sample; elsewhere it is a forgotten return.
             return RewardResult(None, None if self.signature.style == "trl" else "returned None", extras)
         value = _number(returned)
         if value is None:
@@ -205,7 +205,7 @@ def _as_list(returned: Any) -> list[Any] | None:
 
 
 def _number(value: Any) -> float | None:
-    """Python's, NumPy's and other libraries' scalars as a float; None for what is not one, text included."""
+    """Python's, NumPy's and other libraries' scalars as a float; None for other values, including text."""
     scalar = isinstance(value, bool | int | float | np.bool_ | np.integer | np.floating | Fraction | Decimal)
     if not scalar and (isinstance(value, str | bytes | complex) or getattr(value, "shape", None) != ()):
         return None

@@ -49,7 +49,7 @@ _STRICT_METASCHEMA = Draft202012Validator(
 
 
 def schema_problems(schema: Any) -> list[str]:
-    """Why this is not a schema that `fits` understands, one sentence each; nothing when it is."""
+    """Why this is not a schema that `fits` supports, one sentence each; empty if it is."""
     errors = (best_match([error]) for error in _STRICT_METASCHEMA.iter_errors(schema))
     problems = sorted({_describe(error) for error in errors if error is not None})
     if not problems:
@@ -60,7 +60,7 @@ def schema_problems(schema: Any) -> list[str]:
 
 
 def fits(value: Any, schema: Schema) -> bool:
-    """Whether parsed JSON is what the schema describes. The schema has no problems."""
+    """Whether parsed JSON matches the schema, which must have no problems."""
     return Draft202012Validator(schema, registry=_LOCAL, format_checker=_FORMATS).is_valid(value)
 
 

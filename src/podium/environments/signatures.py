@@ -22,9 +22,8 @@ Per = Literal["sample", "batch", "group"]
 class Sample:
     """One episode as a reward sees it.
 
-    `answer` is what the model said, without its end token; of several turns, what it said last. `turns` is then the
-    whole conversation, the prompt's messages first.
-    """
+    `answer` is the model's answer without its end token; with several turns, the last one. `turns` is then the whole
+    conversation, the prompt's messages first."""
 
     id: TrajectoryId
     group: int  # the prompt's index: samples of one group answer the same task
@@ -43,7 +42,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """How a function is called: what one call is given, and the names of the arguments that samples fill."""
+    """How a function is called: the input of one call, and the names of the arguments that samples fill."""
 
     style: Style
     per: Per
@@ -54,7 +53,7 @@ class Signature:
     options: tuple[str, ...] = ()  # names that are not filled from columns: the recipe gives them
 
     def arguments(self, samples: Sequence[Sample]) -> dict[str, Any]:
-        """The keyword arguments of one call; with per sample there is one sample."""
+        """The keyword arguments of one call. With per sample there is one sample."""
         if self.per == "sample":
             [sample] = samples
             return {name: _OF_SAMPLE[name](sample) for name in self.names}
@@ -82,7 +81,7 @@ class Signature:
 def fit_signature(
     function: Callable[..., Any], options: Mapping[str, Any], *, style: Style | Literal["auto"], per: Per, key: str
 ) -> Signature:
-    """How to call `function`. Raises a RecipeError that names `key` and the parameters where it cannot be called."""
+    """How to call `function`. Raises a RecipeError that names `key` and the parameters if it cannot be called."""
     given = _Parameters.of(function, options, key)
     whose = _style_of(given.named) if style == "auto" else style
     if whose != "podium" and per != "sample":
@@ -101,7 +100,7 @@ def fit_signature(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Parameters:
-    """What a function can be given by name."""
+    """Arguments that a function accepts by name."""
 
     text: str  # the function's name, with its parameters, for errors
     named: tuple[str, ...]
@@ -220,7 +219,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _ground_truth(sample: Sample) -> Any:
-    """As verl's rows have it, which need not be text; else the reference."""
+    """The ground truth as in verl's rows, which need not be text; else the reference."""
     column = sample.row.get("reward_model")
     value = column.get("ground_truth") if isinstance(column, Mapping) else None
     return sample.reference if value is None else value

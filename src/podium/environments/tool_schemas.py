@@ -30,7 +30,7 @@ class ToolArguments:
     schema: Mapping[str, Any]
 
     def __init__(self, function: Callable[..., Any], name: str, descriptions: Mapping[str, str]) -> None:
-        """A parameter without a type, or of one that JSON cannot express, raises a RecipeError."""
+        """Raises a RecipeError for a parameter without a type, or with a type that JSON cannot express."""
         self._name = name
         parameters = inspect.signature(function).parameters
         hints = _hints(function, name)
@@ -51,7 +51,7 @@ class ToolArguments:
             ) from error
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the function takes them; an ArgumentError names what does not fit."""
+        """The arguments as Python values; an ArgumentError names those that do not fit."""
         try:
             # As JSON: there a string may be an Enum and an array a tuple, and strict still refuses "3" for 3.
             text = json.dumps(_integral(arguments), ensure_ascii=False)
@@ -79,7 +79,7 @@ class ToolArguments:
 
 
 class _ToolJsonSchema(GenerateJsonSchema):
-    """Schemas as chat templates know them from transformers: without titles and defaults, Optional as `nullable`."""
+    """Schemas in the style of transformers for chat templates: without titles and defaults, Optional as `nullable`."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -176,7 +176,7 @@ def _inlined(node: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def _integral(value: Any) -> Any:
-    """2.0 as 2, which JSON Schema calls an integer too."""
+    """2.0 as 2, which JSON Schema also calls an integer."""
     match value:
         case float() if value.is_integer():
             return int(value)

@@ -29,8 +29,8 @@ class Tool:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
-        """Reads signature and docstring: the first paragraph describes the tool, `Args:` its parameters. A parameter
-        without a type, or of one that JSON cannot express, raises a RecipeError."""
+        """Reads signature and docstring: the first paragraph describes the tool, `Args:` its parameters. Raises a
+        RecipeError for a parameter without a type, or with a type that JSON cannot express."""
         name = getattr(function, "__name__", type(function).__name__)
         description, descriptions = read_docstring(inspect.getdoc(function) or "")
         arguments = ToolArguments(function, name, descriptions)
@@ -38,28 +38,28 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates expect it."""
+        """The schema in the format of chat templates."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.arguments.schema)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolResult:
-    """What a call came to, as the model reads it."""
+    """The result of a call, as the model reads it."""
 
     text: str
     failed: bool
 
 
 def load_tools(paths: Sequence[str], key: str = "environment.tools") -> list[Tool]:
-    """The functions that a recipe names. Two of one name raise a RecipeError."""
+    """The functions that a recipe names. Duplicate names raise a RecipeError."""
     tools = [Tool.of(plugins.load(path, f"{key}.{index}")) for index, path in enumerate(paths)]
     _require_distinct(tools, key)
     return tools
 
 
 async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float, max_chars: int) -> ToolResult:
-    """One call. A failure becomes a text that begins with `error:`."""
+    """Runs one call. A failure becomes a text that begins with `error:`."""
     try:
         result = await call_within(timeout_s, tool.function, **tool.arguments.validate(arguments))
         text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
@@ -73,11 +73,10 @@ async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float
 
 
 class ToolEnvironment:
-    """The task's own question, and tools that the model may call before it answers.
+    """The task's own prompt, and tools that the model may call before it answers.
 
     Calls of one turn run one after the other, and their results come back as messages in the same order. An answer
-    without a call ends the episode. Metrics: turns, tool_calls, failed_tool_calls.
-    """
+    without a call ends the episode. Metrics: turns, tool_calls, failed_tool_calls."""
 
     def __init__(
         self,
@@ -88,13 +87,13 @@ class ToolEnvironment:
         max_calls: int = 16,
         role: Literal["tool", "user"] = "tool",
     ) -> None:
-        """`max_chars` of a result, `max_calls` of one turn; `role` user for templates that know no tool messages."""
+        """`max_chars` of a result, `max_calls` of one turn; `role` user for templates without tool messages."""
         loaded = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in tools]
         _require_distinct(loaded, "environment.tools")
         self._tools = {tool.name: tool for tool in loaded}
         self._timeout_s, self._max_chars, self._max_calls = timeout_s, max_chars, max_calls
         self._role = role
-        # The calls of a turn run one after the other, and each has all of its time.
+        # The calls of a turn run one after the other, and each has its full timeout.
         self.step_timeout_s = timeout_s * max_calls + 1.0
 
     async def reset(self, task: Task, /) -> Observation:
@@ -129,7 +128,7 @@ class ToolEnvironment:
         return await run_tool(tool, call.arguments, timeout_s=self._timeout_s, max_chars=self._max_chars)
 
     def _message(self, call: Call, result: ToolResult, call_id: str) -> Message:
-        """With an id of nine characters, which some templates insist on."""
+        """A message with an id of nine characters, which some templates require."""
         message: Message = {"role": self._role, "content": result.text}
         if self._role == "tool":
             message["tool_call_id"] = call_id
@@ -143,7 +142,7 @@ def _failed(why: str, max_chars: int) -> ToolResult:
 
 
 def _cut(text: str, max_chars: int) -> str:
-    # Half an emoji, which a model can put into its arguments as an escape, is no text that a tokenizer reads.
+    # Half an emoji, which a model can write as an escape in its arguments, cannot be tokenized.
     text = text.encode("utf-8", "replace").decode("utf-8")
     return text if len(text) <= max_chars else f"{text[:max_chars]}... (cut: {len(text)} characters in all)"
 

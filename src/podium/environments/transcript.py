@@ -22,8 +22,8 @@ from podium.data.tokenizer import answer_text
 from podium.environments.chat_format import Call, ToolFormat, detect_format, parse_calls
 from podium.errors import DataError, ModelError
 
-# Stands in a rendering for what the model said. Letters: no tokenizer that splits at words joins the last one with the
-# newline or bracket that a template writes behind a turn.
+# Replaces the model's answer in a rendering. Letters: no tokenizer that splits at words joins the last one with the
+# newline or bracket that a template writes after a turn.
 _STAND_IN = "okay"
 _THOUGHT = "hmm"
 _QUESTION: Message = {"role": "user", "content": "question"}
@@ -35,18 +35,19 @@ _PROBE_TOOL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TranscriptSpan:
-    """Tokens that joined the conversation together: the prompt, an answer, or a reply of the environment."""
+    """Tokens added to the conversation together: the prompt, an answer, or a reply of the environment."""
 
     tokens_L: Tokens
     logprobs_L: NDArray[np.float32]  # 0 where not sampled
     versions_L: Tokens  # -1 where not sampled
     sampled: bool
-    stopped: bool = False  # an answer that ended by itself, not by a limit
+    stopped: bool = False  # an answer that ended at a stop token, not at a limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EnvironmentReply:
-    """What an environment's messages add to a transcript, and the rendering that the next reply continues."""
+    """The tokens that an environment's messages add to a transcript, and the rendering that the next reply
+    continues."""
 
     tokens_L: Tokens
     shadow: tuple[Message, ...]
@@ -55,7 +56,7 @@ class EnvironmentReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TranscriptArrays:
-    """A transcript as a TrajectoryBlock holds it, and where each answer's last token is."""
+    """A transcript in the format of a TrajectoryBlock, and the position of each answer's last token."""
 
     tokens_T: Tokens
     loss_mask_T: Mask
@@ -68,8 +69,7 @@ class Transcript:
     """The tokens of one episode so far. It begins with a chat that waits for an answer, or with raw text.
 
     In a chat, the model's template renders every reply with the whole conversation. Placeholders replace the answers,
-    because their sampled tokens are kept and never tokenized again from text.
-    """
+    because their sampled tokens are kept and never tokenized again from text."""
 
     def __init__(self, tokenizer: TurnTokenizer, start: Sequence[Message] | str, tools: Tools = None) -> None:
         self._tokenizer, self._tools = tokenizer, tools
@@ -102,7 +102,7 @@ class Transcript:
     def add_answer(
         self, tokens_L: Tokens, logprobs_L: NDArray[np.float32], versions_L: Tokens, *, stopped: bool
     ) -> None:
-        """An answer exactly as it was sampled; `stopped` when it ended by itself."""
+        """Adds an answer exactly as it was sampled; `stopped` if it ended at a stop token."""
         if not len(tokens_L) == len(logprobs_L) == len(versions_L) or len(tokens_L) == 0:
             raise DataError(
                 f"an answer has {len(tokens_L)} tokens, {len(logprobs_L)} log-probs and {len(versions_L)} versions; "
@@ -119,7 +119,7 @@ class Transcript:
         )
 
     def reply(self, messages: Sequence[Message]) -> EnvironmentReply:
-        """What these messages would add behind the last answer, the prompt for the next answer included."""
+        """The tokens that these messages would add after the last answer, including the next generation prompt."""
         assert self._pieces[-1].sampled, "a reply follows an answer"
         if self._shadow is None:
             text = "".join(str(message.get("content", "")) for message in messages)
@@ -128,7 +128,7 @@ class Transcript:
         shadow = (*self._shadow, form.message(messages), *messages)
         rendered = self._tokenizer.render(shadow, self._tools)
         if not rendered.startswith(self._rendered):
-            # A template that writes the date changes at midnight, which is no rewriting of what was said.
+            # A template that writes the date changes at midnight, which does not rewrite earlier turns.
             self._rendered = self._tokenizer.render(self._shadow, self._tools)
         tokens = self._tokenizer.encode_behind(self._tokenizer.tail(self._rendered, rendered, form))
         tokens = tokens[self._tokenizer.already_said(self._pieces[-1], tokens) :]
@@ -159,7 +159,8 @@ class Transcript:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StandIn:
-    """An assistant turn for renderings. Some templates want to see it think, or call the tools whose results follow."""
+    """An assistant turn for renderings. Some templates require reasoning in it, or calls of the tools whose results
+    follow."""
 
     thought: str  # begins the content where the template knows reasoning: it must not get lost
     calls: bool
@@ -186,7 +187,8 @@ class TurnTokenizer:
         self.tool_format = detect_format(tokenizer, tool_format)
 
     def text_prompt(self, text: str) -> Tokens:
-        """Raw text, as single answers to it get it too: begun as the tokenizer begins texts, and not ended."""
+        """Tokens of raw text, the same as for single answers: with the tokenizer's start token, and without an end
+        token."""
         return self._prompts.tokens(None, text, None, Row({}, "the episode's prompt"))
 
     def chat_prompt(self, rendered: str) -> Tokens:
@@ -194,12 +196,12 @@ class TurnTokenizer:
         return np.array(self._renderer.encode(rendered), np.int32)
 
     def text_of(self, tokens_L: Tokens) -> str:
-        """What an answer says, as a reward sees it."""
+        """The text of an answer, as a reward sees it."""
         return answer_text(self._tokenizer, tokens_L.tolist())
 
     def calls_of(self, tokens_L: Tokens, *, stopped: bool) -> tuple[Call, ...]:
-        """The tool calls of an answer. They are looked for in all that it wrote but the token that ended it: some
-        formats mark calls by special tokens, which are not in its text."""
+        """The tool calls of an answer. They are parsed from all tokens except the final stop token: some formats mark
+        calls by special tokens, which are not in its text."""
         tokens = tokens_L.tolist()
         if stopped and tokens and tokens[-1] in self._renderer.special_ids:
             tokens.pop()
@@ -207,23 +209,23 @@ class TurnTokenizer:
         return parse_calls(str(marked), self.tool_format)
 
     def continuation(self, text: str) -> Tokens:
-        """Text behind raw text."""
+        """Tokens of text that follows raw text."""
         return np.array(self.encode_behind(text), np.int32)
 
     def render(self, messages: Sequence[Message], tools: Tools) -> str:
-        """The chat as the template renders it, up to the place where the model answers."""
+        """The chat as the template renders it, up to the generation prompt."""
         return self._renderer.text(messages, tools, generation_prompt=True)
 
     def form_before(self, role: str, tools: Tools) -> StandIn:
-        """How an assistant turn has to look that a message of `role` follows; a ChatTemplateError when no form lets
-        the conversation grow without being rewritten. Found by trying, once."""
+        """The form of an assistant turn before a message of `role`. Raises a ChatTemplateError if no form lets the
+        conversation grow without being rewritten. Found by trying, once."""
         key = role, tools is None
         if key not in self._forms:
             self._forms[key] = self._fitting_form(role, tools)
         return self._forms[key]
 
     def tail(self, before: str, after: str, form: StandIn) -> str:
-        """What a rendering says behind its last answer; `before` is the prompt that was answered."""
+        """The text of a rendering after its last answer; `before` is the prompt of that answer."""
         if not after.startswith(before):
             raise ChatTemplateError(
                 "the chat template renders the earlier part of the conversation differently once a turn is added, so "
@@ -246,23 +248,23 @@ class TurnTokenizer:
         return self._from_special(tail)
 
     def encode_behind(self, text: str) -> list[int]:
-        """The tokens of a text behind an answer: without the mark that some tokenizers put before a first word."""
+        """The tokens of a text after an answer: without the mark that some tokenizers put before a first word."""
         before, both = self._stand_in_tokens, self._renderer.encode(_STAND_IN + text)
         return both[len(before) :] if both[: len(before)] == before else self._renderer.encode(text)
 
     def already_said(self, answer: TranscriptSpan, tail_L: Sequence[int]) -> int:
-        """How many tokens of what the template writes behind the answer are the answer's own last ones. An answer that
-        was cut off has none of them, and the template's end of turn is added behind it, untrained."""
+        """Number of the template's tokens after the answer that are already the answer's last ones. A truncated answer
+        has none of them, and the template's end of turn is added after it, untrained."""
         said, special = answer.tokens_L.tolist(), self._renderer.special_ids
         most = 0
         while most < min(len(tail_L), len(self._end_tokens)) and tail_L[most] == self._end_tokens[most]:
             most += 1
-        # Where turns have no end, the model stops at the token that begins the next one.
+        # If turns have no end token, the model stops at the token that begins the next turn.
         begins_special = len(tail_L) > 0 and tail_L[0] in special
         for count in range(min(max(most, int(begins_special)), len(said)), 0, -1):
             if said[-count:] == list(tail_L[:count]):
                 return count
-        # Another end of turn that the template knows, such as the one behind a call: it takes the usual one's place.
+        # Another end of turn of the template, such as the one after a call, replaces the usual one.
         ends_special = most > 0 and begins_special
         return int(ends_special and answer.stopped and said[-1] in self._special_ids_of_template)
 
@@ -302,13 +304,13 @@ class TurnTokenizer:
                 raise ChatTemplateError(f"the chat template leaves out what a {role} message says")
 
     def _from_special(self, tail: str) -> str:
-        """Without space before an end-of-turn token: that is the template's taste, the answer ended without it."""
+        """Removes space before an end-of-turn token: the template adds it, the answer ended without it."""
         stripped = tail.lstrip()
         return stripped if stripped.startswith(self._special_texts) else tail
 
     @cached_property
     def _end_text(self) -> str:
-        """What the template writes behind an assistant turn."""
+        """The template's text after an assistant turn."""
         chat = [_QUESTION, {"role": "assistant", "content": _STAND_IN}]
         return self._renderer.text(chat, None, generation_prompt=False).rpartition(_STAND_IN)[2]
 
@@ -332,11 +334,11 @@ class TurnTokenizer:
 
 
 def check_template(tokenizer: Any, *, role: str = "tool", tools: Tools = None) -> None:
-    """Before a run: raises a ModelError unless the chat template can go on with a conversation without rewriting it.
+    """Called before a run: raises a ModelError unless the chat template can continue a conversation without rewriting
+    it.
 
-    `role` is who answers the model: `tool` for tools, `user` for most custom environments. Some templates pass
-    for one and not for the other: they keep reasoning between tool calls and drop it when a user speaks.
-    """
+    `role` is the role that answers the model: `tool` for tools, `user` for most custom environments. Some templates
+    pass for one and not for the other: they keep reasoning between tool calls and drop it after a user message."""
     try:
         TurnTokenizer(tokenizer).form_before(role, tools)
     except ChatTemplateError as error:

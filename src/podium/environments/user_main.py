@@ -31,7 +31,7 @@ class Service(Protocol):
         ...
 
     async def answer(self, order: Any, tell: Callable[[Any], None]) -> Any:
-        """The answer to one call; `tell` sends something on the way to it."""
+        """The answer to one call; `tell` sends partial results before it."""
         ...
 
 
@@ -45,11 +45,11 @@ def main() -> None:
     activity = Activity(file, num_slots)
     os.close(file)
     asyncio.run(_serve(socket.socket(fileno=connection), activity))
-    os._exit(0)  # threads of user code may hang: nobody waits for them
+    os._exit(0)  # threads of user code may hang: they are not joined
 
 
 def _end_with(parent: int) -> None:
-    """The kernel ends this process when its parent dies, also while user code blocks everything here."""
+    """The kernel ends this process when its parent dies, even while user code blocks it."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -57,7 +57,7 @@ def _end_with(parent: int) -> None:
 
 
 async def _serve(connection: socket.socket, activity: Activity) -> None:
-    """Answers until the parent closes the connection. Beats meanwhile: a parent that sees no beat knows that user code
+    """Answers until the parent closes the connection, and sends beats. A parent that sees no beat knows that user code
     blocks the event loop or the interpreter."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
@@ -107,7 +107,7 @@ def _packed(value: Any) -> bytes:
 
 
 def _portable(error: Exception) -> PodiumError | str:
-    """Podium's own errors as they are, others as text: the parent need not have the user's classes."""
+    """Podium's own errors as they are, others as text: the parent may not have the user's classes."""
     if isinstance(error, PodiumError):
         with contextlib.suppress(Exception):
             copy = pickle.loads(pickle.dumps(error))

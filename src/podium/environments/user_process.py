@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process that runs user code for a worker. It can be killed whatever the code does, and reports which code was
-running.
+"""A process that runs user code for a worker. It can be killed at any time, and reports which code was running.
 
-User code may block the event loop, hold Python's interpreter, or end its process. The process itself survives none of
-these. So the worker calls it from outside, under a deadline, and replaces it.
-"""
+User code may block the event loop, hold the GIL, or end its process. The process itself survives none of these. So the
+worker calls it from outside, under a deadline, and replaces it."""
 
 from __future__ import annotations
 
@@ -32,14 +30,14 @@ from podium.errors import PodiumError, RolloutError
 
 _START_S = 120.0  # for the interpreter and for importing the user's modules
 _EXIT_S = 2.0
-# How much longer than a call may take the process may show no progress: a busy machine is not the user's fault.
+# Time beyond a call's limit in which the process may show no progress: a busy machine is not the user's fault.
 _GRACE_S = 1.0
 _LOOK_S = 0.25
 _MAIN = "import sys; sys.path[:] = {path!r}; from podium.environments.user_main import main; main()"
 
 
 class ProcessLostError(Exception):
-    """The process is gone, with every call in it. `suspects` are the slots whose code can have caused it."""
+    """The process is gone, with every call in it. `suspects` are the slots whose code may have caused it."""
 
     def __init__(self, cause: str, suspects: dict[int, int]) -> None:
         super().__init__(cause)
@@ -59,8 +57,8 @@ class UserProcess:
     def __init__(
         self, service: type[Any], arguments: tuple[Any, ...], *, num_slots: int, limit_s: float, output: OutputCap
     ) -> None:
-        """Starts the process, and does not wait for it. `limit_s`: the longest time that user code may keep the
-        process's event loop or interpreter."""
+        """Starts the process without waiting for it. `limit_s`: the longest time that user code may block the process's
+        event loop or interpreter."""
         self._order = service, arguments
         self._limit_s = limit_s + _GRACE_S
         with tempfile.TemporaryFile() as file:
@@ -87,11 +85,11 @@ class UserProcess:
 
     @property
     def is_over(self) -> bool:
-        """It ended, or is about to."""
+        """Whether it has ended, or is about to."""
         return self.lost is not None or bool(self._cause) or self._popen.poll() is not None
 
     async def ready(self) -> Any:
-        """The service's description of itself, once it has started. Raises the user's mistake, or a RolloutError."""
+        """The service's description of itself, once it has started. Raises the user's error, or a RolloutError."""
         if self._ready is None:
             self._ready = asyncio.ensure_future(self._started())
         return await asyncio.shield(self._ready)
@@ -122,8 +120,8 @@ class UserProcess:
             ) from None
 
     async def call(self, order: Any, *, slot: int = 0, on_partial: Callable[[Any], None] | None = None) -> Any:
-        """The service's answer. Waits for user code, whose deadlines the service keeps. When the process shows no
-        progress, because user code blocks it, the process is killed, and this raises ProcessLostError."""
+        """Returns the service's answer. Waits for user code, whose deadlines the service enforces. When the process
+        shows no progress, because user code blocks it, the process is killed, and this raises ProcessLostError."""
         if self.lost is not None:
             raise self.lost
         if self._looking is None:
@@ -131,12 +129,12 @@ class UserProcess:
         return await self._send(order, slot, on_partial)
 
     def post(self, order: Any, *, slot: int = 0) -> None:
-        """A call whose answer nobody waits for."""
+        """Sends a call without waiting for its answer."""
         if self.lost is None and self._frames is not None:
             self._send(order, slot, None)
 
     def kill(self, cause: str) -> None:
-        """Ends the process and what it has started; open calls raise ProcessLostError."""
+        """Ends the process and its children; open calls raise ProcessLostError."""
         if not self._cause:
             self._cause = cause
             self._finalizer()
@@ -147,7 +145,7 @@ class UserProcess:
         number = self._next_number
         self._next_number += 1
         call = _Call(slot, asyncio.get_running_loop().create_future(), on_partial)
-        call.answer.add_done_callback(_heard)  # who called may have been cancelled
+        call.answer.add_done_callback(_heard)  # the caller may have been cancelled
         payload = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
         self._calls[number] = call
         if self._frames is not None:  # else its end is known, and the call is about to be lost
@@ -175,7 +173,7 @@ class UserProcess:
         """The connection is closed: by `kill`, or by the end of the process."""
         self._frames = None
         open_slots = {call.slot for call in self._calls.values()}
-        # Where no code was running for sure, any open call may have caused it, by a thread of its own for instance.
+        # If no code was certainly running, any open call may have caused it, for instance by its own thread.
         self._suspects = dict(self._activity.running) or dict.fromkeys(open_slots, 0)
         if self._cause:
             self._lose(self._cause)
@@ -183,7 +181,7 @@ class UserProcess:
             self._ending = asyncio.ensure_future(self._ended())
 
     async def _ended(self) -> None:
-        """Waits a moment for the exit code, which comes after the end of the connection."""
+        """Waits briefly for the exit code, which comes after the end of the connection."""
         deadline = time.monotonic() + _EXIT_S
         while self._popen.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
@@ -199,8 +197,7 @@ class UserProcess:
                 call.answer.set_exception(self.lost)
 
     def _look(self, seen: tuple[int, int], since: float) -> None:
-        """Looks for progress, again and again while calls are open; kills the process when there is none for too
-        long."""
+        """Checks for progress at intervals while calls are open; kills the process when there is none for too long."""
         self._looking = None
         if not self._calls or self.lost is not None:
             return
@@ -223,7 +220,8 @@ def _heard(answer: asyncio.Future[Any]) -> None:
 
 
 def _popen(connection: int, file: int, num_slots: int) -> subprocess.Popen[bytes]:
-    """A process group of its own: Ctrl-C is the controller's to hear, and `_kill` reaches what user code starts."""
+    """Starts a separate process group: the controller handles Ctrl-C, and `_kill` reaches processes that user code
+    starts."""
     return subprocess.Popen(
         [
             sys.executable, "-c", _MAIN.format(path=[entry or os.getcwd() for entry in sys.path]),

@@ -29,7 +29,7 @@ _FENCED = re.compile(r"```[^\n`]*\n(.*?)```", re.DOTALL)
 
 
 def exact_match(answer: str, reference: str | None, *, ignore_case: bool = False, strip: bool = True) -> float:
-    """1 when the answer is the reference."""
+    """1 if the answer equals the reference."""
     expected = _required(reference)
     if strip:
         answer, expected = answer.strip(), expected.strip()
@@ -39,7 +39,7 @@ def exact_match(answer: str, reference: str | None, *, ignore_case: bool = False
 
 
 def numeric(answer: str, reference: str | None, *, tolerance: float = 1e-6) -> float:
-    """1 when the number that the answer ends with is the reference's; see `numerals` for what a number is."""
+    """1 if the last number of the answer equals the reference's; see `numerals` for what a number is."""
     expected = final_number(_required(reference))
     if expected is None:
         raise DataError(f"the reference {_shortened(reference)} has no number. Use another verifier for such rows.")
@@ -51,7 +51,7 @@ def regex(
     answer: str, reference: str | None, *, pattern: str, mode: Literal["search", "fullmatch"] = "search",
     group: int | str | None = None, ignore_case: bool = False,
 ) -> float:  # fmt: skip
-    """1 when the pattern is found; with `group`, when what that group found is the reference."""
+    """1 if the pattern is found; with `group`, if that group's match equals the reference."""
     compiled = re.compile(pattern, re.IGNORECASE if ignore_case else 0)
     match = compiled.search(answer) if mode == "search" else compiled.fullmatch(answer.strip())
     if group is None:
@@ -62,7 +62,7 @@ def regex(
 
 
 def json_schema(answer: str, reference: str | None = None, *, schema: Schema, fenced: bool = False) -> float:
-    """1 when the answer is JSON that fits; `fenced` takes what stands in its last ``` block, if it has one."""
+    """1 if the answer is JSON that fits; `fenced` uses the content of its last ``` block, if it has one."""
     from podium.environments.schemas import fits  # takes 60 ms, and few recipes use it
 
     if fenced:
@@ -78,9 +78,9 @@ def json_schema(answer: str, reference: str | None = None, *, schema: Schema, fe
 def math_verify(
     answer: str, reference: str | None, *, float_rounding: int = 6, strict: bool = True
 ) -> float:  # fmt: skip
-    """1 when answer and reference are the same expression, number, set or interval, as math-verify reads them.
+    """1 if answer and reference are the same expression, number, set or interval, as math-verify reads them.
 
-    It computes for as long as the expression takes: the caller has a timeout."""
+    Its run time depends on the expression: the caller has a timeout."""
     from math_verify import parse, verify
 
     expected = _as_latex(_required(reference))
@@ -106,7 +106,7 @@ def length(
     answer: str, reference: str | None = None, *, unit: Literal["characters", "words"] = "characters",
     target: int | None = None, min: int | None = None, max: int | None = None, ramp: int | None = None,
 ) -> float:  # fmt: skip
-    """0 where the length is right, down to -1 where it is wrong by `ramp` or more (default: by the bound itself)."""
+    """0 if the length is right, down to -1 if it is wrong by `ramp` or more (default: by the bound itself)."""
     count = len(answer) if unit == "characters" else len(answer.split())
     low = target if target is not None else min
     high = target if target is not None else max
@@ -133,7 +133,8 @@ def bind_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> V
 
 
 def load_verifier(name: VerifierName, options: Mapping[str, Any], key: str) -> Verifier:
-    """`bind_verifier`, and imports what the verifier calls: the time limit of its first call is not for imports."""
+    """Like `bind_verifier`, and imports the verifier's dependencies, so that imports do not count in the first call's
+    timeout."""
     verifier = bind_verifier(name, options, key)
     if name == "math_verify":
         import_all(["math_verify"])
