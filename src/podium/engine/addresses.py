@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ranks meet, as plain values that travel between processes. Torch-free."""
+"""Rendezvous addresses of ranks, as plain values that travel between processes. Torch-free."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ DeviceKind = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileMeeting:
-    """Ranks of one machine meet over a file: nothing listens."""
+    """Ranks of one machine rendezvous over a file: nothing listens."""
 
     path: Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpMeeting:
-    """Ranks meet over a store that one of them serves on `host`, an address of its own node."""
+    """Ranks rendezvous over a store that one of them serves on `host`, an address of its own node."""
 
     host: str
     port: int

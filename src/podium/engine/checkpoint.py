@@ -37,13 +37,13 @@ from podium.models.tensor_shards import Box, TensorShard
 _FORMAT = 1
 _PARTIAL = ".partial-"
 _SUPERSEDED = ".superseded-"
-# The writing thread has a deadline of its own, and knows better what it waited for.
+# The writing thread has its own deadline, and a more specific error.
 _SLACK_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Extras:
-    """What is saved once and is the same on every rank: JSON values and arrays (the data position, for instance)."""
+    """Values saved once that are the same on every rank: JSON values and arrays (the data position, for instance)."""
 
     values: Mapping[str, Any]
     arrays: Mapping[str, np.ndarray]
@@ -59,7 +59,7 @@ class SavedStep:
 
 
 class CheckpointWriter:
-    """Saves steps into one folder, at most one in flight. `wait` is what blocks, with a deadline."""
+    """Saves steps into one folder, at most one in flight. Only `wait` blocks, with a deadline."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CheckpointWriter:
         timeout_s: float,
         beside: Path | None = None,
     ) -> None:
-        """`beside`: another writer's folder whose steps decide which stay here; the one just written always does."""
+        """`beside`: another writer's folder whose steps decide which stay here; the newest always stays."""
         self._folder, self._mesh, self._beside = folder, mesh, beside
         self._keep, self._keep_best = keep, keep_best
         self._background, self._timeout_s = background, timeout_s
@@ -91,7 +91,7 @@ class CheckpointWriter:
             torch.cuda.synchronize(self._mesh.device)
         partial = self._folder / f"{_PARTIAL}{step:08d}"
         if self._mesh.is_main:
-            # Leftovers of saves that were killed: of this step they would pass for parts of it.
+            # Leftovers of killed saves: those of this step would count as parts of it.
             for old in self._folder.glob(f"{_PARTIAL}*"):
                 shutil.rmtree(old, ignore_errors=True)
             partial.mkdir(parents=True)
@@ -106,7 +106,7 @@ class CheckpointWriter:
             self.wait()
 
     def wait(self) -> None:
-        """Until the save in flight is complete; raises what went wrong in it."""
+        """Waits until the save in flight is complete; raises its error if it failed."""
         if self._thread is not None:
             self._thread.join(self._timeout_s + _SLACK_S)
             if self._thread.is_alive():
@@ -120,13 +120,13 @@ class CheckpointWriter:
             raise CheckpointError(f"saving into {self._folder} failed: {failure}") from failure
 
     def grade(self, step: int, heldout_loss: float) -> None:
-        """Notes the held-out loss of a step that was saved before it was known; rank 0 only."""
+        """Records the held-out loss of a step that was saved before the loss was known; rank 0 only."""
         self.wait()
         record = self._folder / f"step-{step:08d}" / "checkpoint.json"
         _write_json(record, {**_read_json(record), "heldout_loss": heldout_loss})
 
     def settle(self, deadline_s: float = 30.0) -> None:
-        """Lets a save in flight end when the run breaks off, so that an error does not cost the newest checkpoint."""
+        """Lets a save in flight finish when the run fails, so that an error does not cost the newest checkpoint."""
         if self._thread is not None:
             self._thread.join(deadline_s)
 
@@ -139,7 +139,8 @@ class CheckpointWriter:
         extras: Extras,
         heldout_loss: float | None,
     ) -> None:
-        """Writes this rank's files; rank 0 then waits (with a deadline) for everyone's index and makes it final."""
+        """Writes this rank's files; rank 0 then waits (with a deadline) for every rank's index and finalises the
+        checkpoint."""
         try:
             name = f"rank-{self._mesh.rank:05d}"
             tensors = partial / f"{name}.safetensors"
@@ -203,7 +204,7 @@ def saved_steps(folder: Path) -> list[SavedStep]:
     steps = []
     for path in sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()):
         loss = None
-        with contextlib.suppress(CheckpointError):  # a damaged one is listed, and found out when it is opened
+        with contextlib.suppress(CheckpointError):  # a damaged one is listed, and detected when it is opened
             loss = _read_json(path / "checkpoint.json").get("heldout_loss")
         steps.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
     return steps
@@ -221,13 +222,13 @@ def set_aside_later(folder: Path, step: int) -> list[int]:
 
 
 def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:
-    """The one with the lowest held-out loss, the newer of two equals."""
+    """The step with the lowest held-out loss, the newer of two equals."""
     scored = [each for each in saved if each.heldout_loss is not None and math.isfinite(each.heldout_loss)]
     return min(scored, key=lambda each: (each.heldout_loss, -each.step)) if scored else None
 
 
 def to_remove(saved: Sequence[SavedStep], *, keep: int, keep_best: bool) -> list[SavedStep]:
-    """All but the newest `keep` and, if asked, the best; pure."""
+    """All steps but the newest `keep` and, if requested, the best; pure."""
     kept_steps = {each.step for each in list(saved)[-keep:]}
     best = best_step(saved) if keep_best else None
     if best is not None:
@@ -236,7 +237,7 @@ def to_remove(saved: Sequence[SavedStep], *, keep: int, keep_best: bool) -> list
 
 
 class CheckpointReader:
-    """One complete checkpoint, verified file by file, from which any rank reads any part."""
+    """One complete checkpoint, verified file by file. Any rank can read any part of it."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         self.folder = folder
@@ -263,7 +264,7 @@ class CheckpointReader:
         return {name: tuple(part["shape"]) for index in self._indexes for name, part in index["pieces"].items()}
 
     def load(self, pieces: Sequence[TensorShard]) -> None:
-        """Fills every piece from whichever ranks wrote it: the number of ranks then and now may differ."""
+        """Fills every piece from the ranks that wrote it: the number of ranks then and now may differ."""
         shapes = self.shapes()
         for piece in pieces:
             if shapes.get(piece.name) != tuple(piece.shape):
@@ -302,7 +303,7 @@ class CheckpointReader:
 
 
 def newest_usable(folder: Path, step: int | None = None) -> CheckpointReader:
-    """The asked or newest checkpoint; a damaged one is named together with the one to use instead."""
+    """The requested or newest checkpoint. The error for a damaged one names the one to use instead."""
     saved = saved_steps(folder)
     if not saved:
         partial = [path.name for path in folder.glob(f"{_PARTIAL}*")]
@@ -333,7 +334,7 @@ def _is_usable(folder: Path) -> bool:
 
 
 def _staged(tensor: Tensor) -> Tensor:
-    """A copy in host memory that training cannot touch any more."""
+    """A copy in host memory that training cannot modify."""
     if tensor.is_cuda:
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Giving a placed model its values, from a run's checkpoint or the base model, until no tensor is left without."""
+"""Fills a placed model with values from a run's checkpoint or the base model, until every tensor has values."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from podium.models.weights import WeightSource, base_name, fill, is_adapter
 
 
 class Filling:
-    """Keeps account of the parameters and persistent buffers whose memory is allocated and whose values are still
-    undefined. (Buffers that no checkpoint holds are computed when the model is spread.)"""
+    """Tracks the parameters and persistent buffers whose memory is allocated and whose values are still undefined.
+    (Buffers that no checkpoint holds are computed when the model is sharded.)"""
 
     def __init__(self, model: PackedCausalLM | PackedScalarLM, parameters: Sequence[TrainedParameter]) -> None:
         self._owner = type(model.hf).__name__
@@ -35,7 +35,7 @@ class Filling:
         }
 
     def undefined(self, *, adapter: bool) -> list[str]:
-        """Names (in the model) of what has no values yet: of an adapter, or of everything else."""
+        """Names (in the model) of tensors without values: those of an adapter, or all others."""
         return [name for name in self._undefined if is_adapter(name) == adapter]
 
     def piece(self, name: str) -> TensorShard:
@@ -43,11 +43,11 @@ class Filling:
         return replace(self._undefined[name], name=base_name(name))
 
     def done(self, name: str) -> None:
-        """Its values were given by the caller."""
+        """Marks a tensor whose values the caller has set."""
         del self._undefined[name]
 
     def from_source(self, names: Sequence[str], source: WeightSource, padded_rows: Mapping[str, int]) -> None:
-        """From the base model or an adapter's folder; `padded_rows` as in `fill`."""
+        """Fills from the base model or an adapter's folder; `padded_rows` as in `fill`."""
         fill([self.piece(name) if not is_adapter(name) else self._undefined[name] for name in names], source,
              padded_rows=padded_rows)  # fmt: skip
         for name in names:
@@ -56,8 +56,9 @@ class Filling:
     def from_checkpoint(
         self, reader: CheckpointReader, saved: Sequence[TrainedParameter], padded_rows: Mapping[str, int]
     ) -> None:
-        """From a checkpoint of Podium's. A parameter that was trained must be in it; frozen ones and buffers are left
-        undefined where it has none (older checkpoints), for the base to give. The number of padding rows may differ."""
+        """Fills from a checkpoint written by Podium. It must hold every trained parameter. Frozen parameters and
+        buffers that it lacks (older checkpoints) stay undefined, and the base fills them. The number of padding rows
+        may differ."""
         stored = reader.shapes()
         trained = {each.name for each in saved if not each.is_frozen}
         keys = {each.name: f"weight/{each.name}" for each in saved}
@@ -77,8 +78,8 @@ class Filling:
         reader.load(pieces)
 
     def finish(self) -> None:
-        """Refreshes the compute copies. An error if some tensor was never given values: it would be computed with
-        whatever its memory held before."""
+        """Refreshes the compute copies. Raises an error if some tensor never got values: it would contain uninitialised
+        memory."""
         if self._undefined:
             names = ", ".join(list(self._undefined)[:5])
             raise ModelError(

@@ -52,7 +52,7 @@ def update(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One tensor, in place. `scalars` on the device: clip factor, skip flag, and the two bias corrections."""
+    """Updates one tensor in place. `scalars` on the device: clip factor, skip flag, and the two bias corrections."""
     numel, target = master.numel(), master if copy is None else copy
     _update[(triton.cdiv(numel, _BLOCK),)](
         master, gradient.contiguous(), first, second, target, scalars, lr, *betas, eps, weight_decay, numel,
@@ -61,5 +61,5 @@ def update(
 
 
 def scalars_for(clip: Tensor, skip: Tensor, count: Tensor, betas: tuple[float, float]) -> Tensor:
-    """What the kernel reads on the device; `count` is the number of updates with this one."""
+    """The scalars that the kernel reads on the device; `count` is the number of updates including this one."""
     return torch.stack([clip, skip, 1.0 - betas[0] ** count, 1.0 - betas[1] ** count]).float()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How ranks find each other: a store over a file or over TCP, a process group on it, and proof that it carries data."""
+"""Rendezvous of ranks: a store over a file or over TCP, a process group on it, and a check that it carries data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LEAST_WAIT_S = 1.0
 
 
 class MeetingServer:
-    """The store behind a TcpMeeting. Listens on the one address it is given, where torch's own would take all."""
+    """The store behind a TcpMeeting. Listens only on the given address; torch's own would listen on all."""
 
     def __init__(self, host: str) -> None:
         with socket.create_server((host, 0), backlog=1024) as listener:
@@ -35,7 +35,7 @@ class MeetingServer:
 
 
 def open_store(meeting: Meeting, world: int, timeout_s: float) -> Store:
-    """Connects to the meeting's store."""
+    """Connects to the store."""
     if isinstance(meeting, FileMeeting):
         return dist.FileStore(str(meeting.path), world)  # type: ignore[attr-defined]
     timeout = timedelta(seconds=timeout_s)
@@ -44,7 +44,7 @@ def open_store(meeting: Meeting, world: int, timeout_s: float) -> Store:
 
 
 def await_all(store: Store, *, rank: int, world: int, timeout_s: float, what: str) -> None:
-    """Returns when every rank has come to the store, and says who has not when the time is over."""
+    """Returns when every rank has reached the store. After the deadline, the error names the missing ranks."""
     names = [f"here/{each}" for each in range(world)]
     store.set(names[rank], "1")
     try:
@@ -68,7 +68,8 @@ def join_default_group(
     timeout_s: float,
 ) -> None:
     """Forms the default process group (gloo on CPU, NCCL beside it on CUDA) within `deadline_s` and sends a small
-    number around it. `timeout_s` is the longest wait of later collectives. No meeting: torchrun's environment says."""
+    number around it. `timeout_s` is the longest wait of later collectives. Without a meeting, torchrun's environment is
+    used."""
     what = f"the process group of {world} ranks"
     began = time.monotonic()
     try:
@@ -95,7 +96,8 @@ def join_default_group(
 
 
 def _probe(device: torch.device, rank: int, world: int) -> None:
-    """A real collective: an interface that connects and then drops data is found here, not in the first step."""
+    """Runs a real collective: an interface that connects and then drops data is detected here, not in the first
+    step."""
     number = torch.tensor([rank + 1.0], device=device)
     dist.all_reduce(number)
     if number.item() != world * (world + 1) / 2:
@@ -139,5 +141,5 @@ def interface_of(host: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """torch's errors carry C++ stacks; the reason is on top."""
+    """The first line of torch's errors, which has the reason; C++ stacks follow it."""
     return str(error).split("\n", 1)[0].rstrip(".") + "."

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This rank's place among the others: device, rank, world, and the collectives that the engine needs."""
+"""This rank's position: device, rank, world, and the collectives that the engine needs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from podium.recipe import PlacementSection
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
-    """One rank among `world`. A world of one has no process group and pays for none."""
+    """One rank among `world`. A world of one has no process group and no overhead."""
 
     rank: int
     world: int
@@ -53,14 +53,14 @@ class Mesh:
 
 
 def device_kind(placement: PlacementSection) -> DeviceKind:
-    """`auto` is CUDA where there is a device."""
+    """`auto` is CUDA if there is a device."""
     if placement.device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return placement.device
 
 
 def check_devices(placement: PlacementSection, ranks: int) -> None:
-    """More ranks than devices is refused before anything starts."""
+    """Raises an error before anything starts if there are more ranks than devices."""
     kind = device_kind(placement)
     if kind == "cuda":
         available = torch.cuda.device_count()
@@ -81,8 +81,8 @@ def check_devices(placement: PlacementSection, ranks: int) -> None:
 def join(
     placement: PlacementSection, *, rank: int, world: int, local_rank: int, meeting: Meeting | None = None
 ) -> Mesh:
-    """Takes this rank's place: picks the device and, among several ranks, meets the others, at `meeting` or as
-    torchrun's environment says."""
+    """Joins this rank: picks the device and, if there are several ranks, forms the process group at `meeting` or by
+    torchrun's environment."""
     kind = device_kind(placement)
     device = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
     if kind == "cuda":
@@ -104,7 +104,7 @@ def join(
 
 
 def adopt(*, rank: int, world: int, device: str, devices: DeviceMesh | None) -> Mesh:
-    """The place of a rank that met the others elsewhere: a worker of a cluster, whose pool is one process group."""
+    """The mesh of a rank whose process group exists already: a worker of a cluster, whose pool is one process group."""
     assert (world == 1) == (devices is None)
     return Mesh(rank=rank, world=world, device=torch.device(device), devices=devices)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors of the training engine that leave the device while others need the room, and come back in place."""
+"""Tensors of the training engine that are offloaded while other roles need the memory, and restored in place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class OffloadedTensors:
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
-        """Each tensor has a storage of its own, as parameters, masters and moments do."""
+        """Each tensor has its own storage, as parameters, masters and moments do."""
         held = [local_tensor(tensor) for tensor in tensors]
         if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in held):
             raise OffloadError("one of the tensors to offload is away already. Restore it first.")
@@ -38,29 +38,29 @@ class OffloadedTensors:
 
     @property
     def nbytes(self) -> int:
-        """What leaving gives back."""
+        """Bytes that offloading frees."""
         return sum(self._sizes)
 
     @torch.no_grad()
     def offload(self) -> int:
-        """To host memory; returns the bytes that the device has back."""
+        """Moves to host memory; returns the bytes freed on the device."""
         if self._is_away:
             raise OffloadError("these tensors are in host memory already. Restore them before they leave again.")
         if self._host is None:
             self._host = [_host_copy(size, tensor) for size, tensor in zip(self._sizes, self._tensors, strict=True)]
         for tensor, host in zip(self._tensors, self._host, strict=True):
             host.copy_(_bytes(tensor), non_blocking=True)
-        self._wait()  # before the memory is somebody else's
+        self._wait()  # before the memory is reused
         for tensor in self._tensors:
             tensor.untyped_storage().resize_(0)
         self._is_away = True
         if any(tensor.is_cuda for tensor in self._tensors):
-            torch.cuda.empty_cache()  # torch would keep the memory for itself, and others need it
+            torch.cuda.empty_cache()  # torch would keep the memory in its pool, and others need it
         return self.nbytes
 
     @torch.no_grad()
     def restore(self) -> int:
-        """Back into the same tensors; returns the bytes that the device gave."""
+        """Moves back into the same tensors; returns the bytes taken on the device."""
         if not self._is_away or self._host is None:
             raise OffloadError("these tensors are on the device; there is nothing to restore.")
         for tensor, host, size in zip(self._tensors, self._host, self._sizes, strict=True):

@@ -15,15 +15,15 @@ from podium.engine.parameters import TrainedParameter
 from podium.recipe import OptimizerSection
 
 Gradients = Mapping[int, Tensor]
-"""This rank's part of every gradient, by id of its TrainedParameter. What is missing got none in this step, on any
+"""This rank's part of every gradient, by id of its TrainedParameter. A missing one got no gradient in this step, on any
 rank."""
 
 
 class AdamW:
-    """Moments and masters of the parameters that this rank holds. Plain local tensors: sharding is not its business.
+    """Moments and masters of the parameters that this rank holds, as plain local tensors: it does not handle sharding.
 
-    As in torch, a parameter that gets no gradient in a step is left alone in it: weight decay does not move it, its
-    moments stay, and its own count of updates, which corrects the moments' bias, does not go on."""
+    As in torch, a parameter without a gradient in a step does not change: no weight decay is applied, and its moments
+    and its own count of updates, which corrects the moments' bias, stay the same."""
 
     def __init__(self, trained: Sequence[TrainedParameter], section: OptimizerSection) -> None:
         self._section = section
@@ -40,20 +40,20 @@ class AdamW:
         self._one_pass = bool(held) and held[0].trained.master.is_cuda and find_spec("triton") is not None
         device = held[0].trained.master.device if held else torch.device("cpu")
         self._count = torch.zeros((), dtype=torch.float32, device=device)
-        # Of the updates that were counted, how many each parameter had no gradient in.
+        # How many of the counted updates each parameter had no gradient in.
         self._missed_P = torch.zeros(len(self.trained), dtype=torch.float32, device=device)
         self._have_missed: set[int] = set()
         self._absent: tuple[frozenset[int], Tensor] = (frozenset(), torch.zeros_like(self._missed_P))
 
     def set_updates(self, updates: int, missed: Mapping[str, int] | None = None) -> None:
-        """How many updates the moments have seen, for a resumed run; `missed` as `missed_updates` gave it."""
+        """Sets the number of updates of the moments, for a resumed run; `missed` comes from `missed_updates`."""
         self._count.fill_(updates)
         missed = missed or {}
         self._have_missed = {index for index, each in enumerate(self.trained) if missed.get(each.name)}
         self._missed_P.copy_(torch.tensor([float(missed.get(each.name, 0)) for each in self.trained]))
 
     def missed_updates(self) -> dict[str, int]:
-        """Names of the parameters that had no gradient in some updates -> in how many."""
+        """Names of the parameters that had no gradient in some updates -> number of those updates."""
         if not self._have_missed:
             return {}
         counts = self._missed_P.tolist()
@@ -61,11 +61,11 @@ class AdamW:
 
     @property
     def updates(self) -> int:
-        """How many updates the moments have seen; skipped steps are none."""
+        """Number of updates of the moments; skipped steps do not count."""
         return int(self._count.item())
 
     def step(self, gradients: Gradients, *, lr: float, clip: Tensor, skip: Tensor) -> None:
-        """One update. `clip` multiplies every gradient; where `skip` is 1 nothing changes. Both stay on the device: the
+        """One update. `clip` multiplies every gradient; if `skip` is 1, nothing changes. Both stay on the device: the
         host does not wait."""
         for group, weight_decay in self._groups:
             update = self._update_in_one_pass if self._one_pass else self._update_with_torch
@@ -79,14 +79,14 @@ class AdamW:
         self._count += 1.0 - skip
 
     def _mask_of(self, absent: frozenset[int]) -> Tensor:
-        """Ones at these parameters. Kept: it is mostly that of the step before."""
+        """Ones at these parameters. Cached: it is usually the same as in the step before."""
         if self._absent[0] != absent:
             mask = torch.tensor([float(index in absent) for index in range(len(self.trained))])
             self._absent = absent, mask.to(self._missed_P.device)
         return self._absent[1]
 
     def _count_of(self, slot: _Slot) -> Tensor:
-        """Updates that this parameter's moments have seen; a tensor of its own."""
+        """Updates of this parameter's moments, as a separate tensor."""
         if slot.index in self._have_missed:
             return self._count - self._missed_P[slot.index]
         return self._count.clone()
@@ -139,7 +139,7 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Terms:
-    """What one update goes by, apart from the gradients."""
+    """Settings of one update, apart from the gradients."""
 
     lr: float
     weight_decay: float
@@ -156,5 +156,5 @@ class _Slot:
 
 
 def _is_decayed(trained: TrainedParameter) -> bool:
-    """Matrices are; norms and biases are not, also where the biases of all experts are one matrix."""
+    """Matrices are decayed; norms and biases are not, even if the biases of all experts are one matrix."""
     return len(trained.shape) >= 2 and not trained.name.endswith("bias")

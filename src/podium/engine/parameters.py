@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A parameter and its float32 master: the same tensor where the model computes in float32 or is sharded."""
+"""A parameter and its float32 master: the same tensor if the model computes in float32 or is sharded."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class TrainedParameter:
 
     @property
     def has_own_master(self) -> bool:
-        """Whether the float32 master is another tensor than the parameter."""
+        """Whether the float32 master is a separate tensor."""
         return self.master.dtype != self.parameter.dtype
 
     def publish(self) -> None:
-        """Master -> compute copy, where they are two."""
+        """Copies the master to the compute copy if they are separate."""
         if self.has_own_master:
             with torch.no_grad():
                 self.parameter.copy_(self.master)

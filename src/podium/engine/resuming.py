@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a training checkpoint consists of, and taking it up again."""
+"""The content of a training checkpoint, and how to resume from it."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from podium.models.tensor_shards import Box, TensorShard
 
 
 def checkpoint_shards(engine: TrainEngine) -> list[TensorShard]:
-    """Masters and moments of this rank, as parts of whole tensors, and what belongs to the weights without being
-    trained: parameters that the architecture freezes, and persistent buffers. (The base of an adapter does not: it is
-    in the model's own folder.)"""
+    """Masters and moments of this rank, as parts of whole tensors. Also weights that are not trained: parameters that
+    the architecture freezes, and persistent buffers. (The base of an adapter is not included: it is in the model's own
+    folder.)"""
     return weight_pieces(engine.optimizer.trained) + _moment_pieces(engine) + [
         *weight_pieces(engine.frozen), *buffer_pieces(engine.model.hf)
     ]  # fmt: skip
@@ -39,7 +39,7 @@ def buffer_pieces(model: Any) -> list[TensorShard]:
 
 
 def restore_optimizer(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
-    """Moments and counts of updates. The weights are in place already: `place` reads them from the same checkpoint."""
+    """Restores moments and counts of updates. `place` has already read the weights from the same checkpoint."""
     checkpoint.load(_moment_pieces(engine))
     values = checkpoint.record["extras"]
     engine.optimizer.set_updates(values["updates"], values.get("missed_updates"))

@@ -10,7 +10,7 @@ from podium.recipe import OptimizerSection
 
 def learning_rate(section: OptimizerSection, step: int, steps: int) -> float:
     """The rate of step 1, 2, ... `steps`; pure, so a resumed run needs no schedule state. Warm-up reaches the full rate
-    at its last step; linear and cosine reach their end one step after the last, so that no step is for nothing."""
+    at its last step. Linear and cosine reach their end one step after the last, so that no step is wasted."""
     if step <= section.warmup_steps:
         return section.lr * step / section.warmup_steps
     done = (step - 1 - section.warmup_steps) / (steps - section.warmup_steps)

@@ -25,15 +25,16 @@ from podium.models.scalar import PackedScalarLM
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ScoringBatch:
-    """A packed micro-batch, and where in the block its sampled tokens stand, in the order of the forward's results."""
+    """A packed micro-batch, and the positions of its sampled tokens in the block, in the order of the forward's
+    results."""
 
     packed: PackedBatch
     places_S: Ints
 
 
 def scoring_batches(block: TrajectoryBlock, *, max_tokens: int) -> list[ScoringBatch]:
-    """The trajectories with sampled tokens in as few micro-batches as hold them. What follows a trajectory's last
-    sampled token is left out; a trajectory longer than the budget has a micro-batch to itself."""
+    """The trajectories with sampled tokens in as few micro-batches as possible. Tokens after a trajectory's last
+    sampled token are left out; a trajectory longer than the budget gets its own micro-batch."""
     documents, begins = _documents(block)
     if not documents:
         return []
@@ -41,7 +42,7 @@ def scoring_batches(block: TrajectoryBlock, *, max_tokens: int) -> list[ScoringB
     plan = split_step(lengths, num_ranks=1, max_tokens=max(max_tokens, *lengths))
     batches = []
     for rows in plan.micro_batches[0]:
-        # Neighbours of one length are attended to in one call.
+        # Neighbours of equal length share one attention call.
         ordered = sorted(rows, key=lambda row: (lengths[row], row))
         places = [begins[row] + np.flatnonzero(documents[row].trained) for row in ordered]
         batches.append(ScoringBatch(packed=pack([documents[row] for row in ordered]), places_S=np.concatenate(places)))
@@ -52,7 +53,7 @@ def score(
     model: PackedCausalLM, mesh: Mesh, block: TrajectoryBlock, *, temperature: float = 1.0, max_tokens: int = 16384
 ) -> TokenColumn:
     """log softmax(logits / temperature) of every sampled token under the model's weights, 0 elsewhere. Temperature 0
-    counts as 1, as engines have it. Collective: ranks without (or with fewer) trajectories run empty passes."""
+    counts as 1, as in engines. Collective: ranks without (or with fewer) trajectories run empty passes."""
     return _seen(model, mesh, block, max_tokens, lambda tokens: model(tokens, None, "logprobs", temperature or 1.0))
 
 
@@ -103,13 +104,13 @@ def _filled(batches: Sequence[ScoringBatch], count: int, empty: ScoringBatch) ->
 
 
 def sampled_mask(block: TrajectoryBlock) -> NDArray[np.bool_]:
-    """Which tokens some version sampled."""
+    """Mask of sampled tokens."""
     mask: NDArray[np.bool_] = block.versions_T >= 0
     return mask
 
 
 def _documents(block: TrajectoryBlock) -> tuple[list[Document], list[int]]:
-    """Each trajectory up to its last sampled token, and where in the block it begins."""
+    """Each trajectory up to its last sampled token, and its start in the block."""
     sampled_T = sampled_mask(block)
     documents, begins = [], []
     for begin, end in pairwise(block.offsets.tolist()):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Placing a model on the mesh: compiled, checkpointed and sharded layer by layer, weights read straight into shards."""
+"""Places a model on the mesh: compiled, checkpointed and sharded layer by layer, with weights read directly into
+shards."""
 
 from __future__ import annotations
 
@@ -47,12 +48,10 @@ def place(
     masters: bool = True,
 ) -> tuple[PackedCausalLM, list[TrainedParameter]]:
     """The model on this rank's device, sharded over the mesh, and the parameters that its checkpoints hold: all, or
-    with model.lora the adapter alone, beside a base in the dtype that it computes in. They have float32 masters.
-
-    `checkpoint`: of Podium's own, to take the values from; what it does not hold (the base of an adapter, frozen
-    parameters in older ones) is read from `folder` all the same. `masters=False`: nothing is trained, so all weights
-    exist once, in the dtype that they compute in.
-    """
+    with model.lora the adapter alone, beside a base in its compute dtype. They have float32 masters. `checkpoint`: one
+    of Podium's, to read the values from. Weights that it does not hold (the base of an adapter, frozen parameters in
+    older ones) are still read from `folder`. `masters=False`: nothing is trained, so all weights exist once, in their
+    compute dtype."""
     require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
@@ -86,8 +85,8 @@ def place_scalar(
     checkpoint: CheckpointReader | None = None,
     masters: bool = True,
 ) -> tuple[PackedScalarLM, list[TrainedParameter]]:
-    """The same for a body with a scalar head, which is trained beside an adapter too. A head that neither checkpoint
-    nor adapter has, or not of this shape, begins at zero: every value is 0 until it has learned."""
+    """Like `place`, for a body with a scalar head, which is trained beside an adapter too. If neither checkpoint nor
+    adapter has a head of this shape, it begins at zero: every value is 0 until it has learned."""
     require_adapter_of(section, folder)
     config = load_config(folder, trust_remote_code=section.trust_remote_code)
     dtype = compute_dtype(section, mesh.device)
@@ -117,7 +116,7 @@ def place_scalar(
 
 
 def _fill_head(head: TensorShard, sources: list[WeightSource], folder: Path, *, can_be_new: bool) -> None:
-    """From the first that has one of this shape."""
+    """Fills the head from the first source that has one of this shape."""
     for source in sources:
         if source.shapes().get(head.name) == head.shape:
             fill([head], source, padded_rows={})
@@ -131,18 +130,18 @@ def _fill_head(head: TensorShard, sources: list[WeightSource], folder: Path, *, 
 
 
 def _saved(section: ModelSection, everything: list[TrainedParameter]) -> list[TrainedParameter]:
-    """What a checkpoint holds: all parameters, also those that the architecture freezes; or with an adapter what is
-    trained."""
+    """The content of a checkpoint: all parameters, including those that the architecture freezes; or with an adapter
+    the trained ones."""
     return everything if section.lora is None else [each for each in everything if not each.is_frozen]
 
 
 def _spread(
     model: PackedModel, section: ModelSection, mesh: Mesh, dtype: torch.dtype, *, masters: bool
 ) -> list[TrainedParameter]:
-    """Compiles and shards, and gives every parameter memory; values are undefined, but for buffers that no checkpoint
-    holds. A single device keeps parameters in the dtype that they compute in, so that forward, backward and generation
-    read them without casting; sharded ones that have masters are float32 themselves and cast as they are gathered. The
-    frozen base of an adapter has no masters."""
+    """Compiles and shards, and allocates every parameter. Values are undefined, except for buffers that no checkpoint
+    holds. A single device keeps parameters in their compute dtype, so that forward, backward and generation read them
+    without casting. Sharded parameters with masters are float32 themselves and cast as they are gathered. The frozen
+    base of an adapter has no masters."""
     other_dtype = {name for name, parameter in model.hf.named_parameters() if parameter.dtype != dtype}
     with_masters = {
         name
@@ -168,7 +167,7 @@ def _spread(
 
 
 def local_box(parameter: Tensor) -> Box:
-    """Which part of the whole tensor this rank holds (FSDP shards rows as torch.chunk does)."""
+    """The part of the whole tensor that this rank holds (FSDP shards rows as torch.chunk does)."""
     if not isinstance(parameter, DTensor):
         return Box.whole(parameter.shape)
     mesh = parameter.device_mesh
@@ -199,7 +198,7 @@ def _held(name: str, parameter: nn.Parameter, *, masters: bool) -> TrainedParame
 
 
 def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> WeightSource:
-    """Random weights from the seed alone: every rank draws the same whole model and keeps its part."""
+    """Random weights from the seed alone: every rank samples the same whole model and keeps its part."""
     with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
         torch.manual_seed(seed)
         device = mesh.device if mesh.world == 1 else torch.device("cpu")
@@ -209,7 +208,7 @@ def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> Weig
 
 
 def _drawn_scalar(section: ModelSection, config: object, labels: int | None, seed: int) -> WeightSource:
-    """The same for a scalar model."""
+    """Like `_drawn`, for a scalar model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         plain = section.model_copy(update={"lora": None})
@@ -238,8 +237,8 @@ def _prepare_layers(model: PackedModel, section: ModelSection, device: torch.dev
 
 
 def _shard(model: PackedModel, mesh: Mesh, dtype: torch.dtype, unsharded: set[nn.Parameter]) -> None:
-    """`unsharded` compute in another dtype than the model (float32 routers and biases). FSDP would cast them with the
-    rest of their layer, so every rank holds them whole, and the training step sums their gradients."""
+    """`unsharded` parameters compute in another dtype than the model (float32 routers and biases). FSDP would cast them
+    with the rest of their layer, so every rank holds them whole, and the training step sums their gradients."""
     policy = MixedPrecisionPolicy(param_dtype=None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh.devices, mp_policy=policy, ignored_params=unsharded)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step over micro-batches of unequal size, with a gradient that does not depend on how they were cut."""
+"""One optimizer step over micro-batches of unequal size, with a gradient that does not depend on how they were
+split."""
 
 from __future__ import annotations
 
@@ -28,17 +29,17 @@ _PATTERNS = 1021  # a prime; sums of it over all ranks are exact in float32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepReport:
-    """What one optimizer step did."""
+    """Results of one optimizer step."""
 
     loss: float  # global mean over the normalizer
     grad_norm: float  # before clipping
     skipped: bool  # non-finite loss or gradient: nothing was changed
-    stop_requested: bool  # some rank was asked to stop
-    sums: Mapping[str, float]  # what the step's tally added up, over all ranks
+    stop_requested: bool  # some rank should stop
+    sums: Mapping[str, float]  # sums of the step's tally, over all ranks
 
 
 class Tally:
-    """Sums that objectives add up beside the loss, over the micro-batches of a step; the report has them for all
+    """Sums that objectives collect beside the loss, over the micro-batches of a step. The report has them for all
     ranks. They stay on the device until it is read."""
 
     def __init__(self, names: Sequence[str], device: torch.device) -> None:
@@ -46,12 +47,12 @@ class Tally:
         self.sums_M = torch.zeros(len(self.names), dtype=torch.float32, device=device)
 
     def add(self, *sums: Tensor) -> None:
-        """One sum for each name."""
+        """Adds to the sum of each name."""
         self.sums_M += torch.stack([each.detach().float() for each in sums])
 
 
 class PendingReport:
-    """A step's report that may still be on its way from the device: asking for it is what waits."""
+    """A step's report that may still be in transfer from the device: reading it waits."""
 
     def __init__(self, values: Tensor, names: Sequence[str] = ()) -> None:
         self._names = tuple(names)
@@ -83,7 +84,7 @@ class PendingReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ObjectiveBatch:
-    """A micro-batch and what is to be minimised over its trained tokens."""
+    """A micro-batch and the objective over its trained tokens."""
 
     packed: PackedBatch
     objective: Objective | LogitsObjective | ScalarObjective
@@ -91,7 +92,7 @@ class ObjectiveBatch:
 
 
 class ObjectiveBatches(Protocol):
-    """The micro-batches of a step: a list of them, or made one by one."""
+    """The micro-batches of a step: a list, or created one by one."""
 
     def __len__(self) -> int: ...
 
@@ -99,8 +100,8 @@ class ObjectiveBatches(Protocol):
 
 
 class LazyBatches:
-    """Micro-batches that are made when their turn has come: what `make` asks of a second model (hidden states of a
-    teacher) is held for one of them at a time. Iterated once."""
+    """Micro-batches that are created when they are needed: outputs of a second model in `make` (hidden states of a
+    teacher) are held for one of them at a time. Iterated once."""
 
     def __init__(self, parts: Sequence[Sequence[Example]], make: Callable[[PackedExamples], ObjectiveBatch]) -> None:
         self._parts, self._make = parts, make
@@ -113,7 +114,7 @@ class LazyBatches:
 
 
 class TrainEngine:
-    """Model, optimizer and mesh of one rank. Knows losses, not methods, and nothing of where it runs."""
+    """Model, optimizer and mesh of one rank. Depends on losses, not on methods or on where it runs."""
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class TrainEngine:
 
     @property
     def language_model(self) -> PackedCausalLM:
-        """The model, where it is one that generates."""
+        """The model, if it is one that generates."""
         assert isinstance(self.model, PackedCausalLM)
         return self.model
 
@@ -162,8 +163,9 @@ class TrainEngine:
         stop_requested: bool = False,
         tally: Tally | None = None,
     ) -> tuple[PendingReport, list[tuple[Tensor, ...]]]:
-        """The same with an objective for each micro-batch. Also gives what the forward passes saw of each trained
-        token: log-probs and entropies of a language model, values of a critic. `tally`: what the objectives add to."""
+        """Like `train_step`, with an objective for each micro-batch. Also returns results of the forward passes for
+        each trained token: log-probs and entropies of a language model, values of a critic. `tally`: collects sums of
+        the objectives."""
         self.model.train()
         total, gradients, seen = self._gradients(micro_batches, normalizer)
         report = self._apply(total, gradients, normalizer=normalizer, lr=lr, stop_requested=stop_requested, tally=tally)
@@ -195,7 +197,8 @@ class TrainEngine:
         return PendingReport(values, () if tally is None else tally.names)
 
     def _norms(self, gradients: Mapping[int, Tensor], total: Tensor) -> Tensor:
-        """Of each parameter's gradient, as far as this rank counts it: one of all ranks counts what all hold whole."""
+        """Norm of each parameter's gradient that this rank counts: a parameter held whole by all ranks is counted by
+        one."""
         whole = set() if self.mesh.is_main else {id(each) for each in self._replicated}
         held = [each for each in self._trained if each.master.numel()]
         counted = [id(each) for each in held if id(each) in gradients and id(each) not in whole]
@@ -204,19 +207,20 @@ class TrainEngine:
         return torch.stack([by_id.get(id(each), zero) for each in held] or [zero])
 
     def _pattern(self, gradients: Mapping[int, Tensor]) -> int:
-        """A small number that tells which parameters got no gradient; equal on all ranks if these are the same ones."""
+        """A small number that encodes which parameters got no gradient; equal on all ranks if these are the same
+        ones."""
         absent = (at for at, each in enumerate(self._trained, start=1) if id(each) not in gradients)
         return sum(at * at for at in absent) % _PATTERNS
 
     def gradients(
         self, micro_batches: Sequence[PackedBatch], loss: TokenLoss, *, normalizer: float
     ) -> tuple[Tensor, dict[int, Tensor]]:
-        """(sum of the loss on this rank, gradient of this rank's part of each parameter that got one, by id of the
-        trained parameter). Everything is divided by the step's global count, never by a local one."""
+        """Returns (sum of the loss on this rank, gradient of this rank's part of each parameter that got one, by id of
+        the trained parameter). Everything is divided by the step's global count, never by a local one."""
         return self._gradients(_of_tokens(micro_batches, loss), normalizer)[:2]
 
     def trial(self, batch: PackedBatch) -> None:
-        """One forward and backward whose gradients are thrown away: to be timed."""
+        """One forward and backward for timing; the gradients are discarded."""
         objective: Objective | ScalarObjective = TokenObjective(token_cross_entropy)
         if isinstance(self.model, PackedScalarLM):
             objective = lambda values_S: values_S.square()  # noqa: E731
@@ -246,8 +250,8 @@ class TrainEngine:
         return result
 
     def _add_in_float32(self, sums: dict[int, Tensor]) -> None:
-        """A single device computes in the model's dtype; over several micro-batches its gradients are summed in
-        float32. (Elsewhere torch accumulates in float32 by itself.)"""
+        """A single device computes in the model's dtype; its gradients over several micro-batches are summed in
+        float32. (Elsewhere torch accumulates in float32 itself.)"""
         for each in self._trained:
             gradient = each.parameter.grad
             if not each.has_own_master or gradient is None:
@@ -259,15 +263,16 @@ class TrainEngine:
             each.parameter.grad = None
 
     def _gradient(self, each: TrainedParameter, sums: dict[int, Tensor]) -> Tensor | None:
-        """None: nothing that was computed in the step depends on it. (Experts of one tensor that no token reached have
-        zeros in it.)"""
+        """None: nothing computed in the step depends on the parameter. (In a tensor of several experts, those that no
+        token reached have zeros.)"""
         if id(each) in sums:
             return sums[id(each)]
         gradient, each.parameter.grad = each.parameter.grad, None
         return None if gradient is None else local_tensor(gradient)
 
     def _sum_replicated(self, gradients: dict[int, Tensor]) -> None:
-        """What every rank holds whole has a gradient of this rank's tokens only: summed over the ranks, all at once."""
+        """Sums gradients of parameters that every rank holds whole over the ranks, all at once: each rank has only
+        those of its own tokens."""
         if not self._replicated:
             return
         mine = [gradients.get(id(each)) for each in self._replicated]
