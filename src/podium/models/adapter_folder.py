@@ -15,13 +15,13 @@ from podium.recipe import ModelSection
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE_NOTE = "podium_base.json"
-# Keys of a config that say who wrote it, not what the model is.
+# Keys of a config that name its writer and do not describe the model.
 _NOT_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype", "use_cache")
 
 
 def check_adapter(model: ModelSection) -> None:
-    """What can be said of model.lora without loading anything: peft is there, and an adapter to go on from fits the
-    base, where both are local folders."""
+    """Checks model.lora without loading anything: peft is installed, and an adapter to continue from fits the base, if
+    both are local folders."""
     if model.lora is None:
         return
     require_peft()
@@ -33,7 +33,7 @@ def check_adapter(model: ModelSection) -> None:
 
 
 def require_peft() -> None:
-    """Raises what to install when peft is missing."""
+    """Raises an error with install instructions if peft is missing."""
     if importlib.util.find_spec("peft") is None:
         raise MissingExtraError(
             "model.lora needs the peft package, which is not installed. Install it with: pip install 'podium[lora]'"
@@ -41,7 +41,7 @@ def require_peft() -> None:
 
 
 def check_adapter_folder(folder: Path, key: str) -> dict[str, Any]:
-    """adapter_config.json as plain values; raises where the folder cannot be an adapter."""
+    """adapter_config.json as plain values; raises an error if the folder cannot be an adapter."""
     file = folder / ADAPTER_CONFIG
     if not folder.is_dir():
         raise ModelError(f"{key}: there is no folder {folder}. Give one with {ADAPTER_CONFIG} and {ADAPTER_WEIGHTS}.")
@@ -60,7 +60,7 @@ def check_adapter_folder(folder: Path, key: str) -> dict[str, Any]:
 
 
 def base_identity(folder: Path) -> dict[str, str]:
-    """What a base is: its config and its weights, wherever they lie."""
+    """The identity of a base: its config and its weights, wherever they are stored."""
     config = read_config(folder, "model.path")
     said = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
     return {
@@ -76,9 +76,9 @@ def write_base(adapter: Path, base: Path, path: str) -> None:
 
 
 def require_base(adapter: Path, base: Path, path: str, key: str) -> None:
-    """Raises where the folder says that the adapter was trained on another base. A folder that peft wrote says only a
-    path: that is compared where both are hub ids, or where it still leads to a base; else names and shapes decide.
-    `path` is model.path as the recipe has it, `base` the folder that it stands for."""
+    """Raises an error if the folder says that the adapter was trained on another base. A folder written by peft has
+    only a path. That path is compared if both are hub ids, or if it still leads to a base; else names and shapes
+    decide. `path` is model.path as in the recipe, `base` the folder that it stands for."""
     values = check_adapter_folder(adapter, key)
     note = adapter / BASE_NOTE
     if note.is_file():

@@ -23,14 +23,14 @@ from podium.models.packing import AttentionStep, Packing, Run, runs_of
 
 PACKED_ATTENTION = "podium_packed"
 
-# torch 2.11 always allows grouped heads in varlen_attn; later releases want to be told.
+# torch 2.11 always allows grouped heads in varlen_attn; later releases need an argument.
 _GROUPED_HEADS: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
 
 
 def register_packed_attention() -> None:
-    """Makes `set_attn_implementation("podium_packed")` known to transformers."""
+    """Registers `set_attn_implementation("podium_packed")` with transformers."""
     AttentionInterface.register(PACKED_ATTENTION, packed_attention)
 
 
@@ -92,7 +92,7 @@ def varlen_attention(
         *bounds,
         *longest,
         scale=scaling,
-        # transformers counts the query itself as part of its window, the kernel counts what lies to the left of it.
+        # transformers counts the query itself as part of its window, the kernel counts only tokens to the left of it.
         window_size=(-1 if window is None else window - 1, 0),
         **_GROUPED_HEADS,
     )
@@ -111,7 +111,7 @@ def _by_document(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One call for each run of equally long documents: the fastest way on CPU, and right on any device."""
+    """One call for each run of equally long documents: the fastest way on CPU, and correct on any device."""
     runs = packing.runs
     if not runs:  # on CUDA, without a kernel for this case: the boundaries are on the device only
         runs = runs_of(packing.boundaries.cpu().numpy())
@@ -140,7 +140,7 @@ def _documents(part: Tensor, run: Run) -> Tensor:
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """[L, L] of what may be seen, or None where plain causality says it all."""
+    """[L, L] mask of visible keys, or None if causality alone decides."""
     if window is None or length <= window:
         return None
     return _visible(length, window, device)
@@ -164,7 +164,7 @@ def plain_attention(
     softcap: float | None,
     sinks: Tensor | None,  # [H]
 ) -> Tensor:
-    """Attention written out, for what no fused kernel offers: soft-capped scores and attention sinks."""
+    """Attention written out, for features without a fused kernel: soft-capped scores and attention sinks."""
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-1, -2)) * (scaling if scaling is not None else q.shape[-1] ** -0.5)

@@ -13,7 +13,7 @@ from podium.errors import UnsupportedModelError
 
 
 def persistent_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Buffers that a checkpoint holds and no one trains (a router's correction bias, for instance), by name."""
+    """Buffers that a checkpoint holds and that are not trained (a router's correction bias, for instance), by name."""
     passing = _computed(model)
     return {name: buffer for name, buffer in model.named_buffers() if name not in passing}
 
@@ -25,13 +25,13 @@ def computed_buffers(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def restore_buffers(model: PreTrainedModel) -> None:
-    """Computes the buffers that no checkpoint holds, whose values `to_empty` left undefined. An error where the model's
-    class does not say how: none of them may keep undefined values."""
+    """Computes the buffers that no checkpoint holds, whose values `to_empty` left undefined. Raises an error if the
+    model's class cannot compute them: none may keep undefined values."""
     for parameter in model.parameters():
         parameter._is_hf_initialized = True  # transformers then leaves it alone
     buffers = computed_buffers(model)
     left = buffers
-    for number in (0, 1):  # a buffer that rightly holds the one mark everywhere does not hold the other
+    for number in (0, 1):  # a buffer that legitimately holds one mark everywhere does not hold the other
         for buffer in left.values():
             buffer.fill_(_mark(buffer.dtype, number))
         _compute(model)
@@ -51,7 +51,7 @@ def _compute(model: PreTrainedModel) -> None:
             continue
         try:
             owner._init_weights(module)
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code can raise anything
             raise UnsupportedModelError(
                 f"{type(model).__name__} cannot compute the buffers of its {type(module).__name__} "
                 f"({type(error).__name__}: {error}), so this architecture is not supported."
@@ -59,7 +59,7 @@ def _compute(model: PreTrainedModel) -> None:
 
 
 def _owned(module: nn.Module, owner: PreTrainedModel) -> Iterator[tuple[PreTrainedModel, nn.Module]]:
-    """Every module with the innermost model that it is part of: a model of several (a text model in a multimodal one)
+    """Every module with the innermost model that contains it: a model of several (a text model in a multimodal one)
     initialises each part by the part's own class."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child in module.children():
@@ -84,7 +84,7 @@ def _mark(dtype: torch.dtype, number: int) -> float | int | bool:
 
 
 def _holds(buffer: Tensor, mark: float | int | bool) -> bool:
-    """Whether every value is still the mark; of floating-point numbers whether any is."""
+    """Whether every value is still the mark; for floating-point numbers, whether any is."""
     if buffer.numel() == 0:
         return False
     if buffer.is_floating_point() or buffer.is_complex():

@@ -37,11 +37,11 @@ from podium.recipe import ModelSection
 
 ForwardKind = Literal["loss", "objective", "divergence", "logprobs", "scores", "states", "plain"]
 ObjectiveOutput = tuple[Tensor, Tensor, Tensor]
-"""Σ weight · loss, and of each trained token its log-prob and entropy."""
+"""Σ weight · loss, and the log-prob and entropy of each trained token."""
 
 
 class PackedCausalLM(TrainedModule):
-    """Wraps the Hugging Face model so that body and head run inside one forward, which is what FSDP shards around."""
+    """Wraps the Hugging Face model so that body and head run inside one forward, which is the unit that FSDP shards."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, *, dropout: bool = False) -> None:
         super().__init__(dropout=dropout)
@@ -49,7 +49,7 @@ class PackedCausalLM(TrainedModule):
         self.hf = model
         self.vocab_size = vocab_size  # without padding rows
         self.head_spec = _head_spec(model, vocab_size)
-        # Found once: sharding renames the classes later.
+        # Looked up once: sharding renames the classes later.
         self.layers = decoder_layers(model)
         model.set_attn_implementation(PACKED_ATTENTION)
         self.train()
@@ -63,10 +63,9 @@ class PackedCausalLM(TrainedModule):
     ) -> Tensor | ObjectiveOutput | tuple[Tensor]:
         """`loss`: the weighted sum of a token loss over trained tokens; `objective`: that of an objective, with each
         token's log-prob and entropy; `divergence`: that of a loss over whole distributions, alone in a tuple;
-        `logprobs`: of the targets [S] at the temperature that they were sampled with (which the other kinds do not
-        look at); `scores`: float32 logits at the trained positions; `states`: the hidden states that these are made of
-        [S, E]; `plain`: the same logits through transformers' own attention and head, one document at a time, to
-        compare with."""
+        `logprobs`: of the targets [S] at their sampling temperature (which the other kinds ignore); `scores`: float32
+        logits at the trained positions; `states`: the hidden states behind them [S, E]; `plain`: the same logits
+        through transformers' own attention and head, one document at a time, for comparison."""
         if kind == "plain":
             return self._plain_scores(batch)
         hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
@@ -122,7 +121,7 @@ class PackedCausalLM(TrainedModule):
         return torch.cat(parts)[batch.trained_S][:, : self.vocab_size]
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        """Inside, the model computes as the frozen base of its adapter; an error where it has none."""
+        """A context in which the model computes as the frozen base of its adapter. Raises an error if it has none."""
         return adapter_off(self.hf)
 
     @property
@@ -135,7 +134,7 @@ def load_config(folder: Path, *, trust_remote_code: bool) -> Any:
     """The model's config, checked to be a causal language model that Podium can build."""
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except Exception as error:  # configs have validators of their own
+    except Exception as error:  # configs have their own validators
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ModelError(f"{folder}: transformers cannot read this config ({reason}).") from error
 
@@ -157,8 +156,8 @@ def unbuildable(path: str, error: Exception) -> UnsupportedModelError:
 
 
 def build(section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype) -> PackedCausalLM:
-    """The module tree with a padded vocabulary; on the meta device nothing is allocated, elsewhere the weights are
-    drawn from the current torch seed."""
+    """The module tree with a padded vocabulary. On the meta device nothing is allocated; elsewhere the weights are
+    sampled from the current torch seed."""
     config = copy.deepcopy(config)  # the caller's keeps the real vocabulary
     text = config.get_text_config()
     vocab_size = grown_vocabulary(section, text.vocab_size)
@@ -166,7 +165,7 @@ def build(section: ModelSection, config: Any, *, device: torch.device, dtype: to
     try:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=section.trust_remote_code)
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code can raise anything
         raise unbuildable(section.path, error) from error
     keep_in_float32(model, dtype)
     model.tie_weights()
@@ -192,7 +191,7 @@ def padded_parameters(model: PackedCausalLM) -> dict[str, int]:
 
 
 def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """The decoder layers: what is sharded, compiled and checkpointed one by one."""
+    """The decoder layers, which are sharded, compiled and checkpointed one by one."""
     names = set(model._no_split_modules or ())
     layers = [module for module in model.modules() if type(module).__name__ in names]
     if not layers:
@@ -201,8 +200,9 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def longest_packable(config: Any) -> int | None:
-    """Some rotary embeddings choose their frequencies by the longest position of the whole batch, so that documents in
-    one pack would change each other. Up to the original context they do not; None: no such limit."""
+    """The longest packed document. Some rotary embeddings choose their frequencies by the longest position of the whole
+    batch, so that documents in one pack would change each other. Up to the original context they do not; None: no such
+    limit."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = list(rope.values()) if rope and all(isinstance(each, dict) for each in rope.values()) else [rope]

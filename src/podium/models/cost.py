@@ -21,24 +21,24 @@ class ModelCost:
     head_matrix: int
     head_trained: bool
     attention_width: int  # query heads × head width
-    windows: tuple[int | None, ...]  # one per layer; None: sees all that came before
+    windows: tuple[int | None, ...]  # one per layer; None: all earlier tokens are visible
 
     def training_flops(self, lengths: Sequence[int], head_tokens: int) -> float:
         """Forward and backward of packed documents of which `head_tokens` positions reach the head. A trained matrix
         costs 6 operations per token and parameter (2 forward, 2 for its input's gradient, 2 for its own), a frozen one
-        4; activation checkpointing's second forward is not counted: it is no progress."""
+        4. The second forward of activation checkpointing does not count."""
         return float(self._body.of(lengths).sum()) + head_tokens * self._head_flops
 
     @property
     def per_sequence(self) -> SequenceCost:
-        """Forward and backward of one sequence by its length, every position taken to the head."""
+        """Forward and backward of one sequence by its length, with every position through the head."""
         body = self._body
         return replace(body, per_token=body.per_token + self._head_flops)
 
     @property
     def _body(self) -> SequenceCost:
-        """All but the head. Scores and values are 2 products of 2 operations for every (query, visible key) pair, and
-        twice that again backward."""
+        """Everything but the head. Scores and values are 2 products of 2 operations for every (query, visible key)
+        pair, and twice that again backward."""
         layers = Counter(self.windows)
         return SequenceCost(
             per_token=6.0 * self.trained_matrix + 4.0 * self.frozen_matrix,
@@ -54,9 +54,9 @@ class ModelCost:
 
 
 def model_cost(model: PreTrainedModel) -> ModelCost:
-    """Counts the matrices of a Hugging Face causal LM or sequence classifier; the input embedding is a look-up and
-    costs nothing, the head does (tied or not); of a mixture's experts only the active share counts. An adapter's
-    matrices are trained ones like others."""
+    """Counts the matrices of a Hugging Face causal LM or sequence classifier. The input embedding is a look-up and
+    costs nothing; the head does (tied or not). Of a mixture's experts only the active share counts. An adapter's
+    matrices count as trained."""
     config = model.config.get_text_config()
     embedding = model.get_input_embeddings().weight
     head = (model.get_output_embeddings() or model.get_submodule("score")).weight
@@ -92,12 +92,12 @@ def _active_share(config: object) -> float:
 
 
 def has_experts(model: PreTrainedModel) -> bool:
-    """Whether some layers give each token to a choice of experts: only some tokens of a batch meet in one product."""
+    """Whether some layers route each token to a few experts: only some tokens of a batch share one product."""
     return any(".experts" in name or parameter.dim() > 2 for name, parameter in model.named_parameters())
 
 
 def layer_windows(config: object) -> tuple[int | None, ...]:
-    """The sliding window of each layer by its config; None: sees all that came before."""
+    """The sliding window of each layer by its config; None: all earlier tokens are visible."""
     layers: int = config.num_hidden_layers  # type: ignore[attr-defined]
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None)

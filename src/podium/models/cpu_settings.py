@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuSettings:
-    """Torch threads of one rank, and whether oneDNN is on; `measured` says how they were found."""
+    """Torch threads of one rank, and whether oneDNN is on; `measured` describes how they were chosen."""
 
     threads: int
     onednn: bool

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device can do at best, measured; and on CPU, which threads and kernels suit small models."""
+"""Measures the peak of a device and, on CPU, the threads and kernels that suit small models."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ def matrix_peak(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / best
 
 
-# More threads must pay clearly: the loader and other ranks want the cores too, and busy cores make hand-offs dear.
+# More threads must be clearly faster: the loader and other ranks need cores too, and busy cores make hand-offs slow.
 _THREADS_MUST_PAY = 1.3
 
 
 @contextmanager
 def onednn_off() -> Iterator[None]:
-    """Inside, products on CPU do not go through oneDNN. For the whole process: nothing else may compute meanwhile."""
+    """A context in which products on CPU do not use oneDNN. It affects the whole process: nothing else may compute
+    inside."""
     was_on = torch.backends.mkldnn.set_flags(False)[0]
     try:
         yield
@@ -48,9 +49,9 @@ def onednn_off() -> Iterator[None]:
 def choose_cpu_settings(
     work: Callable[[], object], *, ranks: int, threads: int | None = None, onednn: bool | None = None
 ) -> CpuSettings:
-    """Times `work` (a few forwards and backwards of the model itself) under each candidate; what the recipe fixes is
-    not varied. Small models lose more to thread hand-offs and to oneDNN's cost per call than they gain. Every rank runs
-    `work` equally often, so it may hold collectives."""
+    """Times `work` (a few forwards and backwards of the model itself) under each candidate; settings fixed by the
+    recipe are not varied. Small models lose more to thread hand-offs and to oneDNN's cost per call than they gain.
+    Every rank runs `work` the same number of times, so it may use collectives."""
     per_rank = max(1, (os.cpu_count() or 1) // ranks)
     thread_choices = [threads] if threads is not None else sorted({1, per_rank})
     onednn_choices = [onednn] if onednn is not None else [False, True]

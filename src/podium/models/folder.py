@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where a model is: a local Hugging Face folder or a hub id; what must be in it. Torch-free, so `check` can use it."""
+"""The folder of a model: a local Hugging Face folder or a hub id, and its required files. Torch-free, so `check` can
+use it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ _HUB_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.model.v*", "*.tiktoken
 
 
 def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -> None:
-    """Looks at a local folder without loading anything; what can only be a hub id is let pass."""
+    """Checks a local folder without loading anything; a path that can only be a hub id passes."""
     folder = Path(path)
     if is_hub_id(path):
         return
@@ -38,7 +39,8 @@ def check_model_folder(path: str, key: str, *, weights: bool, tokenizer: bool) -
 
 
 def check_speaks(path: str, key: str) -> None:
-    """A classifier has the body of a language model and no head to speak with; with a tied head nothing would show."""
+    """Refuses a classifier, which has the body of a language model and no language-model head. With a tied head nothing
+    else would reveal it."""
     if not (Path(path) / "config.json").is_file():
         return
     kinds = read_config(Path(path), key).get("architectures") or []
@@ -86,6 +88,6 @@ def local_folder(path: str, key: str) -> Path:
 
 
 def is_hub_id(path: str) -> bool:
-    """owner/name, with no local folder of the owner's name in which it could be meant."""
+    """Whether it is owner/name, with no local folder of the owner's name that it could refer to."""
     owner, _, name = path.partition("/")
     return bool(owner and name) and "/" not in name and not path.startswith((".", "~")) and not Path(owner).exists()

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The language-model head fused with the loss: log-probs, loss and gradients chunk by chunk, never all logits at once.
 
-A loss that is a weighted sum over tokens of a function of each token's log-prob needs the logits only while its chunk
-is at hand, so the gradients for hidden states and head are made in the forward pass: three matrix products a chunk
-where recomputation would take four. A loss that ties tokens together (a ratio of whole sequences) needs all log-probs
-first and pays the fourth.
-"""
+A loss that is a weighted sum over tokens of a function of each token's log-prob needs only the logits of its chunk. So
+the gradients for hidden states and head are computed in the forward pass: three matrix products a chunk, where
+recomputation would take four. A loss that ties tokens together (a ratio of whole sequences) needs all log-probs first
+and takes four."""
 
 # S trained tokens · C tokens of one chunk · V vocabulary rows (padded) · E hidden width
 
@@ -25,7 +24,7 @@ TokenLoss = Callable[[Tensor], Tensor]
 
 
 class Objective(Protocol):
-    """A loss over the trained tokens of one micro-batch that knows which tokens they are."""
+    """A loss over the trained tokens of one micro-batch that depends on which tokens they are."""
 
     @property
     def temperature(self) -> float:
@@ -33,15 +32,15 @@ class Objective(Protocol):
 
     @property
     def entropy(self) -> float:
-        """Coefficient of the entropy bonus: the loss of each token is less by this times its entropy."""
+        """Coefficient of the entropy bonus: this times a token's entropy is subtracted from its loss."""
 
     @property
     def watches_entropy(self) -> bool:
-        """Whether entropies are wanted: a bonus needs them, and so do reports; they cost a pass over the logits."""
+        """Whether entropies are needed, for a bonus or for reports; they cost a pass over the logits."""
 
     @property
     def ties_tokens(self) -> bool:
-        """Whether a token's loss depends on other tokens' log-probs; it is then given all tokens at once."""
+        """Whether a token's loss depends on other tokens' log-probs; it then gets all tokens at once."""
 
     def __call__(self, logprobs_C: Tensor, tokens: slice) -> Tensor:
         """The loss of each of these tokens, differentiable in their log-probs."""
@@ -70,13 +69,13 @@ class TokenObjective:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
-    """What turns a hidden state into log-probs, apart from the weights."""
+    """Parameters that turn a hidden state into log-probs, apart from the weights."""
 
-    vocab_size: int  # real rows; the padded ones behind them have probability zero
+    vocab_size: int  # real rows; the padded ones after them have probability zero
     softcap: float | None = None  # logits = softcap · tanh(logits / softcap)
     scale: float = 1.0  # logits are multiplied by this
     chunk_tokens: int = 4096
-    logits_chunk_tokens: int = 1024  # where the loss looks at whole distributions, which needs several copies of them
+    logits_chunk_tokens: int = 1024  # for losses over whole distributions, which need several copies of them
     compiled: bool = False
 
 
@@ -92,8 +91,8 @@ def fused_token_loss(
 def fused_objective(
     hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, weights_S: Tensor, objective: Objective, spec: HeadSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(Σ over tokens of weight · loss, log-probs [S], entropies [S], zero where nobody watches them); only the first is
-    differentiable."""
+    """Returns (Σ over tokens of weight · loss, log-probs [S], entropies [S], zero if they are not needed). Only the
+    first is differentiable."""
     result: tuple[Tensor, Tensor, Tensor] = _FusedHead.apply(  # type: ignore[no-untyped-call]
         hidden_SE, weight_VE, targets_S, weights_S, objective, spec
     )
@@ -128,12 +127,12 @@ def next_token_scores(hidden_SE: Tensor, weight_VE: Tensor, spec: HeadSpec) -> T
 
 
 def full_logits(hidden_SE: Tensor, weight_VE: Tensor) -> Tensor:
-    """Float32 logits as the head's product leaves them: padding rows included, before scale and soft cap."""
+    """Float32 logits directly after the head's product: padding rows included, before scale and soft cap."""
     return _logits(hidden_SE, weight_VE)
 
 
 def shaped_scores(logits_SV: Tensor, spec: HeadSpec) -> Tensor:
-    """`full_logits` -> what `next_token_scores` gives."""
+    """Turns `full_logits` into the result of `next_token_scores`."""
     return _shaped(logits_SV, spec)[:, : spec.vocab_size]
 
 
@@ -197,7 +196,7 @@ class _FusedHead(torch.autograd.Function):
 
 
 class _FusedLogits(torch.autograd.Function):
-    """As _FusedHead, for losses of whole distributions: torch differentiates the loss of a chunk in its logits."""
+    """Like _FusedHead, for losses of whole distributions: torch differentiates the loss of a chunk in its logits."""
 
     @staticmethod
     def forward(
@@ -236,7 +235,7 @@ class _FusedLogits(torch.autograd.Function):
 
 
 def _scaled_gradients(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """What the forward pass made, times the gradient of the sum."""
+    """The gradients of the forward pass, times the gradient of the sum."""
     grad_hidden, grad_weight = ctx.saved_tensors  # type: ignore[attr-defined]
     if grad_hidden is not None:
         grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
@@ -264,7 +263,7 @@ def _logits(hidden_CE: Tensor, weight_VE: Tensor) -> Tensor:
 
 
 def _accumulate_product(total_VE: Tensor, left_CV: Tensor, right_CE: Tensor) -> None:
-    """total += leftᵀ · right, in float32 whatever the operands are."""
+    """total += leftᵀ · right, in float32 for operands of any dtype."""
     if left_CV.dtype == torch.float32:
         total_VE.addmm_(left_CV.T, right_CE)
     elif left_CV.is_cuda:
@@ -299,7 +298,7 @@ def _statistics(logits_CV: Tensor, targets_C: Tensor, spec: HeadSpec, temperatur
 
 
 def _entropy(logits_CV: Tensor, log_sum_C: Tensor, spec: HeadSpec, temperature: float) -> Tensor:
-    """Of softmax(logits / temperature): log of the sum of exponentials less the expected logit."""
+    """Entropy of softmax(logits / temperature): log of the sum of exponentials minus the expected logit."""
     shaped = _masked(_shaped(logits_CV, spec), spec)
     if temperature != 1.0:
         shaped = shaped / temperature
@@ -348,7 +347,7 @@ def _gradient_in_place(
     temperature: float = 1.0,
     bend: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """The same without a second array of logits: for eager mode, where every pass over them is paid for."""
+    """Like `_gradient`, without a second array of logits: for eager mode, where every pass over them costs time."""
     plain = spec.softcap is None and spec.scale == 1.0 and temperature == 1.0 and bend is None
     if not plain or logits_CV.dtype != torch.float32 or dtype != torch.float32:
         return _gradient(logits_CV, log_sum_C, targets_C, grad_C, spec, dtype, temperature, bend)
@@ -374,7 +373,7 @@ _EAGER = _Kernels(_statistics, _entropy, _gradient_in_place)
 
 @functools.cache
 def _compiled_kernels() -> _Kernels:
-    """Made when first asked for: the compiler takes seconds to import."""
+    """Created on first use: the compiler takes seconds to import."""
     return _Kernels(torch.compile(_statistics), torch.compile(_entropy), torch.compile(_gradient))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters through peft, injected into the Hugging Face module tree where it stands: y = Wx + s·B(A(x))."""
+"""Low-rank adapters through peft, injected in place into the Hugging Face module tree: y = Wx + s·B(A(x))."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ KEY = "model.lora.adapter"
 HEAD = "score"
 _ADAPTER = "default"
 _SAVED_PREFIX = "base_model.model."
-# What peft can do besides and Podium does not train: an adapter that needs one of them is refused.
+# Features of peft that Podium does not train: an adapter that needs one of them is refused.
 _OTHER_KINDS = (
     "use_dora", "lora_bias", "use_qalora", "use_bdlora", "target_parameters", "trainable_token_indices",
     "layer_replication", "alora_invocation_tokens", "arrow_config", "velora_config", "monteclora_config", "kasa_config",
@@ -36,13 +36,13 @@ _OTHER_KINDS = (
 # Layers of a mixture's experts, as checkpoints name them. Transformers holds all experts in one tensor, and peft takes
 # these names for that tensor, also where shared experts have layers of the same names.
 _EXPERT_LAYERS = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
-# Ways of beginning that leave the base as it is. (Others, such as pissa, need a changed one.)
+# Initialisations that do not change the base. (Others, such as pissa, do.)
 _PLAIN_BEGINNINGS = (True, False, "gaussian", "orthogonal")
 
 
 def inject(model: PreTrainedModel, section: LoraSection, *, is_scalar: bool = False) -> None:
-    """Puts adapters into the model in place and freezes everything else, but for the head of a scalar model. On the
-    meta device nothing is allocated; elsewhere the adapter is drawn from the current torch seed."""
+    """Injects adapters into the model in place and freezes everything else, except the head of a scalar model. On the
+    meta device nothing is allocated; elsewhere the adapter is sampled from the current torch seed."""
     peft = _peft()
     config = _config(peft, model, section, is_scalar=is_scalar)
     weight = model.get_input_embeddings().weight
@@ -64,13 +64,13 @@ def has_adapter(model: nn.Module) -> bool:
 
 @contextmanager
 def adapter_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model computes as its base. Parameters and their gradients are not touched, so it is safe for sharded
-    models, and between a forward and its backward it must not be entered."""
+    """A context in which the model computes as its base. It does not touch parameters and their gradients, so it is
+    safe for sharded models. It must not be entered between a forward and its backward."""
     layers = [module for module in model.modules() if isinstance(getattr(module, "lora_A", None), nn.ModuleDict)]
     if not layers:
         raise ModelError("there is no adapter to switch off: the model was built without model.lora.")
     before = [layer._disable_adapters for layer in layers]
-    # The public switch also changes requires_grad, which sharding has looked at already.
+    # The public switch also changes requires_grad, which sharding has already read.
     for layer in layers:
         layer._disable_adapters = True  # type: ignore[assignment]
     try:
@@ -81,7 +81,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
 
 
 def merge(model: PreTrainedModel) -> None:
-    """W becomes W + s·BA, and the adapter is gone: a plain model again."""
+    """W becomes W + s·BA, and the adapter is removed: a plain model again."""
     layers = [
         (name, module)
         for name, module in model.named_modules()
@@ -95,8 +95,8 @@ def merge(model: PreTrainedModel) -> None:
 
 
 class InitialAdapter:
-    """How an adapter begins: A uniform as a linear layer's weights are, B zero. Drawn from the seed and the tensor's
-    name, so that every sharding holds parts of the same whole."""
+    """The initial values of an adapter: A uniform like a linear layer's weights, B zero. Sampled from the seed and the
+    tensor's name, so that every sharding holds parts of the same whole."""
 
     def __init__(self, model: PreTrainedModel, seed: int) -> None:
         self._seed = seed
@@ -118,8 +118,8 @@ class InitialAdapter:
 
 
 def adapter_source(model: PreTrainedModel, section: LoraSection, seed: int) -> WeightSource:
-    """Where the adapter's values come from: a folder, or the seed. Names and shapes of a folder's are compared with
-    the model's, in both directions."""
+    """The source of the adapter's values: a folder, or the seed. Names and shapes of a folder are compared with the
+    model's, in both directions."""
     if section.adapter is None:
         return InitialAdapter(model, seed)
     folder = local_folder(section.adapter, KEY)
@@ -139,13 +139,13 @@ def adapter_source(model: PreTrainedModel, section: LoraSection, seed: int) -> W
 
 
 def require_adapter_of(section: ModelSection, base: Path) -> None:
-    """Checks that the adapter to continue from belongs to this base, by what its folder records."""
+    """Checks that the adapter to continue from belongs to this base, by the record in its folder."""
     if section.lora is not None and section.lora.adapter is not None:
         require_base(local_folder(section.lora.adapter, KEY), base, section.path, KEY)
 
 
 def save_adapter(model: PreTrainedModel, out: Path, *, base: Path, base_path: str) -> None:
-    """adapter_config.json and adapter_model.safetensors as peft reads them, and which base they are of."""
+    """Writes adapter_config.json and adapter_model.safetensors for peft, and the identity of their base."""
     is_scalar = hasattr(model, HEAD)
     config = model.peft_config[_ADAPTER]
     config.base_model_name_or_path = str(base.resolve()) if Path(base_path).is_dir() else base_path
@@ -173,7 +173,7 @@ def _config(peft: Any, model: PreTrainedModel, section: LoraSection, *, is_scala
     folder = local_folder(section.adapter, KEY)
     try:
         config = peft.PeftConfig.from_pretrained(str(folder))
-    except Exception as error:  # from_pretrained raises what its kinds of configs raise
+    except Exception as error:  # from_pretrained raises errors of any type
         raise ModelError(
             f"{KEY}: peft cannot read {folder / ADAPTER_CONFIG} ({type(error).__name__}: {error}). Save the adapter "
             "again, with a version of peft that is not newer than this one."
@@ -206,7 +206,7 @@ def _require_plain(peft: Any, config: Any, folder: Path, *, is_scalar: bool) -> 
 
 
 def _targets(model: PreTrainedModel, section: LoraSection) -> list[str]:
-    """The names that peft looks for: those of the recipe, or of all linear layers of the body."""
+    """The layer names for peft: those of the recipe, or all linear layers of the body."""
     ends = [model.get_output_embeddings(), getattr(model, HEAD, None)]
     linear = [(name, each) for name, each in model.named_modules() if _is_linear(each)]
     names = [name for name, each in linear if not any(each is end for end in ends)]
@@ -225,12 +225,13 @@ def _targets(model: PreTrainedModel, section: LoraSection) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A linear layer that does what linear layers do: some routers are called one and choose experts as well."""
+    """Whether this is an ordinary linear layer: some routers are named like one and choose experts as well."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
 def _require_linear(peft: Any, model: PreTrainedModel, section: LoraSection) -> None:
-    """Only linear layers of the body: the head is read by its weight alone, so an adapter there would do nothing."""
+    """Allows only linear layers of the body: only the head's weight is read, so an adapter there would have no
+    effect."""
     key = "model.lora.targets" if section.adapter is None else KEY
     ends = [model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, HEAD, None)]
     for name, module in model.named_modules():

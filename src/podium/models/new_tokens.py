@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Vocabulary growth: embeddings and head rows for tokens that a checkpoint does not know, made from those it does."""
+"""Vocabulary growth: embedding and head rows for tokens that a checkpoint lacks, initialised from its existing rows."""
 
 # V rows of the vocabulary · E hidden width
 
@@ -18,8 +18,8 @@ from podium.recipe import ModelSection
 
 
 def new_rows(section: ModelSection) -> dict[int, list[int]]:
-    """Of each token that model.new_tokens adds: its id, and the ids of what it was written with before. Those which the
-    tokenizer has already keep their embeddings."""
+    """For each token that model.new_tokens adds: its id, and the ids that encoded its text before. Tokens that the
+    tokenizer already has keep their embeddings."""
     if section.new_tokens is None:
         return {}
     before, after = load_tokenizer(without_new_tokens(section)), load_tokenizer(section)
@@ -32,8 +32,8 @@ def new_rows(section: ModelSection) -> dict[int, list[int]]:
 
 
 def _require_free(added: Sequence[tuple[int, str]], known: Mapping[str, int]) -> None:
-    """A tokenizer counts its tokens to find the next id. Where its ids have gaps, that may be one that is taken, and a
-    new token would write over the embedding of an old one."""
+    """A tokenizer uses its number of tokens as the next id. If its ids have gaps, that id may be taken, and a new token
+    would overwrite the embedding of an old one."""
     owners = {number: token for token, number in known.items()}
     for number, token in added:
         if number in owners:
@@ -45,15 +45,15 @@ def _require_free(added: Sequence[tuple[int, str]], known: Mapping[str, int]) ->
 
 
 def grown_vocabulary(section: ModelSection, vocab_size: int) -> int:
-    """Rows that the model needs: the checkpoint's, and more where new tokens have ids beyond them."""
+    """Number of rows that the model needs: the checkpoint's, and more if new tokens have ids beyond them."""
     return max([vocab_size, *(number + 1 for number in new_rows(section))])
 
 
 class GrownWeights:
-    """A checkpoint's weights with the rows of new tokens in them."""
+    """A checkpoint's weights including the rows of new tokens."""
 
     def __init__(self, source: WeightSource, section: ModelSection, model: nn.Module) -> None:
-        """`model` has the grown vocabulary already: its embedding and head are what grows."""
+        """`model` already has the grown vocabulary: its embedding and head are the tensors that grow."""
         assert section.new_tokens is not None
         self._source = source
         self._rows = new_rows(section)
@@ -81,12 +81,12 @@ class GrownWeights:
         values_VE[: len(old)] = old
         mean_E = old[: self._known].mean(0)
         for number, pieces in self._rows.items():
-            # A token that the tokenizer could not write at all begins as the mean of all.
+            # A token whose text the tokenizer could not encode starts as the mean of all.
             is_written = self._init == "pieces" and len(pieces) > 0
             values_VE[number] = old[pieces].mean(0) if is_written else mean_E
         return values_VE[box.slices()]
 
 
 def with_new_tokens(source: WeightSource, section: ModelSection, model: nn.Module) -> WeightSource:
-    """The source as it is, or grown."""
+    """The source itself, or with new rows."""
     return source if section.new_tokens is None else GrownWeights(source, section, model)

@@ -17,7 +17,7 @@ from podium.data.documents import PackedBatch, PackedExamples
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Run:
-    """Neighbouring documents of one length: attended to in one call, without padding."""
+    """Neighbouring documents of one length: they share one attention call, without padding."""
 
     num_documents: int
     length: int
@@ -25,16 +25,16 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Packing:
-    """Where documents begin and end; travels to the attention of every layer as a keyword argument."""
+    """Document boundaries; passed to the attention of every layer as a keyword argument."""
 
     boundaries: Tensor  # int32 [D + 1] on the device
     longest: int
     runs: tuple[Run, ...]  # for kernels that go document by document; empty where a variable-length kernel is used
-    windows: list[int | None] | None = None  # where given, every attention call notes the sliding window it received
+    windows: list[int | None] | None = None  # if given, every attention call records its sliding window
 
 
 class AttentionStep(Protocol):
-    """What may stand in the place of a Packing: attention that reads more than the tokens of this forward."""
+    """An alternative to Packing: attention that reads more than the tokens of this forward."""
 
     def attend(
         self,
@@ -64,7 +64,7 @@ class TokenBatch:
 
 
 def runs_of(offsets: np.ndarray) -> tuple[Run, ...]:
-    """Neighbours of equal length in one run each; documents sorted by length thus need the fewest calls."""
+    """Neighbours of equal length form one run each; documents sorted by length thus need the fewest calls."""
     lengths = np.diff(offsets)
     starts = np.flatnonzero(np.concatenate([[True], lengths[1:] != lengths[:-1]]))
     ends = np.concatenate([starts[1:], [len(lengths)]])
@@ -74,13 +74,13 @@ def runs_of(offsets: np.ndarray) -> tuple[Run, ...]:
 
 
 def round_tokens(device: torch.device) -> int:
-    """What token counts are padded to a multiple of: matrix kernels on CUDA want round ones."""
+    """Token counts are padded to a multiple of this: matrix kernels on CUDA are faster with round sizes."""
     return 64 if device.type == "cuda" else 1
 
 
 def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) -> TokenBatch:
-    """Copies a packed batch to the device, padded to a multiple of `multiple` tokens with a document of its own
-    that trains nothing (matrix kernels want round shapes; on CPU there is no padding)."""
+    """Copies a packed batch to the device, padded to a multiple of `multiple` tokens with a separate document that
+    trains nothing (matrix kernels prefer round shapes; on CPU there is no padding)."""
     tokens, positions, offsets = batch.tokens_T, batch.positions_T, batch.offsets
     padding = -len(tokens) % multiple
     if padding:
@@ -118,16 +118,17 @@ class RowTensors:
         return tuple(values_D[place] for place in self.places)
 
     def summed(self, values_S: Tensor) -> Tensor:
-        """Added up over the trained tokens of each document [D]."""
+        """Sums over the trained tokens of each document [D]."""
         return values_S.new_zeros(len(self.counts_D)).index_add(0, self.document_S, values_S)
 
     def spread(self, loss_R: Tensor, values_S: Tensor) -> Tensor:
-        """A loss of rows as one of tokens: each stands at its row's first trained token, the other tokens have none."""
+        """Turns a loss of rows into one of tokens: each is placed at its row's first trained token, the others are
+        zero."""
         return torch.zeros_like(values_S).index_add(0, self.first_R, loss_R.to(values_S.dtype))
 
 
 def rows_to_device(batch: PackedExamples, device: torch.device) -> RowTensors:
-    """Before the forward pass: a copy in its middle would make the host wait for the device."""
+    """Called before the forward pass: a copy in its middle would make the host wait for the device."""
     return RowTensors(
         document_S=_moved(batch.document_S, device),
         places=tuple(_moved(column, device) for column in batch.places.T),

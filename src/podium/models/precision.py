@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters and buffers that transformers keeps in float32 whatever dtype a model is loaded in."""
+"""Parameters and buffers that transformers keeps in float32, whatever dtype a model is loaded in."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def keep_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
 
 def state_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Of every parameter and every buffer that a checkpoint holds."""
+    """Dtypes of every parameter and every buffer that a checkpoint holds."""
     return {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 

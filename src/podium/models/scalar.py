@@ -34,8 +34,8 @@ class ScalarObjective(Protocol):
 
 
 class PackedScalarLM(TrainedModule):
-    """Body and head inside one forward, as PackedCausalLM has them. The value at position i is of the state that
-    token i + 1 is sampled in."""
+    """Body and head inside one forward, as in PackedCausalLM. The value at position i is that of the state in which
+    token i + 1 is sampled."""
 
     def __init__(self, model: PreTrainedModel, vocab_size: int, *, dropout: bool = False) -> None:
         super().__init__(dropout=dropout)
@@ -89,7 +89,7 @@ class PackedScalarLM(TrainedModule):
 def build_scalar(
     section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype, labels: int | None
 ) -> PackedScalarLM:
-    """The module tree of a sequence classifier. `labels`: of the head; None: as the config says."""
+    """The module tree of a sequence classifier. `labels`: size of the head; None: as the config says."""
     config = copy.deepcopy(config)
     text = config.get_text_config()
     text.vocab_size = grown_vocabulary(section, text.vocab_size)

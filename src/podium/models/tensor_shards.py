@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts of named tensors: what one rank holds of each."""
+"""Parts of named tensors that one rank holds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Box:
         return tuple(slice(a - o, b - o) for a, b, o in zip(self.starts, self.stops, base, strict=True))
 
     def overlap(self, other: Box) -> Box:
-        """What both boxes hold; may be empty."""
+        """The intersection of both boxes; may be empty."""
         return Box(
             tuple(map(max, self.starts, other.starts)),
             tuple(map(min, self.stops, other.stops)),

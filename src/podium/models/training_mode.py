@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train mode without the randomness of training: dropout, layer drop and router noise act only where a recipe asks.
+"""Train mode without the randomness of training: dropout, layer drop and router noise act only if a recipe enables
+them.
 
-Everything of that kind in transformers asks its module's `training` flag, and some of it (the sampled experts of
-Phi-MoE) has no probability that could be set to 0. So the modules stay in eval mode while they are trained.
-"""
+All of these in transformers depend on the module's `training` flag, and some (the sampled experts of Phi-MoE) have no
+probability that could be set to 0. So the modules stay in eval mode while they are trained."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ def _is_checkpointed(module: nn.Module) -> bool:
 
 
 def _recomputed(layer: nn.Module, run: Callable[..., Any], *inputs: Any) -> Any:
-    """transformers checkpoints a layer only if it is in train mode. The computation itself, now and when it is
-    repeated, is that of eval mode."""
+    """transformers checkpoints a layer only in train mode. The computation itself, now and when it is repeated, is that
+    of eval mode."""
 
     def forward(*inputs: Any) -> Any:
         layer.training = False

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is Podium's packed forward the model that transformers means? Compared on random tokens, within a tolerance."""
+"""Compares Podium's packed forward with transformers on random tokens, within a tolerance."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from podium.models.cost import layer_windows
 from podium.models.packing import to_device
 from podium.models.scalar import PackedScalarLM
 
-# Largest difference of a log-prob. bfloat16 keeps 8 bits, so two right ways of computing differ by some hundredths.
+# Largest difference of a log-prob. bfloat16 keeps 8 bits, so two correct computations differ by some hundredths.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 MEAN_TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
@@ -59,7 +59,7 @@ def random_batch(vocab_size: int, lengths: tuple[int, ...] = (7, 12, 12, 40), se
 
 
 def compare(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> Comparison:
-    """Logits of both sides over the real vocabulary -> how far apart their log-probs are."""
+    """Distance between the log-probs of both sides, from their logits over the real vocabulary."""
     gap = (torch.log_softmax(ours.float(), -1) - torch.log_softmax(theirs.float(), -1)).abs()
     largest = float(gap.max()) if bool(torch.isfinite(gap).all()) else float("inf")
     return Comparison(architecture=name, largest=largest, mean=float(gap.mean()), dtype=dtype)
@@ -67,8 +67,8 @@ def compare(name: str, ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> Comp
 
 @contextmanager
 def refusing(name: str) -> Iterator[None]:
-    """Inside, an error of the model's own code means that Podium cannot run this architecture. (Running out of memory
-    does not, and among several ranks neither does a RuntimeError: it may be a lost rank.)"""
+    """A context in which an error of the model's own code means that Podium cannot run this architecture. (Running out
+    of memory does not, and among several ranks neither does a RuntimeError: it may be a lost rank.)"""
     try:
         yield
     except (PodiumError, torch.OutOfMemoryError):
@@ -87,9 +87,9 @@ def refusing(name: str) -> Iterator[None]:
 def self_check(
     model: PackedCausalLM | PackedScalarLM, device: torch.device, dtype: torch.dtype, *, max_length: int | None = None
 ) -> Comparison:
-    """Packed against document by document through transformers' own attention and head (of a model that scores: the
-    body alone, whose head is still zero), on the weights about to be trained. Raises UnsupportedModelError when they
-    differ, or when documents of `max_length` would. Collective."""
+    """Compares the packed forward with one document at a time through transformers' own attention and head, on the
+    weights to be trained. For a model that scores, only the body is compared, because its head is still zero. Raises
+    UnsupportedModelError if they differ, or if documents of `max_length` would. Collective."""
     batch = to_device(random_batch(model.vocab_size), device)
     windows: list[int | None] = []
     batch = replace(batch, packing=replace(batch.packing, windows=windows))
@@ -110,8 +110,8 @@ def self_check(
 
 
 def _check_reach(model: PackedCausalLM | PackedScalarLM, windows: list[int | None], max_length: int) -> None:
-    """What only shows in documents longer than those of the check: windows that attention does not receive, and rotary
-    embeddings that follow the longest document of a pack."""
+    """Checks problems that only show in documents longer than those of the check: windows that attention does not
+    receive, and rotary embeddings that follow the longest document of a pack."""
     config, name = model.hf.config.get_text_config(), type(model.hf).__name__
     narrow = [window for window in layer_windows(config) if window is not None and window < max_length]
     chunk = getattr(config, "attention_chunk_size", None)

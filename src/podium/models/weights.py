@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reading weights part by part: each rank takes from the files only the rows that it holds."""
+"""Reads weights in parts: each rank reads from the files only the rows that it holds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from podium.models.tensor_shards import Box, TensorShard
 
 
 class WeightSource(Protocol):
-    """Named tensors of which parts can be read."""
+    """Named tensors that can be read in parts."""
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The full shape of each tensor."""
@@ -52,16 +52,15 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """What a parameter is called in a model without adapters, and so in the base's checkpoint."""
+    """The name of a parameter in a model without adapters, and so in the base's checkpoint."""
     return name.replace(".base_layer.", ".")
 
 
 class CheckpointWeights:
-    """The safetensors files of a Hugging Face folder under the parameter names of a model, those without adapters.
+    """The safetensors files of a Hugging Face folder under the parameter names of a model without adapters.
 
-    Names that transformers changes on loading (fused experts, for instance) go through its own conversion, one
-    target tensor at a time; all others are sliced straight out of the file.
-    """
+    Names that transformers changes on loading (fused experts, for instance) go through its own conversion, one target
+    tensor at a time; all others are sliced directly from the file."""
 
     def __init__(self, folder: Path, model: PreTrainedModel) -> None:
         self._model = model
@@ -135,8 +134,8 @@ class _Conversion:
 
 
 def fill(pieces: Iterable[TensorShard], source: WeightSource, *, padded_rows: Mapping[str, int]) -> None:
-    """Copies every piece; `padded_rows` tells for some names how many leading rows are real, the rows
-    behind them become zero."""
+    """Copies every piece. `padded_rows` gives for some names the number of real leading rows; the rows after them
+    become zero."""
     shapes = source.shapes()
     for piece in pieces:
         if piece.name not in shapes:
