@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Versioned weights: what they are, how they travel, and the proof that they arrived."""
+"""Versioned weights: their description, their transfer, and the check that they arrived."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The canary: log-probs that an engine reported beside those that the learner computes for the same tokens; pure."""
+"""The canary: compares log-probs reported by an engine with the learner's for the same tokens; pure."""
 
 # N trajectories · T tokens of all of them
 
@@ -17,8 +17,8 @@ from podium.errors import DataError
 
 
 def choose_canaries(block: TrajectoryBlock, version: int, count: int) -> Ints:
-    """Rows of at most `count` trajectories all of whose sampled tokens are of `version`: of those, in ascending order
-    of id, evenly spaced ones, so that the same block always gives the same canaries."""
+    """Rows of at most `count` trajectories whose sampled tokens are all of `version`. They are evenly spaced in
+    ascending order of id, so that the same block always gives the same canaries."""
     offsets = block.offsets
     sampled_T, current_T = block.versions_T >= 0, block.versions_T == version
     num_sampled_N = _sums(sampled_T, offsets)
@@ -37,10 +37,10 @@ def _sums(mask_T: np.ndarray, offsets: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapLimits:
-    """Above which gap something is wrong."""
+    """Limits above which a gap indicates an error."""
 
     mean: float
-    largest: float  # of one token; infinite: not looked at
+    largest: float  # of one token; infinite: not checked
 
     @classmethod
     def of(cls, dtype: Literal["float32", "bfloat16"]) -> GapLimits:
@@ -64,7 +64,7 @@ class LogprobGap:
 
     @classmethod
     def between(cls, block: TrajectoryBlock, learner: TokenColumn) -> LogprobGap:
-        """Over all sampled tokens but a trajectory's first, which nothing predicts."""
+        """The gap over all sampled tokens except a trajectory's first, which nothing predicts."""
         if not learner.ids.same_as(block.ids):
             raise DataError(
                 "the learner's log-probs are of other trajectories than the block, or in another order. Score the "
@@ -94,7 +94,7 @@ class LogprobGap:
 
     @property
     def mean(self) -> float:
-        """Mean |Δ|; 0 where nothing was compared."""
+        """Mean |Δ|; 0 if nothing was compared."""
         return self.sum_abs / self.count if self.count else 0.0
 
     @property
@@ -103,7 +103,7 @@ class LogprobGap:
         return self.sum_ratio / self.count if self.count else 1.0
 
     def alarm(self, limits: GapLimits) -> str | None:
-        """What to say when the gap is over its limits (or is not a number), else None."""
+        """A message if the gap exceeds its limits (or is NaN), else None."""
         if self.mean <= limits.mean and self.largest <= limits.largest:
             return None
         return (

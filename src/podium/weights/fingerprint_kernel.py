@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The sum behind a fingerprint in one pass over memory (CUDA): the same integers as torch's arithmetic gives."""
+"""The sum behind a fingerprint in one pass over memory (CUDA): the same integers as torch's arithmetic."""
 
 from __future__ import annotations
 

@@ -25,20 +25,21 @@ from podium.models.tensor_shards import Box
 
 # The inner weights of one block stay in the cache of a CPU core; a kernel on a GPU reads them through its own.
 BLOCK = 1 << 17
-# How many elements are cast to the published dtype at a time: the scratch that a fingerprint needs.
+# Number of elements that are cast to the published dtype at a time, which bounds the scratch memory.
 _CHUNK = 1 << 23
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _OUTER_SALT = 0x51ED_270B_9A5F_1C3D
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """Of a whole tensor, as it is."""
+    """Fingerprint of a whole tensor, as it is."""
     return unsigned(partial_fingerprint(tensor, first=0, dtype=tensor.dtype).reshape(1))[0]
 
 
 def piece_fingerprint(local: Tensor, box: Box, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """What this rank's rows add to the fingerprint of a tensor of `shape`, the shape without padding rows: rows behind
-    it count for nothing. An int64 scalar on the tensor's device; those of all ranks are added with wrap-around."""
+    """The contribution of this rank's rows to the fingerprint of a tensor of `shape`, the shape without padding rows:
+    rows after it do not count. An int64 scalar on the tensor's device; those of all ranks are added with
+    wrap-around."""
     assert Box(box.starts[1:], box.stops[1:]) == Box.whole(shape[1:]), "only rows are sharded"
     if not shape:
         return partial_fingerprint(local, first=0, dtype=dtype)
@@ -47,7 +48,7 @@ def piece_fingerprint(local: Tensor, box: Box, shape: Sequence[int], dtype: torc
 
 
 def partial_fingerprint(values: Tensor, *, first: int, dtype: torch.dtype) -> Tensor:
-    """Of elements that follow one another in the whole tensor, the first of them at index `first`."""
+    """Fingerprint of consecutive elements of the whole tensor, starting at index `first`."""
     flat = values.detach().reshape(-1)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
     add_up = _one_pass if flat.is_cuda and find_spec("triton") is not None else _block_by_block
@@ -59,7 +60,7 @@ def partial_fingerprint(values: Tensor, *, first: int, dtype: torch.dtype) -> Te
 
 
 def unsigned(totals: Tensor) -> list[int]:
-    """int64 sums as the numbers from 0 to 2^64 - 1 that a version holds. Waits for the device."""
+    """int64 sums as the unsigned numbers of a version, from 0 to 2^64 - 1. Waits for the device."""
     return [value & 0xFFFF_FFFF_FFFF_FFFF for value in totals.tolist()]
 
 
@@ -95,8 +96,8 @@ def inner_weights(device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def outer_weights(first: int, count: int, device: torch.device) -> Tensor:
-    """One for each block that the elements from index `first` on touch. Kept: a dozen small kernels for each tensor of
-    a model would take longer than reading its weights."""
+    """One weight for each block that the elements from index `first` on touch. Cached: a dozen small kernels for each
+    tensor of a model would take longer than reading its weights."""
     blocks = torch.arange(first // BLOCK, (first + count - 1) // BLOCK + 1, dtype=torch.int64, device=device)
     return _odd_weights(blocks + _OUTER_SALT)
 

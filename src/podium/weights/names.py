@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names and layouts of Hugging Face checkpoints for tensors that transformers keeps differently in memory.
 
-Loaders of other engines know checkpoints: one tensor for each expert, gate and up apart. What transformers fuses on
-loading is taken apart again by its own reversed conversions, one tensor (or group of tensors that belong together) at
-a time.
-"""
+Loaders of other engines expect checkpoints: one tensor for each expert, gate and up separate. Tensors that transformers
+fuses on loading are split again by its own reversed conversions, one tensor (or group of related tensors) at a time."""
 
 from __future__ import annotations
 
@@ -23,8 +21,8 @@ from podium.models.buffers import persistent_buffers
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Published tensors under their names in memory -> the same values as a checkpoint of the model names and cuts
-    them. Like what comes in, a tensor is the caller's until the next one is asked for."""
+    """Published tensors under their names in memory -> the same values with the names and layout of a checkpoint. Like
+    the input, a tensor is valid only until the next one is requested."""
     names = CheckpointNames(model)
     for name, tensor in tensors:
         yield from names.converted(name, tensor)
@@ -32,11 +30,11 @@ def checkpoint_tensors(model: PreTrainedModel, tensors: Iterator[tuple[str, Tens
 
 
 class CheckpointNames:
-    """The reversed conversions of one model. Holds tensors back only where several make one of the checkpoint's."""
+    """The reversed conversions of one model. Holds tensors back only if several form one of the checkpoint's."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        # Prefixes that some checkpoints have and others lack are left as the model has them.
+        # Prefixes that only some checkpoints have stay as in the model.
         known = list(get_model_conversion_mapping(model, add_legacy=False))[::-1]
         reverse = [each.reverse_transform() for each in known if not isinstance(each, PrefixChange)]
         self._renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
@@ -47,7 +45,7 @@ class CheckpointNames:
         self._held: dict[str, list[_Held]] = {}
 
     def converted(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What this tensor, with those held back for it, is in a checkpoint; nothing, as long as others are awaited."""
+        """The checkpoint tensors of this tensor and those held back for it; nothing while others are still missing."""
         target, pattern = self._target(name)
         if not target:
             yield self._renamed(name), tensor
@@ -55,12 +53,12 @@ class CheckpointNames:
         held = self._held.setdefault(target, [])
         held.append(_Held(name=name, pattern=pattern, tensor=tensor))
         if len(held) < self._awaited[target]:
-            held[-1].tensor = tensor.clone()  # the caller's tensor is gone when the next one comes
+            held[-1].tensor = tensor.clone()  # the caller's tensor is invalid when the next one comes
             return
         yield from self._convert(target, self._held.pop(target))
 
     def finish(self) -> None:
-        """All tensors have come: none is left that waits for another."""
+        """Called after the last tensor: checks that none is still held back."""
         if self._held:
             waiting = ", ".join(each.name for held in self._held.values() for each in held)
             raise UnsupportedModelError(
@@ -70,8 +68,7 @@ class CheckpointNames:
             )
 
     def _target(self, name: str) -> tuple[str, str]:
-        """The first checkpoint name that this tensor is part of, and the pattern by which; empty where it is only
-        renamed."""
+        """The first checkpoint name that this tensor is part of, and its pattern; empty if it is only renamed."""
         for converter in self._converters:
             target, pattern = converter.rename_source_key(name)
             if pattern is not None:

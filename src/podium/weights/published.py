@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trained model's weights as others see them: whole tensors in the compute dtype, without padding rows."""
+"""A trained model's weights for publishing: whole tensors in the compute dtype, without padding rows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _gather_whole = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Part:
-    """One published tensor and what this rank holds of it."""
+    """One published tensor and this rank's part of it."""
 
     spec: TensorSpec
     dtype: torch.dtype
@@ -44,14 +44,14 @@ class _Part:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """Over whose ranks it is sharded; None where each has it whole."""
+        """The group over which it is sharded; None if each rank has it whole."""
         return self.tensor.device_mesh.get_group() if isinstance(self.tensor, DTensor) else None
 
 
 class PublishedWeights:
-    """Reads the weights where they are trained, at the moment it is asked. A tied head is its embedding, named once;
-    frozen parameters and the buffers that a checkpoint holds are part of it. With an adapter it is the adapter alone:
-    others have read the base from the same files. What says "collective" runs on all ranks of the mesh together."""
+    """Reads the current weights where they are trained. A tied head is its embedding, named once. Frozen parameters and
+    the buffers that a checkpoint holds are included. With an adapter, only the adapter is published: others have read
+    the base from the same files. Methods marked "collective" run on all ranks of the mesh together."""
 
     def __init__(
         self,
@@ -62,8 +62,8 @@ class PublishedWeights:
         *,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`dtype` is what the model computes in (tensors that it keeps in float32 are published so); `bucket_bytes`
-        bounds what is gathered at a time (but for a single tensor that is larger)."""
+        """`dtype` is the model's compute dtype (tensors that it keeps in float32 are published in float32).
+        `bucket_bytes` bounds the size gathered at a time (except for a single tensor that is larger)."""
         self._mesh, self._bucket_bytes = mesh, bucket_bytes
         _reshard(model)
         padded = padded_parameters(model)
@@ -85,15 +85,16 @@ class PublishedWeights:
 
     @property
     def frozen(self) -> FrozenWeights:
-        """What does not change from version to version, for a copy that has read no files."""
+        """Weights that do not change between versions, for a copy that has read no files."""
         return FrozenWeights(self._frozen, self._bucket_bytes)
 
     def describe(self, number: int) -> WeightVersion:
-        """These weights as version `number`, fingerprints computed where each rank's part lies. Collective."""
+        """These weights as version `number`. Each rank computes fingerprints of its part. Collective."""
         return self._described(number, self._parts)
 
     def describe_frozen(self) -> WeightVersion:
-        """The same of what does not change, by which others know that they have read the same. Collective."""
+        """Like `describe`, for weights that do not change: others use it to check that they read the same.
+        Collective."""
         return self._described(0, self._frozen)
 
     @torch.no_grad()
@@ -108,13 +109,13 @@ class PublishedWeights:
         return _tensors(self._parts, self._bucket_bytes)
 
     def _partial(self, part: _Part) -> Tensor:
-        if part.group is None and not self._mesh.is_main:  # all have it whole: one of them counts it
+        if part.group is None and not self._mesh.is_main:  # all ranks have it whole: one of them counts it
             return torch.zeros((), dtype=torch.int64, device=self._mesh.device)
         return piece_fingerprint(part.local, part.box, part.spec.shape, part.dtype)
 
 
 class FrozenWeights:
-    """The base of an adapter, delivered as versions are; nothing where there is none."""
+    """The base of an adapter, delivered like versions; empty without an adapter."""
 
     def __init__(self, parts: Sequence[_Part], bucket_bytes: int) -> None:
         self._parts, self._bucket_bytes = parts, bucket_bytes
@@ -149,14 +150,15 @@ def _of_parameter(name: str, parameter: Tensor, real_rows: int | None, dtype: to
 
 
 def _reshard(model: PackedCausalLM) -> None:
-    """After a forward without backward FSDP leaves gathered copies in the modules; what is read here are the shards."""
+    """Frees gathered copies that FSDP leaves in the modules after a forward without backward: the shards are read
+    here."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _published_dtype(model: PackedCausalLM, parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """`dtype`, but for what the model computes with in another one than its embedding: such tensors are not sharded."""
+    """`dtype`, except for tensors that compute in another dtype than the embedding: these are not sharded."""
     embedding = model.hf.get_input_embeddings().weight
     same = isinstance(parameter, DTensor) if isinstance(embedding, DTensor) else parameter.dtype == embedding.dtype
     return dtype if same else parameter.dtype
@@ -180,7 +182,7 @@ def _name_of(dtype: torch.dtype) -> str:
 
 @torch.no_grad()
 def _whole(parts: Sequence[_Part]) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of one bucket. What is sharded is gathered in one collective, bytes in the published dtype."""
+    """The tensors of one bucket. Sharded tensors are gathered in one collective, as bytes in the published dtype."""
     sharded = [part for part in parts if part.group is not None]
     gathered = _Gathered(sharded) if sharded else None
     for part in parts:
@@ -193,7 +195,7 @@ def _whole(parts: Sequence[_Part]) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Gathered:
-    """The shards of some tensors from all ranks: a row for each rank, in it a stretch for each tensor."""
+    """The shards of some tensors from all ranks: one row per rank, with one range per tensor."""
 
     def __init__(self, parts: Sequence[_Part]) -> None:
         group = parts[0].group
@@ -214,7 +216,7 @@ class _Gathered:
         _gather_whole(self._bytes.view(-1), mine, group=group)
 
     def whole(self, part: _Part) -> Tensor:
-        """All rows, padding included and the filling of the last ranks behind them."""
+        """All rows, including padding and the filling of the last ranks after them."""
         flat = self._bytes[:, self._stretches[part.spec.name]].reshape(-1)  # a view, where it is alone
         return flat.view(part.dtype).view(self._world * self._rows_each(part), *part.spec.shape[1:])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Proof that weights which came, or are in place already, are those of their version."""
+"""Verifies that weights, received or already in place, are those of their version."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _NAMED = 5
 
 
 class Verified:
-    """A delivery whose tensors are checked as they pass: one of another name, shape or dtype is refused before it is
-    handed on; fingerprints are computed on the device and compared when all have come, without waiting in between."""
+    """A delivery that checks tensors as they pass. A tensor of another name, shape or dtype is refused before it is
+    passed on. Fingerprints are computed on the device and compared after the last tensor, without waiting in
+    between."""
 
     def __init__(self, delivery: Delivery, version: WeightVersion) -> None:
         self._delivery, self._version = delivery, version
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Raises after the last tensor if any differs. An engine that installed them must not generate with them."""
+        """Raises an error after the last tensor if any differs. An engine that installed them must not generate with
+        them."""
         sums: list[Tensor] = []
         arriving = self._delivery.tensors()
         try:
@@ -38,7 +40,7 @@ class Verified:
                 raise _wrong(self._version, f"{extra[0]} comes after the manifest's last tensor")
         finally:
             if isinstance(arriving, Generator):
-                arriving.close()  # now, not when the error is forgotten: others may wait for this end
+                arriving.close()  # now, not when the error is garbage-collected: others may wait for this end
         _compare(self._version, sums)
 
     def _checked(self, spec: TensorSpec, came: tuple[str, Tensor] | None) -> Tensor:
@@ -53,8 +55,8 @@ class Verified:
 
 
 def check_manifest(version: WeightVersion, tensors: Mapping[str, Tensor], real_rows: Mapping[str, int]) -> None:
-    """Whether a version is one of this very model: every tensor, whole, in its dtype. `tensors` are the model's,
-    `real_rows` tells for some of them how many rows are not padding."""
+    """Checks that a version belongs to exactly this model: every tensor, whole, in its dtype. `tensors` are the
+    model's, `real_rows` gives for some of them the number of rows without padding."""
     wanted = {
         name: TensorSpec(
             name=name, shape=(real_rows.get(name, shape[0]), *shape[1:]) if shape else (), dtype=_short(dtype)
@@ -72,8 +74,8 @@ def check_manifest(version: WeightVersion, tensors: Mapping[str, Tensor], real_r
 
 
 def verify_in_place(tensors: Mapping[str, Tensor], version: WeightVersion) -> None:
-    """The same for tensors that an engine has already: the learner's own, or a copy of them. Whole tensors by name;
-    rows beyond the manifest's are padding and do not count."""
+    """Verifies tensors that an engine already has: the learner's own, or a copy of them. Whole tensors by name; rows
+    beyond the manifest's are padding and do not count."""
     sums = []
     for spec in version.manifest:
         tensor = tensors.get(spec.name)

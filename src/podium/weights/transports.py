@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How published weights travel: one interface, and a class for every way.
+"""Transports of published weights: one interface, and a class for each transport.
 
-A sender takes a transfer and something that delivers tensors (PublishedWeights), a receiver takes the same transfer and
-delivers the same tensors. Weights of a sharded model are gathered while they are sent, so all its ranks send together
-and one of them has the bytes on their way.
-"""
+A sender takes a transfer and a source of tensors (PublishedWeights); a receiver takes the same transfer and delivers
+the same tensors. Weights of a sharded model are gathered while they are sent, so all its ranks take part and one of
+them sends the bytes."""
 
 from __future__ import annotations
 
@@ -26,12 +25,12 @@ class Delivery(Protocol):
     """The receiving end of a transport: whole tensors, one after the other, never all at once."""
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and value of every tensor of the manifest, in its order, in the published dtype, without padding rows.
-        A tensor is the caller's to read until the next one is asked for; it may share a buffer with it."""
+        """Name and value of every tensor of the manifest, in its order, in the published dtype, without padding rows. A
+        tensor is valid only until the next one is requested, because they may share a buffer."""
 
 
 class Arrival(Delivery, Protocol):
-    """A delivery that comes from elsewhere and counts what came."""
+    """A delivery from another process that counts the bytes received."""
 
     @property
     def moved_bytes(self) -> int:
@@ -39,18 +38,18 @@ class Arrival(Delivery, Protocol):
 
 
 class TransferLink(Protocol):
-    """A process group as a transport needs it; a link between pools of workers is one."""
+    """A process group for transports, such as a link between pools of workers."""
 
     @property
     def rank(self) -> int:
         """This process's rank in the link."""
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        """Fills `tensor` on all with what the rank `source` has."""
+        """Fills `tensor` on all ranks with that of rank `source`."""
 
 
 def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[str], TransferLink]) -> Arrival | None:
-    """The receiving end of a transfer; None where nothing travels. `link` finds a link by its name."""
+    """The receiving end of a transfer; None if nothing travels. `link` finds a link by its name."""
     match transfer:
         case Shared():
             return None
@@ -63,7 +62,7 @@ def received(transfer: WeightTransfer, *, device: torch.device, link: Callable[[
 
 
 def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: TransferLink, device: torch.device) -> int:
-    """Bytes put on the link: by its source; the sender's other ranks help to gather and only listen. Collective over
+    """Returns the bytes that the source put on the link. The sender's other ranks only help to gather. Collective over
     the link."""
     is_source, moved = link.rank == transfer.source, 0
     staging = _Staging(transfer, device)
@@ -82,7 +81,8 @@ def send_by_broadcast(transfer: ByBroadcast, weights: Delivery, link: TransferLi
 
 
 class BroadcastArrival:
-    """What comes over a link. A rank that stops early still takes part to the end: others wait for it."""
+    """Tensors received over a link. A rank that stops reading early still takes part to the end, because others wait
+    for it."""
 
     def __init__(self, transfer: ByBroadcast, link: TransferLink, device: torch.device) -> None:
         self._transfer, self._link, self._device = transfer, link, device
@@ -103,7 +103,7 @@ class BroadcastArrival:
 
 
 def send_by_store(transfer: ByStore, weights: Delivery, *, is_sender: bool = True) -> Iterator[WeightBucket]:
-    """Buckets for a worker to stream as its answer. The sender's other ranks iterate too, and have none to yield."""
+    """Yields buckets for a worker to stream as its answer. The sender's other ranks iterate too, but yield nothing."""
     for number, (bucket, tensors) in enumerate(_by_bucket(transfer.buckets, weights)):
         if is_sender:
             buffer = torch.empty(bucket.nbytes, dtype=torch.uint8)
@@ -112,7 +112,7 @@ def send_by_store(transfer: ByStore, weights: Delivery, *, is_sender: bool = Tru
 
 
 class StoreArrival:
-    """What lies in the object store, read where it lies."""
+    """Tensors in the object store, read in place."""
 
     def __init__(self, transfer: ByStore, device: torch.device) -> None:
         self._transfer, self._device = transfer, device
@@ -140,12 +140,12 @@ class StoreArrival:
 
 
 def _by_bucket(buckets: Sequence[Bucket], weights: Delivery) -> Iterator[tuple[Bucket, Iterator[Tensor]]]:
-    """Each bucket with its tensors, which come as they are asked for: each is gone when the next one comes."""
+    """Each bucket with its tensors, which are produced on demand: each is invalid when the next one comes."""
     arriving = weights.tensors()
     for bucket in buckets:
         tensors = _of_bucket(bucket, arriving)
         yield bucket, tensors
-        _exhaust(tensors)  # those who keep none take part in the gathering all the same
+        _exhaust(tensors)  # ranks that do not keep the tensors still take part in the gathering
 
 
 def _exhaust(tensors: Iterator[Tensor]) -> None:
@@ -189,7 +189,7 @@ def _pack(bucket: Bucket, tensors: Iterator[Tensor], buffer: Tensor) -> None:
 
 
 class _Staging:
-    """One buffer for all buckets of a transfer; a tensor larger than a bucket has one of its own for a while."""
+    """One buffer for all buckets of a transfer; a tensor larger than a bucket gets a temporary one."""
 
     def __init__(self, transfer: ByBroadcast, device: torch.device) -> None:
         sizes = [bucket.nbytes for bucket in transfer.buckets if bucket.nbytes <= transfer.bucket_bytes]

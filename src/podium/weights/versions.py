@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One published state of a model's weights: its number, what it consists of, and a fingerprint of every tensor."""
+"""One published state of a model's weights: its number, its tensors, and a fingerprint of each."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightVersion:
-    """Which weights these are. Two models hold the same version exactly when all fingerprints are equal."""
+    """Identifies weights. Two models hold the same version exactly if all fingerprints are equal."""
 
     number: int
     manifest: tuple[TensorSpec, ...]
@@ -46,11 +46,11 @@ class WeightVersion:
 
     @property
     def fingerprint(self) -> str:
-        """Of the whole, for people and logs: sixteen hexadecimal digits that do not depend on the number."""
+        """Fingerprint of all tensors for logs: sixteen hexadecimal digits that do not depend on the number."""
         said = "\n".join(f"{spec} {value}" for spec, value in zip(self.manifest, self.fingerprints, strict=True))
         return hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
 
     def differing(self, fingerprints: Mapping[str, int]) -> list[str]:
-        """Names of the tensors whose fingerprint was not found to be this version's, missing ones included."""
+        """Names of the tensors whose fingerprint differs from this version's, missing ones included."""
         wanted = zip(self.manifest, self.fingerprints, strict=True)
         return [spec.name for spec, value in wanted if fingerprints.get(spec.name) != value]

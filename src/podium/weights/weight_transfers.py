@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weight transfers: small, picklable descriptions of how weights travel. A controller handles nothing else.
 
-Both ends cut the manifest into the same buckets, so buckets need no headers. Torch-free.
-"""
+Both ends split the manifest into the same buckets, so buckets need no headers. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Neighbours in the manifest that travel in one buffer. A tensor larger than the limit has a bucket to itself."""
+    """Neighbours in the manifest that travel in one buffer. A tensor larger than the limit has its own bucket."""
 
     specs: tuple[TensorSpec, ...]
     offsets: tuple[int, ...]  # of each tensor's first byte
@@ -33,8 +32,8 @@ class Bucket:
 def plan_buckets(
     manifest: Iterable[TensorSpec], bucket_bytes: int, *, alone_bytes: int | None = None
 ) -> tuple[Bucket, ...]:
-    """As few buckets of at most `bucket_bytes` as the manifest's order allows, but that tensors from `alone_bytes` on
-    have one to themselves: it can be sent from where it lies, where small ones are laid side by side first."""
+    """As few buckets of at most `bucket_bytes` as the manifest's order allows. Tensors from `alone_bytes` on have their
+    own bucket: they are sent without a copy, while small ones are first copied into one buffer."""
     if bucket_bytes < 1:
         raise RolloutError(f"a bucket of {bucket_bytes} bytes holds nothing. Give a positive size, 64 MiB say.")
     alone = bucket_bytes + 1 if alone_bytes is None else alone_bytes
@@ -55,7 +54,7 @@ def large(bucket_bytes: int) -> int:
 
 
 class _Filling:
-    """The bucket that tensors are being laid into."""
+    """The bucket that is being filled."""
 
     def __init__(self) -> None:
         self._specs: list[TensorSpec] = []
@@ -75,7 +74,7 @@ class _Filling:
         self._end = self._offsets[-1] + spec.nbytes
 
     def taken(self) -> list[Bucket]:
-        """What there is, and an empty one is begun."""
+        """Returns the current bucket and begins an empty one."""
         bucket = Bucket(specs=tuple(self._specs), offsets=tuple(self._offsets), nbytes=self._end)
         self._specs, self._offsets, self._end = [], [], 0
         return [bucket] if bucket.specs else []
@@ -90,10 +89,11 @@ class Shared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByBroadcast:
-    """Over a process group that both ends are in. The ends work at the same time, so this goes to both beforehand."""
+    """Over a process group that contains both ends. The ends work at the same time, so both get this before the
+    transfer."""
 
     version: WeightVersion
-    link: str  # as the controller has named it
+    link: str  # the controller's name for it
     source: int = 0  # rank in the link that has the weights
     bucket_bytes: int = BUCKET_BYTES
 
@@ -106,7 +106,7 @@ class ByBroadcast:
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightBucket:
     """The bytes of one bucket, as a worker's streamed answer: the store keeps them, the controller has the reference.
-    A single row whose id is the bucket's number, because rows are what workers answer with."""
+    It is a single row whose id is the bucket's number, because workers answer with rows."""
 
     number: int
     bytes_B: NDArray[np.uint8]
@@ -139,7 +139,7 @@ class WeightBucket:
 
 
 def bucket_ids(numbers: Iterable[int]) -> TrajectoryIds:
-    """The ids under which buckets are asked for and answered."""
+    """The ids by which buckets are requested and answered."""
     return TrajectoryIds.of(TrajectoryId(number, 0) for number in numbers)
 
 
@@ -152,7 +152,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByStore:
-    """Through the object store. `stored` is filled by who gathered the sender's answers, one for each bucket."""
+    """Through the object store. The caller that gathers the sender's answers fills `stored`, one for each bucket."""
 
     version: WeightVersion
     bucket_bytes: int = BUCKET_BYTES
@@ -165,7 +165,7 @@ class ByStore:
 
     @property
     def ids(self) -> TrajectoryIds:
-        """What the sender's stream is asked for."""
+        """The ids requested from the sender's stream."""
         return bucket_ids(range(len(self.buckets)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A second, whole copy of a sharded model for generation: plain tensors that no sharding hook touches."""
+"""A second, full copy of a sharded model for generation: plain tensors without sharding hooks."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from podium.weights.published import PublishedWeights
 
 
 class WholeCopy:
-    """The model on this rank's device in the dtype that it computes in. Its tensors stay where they are from `restore`
-    to `release`, so that captured graphs may read them; `refill` changes values only."""
+    """The model on this rank's device in its compute dtype. Its tensors keep their addresses from `restore` to
+    `release`, so that captured graphs may read them; `refill` changes values only."""
 
     def __init__(
         self, weights: PublishedWeights, section: ModelSection, config: Any, *, device: torch.device, dtype: torch.dtype
@@ -40,11 +40,11 @@ class WholeCopy:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the device while it is there."""
+        """Device memory that it takes while it is allocated."""
         return sum(self._sizes.values())
 
     def refill(self) -> None:
-        """The learner's weights of this moment, bucket by bucket; of a base that is frozen only once, as long as the
+        """Copies the learner's current weights, bucket by bucket. A frozen base is copied only once, as long as the
         copy stays. Collective over the learner's ranks."""
         if not self._is_resident:
             raise RolloutError("the whole copy of the weights is released, so it cannot be filled. Restore it first.")
@@ -54,7 +54,7 @@ class WholeCopy:
         fill_held(self.tensors, self._weights)
 
     def release(self) -> int:
-        """Gives the memory back and returns how much. The model must not run until it is restored and refilled."""
+        """Frees the memory and returns its size. The model must not run until it is restored and refilled."""
         if not self._is_resident:
             return 0
         for tensor in self._everything.values():
@@ -63,8 +63,8 @@ class WholeCopy:
         return self.nbytes
 
     def restore(self) -> bool:
-        """Takes the memory again; values are undefined until `refill`. True if some tensor now lies elsewhere: what
-        was captured for the old addresses must be captured again."""
+        """Takes the memory again; values are undefined until `refill`. Returns True if some address changed: graphs
+        captured for the old addresses must be captured again."""
         if self._is_resident:
             return False
         for name, tensor in self._everything.items():
