@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows and records: metrics, loggers, the console, and where the time went. Torch-free at import."""
+"""Output and records of a run: metrics, loggers, the console, and the time by cause. Torch-free at import."""
 
 from podium.observe.console import Console, EvaluationView, SampleView, StepView
 from podium.observe.loggers import Logger, open_loggers

@@ -12,7 +12,7 @@ from podium.observe.formats import duration, one_line, rate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepView:
-    """One finished optimizer step as it is shown. None: not known (yet)."""
+    """One finished optimizer step as the console shows it. None: not known (yet)."""
 
     step: int
     num_steps: int
@@ -23,10 +23,10 @@ class StepView:
     eta_s: float | None = None
     grad_norm: float | None = None
     num_skipped: int = 0  # steps skipped so far, for a loss or gradient that was not finite
-    own: tuple[tuple[str, str], ...] = ()  # what the program itself shows first
+    own: tuple[tuple[str, str], ...] = ()  # the program's own values, shown first
 
     def facts(self) -> list[tuple[str, str]]:
-        """(label, value) in the order in which they are shown."""
+        """(label, value) in the order of display."""
         facts = [*self.own, ("loss", f"{self.loss:.4f}"), ("lr", f"{self.lr:.2e}")]
         if self.grad_norm is not None:
             facts.append(("grad", f"{self.grad_norm:.2f}"))
@@ -42,7 +42,7 @@ class StepView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleView:
-    """One generated answer beside what was expected. `score` is None where nothing scores it."""
+    """One generated answer beside the expected one. `score` is None if nothing scores it."""
 
     prompt: str
     answer: str
@@ -52,11 +52,11 @@ class SampleView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationView:
-    """One evaluation as it is shown; what was not asked for is None."""
+    """One evaluation as the console shows it; parts that the recipe does not have are None."""
 
     step: int
     heldout_loss: float | None = None
-    measured: Mapping[str, float] = field(default_factory=dict)  # what else a program measures on held-out data
+    measured: Mapping[str, float] = field(default_factory=dict)  # the program's other measurements on held-out data
     score_name: str | None = None
     score: float | None = None  # mean over all scored answers
     num_scored: int = 0
@@ -77,28 +77,28 @@ class EvaluationView:
 
 
 class Console:
-    """Receives what happens; decides how it looks. This one prints nothing: for every rank but the first."""
+    """Receives events and decides how to show them. This one prints nothing: for every rank but the first."""
 
     def header(self, lines: Sequence[str]) -> None:
-        """What the run is, before its first step. `label: value` lines are aligned."""
+        """Shows the run's description before its first step. `label: value` lines are aligned."""
 
     def step(self, view: StepView) -> None:
-        """A step is done."""
+        """Shows a finished step."""
 
     def doing(self, what: str | None) -> None:
-        """Something other than a step takes time now ("evaluating"); None: back to steps."""
+        """Shows work other than a step ("evaluating"); None: back to steps."""
 
     def evaluation(self, view: EvaluationView) -> None:
-        """An evaluation is done."""
+        """Shows a finished evaluation."""
 
     def note(self, text: str) -> None:
-        """Something worth a line."""
+        """Shows a line."""
 
     def warning(self, text: str) -> None:
-        """Something that the user should act on."""
+        """Shows a warning that the user should act on."""
 
     def close(self) -> None:
-        """The run is over or interrupted: the terminal is given back. May be called twice."""
+        """Releases the terminal after the run ended or was interrupted. May be called twice."""
 
 
 class PlainConsole(Console):
@@ -110,13 +110,13 @@ class PlainConsole(Console):
         self._first = True
 
     def header(self, lines: Sequence[str]) -> None:
-        """Prints what the run is."""
+        """Prints the run's description."""
         for line in aligned(lines):
             self._write(line)
 
     def step(self, view: StepView) -> None:
         """Prints the first step, the last, and every `log_every`-th."""
-        # The first step says that the run has begun, the last one how it ended.
+        # The first step shows that the run has begun, the last one how it ended.
         if self._first or view.step % self._log_every == 0 or view.step == view.num_steps:
             facts = "  ".join(f"{label} {value}" for label, value in view.facts())
             width = len(str(view.num_steps))
@@ -157,7 +157,7 @@ def aligned(lines: Sequence[str]) -> list[str]:
 
 
 def _sample_lines(sample: SampleView) -> list[str]:
-    """Short ones on one line, others one below the other. What was expected is left out where the answer is right."""
+    """Short ones on one line, others one below the other. The expected answer is left out if the answer is right."""
     parts = [("asked", one_line(sample.prompt)), (_verdict(sample), one_line(sample.answer))]
     if sample.reference is not None and sample.score != 1:
         parts.append(("expected", one_line(sample.reference)))

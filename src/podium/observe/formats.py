@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbers and model output as a person reads them in one line."""
+"""Formats numbers and model output for people, in one line."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ def duration(seconds: float) -> str:
 
 
 def one_line(text: str, *, limit: int = 200) -> str:
-    """Model output made safe for a terminal: control characters are written out, a long text is cut."""
+    """Model output made safe for a terminal: control characters are escaped, a long text is cut."""
     printable = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
     return printable if len(printable) <= limit else printable[: limit - 1] + "…"

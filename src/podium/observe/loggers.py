@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where else metrics go: the small protocol that a logger implements, and how the recipe's loggers are opened."""
+"""Loggers for metrics: the small protocol that a logger implements, and how the recipe's loggers are opened."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from podium.recipe import plugins
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes what rank 0 records. A plug-in is any callable that takes the run folder and returns one of these."""
+    """Takes the records of rank 0. A plug-in is any callable that takes the run folder and returns one of these."""
 
     def log(self, metrics: StepMetrics) -> None:
-        """The numbers of one step."""
+        """Logs the metrics of one step."""
 
     def text(self, step: int, name: str, text: str) -> None:
-        """A piece of text that belongs to a step, such as generated answers."""
+        """Logs a text that belongs to a step, such as generated answers."""
 
     def close(self) -> None:
-        """Writes out what is still held back. Called once, also after a failure."""
+        """Flushes buffered records. Called once, also after a failure."""
 
 
 def open_loggers(names: Sequence[str], folder: Path, *, resume_step: int | None = None) -> list[Logger]:

@@ -24,7 +24,7 @@ _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What was measured at one step. `time_s` is wall-clock time in seconds since 1970."""
+    """The metrics of one step. `time_s` is wall-clock time in seconds since 1970."""
 
     step: int
     time_s: float
@@ -32,7 +32,7 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """Appends metrics to one file; every line is on its way to the disk when `append` returns."""
+    """Appends metrics to one file; every line has been flushed when `append` returns."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("a", encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which console a process has."""
+"""Selects the console of a process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from podium.observe.console import Console, PlainConsole
 
 
 def open_console(*, rank: int, log_every: int = 1, stream: TextIO | None = None) -> Console:
-    """The console that fits: silent beside rank 0, live on a terminal, plain otherwise."""
+    """The matching console: silent on ranks other than 0, live on a terminal, plain otherwise."""
     if rank != 0:
         return Console()
     stream = stream if stream is not None else sys.stdout

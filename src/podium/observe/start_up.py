@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a start-up is waiting for, line by line with the seconds that it has taken so far."""
+"""Reports the phases of a start-up, line by line with the seconds so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from podium.observe.console import Console
 
 
 class StartUpLog:
-    """Called with what begins now."""
+    """Called with the name of the phase that begins."""
 
     def __init__(self, console: Console) -> None:
         self._console, self._began_s = console, time.perf_counter()

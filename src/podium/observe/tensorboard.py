@@ -11,7 +11,7 @@ from podium.observe.metrics import StepMetrics
 
 
 class TensorBoardLogger:
-    """Writes to `tensorboard/` in the run folder. A resumed run hides what the events held beyond its step."""
+    """Writes to `tensorboard/` in the run folder. A resumed run hides events after its step."""
 
     def __init__(self, folder: Path, *, resume_step: int | None = None) -> None:
         purge_step = None if resume_step is None else resume_step + 1

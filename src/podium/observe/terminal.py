@@ -33,7 +33,7 @@ class TerminalConsole(Console):
         self._drawn_at = -_REFRESH_S
 
     def header(self, lines: Sequence[str]) -> None:
-        """Prints what the run is."""
+        """Prints the run's description."""
         for line in aligned(lines):
             label, colon, value = line.partition(": ")
             self._print(Text.assemble((label + colon, "dim"), value) if colon else Text(line, style="bold"))
@@ -48,7 +48,7 @@ class TerminalConsole(Console):
             self._drawn_at = now
 
     def doing(self, what: str | None) -> None:
-        """Shows what takes time beside steps."""
+        """Shows work other than steps."""
         self._doing = what
         self._draw()
 
@@ -69,7 +69,7 @@ class TerminalConsole(Console):
         self._print(Text.assemble(("warning: ", "bold yellow"), text))
 
     def close(self) -> None:
-        """Leaves the last line on the screen and gives the cursor back."""
+        """Leaves the last line on the screen and restores the cursor."""
         if self._live is not None:
             self._doing = None
             if self._last is not None:
@@ -106,7 +106,7 @@ class TerminalConsole(Console):
 
 
 def _fitting(facts: Sequence[tuple[str, str]], doing: str | None, width: int) -> Text:
-    """The facts on one line; on a narrow terminal the less important ones give way."""
+    """The facts on one line; a narrow terminal omits the less important ones."""
     shown_facts = list(facts)
     for dropped in ("", *_DROPPED_FIRST):
         shown_facts = [(label, value) for label, value in shown_facts if label != dropped]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the time went: every second of a run is accounted to exactly one cause."""
+"""Accounts every second of a run to exactly one cause."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ class TimeSummary:
 
 
 class Stopwatch:
-    """Runs from its creation. A span inside another stops the outer one meanwhile, so no second counts twice.
-
-    Belongs to one thread: the one that runs the program.
-    """
+    """Runs from its creation. A span inside another pauses the outer one, so no second counts twice. Used by one
+    thread: the one that runs the program."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -59,7 +57,7 @@ class Stopwatch:
             self._open.pop()
 
     def seconds(self) -> Mapping[str, float]:
-        """The seconds of every cause up to now; the difference of two readings is what happened in between."""
+        """The seconds of every cause up to now; subtract two readings for the time in between."""
         self._settle()
         return dict(self._seconds)
 
