@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Frozen pydantic models of a run, one per program; torch-free; every cross-field check."""
+"""Frozen pydantic models of a run, one per program, with all cross-field checks. Torch-free."""
 
 from podium.recipe.algorithm import AlgorithmSection, CorrectionSection, KlSection, OverlongSection
 from podium.recipe.loading import apply_overrides, dump_recipe, load_recipe, parse_recipe

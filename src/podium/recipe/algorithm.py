@@ -16,7 +16,7 @@ AdvantageName = Literal[
 LossName = Literal["clipped", "sequence_clipped", "clipped_weights", "policy_gradient"]
 ReductionName = Literal["token_mean", "sequence_sum_mean", "sequence_mean_mean", "constant"]
 
-# Of a lone episode of a prompt only this estimator can tell anything: it compares with the whole step.
+# Only this estimator works with a single episode of a prompt: it compares with the whole step.
 _WITHOUT_GROUPS = ("reinforce_pp",)
 # Returns of tokens; the others reward whole episodes.
 _DISCOUNTED = ("reinforce_pp",)
@@ -103,13 +103,13 @@ class PolicySection(UpdateSection):
 
     @property
     def loss_spans_tokens(self) -> bool:
-        """Whether the loss of a token may depend on other tokens of its episode. A custom loss may look at all."""
+        """Whether the loss of a token may depend on other tokens of its episode. A custom loss may."""
         return self.loss == "sequence_clipped" or isinstance(self.loss, Plugin)
 
     @property
     def needs_idle_episodes(self) -> bool:
-        """Whether an episode with advantage 0 has a loss or a gradient all the same: by an entropy bonus, a KL term, a
-        correction, or by a custom loss, of which nothing is known."""
+        """Whether an episode with advantage 0 can still have a loss or a gradient. An entropy bonus, a KL term, a
+        correction or a custom loss can give it one."""
         terms = self.entropy != 0 or self.kl is not None or self.correction is not None
         return terms or isinstance(self.loss, Plugin)
 
@@ -133,7 +133,7 @@ class GrpoAlgorithm(PolicySection, RewardShapingSection):
 
     @property
     def needs_groups(self) -> bool:
-        """Whether the estimator compares episodes of one prompt. Of a custom one that is unknown."""
+        """Whether the estimator compares episodes of one prompt. This is unknown for a custom one."""
         return not isinstance(self.advantage, Plugin) and self.advantage not in _WITHOUT_GROUPS
 
     @property

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What changed between two recipes, and which changes would make a resumed run differ from the unbroken one; pure."""
+"""Differences between two recipes, and which of them would make a resumed run differ from an uninterrupted one;
+pure."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import Any
 
 from podium.recipe.recipes import Recipe
 
-# Keys that change speed, place or what is recorded, never the weights that come out.
+# Keys that change speed, place or records, never the resulting weights.
 _HARMLESS = (
     "placement",
     "checkpoint",
@@ -69,7 +70,7 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
 
 
 def what_matters(recipe: Recipe) -> dict[str, Any]:
-    """Key path -> value, of every key that has a say in the weights that come out."""
+    """Key path -> value, of every key that affects the resulting weights."""
     flat = _flat(recipe.model_dump(mode="json"))
     return {key: value for key, value in flat.items() if not _is_harmless(key, recipe)}
 
@@ -78,7 +79,7 @@ def _is_harmless(key: str, recipe: Recipe) -> bool:
     model = recipe.model
     has_dropout = model.dropout or (model.lora is not None and model.lora.dropout > 0)
     if has_dropout and key in ("micro_batch_tokens", "placement.devices"):
-        return False  # dropout is sampled forward by forward, rank by rank
+        return False  # dropout is sampled in every forward, on every rank
     harmless = (*_HARMLESS, "rollout") if recipe.execution == "spmd" else (*_HARMLESS, *_ENGINE_SIZES)
     return any(key == each or key.startswith(each + ".") for each in harmless)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""pydantic's errors in the words of recipes: the key, what is wrong, and a guess at what was meant."""
+"""Turns pydantic's errors into errors about recipes: the key, the problem, and a suggestion."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from podium.recipe.programs import BUILT_IN, CUSTOM
 from podium.recipe.recipes import Recipe
 from podium.recipe.retired import new_name
 
-# Names that other trainers use, so that a newcomer's guess is answered and not only refused.
+# Names that other trainers use, so that the error can name Podium's key.
 _ELSEWHERE = {
     "learning_rate": "optimizer.lr",
     "epochs": "steps (count the steps you want; the data repeats)",
@@ -43,7 +43,7 @@ _ELSEWHERE = {
 
 
 def explained(error: ValidationError, root: type[BaseModel]) -> list[str]:
-    """One line for each problem of values that are meant to be a `root`."""
+    """One line for each problem of values that should be a `root`."""
     lines: list[str] = []
     for detail in error.errors():
         for line in _explained(detail, root):
@@ -85,7 +85,7 @@ def _shown(value: Any) -> str:
 
 
 def _unknown_branch(key: str, detail: ErrorDetails) -> str:
-    """Tags are written `key=value`: the value is none of those that the key may have."""
+    """An unknown tag of a union. Tags are written `key=value`: the value is none of those that the key may have."""
     name, _, value = str(detail["ctx"]["tag"]).partition("=")
     known = [part.strip(" '").partition("=")[2] for part in str(detail["ctx"]["expected_tags"]).split(",")]
     return f"{key}.{name}: input should be {', '.join(known[:-1])} or {known[-1]}, found {value!r}."

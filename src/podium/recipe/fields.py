@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kinds of values that recipes are made of, and the base of their sections."""
+"""Types of recipe values, and the base class of sections."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The keys of recipes, read off their classes: which there are, whose they are, and which class holds one."""
+"""The keys of recipes, read from their classes: all keys, their programs, and the class that holds one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 
 from podium.recipe.programs import BUILT_IN, CUSTOM
 
-# Tags of unions inside a recipe are written `key=value`, so that they are no keys.
+# Tags of unions inside a recipe are written `key=value`, to distinguish them from keys.
 _TAG = "="
 
 
@@ -35,13 +35,13 @@ def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
 
 @cache
 def program_keys() -> Mapping[str, frozenset[str]]:
-    """Program -> its key paths. Custom programs are one, under the name that errors give them."""
+    """Program -> its key paths. Custom programs count as one, under their name in errors."""
     custom = frozenset(key for kind in CUSTOM.values() for key in all_keys(kind))
     return {name: frozenset(all_keys(kind)) for name, kind in BUILT_IN.items()} | {"a custom program": custom}
 
 
 def owners_of(location: Sequence[str]) -> list[str]:
-    """The programs that have a key; custom ones only where no other has it."""
+    """The programs that have a key; custom ones only if no other has it."""
     key = ".".join(part for part in location if not part.isdigit() and not is_tag(part))
     names = [name for name, keys in program_keys().items() if key in keys]
     return [name for name in names if name in BUILT_IN] or names
@@ -62,7 +62,7 @@ def section_at(location: Sequence[str], root: type[BaseModel]) -> type[BaseModel
 
 
 def sibling_branches(location: Sequence[str], root: type[BaseModel]) -> tuple[str, list[str]] | None:
-    """(the branch of a union that the location is in, other branches that have its last key)."""
+    """Returns (the union branch of the location, other branches that have its last key)."""
     tags = [index for index, part in enumerate(location[:-1]) if _TAG in part]
     if not tags or tags[-1] != len(location) - 2:
         return None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML -> the recipe of its program, and `--set` overrides."""
+"""Loads YAML into the recipe of its program, and applies `--set` overrides."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from podium.recipe.recipes import Recipe
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """SafeLoader that refuses a key written twice and reads 2e-5 as the number that it is."""
+    """SafeLoader that refuses duplicate keys and reads 2e-5 as a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
@@ -35,7 +35,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that quotes a string which the loader would take for a number: a folder named 0e1."""
+    """SafeDumper that quotes a string which the loader would read as a number: a folder named 0e1."""
 
 
 for _kind in (_StrictLoader, _Dumper):
@@ -51,7 +51,7 @@ def load_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_values(file: str | Path) -> dict[str, Any]:
-    """The keys and values of a YAML file, whatever they are."""
+    """The keys and values of a YAML file, without checks."""
     path = Path(file)
     if not path.is_file():
         raise RecipeError(f"there is no recipe {path}. Give the path of a YAML file; `podium schema` prints the keys.")
@@ -69,7 +69,7 @@ def read_values(file: str | Path) -> dict[str, Any]:
 
 
 def named_after(file: str | Path, values: dict[str, Any]) -> dict[str, Any]:
-    """With the file's name as the run's where the values name none."""
+    """Uses the file's name as the run's name if the values have none."""
     run = values.setdefault("run", {})
     if isinstance(run, dict) and run.get("name") is None:
         run["name"] = re.sub(r"[^A-Za-z0-9._-]+", "-", Path(file).stem).strip("-._") or "run"
@@ -96,7 +96,7 @@ def recipe_or_problems(values: Mapping[str, Any]) -> Recipe | list[str]:
 
 
 def _missing(values: Mapping[str, Any]) -> list[str]:
-    """What every program asks for and is not there."""
+    """Keys that every program requires and that are missing."""
     fields = {name for name, field in Recipe.model_fields.items() if field.is_required()} - {"program"}
     return [f"{name}: required, and missing." for name in Recipe.model_fields if name in fields and name not in values]
 
@@ -168,7 +168,7 @@ def _yaml_problem(error: yaml.YAMLError) -> str:
 
 
 def _braces(path: Path, error: yaml.YAMLError) -> str:
-    """${stage.NAME} has braces of its own, which YAML takes for its own between braces."""
+    """${stage.NAME} contains braces, which YAML would interpret between braces."""
     mark = getattr(error, "problem_mark", None)
     lines = path.read_text(encoding="utf-8").splitlines()
     if mark is None or mark.line >= len(lines) or "${" not in lines[mark.line]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sections of programs that learn from what the current weights generate: rollout, rewards, environment, teachers."""
+"""Sections of programs that learn from generations of the current weights: rollout, rewards, environment, teachers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class RolloutSection(EngineSection):
 
     @property
     def truncation(self) -> Truncation:
-        """None: log-probs of the policy are those that tokens were sampled with."""
+        """None: tokens are sampled from the policy's own log-probs."""
         return Truncation()
 
 
@@ -93,7 +93,7 @@ class ModelReward(RewardSection):
 
 
 def _reward_tag(value: Any) -> str | None:
-    """None: there is not exactly one source."""
+    """The kind of reward. None: there is not exactly one source."""
     keys = type(value).model_fields if isinstance(value, RewardSection) else value if isinstance(value, dict) else ()
     named = [name for name in ("function", "verifier", "model") if name in keys]
     return f"reward={named[0]}" if len(named) == 1 else None

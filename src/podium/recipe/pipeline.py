@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A pipeline: recipes as named stages, each of which may begin with the weights that an earlier one made. Pure."""
+"""A pipeline: recipes as named stages, each of which may begin with the weights of an earlier one. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 _REFERENCE = re.compile(rf"^\$\{{stage\.({NAME})\}}$")
 _LIKE_A_REFERENCE = re.compile(r"^\s*\$\{|\$\{\s*stage")
 
-# Where a checkpoint may be named. A reward model is one that scores texts and cannot write any.
+# Keys that may name a checkpoint. A reward model scores texts and cannot generate any.
 _TAKES_SCORES = re.compile(r"^(reward\.\d+\.model|critic\.path|model\.tokenizer)$")
 _TAKES_LANGUAGE = re.compile(
     r"^(model\.(path|tokenizer)|critic\.path|teachers\.\d+\.path|algorithm\.kl\.reference|preference\.reference_model)$"
@@ -53,17 +53,17 @@ class PipelineRecipe(Section):
         return _merged(written_out(self.defaults), written_out(self.stages[stage]))
 
     def parents(self) -> dict[str, tuple[str, ...]]:
-        """Stage -> the stages whose weights it reads, in the order in which it names them."""
+        """Stage -> the stages whose weights it reads, in the order of their names in it."""
         return {
             name: tuple(dict.fromkeys(each.stage for each in references(self.merged(name)))) for name in self.stages
         }
 
     def order(self) -> tuple[str, ...]:
-        """The stages, each behind those that it depends on, else as they are written."""
+        """The stages, each after those that it depends on, otherwise in file order."""
         return ordered(self.parents())
 
     def placed(self, stage: str, places: Mapping[str, str]) -> dict[str, Any]:
-        """A stage's values with each reference replaced by where that stage's weights are."""
+        """A stage's values with each reference replaced by the path of that stage's weights."""
         values: dict[str, Any] = _substituted(self.merged(stage), places)
         return values
 
@@ -77,13 +77,13 @@ class StageReference:
 
 
 def references(values: Mapping[str, Any]) -> list[StageReference]:
-    """All of a stage's, in the order in which they stand."""
+    """All references of a stage, in file order."""
     matches = ((key, _REFERENCE.match(text)) for key, text in _texts(values))
     return [StageReference(key=key, stage=match[1]) for key, match in matches if match]
 
 
 def reference_problems(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """(stage, key, what is wrong) of every reference that does not lead to another stage, then of one cycle."""
+    """(stage, key, problem) of every reference that does not lead to another stage, then of one cycle."""
     problems = []
     parents: dict[str, tuple[str, ...]] = {}
     for name, values in stages.items():
@@ -107,7 +107,7 @@ def reference_problems(stages: Mapping[str, Mapping[str, Any]]) -> list[tuple[st
 
 
 def ordered(parents: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """Each behind its parents; of those that are free, the one written first. There must be no cycle."""
+    """Each stage after its parents; of those that are free, the first in the file. There must be no cycle."""
     done: list[str] = []
     while len(done) < len(parents):
         done.append(next(name for name in parents if name not in done and set(parents[name]) <= set(done)))
@@ -115,7 +115,7 @@ def ordered(parents: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
 
 
 def find_cycle(parents: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
-    """One path from a stage over what it depends on back to itself: (a, b, a). Empty: there is none."""
+    """One path from a stage through its dependencies back to itself: (a, b, a). Empty: there is none."""
     clear: set[str] = set()
 
     def walk(path: tuple[str, ...]) -> tuple[str, ...]:
@@ -149,7 +149,8 @@ def _wrong_target(reference: StageReference, own: str, stages: Sequence[str]) ->
 
 
 def _wrong_kind(reference: StageReference, values: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
-    """A language model where a score is asked for, or the other way round; else it shows after hours, or never."""
+    """A language model where a reward model is required, or the reverse; otherwise it would show after hours, or
+    never."""
     key, is_scorer = reference.key, target.get("program") == "reward_model"
     goes_on = key == "model.path" and values.get("program") == "reward_model"
     if is_scorer and not goes_on and _TAKES_LANGUAGE.match(key) and not _TAKES_SCORES.match(key):
@@ -192,7 +193,7 @@ def written_out(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections key by key; lists and plain values whole."""
+    """Merges sections key by key; lists and plain values are replaced whole."""
     result = dict(below)
     for key, value in above.items():
         under = result.get(key)

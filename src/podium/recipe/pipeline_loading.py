@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""YAML -> Recipe or PipelineRecipe; every stage of a pipeline is checked as the recipe that it is."""
+"""Loads YAML into a Recipe or PipelineRecipe; every stage of a pipeline is checked as a recipe."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from podium.recipe.recipes import Recipe
 from podium.recipe.resolving import located
 
 _DEVICES = "placement.devices="
-# A shape that passes for a hub id: nothing looks for it on this machine.
+# It has the form of a hub id, so no check looks for it on this machine.
 _NOT_YET_MADE = "podium.stage/"
 # Parts of the JSON schema that stages have are called so.
 _PARTIAL = "InStage"
 
 
 def load_any_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe | PipelineRecipe:
-    """Reads, overrides and checks a recipe file, of one run or of a pipeline. It is named after the file unless it
-    names itself."""
+    """Reads, overrides and checks a recipe file, of one run or of a pipeline. Its name defaults to the file's name."""
     values = overridden(read_values(file), overrides)
     parse = parse_pipeline if is_pipeline(values) else parse_recipe
     return parse(named_after(file, values), origin=str(Path(file)))
@@ -46,7 +45,7 @@ def is_pipeline(values: Mapping[str, Any]) -> bool:
 
 
 def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """`--set` on a recipe of either kind. `placement.devices`, which --devices is short for, is every stage's."""
+    """Applies `--set` to a recipe of either kind. `placement.devices`, the key of --devices, applies to every stage."""
     stages = values.get("stages")
     if is_pipeline(values) and isinstance(stages, Mapping):
         per_stage = [
@@ -59,7 +58,7 @@ def overridden(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str,
 
 
 def _refuse_unknown_stage(override: str, stages: Sequence[str]) -> None:
-    """A key below a stage that is not there would make one of the defaults alone."""
+    """Refuses a key below an unknown stage, which would create a stage of the defaults alone."""
     section, _, rest = override.partition("=")[0].strip().partition(".")
     name, below, _ = rest.partition(".")
     if section == "stages" and below and name not in stages:
@@ -69,8 +68,8 @@ def _refuse_unknown_stage(override: str, stages: Sequence[str]) -> None:
 
 
 def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> PipelineRecipe:
-    """Checks plain values: the pipeline's own keys, where stages lead, and each stage as a recipe. Every problem is
-    listed at once, with its key."""
+    """Checks plain values: the pipeline's own keys, the references between stages, and each stage as a recipe. Lists
+    all problems at once, with their keys."""
     try:
         pipeline = PipelineRecipe.model_validate(values)
     except ValidationError as error:
@@ -84,21 +83,21 @@ def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> 
 
 
 def stage_recipe(pipeline: PipelineRecipe, stage: str, places: Mapping[str, str], folder: Path) -> Recipe:
-    """A stage as the recipe of a run inside `folder`; `places` says where the weights of other stages are."""
+    """A stage as the recipe of a run inside `folder`; `places` are the paths of other stages' weights."""
     values = pipeline.placed(stage, places)
     run = {**(values.get("run") or {}), "name": stage, "folder": str(folder)}
     return parse_recipe({**values, "run": run}, origin=f"stage {stage}")
 
 
 def unmade_stage_recipe(pipeline: PipelineRecipe, stage: str) -> Recipe:
-    """A stage before any has run: what a reference names is not looked for."""
+    """A stage before any has run: referenced weights are not looked up."""
     places = {name: _NOT_YET_MADE + name for name in pipeline.stages}
     return stage_recipe(pipeline, stage, places, Path(pipeline.run.folder) / (pipeline.run.name or "pipeline"))
 
 
 def resolved_pipeline(pipeline: PipelineRecipe) -> PipelineRecipe:
-    """Independent of where it was started: defaults written into every stage, paths in full. What is saved in the
-    pipeline's folder; resolving again changes nothing."""
+    """A pipeline that does not depend on the working folder: defaults written into every stage, paths in full. This is
+    saved in the pipeline's folder; resolving again changes nothing."""
     stages = {}
     for name in pipeline.stages:
         values = located(unmade_stage_recipe(pipeline, name))
@@ -110,8 +109,8 @@ def resolved_pipeline(pipeline: PipelineRecipe) -> PipelineRecipe:
 
 
 def recipe_schema() -> dict[str, Any]:
-    """JSON schema of recipes of either kind. The keys of a stage are those of a recipe, none of them required: they
-    may stand in `defaults`."""
+    """JSON schema of recipes of either kind. The keys of a stage are those of a recipe, but none is required: they may
+    be in `defaults`."""
     schema = TypeAdapter(AnyRecipe | PipelineRecipe).json_schema()
     parts = schema["$defs"]
     keys = parts["PipelineRecipe"]["properties"]
@@ -155,7 +154,7 @@ def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any
 
 
 def _located(pipeline: PipelineRecipe, problems: Sequence[tuple[str, str]]) -> list[str]:
-    """Each problem of a stage under the key where the user wrote it: in the stage, or once in the defaults."""
+    """Each problem of a stage under the key in the user's file: in the stage, or once in the defaults."""
     taken: dict[str, list[str]] = {}
     for name, line in problems:
         key, colon, text = line.partition(":")
@@ -173,7 +172,7 @@ def _located(pipeline: PipelineRecipe, problems: Sequence[tuple[str, str]]) -> l
 
 
 def _depth(values: Any, key: str) -> int:
-    """How far down a key path there are values."""
+    """Depth to which the values have a key path."""
     depth = 0
     for part in key.split("."):
         if isinstance(values, Mapping) and part in values:

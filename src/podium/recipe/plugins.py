@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Custom pieces by import path: `package.module:function` or `folder/file.py:function`.
+"""Custom functions by import path: `package.module:function` or `folder/file.py:function`.
 
-`locate` finds a missing function or a syntax error by parsing, without running the file; `load` imports it.
-"""
+`locate` finds a missing function or a syntax error by parsing, without running the file; `load` imports it."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Plugin(str):
 
     @property
     def name(self) -> str:
-        """The function's."""
+        """The function's name."""
         return split_plugin(self)[1]
 
     @classmethod
@@ -68,12 +67,12 @@ def split_plugin(path: str) -> tuple[str, str]:
 
 
 def source_file(path: str, key: str) -> Path:
-    """The file that a plug-in's function stands in."""
+    """The file that defines a plug-in's function."""
     return _source_file(split_plugin(path)[0], key)
 
 
 def locate(path: str, key: str) -> None:
-    """Raises a RecipeError that names `key` when the plug-in cannot be found by parsing."""
+    """Raises a RecipeError that names `key` if the plug-in cannot be found by parsing."""
     name, file = split_plugin(path)[1], source_file(path, key)
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
@@ -90,14 +89,14 @@ def locate(path: str, key: str) -> None:
 
 
 def is_async(path: str, key: str) -> bool | None:
-    """Whether the plug-in is an `async def`, by parsing; None where its file does not define it as a function."""
+    """Whether the plug-in is an `async def`, by parsing; None if its file does not define it as a function."""
     function = _function(path, key)
     return None if function is None else isinstance(function, ast.AsyncFunctionDef)
 
 
 def takes(path: str, key: str, num_arguments: int) -> bool:
-    """Whether the plug-in can be called with so many arguments, by parsing. True where its file does not define it as a
-    function: that is found out when it is loaded."""
+    """Whether the plug-in can be called with this many arguments, by parsing. True if its file does not define it as a
+    function: loading it then decides."""
     function = _function(path, key)
     if function is None:
         return True
@@ -116,7 +115,7 @@ def _function(path: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | N
 
 
 def load(path: str, key: str) -> Callable[..., Any]:
-    """The plug-in itself; its file is run now."""
+    """Loads the plug-in, which runs its file."""
     locate(path, key)
     module_name, name = split_plugin(path)
     if module_name.endswith(".py"):
@@ -130,8 +129,8 @@ def load(path: str, key: str) -> Callable[..., Any]:
 
 
 def _module_of(file: Path) -> ModuleType:
-    """The file's module, run once: what two plug-ins of one file share is the same for both. Named by its whole path,
-    so that two files of one name do not replace each other."""
+    """The file's module, run once, so that two plug-ins of one file share its state. Named by its whole path, so that
+    two files of one name do not replace each other."""
     name = f"podium_plugin_{file.stem}_{zlib.crc32(str(file).encode()):08x}_{file.stat().st_mtime_ns:x}"
     if name in sys.modules:
         return sys.modules[name]
@@ -180,7 +179,7 @@ def _imported_names(body: Sequence[ast.stmt]) -> set[str]:
 
 
 def _top_level_names(body: Sequence[ast.stmt]) -> set[str]:
-    """What a module binds when it is imported, under `if`, `try` and `with` too."""
+    """Names that a module binds when it is imported, also under `if`, `try` and `with`."""
     names: set[str] = set()
     for node in body:
         match node:

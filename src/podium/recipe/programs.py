@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which class a recipe's values belong to: `program` says, and for a custom program `signal`."""
+"""Selects the class for a recipe's values by `program`, and for a custom program by `signal`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ AnyRecipe = Annotated[
 
 
 def wrong_kind(program: str, signal: Literal["fixed", "on_policy"]) -> ProgramError:
-    """Of a custom program whose function does not fit its signal."""
+    """The error for a custom program whose function does not fit its signal."""
     if signal == "on_policy":
         return ProgramError(
             f"program: {program} is not an async function, and with signal on_policy the controller awaits the "
@@ -75,7 +75,7 @@ def wrong_kind(program: str, signal: Literal["fixed", "on_policy"]) -> ProgramEr
 
 
 def recipe_class(values: Mapping[str, Any]) -> type[Recipe] | None:
-    """The class of the program that the values name; None: they name none, and `program_problem` says why."""
+    """The class of the program that the values name; None: they name none, and `program_problem` gives the reason."""
     program, signal = values.get("program"), values.get("signal")
     if isinstance(program, str) and program in BUILT_IN:
         return BUILT_IN[program]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The frozen description of one run, one class per program. What a program does not read is not a key of its recipe."""
+"""The frozen description of one run, one class per program. A recipe has only the keys that its program reads."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ class Recipe(Section):
 
     @property
     def columns(self) -> frozenset[str]:
-        """Names that rows of this program may have."""
+        """Columns that rows of this program may have."""
         return _DOCUMENT_COLUMNS
 
     @property
     def generation(self) -> GenerationSection | None:
-        """The answers of an evaluation; None: there are none."""
+        """The section of generated answers in an evaluation; None: there are none."""
         return None
 
     @model_validator(mode="before")
@@ -101,11 +101,11 @@ class Recipe(Section):
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether something rewards episodes."""
+        """Whether anything rewards episodes."""
         return False
 
     def problems(self) -> list[str]:
-        """Every rule about values of several keys that does not hold, as a sentence with the fix."""
+        """Every violated rule about values of several keys, as a sentence with the fix."""
         return shared_rules(self)
 
     @model_validator(mode="after")
@@ -135,7 +135,7 @@ class SpmdRecipe(Recipe):
 
     @property
     def documents_per_row(self) -> int:
-        """Two where rows are pairs: both documents go through the model together."""
+        """Two if rows are pairs: both documents go through the model together."""
         return 1
 
     @property
@@ -144,7 +144,7 @@ class SpmdRecipe(Recipe):
         return "assistant"
 
     def problems(self) -> list[str]:
-        """Those of all programs, and lengths."""
+        """Problems of all programs, and of lengths."""
         return [*length_rules(self), *super().problems()]
 
 
@@ -192,13 +192,13 @@ class DpoRecipe(LanguageModelRecipe):
 
     @property
     def reference_model(self) -> str | None:
-        """Another checkpoint than model.path that the loss compares with."""
+        """The checkpoint that the loss compares with, if it is not model.path."""
         preference = self.preference
         return preference.reference_model if isinstance(preference, ReferencedPreference) else None
 
     @property
     def reference_source(self) -> Literal["cached", "live", "base"] | None:
-        """Where the reference's log-probs come from; `base` is an adapter switched off. None: the loss has no
+        """The source of the reference's log-probs; `base` is an adapter switched off. None: the loss has no
         reference."""
         preference, lora = self.preference, self.model.lora
         if not isinstance(preference, ReferencedPreference):
@@ -230,7 +230,7 @@ class RewardModelRecipe(SpmdRecipe):
         return 2 if self.reward_model.learns == "pairs" else 1
 
     def problems(self) -> list[str]:
-        """Those of fixed data, and the reward model's."""
+        """Problems of fixed data, and of the reward model."""
         return [*reward_model_rules(self.reward_model), *super().problems()]
 
 
@@ -248,7 +248,7 @@ class DistillRecipe(LanguageModelRecipe):
         return self.data.trained
 
     def problems(self) -> list[str]:
-        """Those of fixed data, and the divergence's."""
+        """Problems of fixed data, and of the divergence."""
         return [*distill_rules(self.distill), *super().problems()]
 
 
@@ -292,7 +292,7 @@ class OnPolicyRecipe(Recipe):
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns of prompts, with what rewards may read."""
+        """Columns of prompts, and those that rewards may read."""
         return _DOCUMENT_COLUMNS | {"reference", "data_source", "tools"}
 
     @property
@@ -302,7 +302,7 @@ class OnPolicyRecipe(Recipe):
 
     @property
     def full_algorithm(self) -> AlgorithmSection:
-        """The algorithm with every key; those that the program does not have are at their defaults, which is off."""
+        """The algorithm with every key; keys that the program does not have are at their defaults, which is off."""
         return AlgorithmSection.model_validate(self.algorithm.model_dump())
 
     @property
@@ -312,7 +312,7 @@ class OnPolicyRecipe(Recipe):
 
     @property
     def gives_rewards(self) -> bool:
-        """Whether rewards or an environment are there."""
+        """Whether the recipe has rewards or an environment."""
         return bool(self.reward) or self.environment is not None
 
     @property
@@ -326,7 +326,7 @@ class OnPolicyRecipe(Recipe):
         return ()
 
     def problems(self) -> list[str]:
-        """Those of all programs, and of on-policy ones."""
+        """Problems of all programs, and of on-policy ones."""
         return [*on_policy_rules(self), *super().problems()]
 
 
@@ -393,7 +393,7 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
 
     @property
     def critic_section(self) -> CriticSection | None:
-        """The recipe's `critic`, where it has one."""
+        """The recipe's `critic`, if it has one."""
         return self.critic
 
     @property

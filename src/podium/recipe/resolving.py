@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe made independent of where it was started: paths absolute, defaults that follow from the model filled in."""
+"""Makes a recipe independent of its working folder: absolute paths, and defaults that follow from the model."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ _PLUGINS = (
     "environment.tools.*",
     "run.loggers.*",
 )
-# Of an on-policy program whose model does not say its context.
+# For an on-policy program whose model does not state its context.
 _CONTEXT = 16_384
 
 
 def resolved(recipe: RecipeT, model_config: Mapping[str, Any]) -> RecipeT:
-    """What is saved in the run folder. Resolving again changes nothing."""
+    """The recipe that is saved in the run folder. Resolving again changes nothing."""
     values = located(recipe)
     values["data"]["max_length"] = _max_length(recipe, model_config)
     result = parse_recipe(values)
@@ -65,7 +65,7 @@ def located(recipe: Recipe) -> dict[str, Any]:
 
 
 def _change(values: Any, path: list[str], change: Callable[[str], str]) -> None:
-    """Puts change(text) in the place of each text at a path, where the values have one."""
+    """Replaces each text at a path by change(text), if the values have one."""
     first, *rest = path
     places: list[Any] = []
     if first == "*" and isinstance(values, list):
@@ -80,8 +80,8 @@ def _change(values: Any, path: list[str], change: Callable[[str], str]) -> None:
 
 
 def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
-    """As the recipe says, or the longest that step and model allow. Micro-batches have no say in it: they must not
-    change the data."""
+    """The recipe's value, or the longest that step and model allow. Micro-batches do not count: they must not change
+    the data."""
     context = model_config.get("max_position_embeddings") or model_config.get("text_config", {}).get(
         "max_position_embeddings"
     )
@@ -94,7 +94,7 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
             )
         return max_length
     if not isinstance(recipe, SpmdRecipe):
-        # Prompts are read as they come; what bounds an episode is the model's context.
+        # Prompts have no length limit here; the model's context bounds an episode.
         return int(context or _CONTEXT)
     if recipe.rows_per_step is not None and context is not None:
         return int(context)
@@ -103,7 +103,7 @@ def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
 
 
 def _absolute(path: str) -> str:
-    """Local paths that exist, and globs beneath a folder that exists; a hub id or URL stays as it is."""
+    """Local paths that exist, and globs below an existing folder; a hub id or URL stays unchanged."""
     if "://" in path:
         return path
     head = path.split("*")[0].split("?")[0].split("[")[0]

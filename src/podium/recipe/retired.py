@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys that have another name now. They are refused with it."""
+"""Keys that were renamed. The error for an old key gives the new name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ RETIRED_KEYS: Mapping[str, str] = {
 
 
 def new_name(key: str) -> str | None:
-    """What a key is called now, also inside of a pipeline's stage or defaults; None where it never had another name."""
+    """The new name of a key, also inside a pipeline's stage or defaults; None if it was never renamed."""
     for old, new in RETIRED_KEYS.items():
         if key == old or key.endswith(f".{old}"):
             return key.removesuffix(old) + new

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def shared_rules(recipe: Recipe) -> list[str]:
-    """Rules of all programs that span several keys and do not hold."""
+    """Violated rules of all programs that span several keys."""
     return [*_model(recipe), *_dropout(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
-    """What is allowed and seldom meant."""
+    """Warnings about values that are allowed but seldom intended."""
     warnings = []
     if recipe.model.lora is not None and recipe.model.init == "random":
         warnings.append("model.lora: an adapter of random weights learns little. Remove model.init, or model.lora.")

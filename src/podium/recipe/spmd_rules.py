@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
-    """Of all programs with fixed data: documents fit micro-batches and steps."""
+    """Rules of all programs with fixed data: documents fit micro-batches and steps."""
     longest, budget, step = recipe.data.max_length, recipe.micro_batch_tokens, recipe.tokens_per_step
     count = recipe.documents_per_row
     what = "a document" if count == 1 else "a pair of documents"
@@ -33,13 +33,13 @@ def length_rules(recipe: SpmdRecipe) -> Iterator[str]:
 
 
 def reward_model_rules(reward_model: RewardModelSection) -> Iterator[str]:
-    """Of reward_model."""
+    """Rules of reward_model."""
     if reward_model.learns == "scores" and reward_model.center:
         yield "reward_model.center: scores say themselves where zero is. Remove it, or set learns to pairs."
 
 
 def distill_rules(distill: DistillSection) -> Iterator[str]:
-    """Of distill."""
+    """Rules of distill."""
     if distill.jsd_beta is not None and distill.divergence != "jsd":
         yield f"distill.jsd_beta: {distill.divergence} has none. Remove it, or set distill.divergence to jsd."
     if distill.top_k is not None and distill.targets != "cached":
