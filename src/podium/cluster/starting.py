@@ -38,7 +38,7 @@ class StartingProcesses:
             self._looks = 0
 
     def discard(self, worker: Hashable, process: ProcessInfo | None = None) -> None:
-        """Stops waiting for the worker: it was given up, or runs in this process."""
+        """Stops waiting for the worker: it was given up, or runs as `process`."""
         with self._lock:
             self._waiting.discard(worker)
             self._looks = 0
