@@ -54,6 +54,10 @@ IDENTIFIERS = {
     "draw_ahead": "take_ahead",
     "drawn_tokens": "generated_tokens",
     "ScoredRollouts": "TrainBatch",
+    "Order": "Call",
+    "order_all": "send_all",
+    "bend": "entropy_gradient",
+    "seated_R": "admitted_R",
 }
 # In docs, strings and comments, where they mean nothing else.
 PROSE = (

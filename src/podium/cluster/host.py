@@ -23,6 +23,7 @@ from podium.cluster.meshes import RoleMesh
 from podium.cluster.messages import (
     Beat,
     Build,
+    Call,
     Connect,
     Disconnect,
     Failure,
@@ -32,7 +33,6 @@ from podium.cluster.messages import (
     Join,
     OpenChannel,
     OpenMeeting,
-    Order,
     Reply,
     RowsHead,
     Settle,
@@ -76,7 +76,7 @@ class RoleHost:
         """The worker's report about itself when it starts."""
         return self._handshake
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
+    def perform(self, call: Call, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
         """Runs a call on the work thread. Returns the reply, and rows to store (None: none). An exception of the role's
         code is part of the reply, so that it does not look like a fault of the worker."""
         self._recorder.name_thread(WORK)
@@ -84,24 +84,24 @@ class RoleHost:
         rows: Any = None
         failure: Failure | None = None
         try:
-            with self._recorder.span(_title(order)):
-                value = self._do(order, arguments, named)
-            if isinstance(order, Invoke) and order.wants == "rows":
-                value, rows = self._head(order, value)
+            with self._recorder.span(_title(call)):
+                value = self._do(call, arguments, named)
+            if isinstance(call, Invoke) and call.wants == "rows":
+                value, rows = self._head(call, value)
         except SystemExit:
             raise  # the process ends, and the controller notices that
         except BaseException as error:
             value, rows, failure = None, None, _failure(error)
         return self._reply(value, failure), rows
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Reply, Any]]:
+    def stream(self, call: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Reply, Any]]:
         """Calls a method that yields `Computed` blocks and passes each on as it comes; the last reply has none."""
         self._recorder.name_thread(WORK)
         failure: Failure | None = None
         try:
-            with self._recorder.span(_title(order)):
-                for computed in self._invoke(order, arguments, named):
-                    head, rows = self._head(order, computed)
+            with self._recorder.span(_title(call)):
+                for computed in self._invoke(call, arguments, named):
+                    head, rows = self._head(call, computed)
                     yield self._reply(head, None, last=False), rows
         except (SystemExit, GeneratorExit):
             raise
@@ -109,12 +109,12 @@ class RoleHost:
             failure = _failure(error)
         yield self._reply(None, failure), None
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Reply:
+    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Reply:
         """Calls a role's method on a control thread, while work may be busy, for instance to cancel or pause it. The
         role makes the two thread-safe. Records no spans: those belong to the work thread."""
         self._recorder.name_thread(CONTROL)
         try:
-            return Reply(self._worker, self._invoke(order, arguments, named), None, ())
+            return Reply(self._worker, self._invoke(call, arguments, named), None, ())
         except SystemExit:
             raise
         except BaseException as error:
@@ -135,50 +135,50 @@ class RoleHost:
         spans = self._recorder.drain(self._worker) if self._worker is not None else ()
         return Reply(self._worker, value, failure, spans, last)
 
-    def _do(self, order: Order, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        match order:
+    def _do(self, call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        match call:
             case Invoke():
-                return self._invoke(order, arguments, named)
+                return self._invoke(call, arguments, named)
             case Settle():
-                self._worker = order.worker
-                self._meshes = {mesh.role: mesh for mesh in order.meshes}
+                self._worker = call.worker
+                self._meshes = {mesh.role: mesh for mesh in call.meshes}
                 self._devices = dict.fromkeys(self._meshes)
             case Import():
-                if order.tokenizers_only and self._own_process:
+                if call.tokenizers_only and self._own_process:
                     import_transformers_without_torch()
-                import_all(order.modules)
+                import_all(call.modules)
             case OpenMeeting():
                 from podium.cluster.rendezvous import serve
 
-                self._servers[order.name] = server = serve(self._handshake.host)
+                self._servers[call.name] = server = serve(self._handshake.host)
                 return server.meeting
             case Join():
                 from podium.cluster.rendezvous import join
 
-                self._devices = join(order, self._handshake.host, self._handshake.kind, tuple(self._meshes.values()))
+                self._devices = join(call, self._handshake.host, self._handshake.kind, tuple(self._meshes.values()))
             case Build():
-                self._build(order, *arguments)
+                self._build(call, *arguments)
             case Connect():
                 from podium.cluster.rendezvous import TransferGroup
 
-                self._transfers.pop(order.name, None)
-                self._transfers[order.name] = TransferGroup(order, self._handshake.host, self._handshake.kind)
+                self._transfers.pop(call.name, None)
+                self._transfers[call.name] = TransferGroup(call, self._handshake.host, self._handshake.kind)
             case OpenChannel():
-                self._channels[order.channel.role] = order.channel
+                self._channels[call.channel.role] = call.channel
             case Disconnect():
-                link = self._transfers.pop(order.name, None)
+                link = self._transfers.pop(call.name, None)
                 if link is not None:
                     link.close()
             case other:
                 assert_never(other)
         return None
 
-    def _build(self, order: Build, kind: type[Any], arguments: tuple[Any, ...]) -> None:
+    def _build(self, call: Build, kind: type[Any], arguments: tuple[Any, ...]) -> None:
         assert self._worker is not None
-        if order.implementation is not None:
-            kind = _implementation(order.implementation, kind)
+        if call.implementation is not None:
+            kind = _implementation(call.implementation, kind)
         here = {name: parameters_of(method) for name, method in public_methods(kind).items()}
-        for name, parameters in order.methods.items():
+        for name, parameters in call.methods.items():
             if here.get(name) != parameters:
                 actual = f"has ({', '.join(here[name])})" if name in here else "does not exist"
                 raise ClusterError(
@@ -191,27 +191,27 @@ class RoleHost:
             torch.cuda.set_device(0)  # of this thread, which is the one that works
         context = WorkerContext(
             worker=self._worker,
-            role=order.role,
-            mesh=self._meshes[order.role],
+            role=call.role,
+            mesh=self._meshes[call.role],
             device="cuda:0" if self._handshake.kind == "cuda" else "cpu",
-            devices=self._devices[order.role],
+            devices=self._devices[call.role],
             recorder=self._recorder,
             transfers=self._transfers,
             colocated_roles=MappingProxyType(self._roles),
             channels=MappingProxyType(self._channels),
         )
-        self._roles[order.role] = kind(context, *arguments)
+        self._roles[call.role] = kind(context, *arguments)
 
-    def _invoke(self, order: Invoke, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if order.worker != self._worker:
-            raise ClusterError(f"a call for {order.worker} came to {self._worker}, which is another worker.")
-        return getattr(self._roles[order.role], order.method)(*arguments, **named)
+    def _invoke(self, call: Invoke, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        if call.worker != self._worker:
+            raise ClusterError(f"a call for {call.worker} came to {self._worker}, which is another worker.")
+        return getattr(self._roles[call.role], call.method)(*arguments, **named)
 
-    def _head(self, order: Invoke, computed: Any) -> tuple[RowsHead, Any]:
+    def _head(self, call: Invoke, computed: Any) -> tuple[RowsHead, Any]:
         """The controller's view of the rows, and the rows."""
         if not isinstance(computed, Computed):
             raise ClusterError(
-                f"{order.role}.{order.method} was called for rows and gave {type(computed).__name__}; "
+                f"{call.role}.{call.method} was called for rows and gave {type(computed).__name__}; "
                 "such a method returns (or yields) Computed."
             )
         rows = computed.rows
@@ -245,16 +245,16 @@ def parameters_of(method: Any) -> tuple[str, ...]:
     return tuple(written.split(", ")) if written else ()
 
 
-def _title(order: Order) -> str:
-    match order:
+def _title(call: Call) -> str:
+    match call:
         case Invoke():
-            return f"{order.role}.{order.method}"
+            return f"{call.role}.{call.method}"
         case Build():
-            return f"build {order.role}"
+            return f"build {call.role}"
         case Connect():
-            return f"connect {order.name}"
+            return f"connect {call.name}"
         case _:
-            return type(order).__name__.lower()
+            return type(call).__name__.lower()
 
 
 def _failure(error: BaseException) -> Failure:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from podium.cluster.host import RoleHost
 from podium.cluster.layout import Pool
-from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
+from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import InlineStored, Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
@@ -96,32 +96,32 @@ class InlineProcess:
         """What the worker reports of itself."""
         return self._submit(self._ask, self._host.handshake)
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+    def perform(self, call: Call, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Runs a call in the work thread."""
 
         def run() -> Reply:
-            return self._host.perform(order, *_resolved(arguments), **_resolved_named(named))[0]
+            return self._host.perform(call, *_resolved(arguments), **_resolved_named(named))[0]
 
         return self._submit(self._work, run)
 
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
+    def perform_storing(self, call: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
         """Runs a call in the work thread; its rows are stored."""
         rows: list[Any] = []
         stored = _Later(rows)
 
         def run() -> Reply:
-            reply, result = self._host.perform(order, *_resolved(arguments), **_resolved_named(named))
+            reply, result = self._host.perform(call, *_resolved(arguments), **_resolved_named(named))
             rows.append(result)
             return reply
 
         return self._submit(self._work, run), stored
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
+    def stream(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         """Replies and rows of a method that yields, as they come."""
         loop, arrivals = asyncio.get_running_loop(), asyncio.Queue[tuple[Reply, Any]]()
 
         def run() -> None:
-            for item in self._host.stream(order, *_resolved(arguments), **_resolved_named(named)):
+            for item in self._host.stream(call, *_resolved(arguments), **_resolved_named(named)):
                 if self._dead.is_set():
                     return
                 loop.call_soon_threadsafe(arrivals.put_nowait, item)
@@ -147,10 +147,10 @@ class InlineProcess:
         finally:
             running.cancel()
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Runs a call beside the work thread."""
         return self._submit(
-            self._control, lambda: self._host.control(order, *_resolved(arguments), **_resolved_named(named))
+            self._control, lambda: self._host.control(call, *_resolved(arguments), **_resolved_named(named))
         )
 
     def where(self) -> Awaitable[Whereabouts]:

@@ -12,7 +12,7 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.messages import Connect, Disconnect, OpenMeeting, Order, Reply
+from podium.cluster.messages import Call, Connect, Disconnect, OpenMeeting, Reply
 from podium.cluster.worker_pool import WorkerPool
 from podium.errors import ClusterError
 
@@ -58,8 +58,8 @@ class Links:
         registry = self._registry()
         for link in list(self._links.values()):
             if any(registry.mesh(role).pool == pool for role in link.roles):
-                members, order = self._members(link), Disconnect(name=link.name)
-                await self._order(members, dict.fromkeys(range(len(members)), order).__getitem__, "leaving", deadline)
+                members, call = self._members(link), Disconnect(name=link.name)
+                await self._order(members, dict.fromkeys(range(len(members)), call).__getitem__, "leaving", deadline)
                 await self.connect(link.name, link.roles, deadline)
 
     def _members(self, link: Link) -> tuple[WorkerId, ...]:
@@ -69,7 +69,7 @@ class Links:
         what = f"making the link {link.name}"
         opened = await self._order(workers[:1], lambda _: OpenMeeting(name=f"link {link.name}"), what, deadline)
 
-        def order(rank: int) -> Order:
+        def call(rank: int) -> Call:
             return Connect(
                 name=link.name,
                 generation=link.generation,
@@ -81,17 +81,17 @@ class Links:
             )
 
         # The workers' own deadline expires first: its message is more specific.
-        await self._order(workers, order, what, Deadline(deadline.left_s + 5.0))
+        await self._order(workers, call, what, Deadline(deadline.left_s + 5.0))
 
     async def _order(
-        self, workers: tuple[WorkerId, ...], order: Callable[[int], Order], what: str, deadline: Deadline
+        self, workers: tuple[WorkerId, ...], call: Callable[[int], Call], what: str, deadline: Deadline
     ) -> list[Reply]:
         """Sends a call to workers of several pools at once; each pool reports its own failures. A worker that is busy,
         or fails here, is still in step with the rest of its pool."""
         members = [self._worker_pools[worker.pool].living(worker) for worker in workers]  # all live, or nothing is sent
         by_pool: dict[str, list[Pending]] = {}
         for rank, member in enumerate(members):
-            sent = Pending(worker=member.worker, answer=member.process.perform(order(rank)))
+            sent = Pending(worker=member.worker, answer=member.process.perform(call(rank)))
             by_pool.setdefault(member.worker.pool, []).append(sent)
         gathered = await asyncio.gather(
             *(

@@ -111,7 +111,7 @@ class Invoke:
         return Invoke, (self.worker, self.role, self.method, self.wants)
 
 
-Order = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | OpenChannel | Invoke
+Call = Settle | Import | OpenMeeting | Join | Build | Connect | Disconnect | OpenChannel | Invoke
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from podium.cluster.deadlines import Deadline
 from podium.cluster.joined_ray import check_reachable, join_ray
 from podium.cluster.layout import Pool, RayCluster
 from podium.cluster.local_ray import LocalRay
-from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
+from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
@@ -290,18 +290,18 @@ class RayProcess:
         """The worker's process now, if it is on this machine."""
         return look(self._info.pid) if self._info is not None else None
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+    def perform(self, call: Call, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Sends a call to the work thread."""
-        return self._answer(_sent(self._actor.perform, order, arguments, named))
+        return self._answer(_sent(self._actor.perform, call, arguments, named))
 
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
+    def perform_storing(self, call: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
         """Sends a call to the work thread; its rows stay in the object store."""
-        reply, rows = _sent(self._actor.perform_storing, order, arguments, named)
+        reply, rows = _sent(self._actor.perform_storing, call, arguments, named)
         return self._answer(reply), RayStored(rows)
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
+    def stream(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         """Replies and rows of a method that yields, as they come."""
-        return self._blocks(_sent(self._actor.stream.options(num_returns="streaming"), order, arguments, named))
+        return self._blocks(_sent(self._actor.stream.options(num_returns="streaming"), call, arguments, named))
 
     async def _blocks(self, items: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         while True:
@@ -311,9 +311,9 @@ class RayProcess:
             if reply.last:
                 return
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Sends a call that runs beside the work thread."""
-        return self._answer(_sent(self._actor.control, order, arguments, named))
+        return self._answer(_sent(self._actor.control, call, arguments, named))
 
     def where(self) -> Awaitable[Whereabouts]:
         """Where the worker's threads are now."""
@@ -377,9 +377,9 @@ class RayWorkerHandle:
     def __reduce__(self) -> tuple[Any, ...]:
         return RayWorkerHandle, (self._process.actor,)
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Sends a call that runs beside the work thread."""
-        return self._process.control(order, *arguments, **named)
+        return self._process.control(call, *arguments, **named)
 
 
 class _PendingReply(Awaitable[Any]):
@@ -400,12 +400,12 @@ def _got_at_once(refs: list[Any]) -> list[Any] | None:
         return None
 
 
-def _sent(method: Any, order: Order, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+def _sent(method: Any, call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     try:
         by_name = dict(zip(named, _references(tuple(named.values())), strict=True))
-        return method.remote(order, *_references(arguments), **by_name)
+        return method.remote(call, *_references(arguments), **by_name)
     except (TypeError, pickle.PicklingError):
-        what = f"{order.role}.{order.method}" if isinstance(order, Invoke) else type(order).__name__.lower()
+        what = f"{call.role}.{call.method}" if isinstance(call, Invoke) else type(call).__name__.lower()
         bad = [f"number {at}" for at, value in enumerate(arguments) if not _travels(value)]
         bad += [key for key, value in named.items() if not _travels(value)]
         kinds = {type(value).__name__ for value in (*arguments, *named.values()) if not _travels(value)}

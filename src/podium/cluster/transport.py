@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from podium.cluster.layout import Pool
-from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
+from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo
@@ -44,19 +44,19 @@ class Process(Protocol):
         """Waits until the worker runs; returns its report about itself."""
         ...
 
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+    def perform(self, call: Call, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Runs a call whose whole reply goes to the controller."""
         ...
 
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
+    def perform_storing(self, call: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
         """Runs a call whose rows stay in the object store."""
         ...
 
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
+    def stream(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         """Runs a call that yields replies one after the other; rows go to the store."""
         ...
 
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
+    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Runs a role's method on a control thread, which answers while work is busy."""
         ...
 

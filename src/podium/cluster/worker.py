@@ -9,7 +9,7 @@ from typing import Any
 import ray
 
 from podium.cluster.host import RoleHost, extend_import_path
-from podium.cluster.messages import Beat, Handshake, Invoke, Order, Reply, Whereabouts
+from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
@@ -36,26 +36,26 @@ class Worker:
         return self._name
 
     @ray.method(concurrency_group="work")
-    def perform(self, order: Order, *arguments: Any, **named: Any) -> Reply:
+    def perform(self, call: Call, *arguments: Any, **named: Any) -> Reply:
         """Runs a call in the work thread."""
-        return self._host.perform(order, *arguments, **named)[0]
+        return self._host.perform(call, *arguments, **named)[0]
 
     @ray.method(concurrency_group="work", num_returns=2)
-    def perform_storing(self, order: Invoke, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
+    def perform_storing(self, call: Invoke, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
         """Runs a call in the work thread; reply and rows are two objects."""
-        return self._host.perform(order, *arguments, **named)
+        return self._host.perform(call, *arguments, **named)
 
     @ray.method(concurrency_group="work")
-    def stream(self, order: Invoke, *arguments: Any, **named: Any) -> Iterator[Any]:
+    def stream(self, call: Invoke, *arguments: Any, **named: Any) -> Iterator[Any]:
         """Yields reply, rows, reply, rows ...: each is a separate object, owned by the caller."""
-        for reply, rows in self._host.stream(order, *arguments, **named):
+        for reply, rows in self._host.stream(call, *arguments, **named):
             yield reply
             yield rows
 
     @ray.method(concurrency_group="control")
-    def control(self, order: Invoke, *arguments: Any, **named: Any) -> Reply:
+    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Reply:
         """Runs a call beside the work thread."""
-        return self._host.control(order, *arguments, **named)
+        return self._host.control(call, *arguments, **named)
 
     @ray.method(concurrency_group="ask")
     def handshake(self) -> Handshake:

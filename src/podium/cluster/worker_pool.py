@@ -19,7 +19,7 @@ from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
-from podium.cluster.messages import Beat, Build, Handshake, Import, Join, OpenMeeting, Order, Reply, Settle, Whereabouts
+from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, OpenMeeting, Reply, Settle, Whereabouts
 from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.cluster.silence import Silence
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
@@ -203,16 +203,16 @@ class WorkerPool:
         """All answers, if they come within a moment; else None."""
         return await self._transport.at_once(answers)
 
-    async def order_all(
+    async def send_all(
         self,
         slots: Sequence[int],
-        order: Callable[[int], tuple[Any, ...]],
+        call: Callable[[int], tuple[Any, ...]],
         what: str,
         deadline: Deadline,
     ) -> list[Reply]:
-        """Sends the same kind of call to several members at once; `order(slot)` is the call and its arguments."""
+        """Sends the same kind of call to several members at once; `call(slot)` is the call and its arguments."""
         pending = [
-            Pending(worker=member.worker, answer=member.process.perform(*order(member.slot)))
+            Pending(worker=member.worker, answer=member.process.perform(*call(member.slot)))
             for member in (self._members[slot] for slot in slots)
         ]
         return await gather_answers(pending, what, deadline, self)
@@ -302,7 +302,7 @@ class WorkerPool:
     async def _settle(self, slots: Sequence[int], deadline: Deadline) -> None:
         meshes = self._layout.meshes_of(self.pool.name)
         workers = {slot: self._members[slot].worker for slot in slots}
-        await self.order_all(
+        await self.send_all(
             slots, lambda slot: (Settle(worker=workers[slot], meshes=meshes),), "taking their places", deadline
         )
 
@@ -313,16 +313,16 @@ class WorkerPool:
         if not modules and not self.pool.tokenizers_only:
             return
         self._tell(f"{self.pool.name}: importing {', '.join(modules) or 'transformers'}")
-        order = Import(modules=modules, tokenizers_only=self.pool.tokenizers_only)
-        await self.order_all(slots, lambda _: (order,), "importing their code", deadline)
+        call = Import(modules=modules, tokenizers_only=self.pool.tokenizers_only)
+        await self.send_all(slots, lambda _: (call,), "importing their code", deadline)
 
     async def _join(self, deadline: Deadline) -> None:
         slots = range(self.pool.slots)
         limit = deadline.at_most(self._timeouts.rendezvous_s)
         self._tell(f"{self.pool.name}: forming a process group of {self.pool.slots}")
-        first = await self.order_all([0], lambda _: (OpenMeeting(name="pool"),), "opening the meeting", limit)
+        first = await self.send_all([0], lambda _: (OpenMeeting(name="pool"),), "opening the meeting", limit)
 
-        def order(slot: int) -> tuple[Order]:
+        def call(slot: int) -> tuple[Call]:
             return (
                 Join(
                     meeting=first[0].value,
@@ -334,7 +334,7 @@ class WorkerPool:
             )
 
         # The workers' own deadline expires first: its message is more specific.
-        await self.order_all(slots, order, "forming their process group", Deadline(limit.left_s + 5.0))
+        await self.send_all(slots, call, "forming their process group", Deadline(limit.left_s + 5.0))
 
     async def _build(self, slots: Sequence[int], deadline: Deadline) -> None:
         """Builds roles in the order of the layout: constructors may use collectives."""
@@ -343,10 +343,10 @@ class WorkerPool:
             mine = [slot for slot in slots if role.pool == self.pool.name and slot in mesh.slots]
             methods = {name: parameters_of(method) for name, method in public_methods(role.kind).items()}
             build = Build(role=role.name, methods=methods, implementation=role.implementation)
-            order = (build, role.kind, role.arguments)
+            call = (build, role.kind, role.arguments)
             if mine:
                 self._tell(f"{self.pool.name}: building {role.name}")
-                await self.order_all(mine, dict.fromkeys(mine, order).__getitem__, f"building {role.name}", deadline)
+                await self.send_all(mine, dict.fromkeys(mine, call).__getitem__, f"building {role.name}", deadline)
 
     async def _watch(self, member: Member) -> None:
         """Consumes the member's heartbeats. Ends when the process is gone, or when none has come for the heartbeat

@@ -63,7 +63,7 @@ def place(
         filling.from_checkpoint(checkpoint, saved, padded)
     if base := filling.undefined(adapter=False):
         if section.init == "random":
-            filling.from_source(base, _drawn(section, config, mesh, seed), padded_rows={})
+            filling.from_source(base, _random_weights(section, config, mesh, seed), padded_rows={})
             _zero_padding(everything, padded)
         else:
             source = with_new_tokens(CheckpointWeights(folder, model.hf), section, model.hf)
@@ -197,7 +197,7 @@ def _held(name: str, parameter: nn.Parameter, *, masters: bool) -> TrainedParame
     )
 
 
-def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> WeightSource:
+def _random_weights(section: ModelSection, config: object, mesh: Mesh, seed: int) -> WeightSource:
     """Random weights from the seed alone: every rank samples the same whole model and keeps its part."""
     with torch.random.fork_rng(devices=[mesh.device] if mesh.device.type == "cuda" else []):
         torch.manual_seed(seed)
@@ -208,7 +208,7 @@ def _drawn(section: ModelSection, config: object, mesh: Mesh, seed: int) -> Weig
 
 
 def _drawn_scalar(section: ModelSection, config: object, labels: int | None, seed: int) -> WeightSource:
-    """Like `_drawn`, for a scalar model."""
+    """Like `_random_weights`, for a scalar model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         plain = section.model_copy(update={"lora": None})

@@ -315,10 +315,11 @@ def _gradient(
     spec: HeadSpec,
     dtype: torch.dtype,
     temperature: float = 1.0,
-    bend: tuple[Tensor, Tensor] | None = None,
+    entropy_gradient: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
-    """d loss / d logits = grad · (onehot − softmax) / temperature, through soft cap and scale. `bend` is the gradient
-    with respect to each entropy, and the entropies: d entropy / d logit = −softmax · (log softmax + entropy)."""
+    """d loss / d logits = grad · (onehot − softmax) / temperature, through soft cap and scale. `entropy_gradient` is
+    the gradient with respect to each entropy, and the entropies: d entropy / d logit = −softmax · (log softmax +
+    entropy)."""
     shaped = _shaped(logits_CV, spec)
     scores = _masked(shaped, spec)
     if temperature != 1.0:
@@ -328,8 +329,8 @@ def _gradient(
     columns = torch.arange(logits_CV.shape[1], device=logits_CV.device)
     onehot = (columns[None, :] == targets_C[:, None]).to(softmax.dtype)
     grad = grad_C[:, None] * (onehot - softmax)
-    if bend is not None:
-        grad_entropy_C, entropy_C = bend
+    if entropy_gradient is not None:
+        grad_entropy_C, entropy_C = entropy_gradient
         lifted = logprobs.clamp_min(torch.finfo(torch.float32).min) + entropy_C[:, None]
         grad = grad - grad_entropy_C[:, None] * softmax * lifted
     if spec.softcap is not None:
@@ -345,12 +346,12 @@ def _gradient_in_place(
     spec: HeadSpec,
     dtype: torch.dtype,
     temperature: float = 1.0,
-    bend: tuple[Tensor, Tensor] | None = None,
+    entropy_gradient: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Like `_gradient`, without a second array of logits: for eager mode, where every pass over them costs time."""
-    plain = spec.softcap is None and spec.scale == 1.0 and temperature == 1.0 and bend is None
+    plain = spec.softcap is None and spec.scale == 1.0 and temperature == 1.0 and entropy_gradient is None
     if not plain or logits_CV.dtype != torch.float32 or dtype != torch.float32:
-        return _gradient(logits_CV, log_sum_C, targets_C, grad_C, spec, dtype, temperature, bend)
+        return _gradient(logits_CV, log_sum_C, targets_C, grad_C, spec, dtype, temperature, entropy_gradient)
     grad = logits_CV.sub_(log_sum_C[:, None]).exp_()
     grad[:, spec.vocab_size :] = 0
     grad.mul_(-grad_C[:, None])

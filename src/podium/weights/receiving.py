@@ -101,7 +101,7 @@ def _compare(version: WeightVersion, sums: list[Tensor]) -> None:
         more = f" and {len(differing) - _NAMED} more" if len(differing) > _NAMED else ""
         raise WeightMismatchError(
             f"{len(differing)} of {len(version.manifest)} tensors are not those of weight version {version.number} "
-            f"({version.fingerprint}): {', '.join(differing[:_NAMED])}{more}. Tokens drawn from them would belong to "
+            f"({version.fingerprint}): {', '.join(differing[:_NAMED])}{more}. Tokens sampled from them would belong to "
             "no version, so nothing is generated until weights are installed that are right. Publish again; if the "
             "same tensors differ again, the learner has changed them since it described the version, or the way they "
             "travel changes them."

@@ -233,7 +233,7 @@ def test_tensors_that_differ_are_named_after_all_have_come() -> None:
     wrong["count"][[0, 1]] = wrong["count"][[1, 0]]
     delivery = Verified(Held(wrong), version).tensors()
     assert [next(delivery)[0] for _ in wrong] == list(wrong)
-    said = r"2 of 7 tensors are not those of weight version 5 .*: matrix, count\. Tokens drawn from them would"
+    said = r"2 of 7 tensors are not those of weight version 5 .*: matrix, count\. Tokens sampled from them would"
     with pytest.raises(WeightMismatchError, match=said):
         next(delivery)
 

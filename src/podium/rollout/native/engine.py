@@ -393,7 +393,7 @@ class NativeEngine:
 
     def _distrust(self, row: int) -> None:
         """Invalidates a row that has sampled nothing yet: it is unknown whether its blocks hold NaN."""
-        if self._device.type == "cpu" and self._rows.known_R[row] == self._rows.seated_R[row]:
+        if self._device.type == "cpu" and self._rows.known_R[row] == self._rows.admitted_R[row]:
             self._disown(row)
 
     def _end_at_strings(self, rows_B: Rows) -> None:

@@ -62,7 +62,7 @@ class PagedDecode:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _OnItsWay:
+class _PendingSamples:
     """A step whose samples are being copied to the host."""
 
     tokens: Tensor
@@ -114,7 +114,7 @@ class GraphRunner:
         """With a penalty, each token must be known before the next is sampled."""
         return 0 if self._sampling.wants_history_R[self._rows.active].any() else 1
 
-    def run(self, plan: StepPlan) -> _OnItsWay:
+    def run(self, plan: StepPlan) -> _PendingSamples:
         """Launches a step; its samples are read later."""
         self._cache.copy(plan.copies)
         self._update_rows(plan)
@@ -154,7 +154,7 @@ class GraphRunner:
             held: Any = module
             held.podium_keys, held.podium_values = layer.keys, layer.values
 
-    def _sent(self, tokens: list[Tensor], logprobs: list[Tensor]) -> _OnItsWay:
+    def _sent(self, tokens: list[Tensor], logprobs: list[Tensor]) -> _PendingSamples:
         if not tokens:
             tokens, logprobs = [self._drawn_B[:0]], [self._logprob_B[:0]]
         both = (torch.cat(each) if len(each) > 1 else each[0] for each in (tokens, logprobs))
@@ -163,7 +163,7 @@ class GraphRunner:
         ]
         done = torch.cuda.Event()
         done.record()
-        return _OnItsWay(on_host[0], on_host[1], done)
+        return _PendingSamples(on_host[0], on_host[1], done)
 
     # The device's own table of rows
 

@@ -76,7 +76,7 @@ class RowTable:
         self.prompt_R = np.zeros(num_rows, np.int64)
         self.limit_R = np.zeros(num_rows, np.int64)
         self.earliest_R = np.zeros(num_rows, np.int64)  # length before which a stop does not count
-        self.seated_R = np.zeros(num_rows, np.int64)  # length when it was admitted
+        self.admitted_R = np.zeros(num_rows, np.int64)  # length when it was admitted
         self.has_strings_R = np.zeros(num_rows, np.bool_)  # that end it
         self.room_R = np.zeros(num_rows, np.int64)  # positions in the blocks that it holds
         self.arrival_R = np.zeros(num_rows, np.int64)
@@ -111,7 +111,7 @@ class RowTable:
         self.prompt_R[row] = size - sampled
         self.limit_R[row] = sequence.limit
         self.earliest_R[row] = min(size - sampled + max(sampling.min_new_tokens, 1), sequence.limit + 1)
-        self.seated_R[row] = size
+        self.admitted_R[row] = size
         self.set_blocks(row, block_table)
         self.arrival_R[row] = sequence.arrival
         self.tokens_RL[row, :size] = sequence.tokens
