@@ -171,7 +171,6 @@ def _other_threads() -> set[str]:
 def _serve(listener: socket.socket) -> _WorkerProcess | None:
     """Forks on every request. Waits for the next request, or the end of standard input. Returns None at the end, and in
     a forked process the worker to become."""
-    server = os.getpid()
     while True:
         ready, _, _ = select.select([listener.fileno(), sys.stdin.fileno()], [], [])
         if listener.fileno() not in ready:
@@ -180,17 +179,18 @@ def _serve(listener: socket.socket) -> _WorkerProcess | None:
         with connection:
             connection.settimeout(_REQUEST_S)
             streams: list[int] = []
-            try:
+            pid = None
+            # An OSError: that process has timed out and become the worker itself, or there is no memory for another.
+            with contextlib.suppress(OSError):
                 worker = _receive(connection, streams)
-                if os.fork() == 0:
-                    listener.close()
-                    return worker
-                connection.sendall(FORKED)
-            except OSError:
-                pass  # that process has timed out and become the worker itself, or there is no memory for another
-            finally:
-                for stream in streams if os.getpid() == server else []:
-                    os.close(stream)
+                pid = os.fork()
+                if pid != 0:
+                    connection.sendall(FORKED)
+        if pid == 0:
+            listener.close()
+            return worker
+        for stream in streams:
+            os.close(stream)
 
 
 def _receive(connection: socket.socket, streams: list[int]) -> _WorkerProcess:

@@ -96,9 +96,9 @@ def is_async(path: str, key: str) -> bool | None:
 
 def takes(path: str, key: str, num_arguments: int) -> bool:
     """Whether the plug-in can be called with this many arguments, by parsing. True if its file does not define it as a
-    function: loading it then decides."""
+    plain function: loading it then decides."""
     function = _function(path, key)
-    if function is None:
+    if function is None or function.decorator_list:
         return True
     given = function.args
     positional = len(given.posonlyargs) + len(given.args)

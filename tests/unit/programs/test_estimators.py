@@ -146,6 +146,16 @@ def test_a_function_that_takes_two_arguments_is_an_estimator(tmp_path: Path, par
     assert _estimate(_estimator(f"{tmp_path}/mine.py:own")).values_N is not None
 
 
+def test_a_decorator_may_change_the_parameters(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def of_rewards(f):\n    return lambda rewards_N, group_N: f(rewards_N)\n\n"
+        "@of_rewards\ndef own(rewards_N):\n    return rewards_N\n"
+    )
+
+    assert plugins.takes(f"{tmp_path}/mine.py:own", "algorithm.advantage", 2)
+    assert _estimate(_estimator(f"{tmp_path}/mine.py:own")).values_N is not None
+
+
 def test_a_function_that_is_not_there_is_reported_before_the_first_step(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def other():\n    pass\n")
 
