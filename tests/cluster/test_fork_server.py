@@ -23,7 +23,7 @@ import torch
 from helpers.clusters import one_role
 from helpers.on_policy import session_of
 from helpers.processes import wait_until
-from helpers.ray_scenarios import ENDED_S, commands_of, end_of, rays, scenario
+from helpers.ray_scenarios import ENDED_S, commands_of, end_of, kill_at_age, rays, scenario
 from podium.cluster import Cluster, WorkerContext
 from podium.cluster.fork_request import ANSWER_S
 from podium.cluster.processes import children, command_of
@@ -119,20 +119,8 @@ class TestDeaths:
     ) -> None:
         with scenario("pools", tmp_path, "torch") as process:
             wait_for_ray(process)
-            server, found = fork_server_of(process), dict[int, float]()
-
-            def born() -> bool:
-                for pid in children(server):
-                    found.setdefault(pid, time.monotonic())
-                return len(found) > which
-
-            limit_s = time.monotonic() + 60
-            while not born() and time.monotonic() < limit_s:
-                pass  # each millisecond counts
-            victim, born_s = list(found.items())[which]
-            while time.monotonic() - born_s < age_s:
-                time.sleep(0.01)
-            os.kill(victim, signal.SIGKILL)
+            server = fork_server_of(process)
+            kill_at_age(lambda: children(server), which, age_s)
             assert end_of(process, tmp_path, within_s=45) == "0 0"
             assert (tmp_path / "output").read_text().count("train: starting 2 processes") <= 2
 

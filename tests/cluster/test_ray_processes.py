@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from helpers.on_policy import session_of
 from helpers.processes import wait_until
-from helpers.ray_scenarios import ENDED_S, GUARD_S, HEARTBEAT_S, commands_of, end_of, rays, scenario
+from helpers.ray_scenarios import ENDED_S, GUARD_S, HEARTBEAT_S, commands_of, end_of, kill_at_age, rays, scenario
 from podium.cluster.processes import children_of_thread, command_of, look
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -45,21 +44,9 @@ def test_a_process_that_dies_at_any_age_is_replaced_at_once(tmp_path: Path, age_
     with scenario("pools", tmp_path) as process:
         output = tmp_path / "output"
         wait_until(lambda: "runners: starting 1 process" in output.read_text(), "the first request", deadline_s=60)
-        raylet, found = rays(process, "raylet"), dict[int, float]()
+        raylet = rays(process, "raylet")
         agents = [pid for pid in children_of_thread(raylet, raylet) if command_of(pid).startswith(b"ray::")]
-
-        def born() -> bool:
-            for pid in children_of_thread(raylet, raylet):
-                if pid not in agents:
-                    found.setdefault(pid, time.monotonic())
-            return len(found) > which
-
-        while not born():
-            pass  # each millisecond counts
-        victim, born_s = list(found.items())[which]
-        while time.monotonic() - born_s < age_s:
-            time.sleep(0.01)
-        os.kill(victim, signal.SIGKILL)
+        kill_at_age(lambda: [pid for pid in children_of_thread(raylet, raylet) if pid not in agents], which, age_s)
         assert end_of(process, tmp_path, within_s=45) == "0 0"
         # No pool is started anew again because processes that the first attempt has left over end some seconds later.
         assert output.read_text().count("train: starting 2 processes") <= 2

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -70,3 +70,17 @@ def end_of(process: subprocess.Popen[bytes], folder: Path, *, within_s: float) -
     assert time.monotonic() - began < within_s
     ended: str = json.loads(lines[-1])["ended"]
     return ended
+
+
+def kill_at_age(pids: Callable[[], list[int]], which: int, age_s: float, *, deadline_s: float = 60.0) -> None:
+    """Kills the process that is number `which` to appear among `pids()`, when it is so old."""
+    born_s: dict[int, float] = {}
+    limit_s = time.monotonic() + deadline_s
+    while len(born_s) <= which:  # without a pause: each millisecond counts
+        assert time.monotonic() < limit_s, f"only {len(born_s)} processes appeared within {deadline_s:.0f} s"
+        for pid in pids():
+            born_s.setdefault(pid, time.monotonic())
+    victim = list(born_s)[which]
+    while time.monotonic() - born_s[victim] < age_s:
+        time.sleep(0.01)
+    os.kill(victim, signal.SIGKILL)
