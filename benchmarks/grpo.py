@@ -3,6 +3,7 @@
 
     .venv/bin/python benchmarks/grpo.py                                     tiny Qwen3 on CPU, beside TRL
     python benchmarks/grpo.py --device cuda --shape 0.6b --peers ""         Podium alone on a GPU
+    python benchmarks/grpo.py ... --against OTHER/src                       beside another commit of Podium
 
 TRL runs in the environment of requirements.txt (.venv-bench), or in this one where it can be imported; without it only
 Podium's figures are printed. Same model config, same prompts in the same order, 8 prompts x 8 samples, every answer as
@@ -45,6 +46,8 @@ class Side:
     name: str
     command: tuple[str, ...]
     threads: int
+    # Where this side's Podium lies, if it is not the one that is installed.
+    source: Path | None = None
 
     @property
     def is_podium(self) -> bool:
@@ -66,14 +69,16 @@ def main() -> None:
         )
         make_task(task)
         task.write(Path(scratch) / "task.json")
-        sides = podium_sides(asked.devices) + (trl_sides(asked.device) if "trl" in asked.peers.split(",") else [])
+        sides = podium_sides(asked.devices, asked.against, asked.without_fork_server)
+        if "trl" in asked.peers.split(","):
+            sides += trl_sides(asked.device)
         results: dict[str, list[SideResult]] = {side.name: [] for side in sides}
         for turn in range(asked.turns):
             for side in sides:
                 found = run_side(side, Path(scratch))
                 results[side.name].append(found)
                 print(
-                    f"turn {turn + 1}: {side.name:<21} {statistics.median(found.step_s):7.3f} s/step, "
+                    f"turn {turn + 1}: {side.name:<28} {statistics.median(found.step_s):7.3f} s/step, "
                     f"{found.cpu_s:7.3f} s of CPU",
                     flush=True,
                 )
@@ -85,15 +90,18 @@ def main() -> None:
         asked.json.write_text(json.dumps(every, indent=1), encoding="utf-8")
 
 
-def podium_sides(devices: Sequence[int]) -> list[Side]:
-    return [
-        Side(
-            name=f"Podium, {count} device{'s' if count > 1 else ''}",
-            command=(sys.executable, str(HERE / "grpo_podium.py"), "--devices", str(count)),
-            threads=1,
-        )
-        for count in devices
-    ]
+def podium_sides(devices: Sequence[int], against: Path | None, without_fork_server: bool) -> list[Side]:
+    """One for each number of devices, and beside it what it is compared with."""
+    sides = []
+    for count in devices:
+        name = f"Podium, {count} device{'s' if count > 1 else ''}"
+        command = (sys.executable, str(HERE / "grpo_podium.py"), "--devices", str(count))
+        sides.append(Side(name=name, command=command, threads=1))
+        if without_fork_server:
+            sides.append(Side(name=f"{name}, no forks", command=(*command, "--without-fork-server"), threads=1))
+        if against is not None:
+            sides.append(Side(name=f"{name}, other", command=command, threads=1, source=against))
+    return sides
 
 
 def trl_sides(device: str) -> list[Side]:
@@ -125,14 +133,13 @@ def run_side(side: Side, scratch: Path) -> SideResult:
     out = scratch / "result.json"
     out.unlink(missing_ok=True)
     command = [*side.command, "--task", str(scratch / "task.json"), "--out", str(out)]
+    places = [str(side.source or ""), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {
         "OMP_NUM_THREADS": str(side.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         # Workers do not stand in this folder: places that are relative to it would mean nothing to them.
-        "PYTHONPATH": os.pathsep.join(
-            str(Path(place).resolve()) for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place
-        ),
+        "PYTHONPATH": os.pathsep.join(str(Path(place).resolve()) for place in places if place),
     }
     with (scratch / "told.txt").open("w+", encoding="utf-8") as told:
         process = subprocess.Popen(command, env=environment, stdout=told, stderr=subprocess.STDOUT)
@@ -174,14 +181,14 @@ def report(task: Task, results: Mapping[str, Sequence[SideResult]]) -> list[str]
         f"{platform.machine()}, {os.cpu_count()} cores; shape {task.shape} on {task.device}, {PROMPTS} prompts of "
         f"{task.shortest} to {task.longest} tokens x {SAMPLES} samples of {task.new_tokens}; {turns} turns of "
         f"{task.steps - task.warmup} timed steps",
-        f"{'':<21} {'s/step':>7} {'(range)':>15} {'CPU s/step':>10} {'tokens/s':>9} {'reward':>6}",
+        f"{'':<28} {'s/step':>7} {'(range)':>15} {'CPU s/step':>10} {'tokens/s':>9} {'reward':>6}",
     ]
     for name, each in results.items():
         every = [seconds for turn in each for seconds in turn.step_s]
         spread = f"({min(every):.2f}-{max(every):.2f})"
         reward = statistics.mean(turn.reward for turn in each)
         lines.append(
-            f"{name:<21} {step_s[name]:>7.3f} {spread:>15} {cpu_s[name]:>10.3f} "
+            f"{name:<28} {step_s[name]:>7.3f} {spread:>15} {cpu_s[name]:>10.3f} "
             f"{task.generated_per_step / step_s[name]:>9,.0f} {reward:>6.3f}"
         )
     if peers:
@@ -236,6 +243,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--devices", type=int, nargs="+", help="Podium's workers, each a side; CPU: 2, CUDA: 1")
     parser.add_argument("--peers", default="trl", help='"" for none')
+    parser.add_argument("--against", type=Path, help="src of another commit of Podium: a side more")
+    parser.add_argument("--without-fork-server", action="store_true", help="a side more: placement.fork_workers: false")
     parser.add_argument("--turns", type=int, help="of each side; CPU: 3, CUDA: 1")
     parser.add_argument("--steps", type=int, default=10, help="of a turn, warm-up included")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")

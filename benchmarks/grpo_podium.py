@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
+from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,16 +22,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", type=Path, required=True)
     parser.add_argument("--devices", type=int, required=True)
+    parser.add_argument("--without-fork-server", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        train(Task.read(asked.task), asked.devices, scratch).write(asked.out)
+        # Named only where it is not the default: other commits that are compared may not know it.
+        placement = {"fork_workers": False} if asked.without_fork_server else {}
+        train(Task.read(asked.task), asked.devices, placement, scratch).write(asked.out)
 
 
-def train(task: Task, devices: int, scratch: str) -> SideResult:
+def train(task: Task, devices: int, placement: Mapping[str, object], scratch: str) -> SideResult:
     """Trains for `steps` and accounts what came after `warmup`."""
     StepClock.cpu_at = frozenset({task.warmup, task.steps})
-    podium.train(_recipe(task, devices, scratch))
+    podium.train(_recipe(task, devices, placement, scratch))
     lines = [each for each in read_metrics(Path(scratch) / "grpo" / "metrics.jsonl") if "step_s" in each.values]
     assert [line.step for line in lines] == list(range(1, task.steps + 1))
     timed = [line.values for line in lines[task.warmup :]]
@@ -48,7 +52,7 @@ def train(task: Task, devices: int, scratch: str) -> SideResult:
     )
 
 
-def _recipe(task: Task, devices: int, scratch: str) -> podium.Recipe:
+def _recipe(task: Task, devices: int, placement: Mapping[str, object], scratch: str) -> podium.Recipe:
     # The thread and the kernels that suit so small a model are given, as they are to the peer: measuring them at the
     # start, as Podium does otherwise, is at the mercy of what else runs then.
     cpu = {"threads": 1, "onednn": False} if task.device == "cpu" else {}
@@ -69,7 +73,14 @@ def _recipe(task: Task, devices: int, scratch: str) -> podium.Recipe:
             "reward": [{"function": f"{HERE / 'grpo_reward.py'}:small_digits"}],
             "optimizer": {"lr": LEARNING_RATE, "clip_norm": CLIP_NORM},
             "steps": task.steps,
-            "placement": {"launcher": "ray", "layout": "colocated", "devices": devices, "device": task.device, **cpu},
+            "placement": {
+                "launcher": "ray",
+                "layout": "colocated",
+                "devices": devices,
+                "device": task.device,
+                **cpu,
+                **placement,
+            },
             "run": {"folder": scratch, "name": "grpo", "loggers": ["grpo_clock:StepClock"]},
         }
     )
