@@ -19,6 +19,7 @@ from podium.recipe.resolving import resolved
 from podium.recipe.rules import recipe_warnings
 from podium.runs.folder import RunFolder
 from podium.runs.lineage import NOTE, Prepared
+from podium.spmd.failing import forget_failures
 
 # Other files of a model's folder: weights come from the checkpoint.
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
@@ -180,6 +181,7 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
     """The run has its folder to itself; how it ends is noted there."""
     with folder.held():
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
+        forget_failures(folder.path)
         if resume_step is not None:
             folder.write_recipe(prepared.recipe)
             before = folder.state().get("lineage")
@@ -187,8 +189,7 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
         try:
             yield
         except BaseException as error:
-            folder.discard_if_never_begun()
-            folder.mark_failed(error)
+            folder.end_failed(error)
             if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
                 raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and continue.") from error
             raise

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,9 +14,9 @@ from podium.cluster.worker_pool import Timeouts
 from podium.controller.layout import LINK, RUNNER, layout_of, num_learners
 from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp, ray_settings
-from podium.errors import PlacementError, PodiumError, RoleError
+from podium.errors import ClusterError, PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
-from podium.observe import Stopwatch, open_console
+from podium.observe import Console, Stopwatch, open_console
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
 from podium.runs.folder import RunFolder
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from podium.controller.assembly import Inputs
     from podium.controller.run import OnPolicyRun
 
+# For the save after a failure of the cluster: workers that live answer within this time.
 _SETTLE_S = 60.0
 First = TypeVar("First")
 Second = TypeVar("Second")
@@ -94,13 +94,26 @@ async def _drive(
             try:
                 await program(run)
                 run.require_finished()
-            except Exception:
-                # Finish the checkpoint in flight, as far as the learners still answer.
-                with contextlib.suppress(Exception):
-                    async with asyncio.timeout(_SETTLE_S):
-                        await run.finish_saving()
+            except Exception as error:
+                await _save_before_failing(run, error, console)
                 raise
             return result_of(run, folder, watch)
+
+
+async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe], error: Exception, console: Console) -> None:
+    """Saves what Ctrl-C would save, as far as the learners still answer. The failure is what the user must see, so an
+    error of the save is only reported."""
+    is_users = isinstance(error, RoleError) or not isinstance(error, ClusterError)
+    limit_s = run.recipe.checkpoint.timeout_s if is_users else _SETTLE_S
+    step = run.unsaved_step
+    if step is not None:
+        console.note(f"the run failed after step {step}: saving it")
+    try:
+        async with asyncio.timeout(limit_s):
+            await run.save_before_failing()
+    except Exception as failure:
+        if step is not None:
+            console.warning(f"step {step} cannot be saved: {failure or type(failure).__name__}")
 
 
 async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) -> tuple[First, Second]:

@@ -73,7 +73,7 @@ def without_failed(
     if float(failed_N.mean()) > grading.max_failed_share:
         raise RewardError(
             f"{message}{everything.first_error} That is more than grading.max_failed_share "
-            f"{grading.max_failed_share:g}, so the run stops. Fix the reward and continue with `podium resume`."
+            f"{grading.max_failed_share:g}, so the run stops."
         )
     warn(f"{message}{everything.first_error}")
     if grading.on_error == "zero":

@@ -50,6 +50,7 @@ class PolicyRole:
                 "run.reference.logprobs(step), and step.batch(advantages, reference=reference)."
             )
         self._state.updated_steps.add(batch.step)
+        self._state.updated_roles.add("policy")
         plan = UpdatePlan(
             step=batch.step,
             lr=batch.lr,
@@ -119,8 +120,10 @@ class TeacherRole:
 class CriticRole:
     """PPO's value model."""
 
-    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, handle: CriticHandle) -> None:
-        self._parts, self._devices, self._handle = parts, devices, handle
+    def __init__(
+        self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState, handle: CriticHandle
+    ) -> None:
+        self._parts, self._devices, self._state, self._handle = parts, devices, state, handle
 
     async def advantages(self, step: Step, reference: ReferenceLogprobs | None) -> TokenAdvantages:
         """Advantages (GAE) and returns of every token, whitened over the whole step."""
@@ -145,6 +148,7 @@ class CriticRole:
         recipe, section = self._parts.recipe, self._parts.recipe.critic_section
         assert section is not None, "a recipe with this role has its section"
         lr = batch.lr * (section.lr or recipe.optimizer.lr) / recipe.optimizer.lr
+        self._state.updated_roles.add("critic")
         async with self._devices.phase("update"):
             return await self._handle.update(
                 batch.rollouts.rows, batch.advantages.columns, recipe.full_algorithm, lr=lr, step=batch.step,

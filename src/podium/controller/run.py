@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import AsyncIterator, Mapping
-from typing import Generic
+from typing import Any, Generic
 
 from podium.algorithms.kl import adaptive_coefficient
 from podium.cluster import ObjectScope
@@ -37,10 +37,11 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._milestones = Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
         self._evaluation: OnPolicyEvaluation | None = None
+        self._resume_values: dict[str, Any] = {}  # of the last committed step, for its checkpoint
         self._is_finished = False
         self.policy = PolicyRole(parts, devices, state)
         self.reference = ReferenceRole(parts, devices, self._kl) if self._kl is not None else None
-        self.critic = CriticRole(parts, devices, roles.critic) if roles.critic is not None else None
+        self.critic = CriticRole(parts, devices, state, roles.critic) if roles.critic is not None else None
         teachers = self.recipe.teacher_sections
         total = sum(teacher.weight for teacher in teachers)
         self.teachers = tuple(
@@ -99,11 +100,15 @@ class OnPolicyRun(Generic[RecipeT_co]):
         if policy is not None:
             state.version = step.number
         await self._refresh_reference()
-        await self._log.record(
-            step, batch, policy=policy, critic=critic, kl_coefficient=step.kl_coefficient if kl is not None else None,
-            metrics=metrics or {},
-        )  # fmt: skip
         self._adapt_kl(batch)
+        try:
+            await self._log.record(
+                step, batch, policy=policy, critic=critic,
+                kl_coefficient=step.kl_coefficient if kl is not None else None, metrics=metrics or {},
+            )  # fmt: skip
+        finally:  # a step that stops the run (it diverged, a logger failed) can be saved like any other
+            self._resume_values = self._values_to_resume()
+            state.updated_roles.clear()
         save, evaluate = self._milestones.save_is_due(step.number), self._milestones.evaluation_is_due(step.number)
         if save:
             await self._save()
@@ -111,6 +116,22 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await self._evaluate()
         if save or evaluate:
             self._log.mark()
+
+    @property
+    def unsaved_step(self) -> int | None:
+        """The last committed step, if it has no checkpoint yet."""
+        return None if self._milestones.saved_step == self._state.step else self._state.step
+
+    async def save_before_failing(self) -> None:
+        """Saves the last committed step of a run that fails, and waits until all checkpoints are written. Raises an
+        error if the weights are no longer those of that step."""
+        if self.unsaved_step is not None:
+            for name in sorted(self._state.updated_roles):
+                role = self._parts.roles.critic if name == "critic" else self._parts.roles.policy
+                if role is not None and await role.has_stepped():
+                    raise ProgramError(f"the {name}'s weights were already updated by the step that failed")
+            await self._save()
+        await self.finish_saving()
 
     async def finish_saving(self) -> None:
         """Waits until the last checkpoint is written."""
@@ -190,10 +211,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         parts, kl = self._parts, self._kl
         await self._log.written()
         values = {
-            "cursor": parts.prompts.state(),
-            "kl_coefficient": self._state.kl_coefficient if kl is not None else None,
-            "skipped_in_a_row": self._log.skipped_in_a_row,
-            "version": self._state.version,
+            **self._resume_values,
             "episodes": parts.ledger.count(),
             "recipe": self.recipe.model_dump(mode="json"),
         }
@@ -205,6 +223,15 @@ class OnPolicyRun(Generic[RecipeT_co]):
                 await parts.roles.reference.save(step)
             await parts.roles.policy.save(step, values)
         self._milestones.saved_step = step
+
+    def _values_to_resume(self) -> dict[str, Any]:
+        """Read when a step is committed: a later step that fails has taken prompts already."""
+        return {
+            "cursor": self._parts.prompts.state(),
+            "kl_coefficient": self._state.kl_coefficient if self._kl is not None else None,
+            "skipped_in_a_row": self._log.skipped_in_a_row,
+            "version": self._state.version,
+        }
 
     async def _finish(self) -> None:
         step = self._state.step

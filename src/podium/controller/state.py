@@ -19,6 +19,7 @@ class RunState:
     kl_coefficient: float
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
     updated_steps: set[int] = field(default_factory=set)  # the step whose policy update is not committed yet
+    updated_roles: set[str] = field(default_factory=set)  # policy, critic: those whose last update is not committed
 
     @classmethod
     def begin(cls, recipe: OnPolicyRecipe, step: int = 0, saved: Mapping[str, Any] | None = None) -> RunState:

@@ -134,6 +134,7 @@ class TrainEngine:
         self._replicated = [each for each in self._trained if sharded and not isinstance(each.parameter, DTensor)]
         self._clip_norm = clip_norm
         self._multiple = round_tokens(mesh.device)
+        self.num_optimizer_steps = 0  # of this process, begun: skipped ones count too
 
     @property
     def language_model(self) -> PackedCausalLM:
@@ -191,6 +192,7 @@ class TrainEngine:
         skip = (~torch.isfinite(sums[:2]).all()).float()
         limit = self._clip_norm or float("inf")
         clip = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
+        self.num_optimizer_steps += 1
         self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
         differs = sums[3] - self.mesh.world * pattern
         values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip, sums[2], differs]), sums[4:]])

@@ -85,6 +85,7 @@ class CriticRank(Critic):
             spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep, keep_best=False, beside=spec.beside,
             background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
         )  # fmt: skip
+        self._steps_before = 0  # the last update
         self._held = HeldTensors(lambda: [*what_can_leave(self._engine.optimizer), *self._model.parameters()])
 
     def estimate(self, shard: ValueShard, algorithm: AlgorithmSection, kl_coefficient: float) -> Computed[ValueColumns]:
@@ -118,6 +119,7 @@ class CriticRank(Critic):
 
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
         """All optimizer steps over this rank's share of a batch."""
+        self._steps_before = self._engine.num_optimizer_steps
         block = shard.rows.read() if len(shard.rows) else empty_block()
         columns = shard.columns.read() if len(shard.columns) else None
         trained_T = block.loss_mask_T.copy()
@@ -147,6 +149,10 @@ class CriticRank(Critic):
             grad_norms=tuple(report.grad_norm for report in resolved),
         )
         return Computed(done=shard.ids, note=note)
+
+    def has_stepped(self) -> bool:
+        """Whether the last update ran an optimizer step."""
+        return self._engine.num_optimizer_steps > self._steps_before
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves optimizer state and weights to host memory, or back."""

@@ -183,6 +183,10 @@ class LearnerHandle:
         assert merged.rows is not None
         return merged.rows, joined_distance(merged.results, rows)
 
+    async def has_stepped(self) -> bool:
+        """Whether the last update, which may have failed, ran an optimizer step on any rank."""
+        return any(answer.value for answer in await self._group.call_all(Learner.has_stepped))
+
     async def describe(self, number: int) -> WeightVersion:
         """The current weights as version `number`."""
         return (await self._group.call_all(Learner.describe, number))[0].value
@@ -333,6 +337,10 @@ class CriticHandle:
             losses=notes[0].losses,
             grad_norms=notes[0].grad_norms,
         )
+
+    async def has_stepped(self) -> bool:
+        """Whether the last update, which may have failed, ran an optimizer step on any rank."""
+        return any(answer.value for answer in await self._group.call_all(Critic.has_stepped))
 
     async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""

@@ -108,6 +108,10 @@ class Learner(ABC):
         `policy_update.PolicyUpdate`; the loss is in `policy_objective`."""
 
     @abstractmethod
+    def has_stepped(self) -> bool:
+        """Whether the last `update` ran an optimizer step, even if it failed afterwards."""
+
+    @abstractmethod
     def describe(self, number: int) -> WeightVersion:
         """The current weights as version `number`."""
 
@@ -236,6 +240,10 @@ class Critic(ABC):
     @abstractmethod
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
         """All optimizer steps over one batch; the note is a CriticReport of this rank."""
+
+    @abstractmethod
+    def has_stepped(self) -> bool:
+        """Whether the last `update` ran an optimizer step, even if it failed afterwards."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:

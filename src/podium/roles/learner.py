@@ -62,6 +62,7 @@ class LearnerRank(Learner):
         if recipe.model.self_check:
             self_check(model, self.mesh.device, dtype, max_length=recipe.data.max_length)
         self._leaving: OffloadedTensors | None = None
+        self._steps_before = 0  # the last update
         self._writer = CheckpointWriter(
             spec.checkpoints,
             self.mesh,
@@ -106,10 +107,15 @@ class LearnerRank(Learner):
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
         """All optimizer steps over this rank's share of a batch."""
+        self._steps_before = self.engine.num_optimizer_steps
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._context.span("update"):
             note: UpdateNote = self._update.run(block, shard, plan)
         return Computed(done=shard.ids, note=note)
+
+    def has_stepped(self) -> bool:
+        """Whether the last update ran an optimizer step."""
+        return self.engine.num_optimizer_steps > self._steps_before
 
     def describe(self, number: int) -> WeightVersion:
         """The current weights as version `number`."""

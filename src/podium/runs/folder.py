@@ -146,21 +146,22 @@ class RunFolder:
         """Replaces the run's recipe file."""
         write_atomically(self.recipe_file, dump_recipe(recipe))
 
-    def discard_if_never_begun(self) -> None:
-        """Removes the folder of a run that failed before its first step, so that its name is free again."""
+    def end_failed(self, error: BaseException) -> None:
+        """Records the failure in run.json, and adds to the error how to continue. Removes the folder of a run that
+        failed before its first step, so that its name is free again."""
         with contextlib.suppress(OSError, RunFolderError, KeyError):
+            if not self.path.exists():
+                return
             if self.status == "starting":
                 shutil.rmtree(self.path)
-
-    def mark_failed(self, error: BaseException) -> None:
-        """Records the failure in run.json, and adds to the error how to continue."""
-        with contextlib.suppress(OSError, RunFolderError):
-            if self.path.exists():
-                self.update(status="failed")
-                steps = sorted(path.name for path in self.checkpoints.glob("step-*"))
-                if steps:
-                    step = int(steps[-1].removeprefix("step-"))
-                    error.add_note(f"continue from the checkpoint of step {step} with: podium resume {self.path}")
+                error.add_note(f"this was before the end of the first step: nothing is left of {self.path}")
+                return
+            self.update(status="failed")
+            steps = self.saved_steps()
+            if steps:
+                error.add_note(f"continue from the checkpoint of step {steps[-1]} with: podium resume {self.path}")
+            else:
+                error.add_note(f"{self.path} has no checkpoint to resume from: no step could be saved")
 
     def _was_never_begun(self) -> bool:
         """Whether a process that was killed before the first step left this folder, and no process holds it."""

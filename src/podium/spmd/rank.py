@@ -31,6 +31,7 @@ from podium.engine.parameters import TrainedParameter
 from podium.engine.resuming import restore_optimizer
 from podium.engine.sharding import PackedModel, compute_dtype, place, place_scalar
 from podium.engine.train_step import TrainEngine
+from podium.errors import UnsupportedModelError
 from podium.models.cost import model_cost
 from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
@@ -43,6 +44,7 @@ from podium.runs.header import header_lines, model_line
 from podium.runs.log import open_log
 from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
+from podium.spmd.failing import all_failed_after
 from podium.spmd.launch import RankPlace, StopRequest
 from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
 
@@ -86,9 +88,25 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
         if mesh.is_main and task.resume_step is not None and where.attempt == 0:
             set_aside_later(folder.checkpoints, task.resume_step)
-        task.load_program(recipe.program)(run)
-        run.require_finished()
+        try:
+            task.load_program(recipe.program)(run)
+            run.require_finished()
+        except Exception as error:
+            _save_before_failing(run, error, where, folder)
+            raise
         return run.result()
+
+
+def _save_before_failing(run: SpmdRun[SpmdRecipe], error: Exception, where: RankPlace, folder: RunFolder) -> None:
+    """The failure is what the user must see, so an error of the save is only added to it."""
+    if isinstance(error, UnsupportedModelError):
+        return  # found after the update: the weights are wrong
+    try:
+        run.save_before_failing(
+            lambda step: all_failed_after(step, folder.path, rank=where.rank, world=where.world, attempt=where.attempt)
+        )
+    except Exception as failure:
+        error.add_note(f"the last step cannot be saved: {failure}")
 
 
 def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointReader | None:

@@ -4,6 +4,7 @@ metrics, evaluation, checkpoints and stopping when they are due."""
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +23,7 @@ from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards
 from podium.engine.schedule import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TrainEngine
+from podium.errors import TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import StepView, Stopwatch
 from podium.recipe import SpmdRecipe
@@ -113,6 +115,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._last_loss: float | None = None
         self._evaluation: Evaluation | None = None
         self._is_finished = False
+        self._recorded_updates = 0  # optimizer steps of the engine when the last step was recorded
         recipe, folder, self._log = parts.recipe, parts.folder, parts.log
         self._milestones = Milestones(recipe, progress.step, evaluates=parts.evaluator is not None)
         self._guard = DivergenceGuard(
@@ -165,9 +168,10 @@ class SpmdRun(Generic[RecipeT_co]):
         for the device. An evaluation or checkpoint that is due at this step waits for them."""
         now = time.perf_counter()
         elapsed, self._last_record = now - self._last_record, now
-        self._flush()
+        before, self._pending = self._pending, (step, report, elapsed)
         self._step, self._loader_state = step.number, step.ready.state
-        self._pending = (step, report, elapsed)
+        self._recorded_updates = self.engine.num_optimizer_steps
+        self._resolve(before)
         save, evaluate = self._milestones.save_is_due(step.number), self._milestones.evaluation_is_due(step.number)
         if self._mesh.device.type != "cuda" or evaluate or save or step.number == self.recipe.steps:
             self._flush()
@@ -176,6 +180,21 @@ class SpmdRun(Generic[RecipeT_co]):
         if evaluate:
             self._evaluate()
         self._last_record = time.perf_counter() if evaluate or save else self._last_record
+
+    def save_before_failing(self, all_failed_after: Callable[[int], bool]) -> None:
+        """Saves the last recorded step of a run that fails, as Ctrl-C would, if all ranks failed after it and none has
+        changed its weights since. Collective if they have."""
+        step = self._step
+        if self._milestones.saved_step == step or self.engine.num_optimizer_steps != self._recorded_updates:
+            return
+        if not all_failed_after(step):
+            return
+        self._log.console.note(f"the run failed after step {step}: saving it")
+        with contextlib.suppress(TrainingDivergedError):
+            self._flush()
+        self._save()
+        self._parts.writer.wait()
+        self._mesh.barrier()  # no rank ends before rank 0 has the checkpoint in place
 
     def require_finished(self) -> None:
         """Raises an error if the program left the loop over `steps` early: its last steps are not saved."""
@@ -226,10 +245,15 @@ class SpmdRun(Generic[RecipeT_co]):
         np.random.seed(int(key[1]))
 
     def _flush(self) -> None:
-        """Reads the pending report: metrics, the console, the non-finite guard, and whether all ranks stop."""
-        if self._pending is None:
+        """Reads the pending report."""
+        before, self._pending = self._pending, None
+        self._resolve(before)
+
+    def _resolve(self, recorded: tuple[TrainStep, PendingReport, float] | None) -> None:
+        """Reads a step's report: metrics, the console, the non-finite guard, and whether all ranks stop."""
+        if recorded is None:
             return
-        (step, pending, elapsed), self._pending = self._pending, None
+        step, pending, elapsed = recorded
         report = pending.resolve()
         self._skipped += report.skipped
         self._last_loss = report.loss

@@ -89,7 +89,7 @@ def test_an_existing_run_is_opened_by_its_path(recipe: Recipe) -> None:
 
 def test_a_run_that_never_began_is_removed(recipe: Recipe) -> None:
     folder = RunFolder.create(recipe)
-    folder.discard_if_never_begun()
+    folder.end_failed(OSError())
 
     assert not folder.path.exists()
     RunFolder.create(recipe)
@@ -99,16 +99,16 @@ def test_a_run_that_never_began_is_removed(recipe: Recipe) -> None:
 def test_a_run_that_began_is_kept(recipe: Recipe, status: str) -> None:
     folder = RunFolder.create(recipe)
     folder.update(status=status)
-    folder.discard_if_never_begun()
+    folder.end_failed(OSError())
 
-    assert folder.status == status
+    assert folder.status == "failed"
 
 
 def test_discarding_what_is_damaged_or_gone_raises_nothing_over_the_first_error(recipe: Recipe, tmp_path: Path) -> None:
     folder = RunFolder.create(recipe)
     (folder.path / "run.json").write_text("{")
-    folder.discard_if_never_begun()
-    RunFolder(path=tmp_path / "none").discard_if_never_begun()
+    folder.end_failed(OSError())
+    RunFolder(path=tmp_path / "none").end_failed(OSError())
 
     assert folder.path.exists()
 

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A judge went down at step 4: the run was lost, and the advice to resume it was refused. Every failure after the first
+step saves what Ctrl-C would save, and what a message advises works."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from helpers.on_policy import REWARDS, ledger, numbers, rl_recipe
+from helpers.workspace import Workspace
+from podium.spmd.failing import all_failed_after, forget_failures
+
+# Fails from the step's third call on, as long as the file `down` is there. Each step grades 16 answers.
+JUDGE = (
+    REWARDS
+    + """
+from pathlib import Path
+CALLS = Path(__file__).with_name("calls")
+
+def judge(answer, reference):
+    count = int(CALLS.read_text()) + 1 if CALLS.exists() else 1
+    CALLS.write_text(str(count))
+    if count > 32 and Path(__file__).with_name("down").exists():
+        raise ConnectionError("the judge is down")
+    return digits(answer, reference)
+"""
+)
+LOSS = """
+import torch
+from pathlib import Path
+from podium.algorithms.policy import policy_gradient
+
+def loss(*args, **kwargs):
+    calls = Path(__file__).with_name("loss_calls")
+    count = int(calls.read_text()) + 1 if calls.exists() else 1
+    calls.write_text(str(count))
+    if count == 3 and Path(__file__).with_name("down").exists():
+        raise RuntimeError("loss 3")
+    return policy_gradient(*args, **kwargs)
+"""
+MAP = """
+from pathlib import Path
+
+def checked(row):
+    if row.get("bad") and Path(__file__).with_name("down").exists():
+        raise ValueError("this row is broken")
+    return row
+"""
+
+
+def _down(workspace: Workspace, is_down: bool) -> None:
+    file = workspace.path / "down"
+    file.touch() if is_down else file.unlink()
+
+
+def _grpo(workspace: Workspace, name: str, **changes: object) -> str:
+    (workspace.path / "rewards.py").write_text(JUDGE)
+    (workspace.path / "calls").unlink(missing_ok=True)
+    reward = {"reward": [{"function": "rewards.py:judge"}], "grading": {"workers": 1}}
+    return rl_recipe(workspace, name, steps=4, **{**reward, **changes})
+
+
+def _continues_as_if_nothing_happened(workspace: Workspace, failed: str, whole: str) -> None:
+    runs = workspace.path / "runs"
+    assert numbers(runs / failed) == numbers(runs / whole)
+    if (runs / whole / "episodes.sqlite").exists():
+        assert ledger(runs / failed) == ledger(runs / whole)
+
+
+def test_a_reward_that_fails_at_step_3_costs_no_step(workspace: Workspace) -> None:
+    assert workspace.podium("train", _grpo(workspace, "whole")).code == 0
+    _down(workspace, True)
+
+    outcome = workspace.podium("train", _grpo(workspace, "failed"))
+
+    assert outcome.code == 2
+    assert "ConnectionError" in outcome.err
+    assert "podium resume runs/failed" in outcome.err
+    assert [path.name for path in (workspace.path / "runs/failed/checkpoints").iterdir()] == ["step-00000002"]
+    _down(workspace, False)
+    assert workspace.podium("resume", "runs/failed").code == 0
+    _continues_as_if_nothing_happened(workspace, "failed", "whole")
+
+
+def test_a_reward_that_fails_in_the_first_step_leaves_no_folder_and_says_so(workspace: Workspace) -> None:
+    _down(workspace, True)
+    recipe = _grpo(workspace, "failed")
+    (workspace.path / "calls").write_text("32")
+
+    outcome = workspace.podium("train", recipe)
+
+    workspace.refused(outcome, "ConnectionError", "first step", "runs/failed")
+    assert "resume" not in outcome.err
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_row_that_fails_at_step_3_costs_no_step(workspace: Workspace, devices: int) -> None:
+    (workspace.path / "maps.py").write_text(MAP)
+    chats = [(f"{number}+1=", str(number + 1)) for number in range(200)]
+    workspace.rows(
+        "rows.jsonl",
+        [
+            {
+                "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}],
+                "bad": number == 40,
+            }
+            for number, (question, answer) in enumerate(chats)
+        ],
+    )
+    source = {"path": "rows.jsonl", "map": "maps.py:checked"}
+    changes = {
+        "data": {"train": [source], "shuffle": False, "packing_window": 1, "prefetch": 1},
+        "placement": {"devices": devices},
+        "steps": 6,
+    }
+    assert workspace.podium("train", workspace.recipe("whole", **changes)).code == 0
+    _down(workspace, True)
+
+    outcome = workspace.podium("train", workspace.recipe("failed", **changes))
+
+    assert outcome.code == 2
+    assert "this row is broken" in outcome.err
+    assert "podium resume runs/failed" in outcome.err
+    _down(workspace, False)
+    assert workspace.podium("resume", "runs/failed").code == 0
+    assert workspace.metric("failed", "loss") == workspace.metric("whole", "loss")
+
+
+def test_an_update_that_fails_before_its_first_optimizer_step_is_repeated(workspace: Workspace) -> None:
+    (workspace.path / "loss.py").write_text(LOSS)
+    changes = {"algorithm": {"loss": "loss.py:loss"}}
+    assert workspace.podium("train", _grpo(workspace, "whole", **changes)).code == 0
+    (workspace.path / "loss_calls").unlink()
+    _down(workspace, True)
+
+    outcome = workspace.podium(
+        "train", _grpo(workspace, "failed", **changes, reward=[{"function": "rewards.py:digits"}])
+    )
+
+    assert outcome.code == 2
+    assert "loss 3" in outcome.err
+    assert "step 2 with: podium resume runs/failed" in outcome.err
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_reward_that_fails_on_ray_costs_no_step(workspace: Workspace) -> None:
+    ray = {"placement": {"launcher": "ray", "devices": 2, "layout": "split"}}
+    assert workspace.podium("train", _grpo(workspace, "whole", **ray)).code == 0
+    _down(workspace, True)
+
+    outcome = workspace.podium("train", _grpo(workspace, "failed", **ray))
+
+    assert outcome.code == 2
+    assert "podium resume runs/failed" in outcome.err
+    _down(workspace, False)
+    assert workspace.podium("resume", "runs/failed").code == 0
+    _continues_as_if_nothing_happened(workspace, "failed", "whole")
+
+
+class TestRanksThatFail:
+    def test_all_after_the_same_step_agree(self, tmp_path: Path) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(3) as ranks:
+            agreed = list(
+                ranks.map(lambda rank: all_failed_after(7, tmp_path, rank=rank, world=3, attempt=0), range(3))
+            )
+
+        assert agreed == [True] * 3
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_one_alone_waits_for_seconds_only(self, tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("podium.spmd.failing._OTHERS_S", 0.1)
+        monkeypatch.setattr("podium.spmd.failing._DECISION_S", 0.1)
+
+        assert not all_failed_after(7, tmp_path, rank=rank, world=2, attempt=0)
+
+    def test_what_an_earlier_attempt_left_is_no_agreement(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("podium.spmd.failing._OTHERS_S", 0.1)
+        monkeypatch.setattr("podium.spmd.failing._DECISION_S", 0.1)
+        all_failed_after(7, tmp_path, rank=1, world=2, attempt=0)
+        (tmp_path / ".failing-0" / "rank-1-after-7").touch()
+
+        assert not all_failed_after(7, tmp_path, rank=0, world=2, attempt=1)
+        forget_failures(tmp_path)
+        assert not list(tmp_path.iterdir())
