@@ -42,7 +42,7 @@ HELDOUT = "data.heldout=[{path: h.jsonl}]"
         ),
         (
             ("data.train.0.columns={question: prompt}",),
-            r"data\.train\.0\.columns\.question: .*completion, messages, prompt, text\b",
+            r"data\.train\.0\.columns\.question: .*[^,] completion, messages, prompt, text[^\w,]",
         ),
         ((HELDOUT, "data.heldout.0.columns={query: q}"), r"data\.heldout\.0\.columns\.query: "),
     ],
