@@ -102,8 +102,8 @@ class ChatRenderer:
         """Number of tokens of the first `count` messages, verified to be a prefix of the whole chat's `tokens`."""
         if count == 0:
             raise ChatTemplateError(
-                "the chat begins with an assistant turn, so there is no prompt that the turn answers. Begin with a "
-                f"system or user turn. Or: {_WAYS_OUT}"
+                "messages[0]: the chat begins with an assistant turn, so there is no prompt that the turn answers. "
+                f"Begin with a system or user turn. Or: {_WAYS_OUT}"
             )
         text = self.text(chat[:count], tools, generation_prompt=generation_prompt)
         prefix = self.encode(text)

@@ -35,11 +35,11 @@ def test_only_the_beginning_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", r"is empty \(0 bytes\)"),
-        ("\n \n", "has no rows"),
-        ("{oops}\n", "line 1: not valid JSON"),
-        ('\n{"body": "a"}\n', r"line 2: expected `messages`.*found `body`"),
-        ('{"messages": []}\n', "`messages` is empty"),
+        ("", "0 bytes"),
+        ("\n \n", "no rows"),
+        ("{oops}\n", "line 1: .*JSON"),
+        ('\n{"body": "a"}\n', "line 2: .*`messages`.*`body`"),
+        ('{"messages": []}\n', "line 1: `messages`.*empty"),
     ],
 )
 def test_what_is_wrong_is_named_with_the_key(tmp_path, text, message):
@@ -50,7 +50,7 @@ def test_what_is_wrong_is_named_with_the_key(tmp_path, text, message):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    with pytest.raises(DataError, match=r"data\.train\.0: there is no file or folder"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*/a\.jsonl.*data\.train\.0\.path"):
         check_source(section(tmp_path / "a.jsonl"), "data.train.0")
 
 
@@ -59,7 +59,7 @@ def test_columns_are_followed_and_a_map_is_trusted(tmp_path):
     file.write_text(json.dumps({"q": "2+2", "a": "4"}) + "\n")
     check_source(section(file, columns={"prompt": "q", "completion": "a"}), "data.train.0")
     check_source(section(file, map="anything.py:function"), "data.train.0")
-    with pytest.raises(DataError, match="no column 'question'"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 1: .*'question'.*`columns`"):
         check_source(section(file, columns={"prompt": "question"}), "data.train.0")
 
 

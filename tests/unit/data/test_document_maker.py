@@ -80,7 +80,7 @@ def test_a_longer_document_is_truncated_dropped_or_refused_as_configured():
     assert made.truncated
     assert made.document.num_inputs == 3
     assert maker(max_length=3, overlong="drop").make(row(text="abcd")) is Dropped.OVERLONG
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: 4 tokens, more than the longest allowed 3.*max_length"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: 4 tokens.* 3\b.*data\.max_length.*data\.overlong"):
         maker(max_length=3, overlong="error").make(row(text="abcd"))
 
 
@@ -108,7 +108,7 @@ def test_columns_rename_and_a_kind_that_they_name_goes_before_one_that_is_merely
 
 
 def test_a_column_that_is_not_there_is_named_with_those_that_are():
-    with pytest.raises(DataError, match=r"line 3: no column 'question'.*`q`, `completion`"):
+    with pytest.raises(DataError, match=r"line 3: .*'question'.*`q`, `completion`"):
         maker().make(row(q="a", completion="b"), {"prompt": "question"})
 
 
@@ -124,35 +124,38 @@ def test_the_map_shapes_a_row_or_drops_it():
 
 
 def test_a_map_that_raises_is_an_error_with_the_row_and_the_exception():
-    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: .*`map` raised KeyError: 'body'"):
+    with pytest.raises(DataError, match=r"rows\.jsonl, line 3: .*`map`.*KeyError: 'body'"):
         maker().make(row(text="a"), {}, lambda values: {"text": values["body"]})
 
 
 def test_a_map_that_returns_something_else_is_an_error():
-    with pytest.raises(DataError, match=r"line 3: .*`map` returned a list"):
+    with pytest.raises(DataError, match=r"line 3: .*`map`.*\blist\b"):
         maker().make(row(text="a"), {}, lambda values: [values])
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"body": "a"}, r"expected `messages`, `prompt` with `completion`, or `text`, found `body`"),
-        ({}, "found nothing"),
-        ({"prompt": "a"}, "`prompt` without `completion`"),
-        ({"text": None}, r"found `text` \(null\)"),
-        ({"messages": CHAT, "text": "a"}, "messages and text at once"),
-        ({"text": 3}, "`text` must be a string, found int 3"),
-        ({"prompt": "a", "completion": 3}, "must both be strings or both lists of messages"),
-        ({"messages": "hello"}, r"must be a list of \{role, content\}, found str 'hello'.*CSV"),
-        ({"messages": []}, "`messages` is empty"),
-        ({"messages": ["hello"]}, r"messages\[0\] must be \{role, content\}"),
-        ({"messages": [{"from": "human", "value": "hi"}]}, r"messages\[0\] has no `role`, only `from`, `value`.*map"),
-        ({"messages": [{"role": "human", "content": "hi"}]}, r"messages\[0\]\.role is str 'human'; known are system"),
-        ({"messages": [{"role": "user"}]}, r"messages\[0\] \(user\) has no `content`"),
-        ({"messages": [{"role": "user", "content": 3}]}, "content must be a string"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "only text is supported"),
-        ({"messages": CHAT, "tools": "{"}, "`tools` is a string and not valid JSON"),
-        ({"messages": CHAT, "tools": ["calculator"]}, "`tools` must be a list of JSON schemas"),
+        ({"body": "a"}, "`messages`, `prompt`.*`completion`.*`text`.*`body`"),
+        ({}, "`messages`, `prompt`.*`completion`.*`text`.*nothing"),
+        ({"prompt": "a"}, "`text`.*`prompt`.*`completion`"),
+        ({"text": None}, r"`text` \(null\)"),
+        ({"messages": CHAT, "text": "a"}, "messages and text.*`map`.*`columns`"),
+        ({"text": 3}, "`text`.*int 3"),
+        ({"prompt": "a", "completion": 3}, "`prompt` and `completion`.*str 'a' and int 3"),
+        ({"messages": "hello"}, r"`messages`.*\{role, content\}.*str 'hello'.*CSV"),
+        ({"messages": []}, "`messages`.*empty"),
+        ({"messages": ["hello"]}, r"messages\[0\].*\{role, content\}.*str 'hello'"),
+        ({"messages": [{"from": "human", "value": "hi"}]}, r"messages\[0\] .*`role`.*`from`, `value`.*map"),
+        (
+            {"messages": [{"role": "human", "content": "hi"}]},
+            r"messages\[0\]\.role .*str 'human'.*system, developer, user",
+        ),
+        ({"messages": [{"role": "user"}]}, r"messages\[0\] \(user\).*`content`"),
+        ({"messages": [{"role": "user", "content": 3}]}, r"messages\[0\]\.content .*int 3"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, r"messages\[0\]\.content .*\blist\b"),
+        ({"messages": CHAT, "tools": "{"}, "`tools`.*JSON.*column 2"),
+        ({"messages": CHAT, "tools": ["calculator"]}, r"`tools`.*list \['calculator'\]"),
         ({"conversations": CHAT}, r"columns: \{messages: conversations\}"),
     ],
 )

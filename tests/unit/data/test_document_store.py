@@ -120,9 +120,7 @@ def test_a_part_that_is_written_again_replaces_what_was_left_of_it(tmp_path):
 
 def test_a_document_that_it_does_not_know_says_what_to_do(tmp_path):
     (store,) = part(tmp_path / "s", DOCUMENTS[:2], 1)
-    with pytest.raises(
-        DataError, match=r"nothing about a document that is trained on now.*or remove the folder"
-    ) as message:
+    with pytest.raises(DataError, match=r"preference\.reference.*distill\.targets.*live") as message:
         store.read(DOCUMENTS[5])
     assert str(tmp_path / "s") in str(message.value)
 
@@ -153,15 +151,14 @@ NUMBERS = "part-00000-rank-00000.safetensors"
 def test_a_damaged_file_is_named_with_the_way_out(tmp_path, name, content):
     folder = tmp_path / "s"
     damaged(folder, name, content)
-    with pytest.raises(DataError, match=r"cannot be read .*Remove the folder .* to have it computed again") as message:
+    with pytest.raises(DataError, match=rf"{folder}/{name} .*{folder} "):
         DocumentStore(folder)
-    assert name in str(message.value)
 
 
 def test_two_runs_cannot_compute_it_at_once(tmp_path):
     first, second = DocumentStore(tmp_path / "s"), DocumentStore(tmp_path / "s")
     with first.held():
-        with pytest.raises(RunFolderError, match=r"being computed by another run right now"), second.held():
+        with pytest.raises(RunFolderError, match=r"another run.*run\.cache"), second.held():
             raise AssertionError("held twice")
         assert not second.is_complete
     with second.held():
@@ -179,5 +176,5 @@ def test_who_fails_lets_go_of_it(tmp_path):
 def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     store = DocumentStore(tmp_path / "file" / "s")
-    with pytest.raises(RunFolderError, match=r"file/s cannot be written .*run.cache"), store.held():
+    with pytest.raises(RunFolderError, match=r"file/s .*run\.cache"), store.held():
         raise AssertionError("held")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def test_a_turn_without_an_end_is_found(template: str) -> None:
     tokenizer = byte_tokenizer(template)
     warning = missing_stop_token(documents(tokenizer), tokenizer, ids(tokenizer, "</s>", "<|im_start|>"))
     assert warning is not None
-    assert "none of 2 trained documents ends with a token that generation stops at ('</s>', '<|im_start|>')" in warning
+    assert " 2 trained documents" in warning
+    assert "('</s>', '<|im_start|>')" in warning
     assert "model.chat_template" in warning
 
 
@@ -74,7 +76,7 @@ def test_an_end_that_generation_does_not_stop_at_is_found_by_name() -> None:
     warning = missing_stop_token(documents(tokenizer), tokenizer, ids(tokenizer, "</s>"))
     assert warning is not None
     (number,) = ids(tokenizer, "<|im_end|>")
-    assert f"Let generation stop at '<|im_end|>': add its id, {number}, to eos_token_id" in warning
+    assert re.search(rf"'<\|im_end\|>'.* {number}, .*eos_token_id", warning)
 
 
 def test_documents_of_which_some_end_are_not_warned_of() -> None:
@@ -96,8 +98,8 @@ def test_a_check_and_a_run_say_it(
     section = {"path": str(model), "chat_template": str(tmp_path / "template.jinja")}
     recipe = tiny_recipe(model, data, tmp_path, "run", model=section, steps=3)
     lines = "\n".join(api.check(recipe, deep=True))
-    assert ("warning: none of 64 trained documents ends with a token" in lines) == warned
+    assert bool(re.search(r"warning: .* 64 trained documents", lines)) == warned
     capfd.readouterr()
     api.train(recipe)
     said = " ".join("".join(capfd.readouterr()).split())
-    assert ("ends with a token that generation stops at" in said) == warned
+    assert ("{% generation %}" in said) == warned

@@ -113,7 +113,7 @@ def test_a_pair_that_is_cut_off_before_it_parts_is_dropped():
 
 def test_a_ranked_pair_that_differs_only_in_its_truncated_beginning_is_dropped():
     values = {"chosen": "same ending", "rejected": "same ending", "prompt": "x"}
-    with pytest.raises(DataError, match="are the same"):
+    with pytest.raises(DataError, match=r"`chosen` and `rejected`.*prefer"):
         made(maker("ranked", max_length=5), **values)
     values["rejected"] = "another beginning, same ending"
     assert made(maker("ranked", max_length=5), **values) is Dropped.OVERLONG
@@ -124,14 +124,14 @@ def test_a_pair_whose_difference_the_template_takes_away_is_reported_and_not_tra
     assert trimming != CHATML
     requested = [{"role": "user", "content": "2+2?"}]
     answers = ([{"role": "assistant", "content": text}] for text in ("4", "4 "))
-    with pytest.raises(DataError, match=r"rows.jsonl, line 3: `chosen` and `rejected` are the same once"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 3: `chosen` and `rejected`.*chat template"):
         made(maker(template=trimming), prompt=requested, **dict(zip(("chosen", "rejected"), answers, strict=True)))
 
 
 def test_a_pair_is_dropped_whole_when_one_side_is_too_long():
     values = {"prompt": "abc", "chosen": "0", "rejected": "1" * 50}
     assert made(maker(max_length=20, overlong="drop"), **values) is Dropped.OVERLONG
-    with pytest.raises(DataError, match="line 3: 53 tokens, more than the longest allowed 20"):
+    with pytest.raises(DataError, match=r"line 3: 53 tokens.* 20\b"):
         made(maker(max_length=20, overlong="error"), **values)
 
 
@@ -212,10 +212,10 @@ def test_a_saved_buffer_whose_examples_do_not_add_up_is_refused():
         position=state.position, waiting=(pair(document(1, 2), document(3, 4)),), counts=state.counts, made_in_epoch=()
     )
     values, arrays = encode(state)
-    with pytest.raises(DataError, match="2 documents, and examples of 3"):
+    with pytest.raises(DataError, match=r"2 documents.* 3\b"):
         decode(values, {**arrays, "sizes": np.array([3])})
     del arrays["sizes"]
-    with pytest.raises(DataError, match="the saved data position cannot be read"):
+    with pytest.raises(DataError, match="KeyError: 'sizes'"):
         decode(values, arrays)
 
 

@@ -109,30 +109,28 @@ def test_columns_name_the_prompt_and_decide_between_two(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "columns", "message"),
     [
-        ({"question": "a"}, {}, "line 2: expected `messages`, `prompt` or `text`, found `question`"),
-        ({"prompt": "a", "text": "b"}, {}, "line 2: the row has `prompt` and `text`"),
-        ({"prompt": 3}, {}, "line 2: `prompt` must be a string or a list of {role, content}, found a int"),
-        ({"messages": [ANSWER]}, {}, "line 2: `messages` has an assistant turn only"),
-        ({"messages": []}, {}, "line 2: `messages` is empty"),
-        ({"prompt": [ASK, ANSWER], "completion": "4"}, {}, "line 2: `prompt` ends in an assistant turn"),
-        ({"prompt": "a", "completion": 4}, {}, "line 2: `completion` must be a list of {role, content}"),
-        ({"prompt": "\ud83d"}, {}, "line 2: the tokenizer cannot read this prompt"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, {}, "line 2: messages[0].role"),
+        ({"question": "a"}, {}, "`messages`, `prompt` or `text`.*`question`"),
+        ({"prompt": "a", "text": "b"}, {}, "`prompt` and `text`"),
+        ({"prompt": 3}, {}, r"`prompt`.*\{role, content\}.*\bint\b"),
+        ({"messages": [ANSWER]}, {}, "`messages`.*assistant turn"),
+        ({"messages": []}, {}, "`messages`.*empty"),
+        ({"prompt": [ASK, ANSWER], "completion": "4"}, {}, "`prompt`.*assistant turn.*`completion`"),
+        ({"prompt": "a", "completion": 4}, {}, r"`completion`.*\{role, content\}.*int 4"),
+        ({"prompt": "\ud83d"}, {}, "tokenizer.*Error: "),
+        ({"messages": [{"role": "robot", "content": "a"}]}, {}, r"messages\[0\]\.role"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_wrong_is_named(
     tmp_path: Path, row: dict[str, Any], columns: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(DataError) as refusal:
+    with pytest.raises(DataError, match=f"line 2: .*{message}"):
         read(tmp_path, {"prompt": "good"}, row, columns=columns)
-
-    assert message in str(refusal.value)
 
 
 def test_a_mistyped_column_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="no column 'questoin'"):
+    with pytest.raises(DataError, match=r"'questoin'.*`columns`"):
         read(tmp_path, {"question": "a"}, columns={"prompt": "questoin"})
-    with pytest.raises(DataError, match="'promt', which generation does not know"):
+    with pytest.raises(DataError, match=r"'promt'.*--column"):
         read(tmp_path, {"question": "a"}, columns={"promt": "question"})
 
 
@@ -140,5 +138,5 @@ def test_a_map_that_drops_everything_is_reported(tmp_path: Path) -> None:
     plugin = tmp_path / "none.py"
     plugin.write_text("def keep(row):\n    return None\n")
 
-    with pytest.raises(DataError, match="drops every row"):
+    with pytest.raises(DataError, match=r"`map`.*\.jsonl"):
         read(tmp_path, {"prompt": "a"}, map=f"{plugin}:keep")

@@ -2,6 +2,7 @@
 """Pairs, labels and scores: what rows of each shape say, and rows that make no sense, each reported with its place."""
 
 import json
+import re
 
 import pytest
 from chat_tokenizers import CHATML, byte_tokenizer, text_of, trained_spans
@@ -129,7 +130,7 @@ def test_a_scored_text_that_is_too_long_loses_its_beginning():
     assert made.truncated
     assert tokenizer.decode(made.example.documents[0].tokens[:-1]) == "efgh"
     assert make("scores", tokenizer, max_length=4, overlong="drop", text="abcdefgh", score=0) is Dropped.OVERLONG
-    with pytest.raises(DataError, match=r"rows.jsonl, line 3: 8 tokens, more than the longest allowed 4"):
+    with pytest.raises(DataError, match=r"rows.jsonl, line 3: 8 tokens.* 4\b"):
         make("scores", tokenizer, max_length=4, overlong="error", text="abcdefgh", score=0)
 
 
@@ -171,45 +172,53 @@ def test_pairs_of_parquet_and_labels_of_csv_are_read_as_they_are_written(tmp_pat
 
 @pytest.mark.parametrize("shape", ["pairs", "ranked"])
 def test_a_pair_of_equals_has_nothing_to_prefer(shape):
-    assert "`chosen` and `rejected` are the same" in complaint(shape, prompt="2+2=", chosen="4", rejected="4")
-    assert "are the same" in complaint(shape, prompt=QUESTION, chosen=said("4"), rejected=said("4"))
-    assert "are the same" in complaint(shape, chosen=QUESTION + said("4"), rejected=QUESTION + said("4"))
+    for pair in (
+        {"prompt": "2+2=", "chosen": "4", "rejected": "4"},
+        {"prompt": QUESTION, "chosen": said("4"), "rejected": said("4")},
+        {"chosen": QUESTION + said("4"), "rejected": QUESTION + said("4")},
+    ):
+        assert re.search("`chosen` and `rejected`.*prefer", complaint(shape, **pair))
 
 
 def test_a_pair_whose_sides_differ_only_in_nulls_is_a_pair_of_equals():
     answer = [{"role": "assistant", "content": "4", "tool_calls": None}]
-    assert "are the same" in complaint("pairs", prompt=QUESTION, chosen=answer, rejected=said("4"))
-    assert "are the same" in complaint("pairs", chosen=QUESTION + answer, rejected=QUESTION + said("4"))
+    assert "prefer" in complaint("pairs", prompt=QUESTION, chosen=answer, rejected=said("4"))
+    assert "prefer" in complaint("pairs", chosen=QUESTION + answer, rejected=QUESTION + said("4"))
 
 
 @pytest.mark.parametrize("shape", ["pairs", "ranked"])
 def test_a_pair_about_two_prompts_is_reported_with_the_first_difference(shape):
     other = [{"role": "user", "content": "2+3?"}]
     message = complaint(shape, chosen=QUESTION + said("4"), rejected=other + said("5"))
-    assert "the prompts of `chosen` and `rejected` differ at message 0" in message
+    assert re.search("`chosen` and `rejected`.*message 0", message)
     longer = QUESTION + said("4") + other
     message = complaint(shape, chosen=longer + said("5"), rejected=QUESTION + said("5"))
-    assert "differ at message 1" in message
+    assert "message 1" in message
 
 
 @pytest.mark.parametrize(
-    ("chosen", "rejected"), [(QUESTION + said("4"), QUESTION + QUESTION), (said("4"), said("5")), (QUESTION, said("5"))]
+    ("chosen", "rejected", "named"),
+    [
+        (QUESTION + said("4"), QUESTION + QUESTION, "rejected"),
+        (said("4"), said("5"), "chosen"),
+        (QUESTION, said("5"), "chosen"),
+    ],
 )
-def test_a_conversation_without_prompt_column_must_end_with_an_answer(chosen, rejected):
-    assert "must end with an assistant turn" in complaint("pairs", chosen=chosen, rejected=rejected)
+def test_a_conversation_without_prompt_column_must_end_with_an_answer(chosen, rejected, named):
+    assert re.search(f"`{named}`.*assistant turn", complaint("pairs", chosen=chosen, rejected=rejected))
 
 
 def test_two_texts_without_a_prompt_cannot_be_split():
-    assert "Give a `prompt` column" in complaint("pairs", chosen="2+2=4", rejected="2+2=5")
+    assert "`prompt` column" in complaint("pairs", chosen="2+2=4", rejected="2+2=5")
 
 
 @pytest.mark.parametrize("empty", ["", "  \n", [], [{"role": "assistant", "content": ""}]])
 def test_an_empty_completion_is_named(empty):
     is_text = isinstance(empty, str)
     prompt, answer = ("2+2=", "4") if is_text else (QUESTION, said("4"))
-    assert "`chosen` is empty" in complaint("pairs", prompt=prompt, chosen=empty, rejected=answer)
-    assert "`rejected` is empty" in complaint("ranked", prompt=prompt, chosen=answer, rejected=empty)
-    assert "`completion` is empty" in complaint("labels", prompt=prompt, completion=empty, label=True)
+    assert re.search("`chosen`.*empty", complaint("pairs", prompt=prompt, chosen=empty, rejected=answer))
+    assert re.search("`rejected`.*empty", complaint("ranked", prompt=prompt, chosen=answer, rejected=empty))
+    assert re.search("`completion`.*empty", complaint("labels", prompt=prompt, completion=empty, label=True))
 
 
 def test_a_call_of_a_tool_is_not_an_empty_completion():
@@ -223,7 +232,7 @@ def test_a_pair_without_a_side_says_which_columns_there_are(gone):
     values = {"prompt": "2+2=", "chosen": "4", "rejected": "5", "answer": "4"}
     for changed in ({**values, gone: None}, {name: value for name, value in values.items() if name != gone}):
         message = complaint("pairs", **changed)
-        assert f"there is no `{gone}`" in message
+        assert f"no `{gone}`" in message
         assert "answer" in message
         assert "`columns`" in message
 
@@ -232,28 +241,27 @@ def test_a_pair_without_a_side_says_which_columns_there_are(gone):
 def test_a_labelled_row_without_its_text_is_named(gone):
     values = {"prompt": "2+2=", "completion": "4", "label": True}
     del values[gone]
-    assert f"there is no `{gone}`" in complaint("labels", **values)
+    assert f"no `{gone}`" in complaint("labels", **values)
 
 
 def test_a_scored_row_without_text_is_named():
-    assert "expected `messages`, `prompt` with `completion`, or `text`" in complaint("scores", score=1)
+    assert re.search("`messages`, `prompt`.*`completion`.*`text`", complaint("scores", score=1))
 
 
 def test_text_beside_messages_is_neither():
     message = complaint("pairs", prompt="2+2=", chosen=said("4"), rejected=said("5"))
-    assert "`prompt` and `chosen` must both be strings or both lists of messages" in message
+    assert "`prompt` and `chosen`" in message
     assert "`prompt` and `rejected`" in complaint("pairs", prompt="2+2=", chosen="4", rejected=said("5"))
 
 
 @pytest.mark.parametrize("label", ["good", 2, -1, 0.5, "", [], float("nan")])
 def test_a_label_that_is_neither_is_shown(label):
     message = complaint("labels", prompt="2+2=", completion="4", label=label)
-    assert "`label` must be true (desirable) or false, found" in message
-    assert repr(label) in message
+    assert re.search(f"`label`.*true.*false.*{re.escape(repr(label))}", message)
 
 
 def test_a_row_without_label_is_reported():
-    assert "there is no `label`" in complaint("labels", prompt="2+2=", completion="4")
+    assert "no `label`" in complaint("labels", prompt="2+2=", completion="4")
 
 
 BAD_NUMBERS = ["high", True, float("nan"), float("inf"), [1.0], {}, ""]
@@ -262,31 +270,30 @@ BAD_NUMBERS = ["high", True, float("nan"), float("inf"), [1.0], {}, ""]
 @pytest.mark.parametrize("score", BAD_NUMBERS)
 def test_a_score_that_is_no_finite_number_is_shown(score):
     message = complaint("scores", text="2+2=4", score=score)
-    assert "`score` must be a finite number, found" in message
-    assert repr(score) in message
+    assert re.search(f"`score`.*finite.*{re.escape(repr(score))}", message)
 
 
 @pytest.mark.parametrize("margin", BAD_NUMBERS)
 def test_a_margin_that_is_no_finite_number_is_shown(margin):
     message = complaint("ranked", prompt="2+2=", chosen="4", rejected="5", margin=margin)
-    assert "`margin` must be a finite number, found" in message
+    assert re.search(f"`margin`.*finite.*{re.escape(repr(margin))}", message)
 
 
 def test_the_quick_look_at_a_source_knows_its_shape(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_text(json.dumps({"prompt": "2+2=", "chosen": "4", "rejected": "4"}) + "\n")
     section = SourceSection(path=str(file))
-    with pytest.raises(DataError, match=r"data.train.0: .*rows.jsonl, line 1: `chosen` and `rejected` are the same"):
+    with pytest.raises(DataError, match=r"data.train.0: .*rows.jsonl, line 1: `chosen` and `rejected`.*prefer"):
         check_source(section, "data.train.0", "pairs")
-    with pytest.raises(DataError, match=r"`completion` and `label`, and there is no `completion`"):
+    with pytest.raises(DataError, match=r"`label`.*no `completion`"):
         check_source(section, "data.train.0", "labels")
     renamed = SourceSection(path=str(file), columns={"completion": "chosen", "label": "prompt"})
-    with pytest.raises(DataError, match=r"there is no `prompt`"):
+    with pytest.raises(DataError, match="no `prompt`"):
         check_source(renamed, "data.train.0", "labels")
 
 
 def test_a_row_without_score_is_reported():
-    assert "there is no `score`. The row has: text" in complaint("scores", text="2+2=4")
+    assert re.search(r"no `score`.*: text\b", complaint("scores", text="2+2=4"))
 
 
 def test_whole_conversations_beside_their_prompt_are_read_once():
@@ -303,10 +310,10 @@ def test_whole_conversations_beside_their_prompt_are_read_once():
 def test_a_prompt_that_is_not_that_of_the_conversations_beside_it_is_reported():
     requested = [{"role": "user", "content": "2+2?"}]
     message = complaint("pairs", prompt="3+3?", chosen=[*requested, *said("4")], rejected=[*requested, *said("5")])
-    assert "`prompt` is not what they begin with" in message
+    assert re.search("line 3: `chosen` and `rejected`.*`prompt`.*`map`", message)
 
 
 def test_a_completion_that_begins_with_a_question_is_reported():
     requested = [{"role": "user", "content": "2+2?"}]
     message = complaint("labels", prompt=requested, completion=[*requested, *said("4")], label=True)
-    assert "`completion` begins with a turn of user" in message
+    assert re.search(r"`completion`.*\buser\b.*`prompt`", message)

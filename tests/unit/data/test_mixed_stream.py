@@ -142,11 +142,11 @@ def test_the_position_is_a_few_numbers():
 
 
 def test_a_source_whose_blocks_are_all_empty_is_an_error_and_not_a_loop():
-    with pytest.raises(DataError, match="blank has no rows"):
+    with pytest.raises(DataError, match=r"^blank "):
         stream(ListSource("blank", [], [], [])).draw()
 
 
 def test_a_position_of_other_sources_is_refused():
     one = stream(ListSource("a", [1])).position
-    with pytest.raises(DataError, match="1 sources, the recipe has 2"):
+    with pytest.raises(DataError, match=r" 1 sources.* 2\b"):
         stream(ListSource("a", [1]), ListSource("b", [2]), position=one)

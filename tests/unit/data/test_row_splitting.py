@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows over ranks, mini-batches and micro-steps: nothing lost, groups together, and a plan that says how even it is."""
 
+import re
 import time
 from dataclasses import dataclass
 
@@ -192,7 +193,7 @@ def test_groups_stay_together_where_rows_alone_would_be_more_even():
     together = split_rows(lengths, lengths, num_ranks=2, max_tokens=10, group_N=[7, 3, 7, 3])
     assert together.micro_batches == (((0, 2),), ((1, 3),))
     assert together.imbalance == together.lower_bound == pytest.approx(8 / 5)
-    assert "one group of 8 tokens" in together.bound.reason
+    assert re.search("group.* 8 tokens", together.bound.reason)
     alone = split_rows(lengths, lengths, num_ranks=2, max_tokens=10)
     assert alone.imbalance == alone.lower_bound == pytest.approx(6 / 5)
 
@@ -217,13 +218,13 @@ def test_the_bound_is_the_dearest_row_where_it_is_more_than_an_even_share():
     plan = split_rows([9, 1, 1, 1], [9.0, 1.0, 1.0, 1.0], num_ranks=2, max_tokens=20)
     assert plan.lower_bound == plan.imbalance == pytest.approx(9 / 6)
     assert plan.over_bound == pytest.approx(1.0)
-    assert plan.bound.reason == "one row of 9 tokens is more than an even share: 1.50x even work in mini-batch 0"
+    assert re.search(r"row.* 9 tokens.*1\.50x.*mini-batch 0", plan.bound.reason)
 
 
 def test_the_bound_knows_that_one_of_two_ranks_has_two_of_three_rows():
     plan = split_rows([4, 4, 4], [4.0, 4.0, 4.0], num_ranks=2, max_tokens=20)
     assert plan.lower_bound == plan.imbalance == pytest.approx(8 / 6)
-    assert "of 3 rows some rank has 2" in plan.bound.reason
+    assert re.search(r"3 rows.*rank.* 2\b", plan.bound.reason)
 
 
 def test_the_bound_knows_what_the_limit_keeps_from_a_slow_micro_step():
@@ -233,7 +234,7 @@ def test_the_bound_knows_what_the_limit_keeps_from_a_slow_micro_step():
     plan = split_rows(lengths, lengths.astype(float) ** 2, num_ranks=2, max_tokens=10)
     assert plan.lower_bound == pytest.approx(110 / 70)
     assert plan.imbalance == pytest.approx(112 / 70)  # of 5 rows one rank has 3
-    assert "10 tokens cannot fill" in plan.bound.reason
+    assert re.search("micro-steps.* 10 tokens", plan.bound.reason)
 
 
 def test_ranks_without_rows_have_empty_micro_batches():
@@ -255,7 +256,7 @@ def test_rows_that_cost_nothing_are_still_placed():
 
 
 def test_a_row_longer_than_the_limit_is_an_error_with_the_fix():
-    with pytest.raises(DataError, match=r"a row of 12 tokens.*micro-batch of 10.*raise micro_batch_tokens"):
+    with pytest.raises(DataError, match=r"12 tokens.* 10\b.*data\.max_length.*micro_batch_tokens"):
         split_rows([3, 12], [1.0, 1.0], num_ranks=2, max_tokens=10)
 
 
@@ -267,7 +268,7 @@ def test_a_plan_prints_what_it_is():
         "tokens      12; 3 to 9 a rank, 3 to 9 a micro-batch (limit 1,024)",
         "micro-steps 1",
         "imbalance   1.5000 times even work, 1.0000 times the bound",
-        "bound       1.5000, since one row of 9 tokens is more than an even share: 1.50x even work in mini-batch 0",
+        f"bound       1.5000, since {plan.bound.reason}",
     ]
 
 

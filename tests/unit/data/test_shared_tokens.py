@@ -18,7 +18,7 @@ class Vocabulary:
 
 
 def test_two_words_that_changed_places_are_found() -> None:
-    with pytest.raises(ModelError, match=r"teacher: its tokenizer gives 2 of the policy's tokens another id"):
+    with pytest.raises(ModelError, match=r"teacher: .* 2 of .*'b'"):
         require_same_tokens(Vocabulary("a", "b", "c"), Vocabulary("a", "c", "b"), "teacher")
 
 

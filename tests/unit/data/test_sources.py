@@ -5,6 +5,7 @@ import csv
 import gzip
 import importlib.util
 import json
+import re
 import sys
 
 import fsspec
@@ -79,7 +80,7 @@ def test_malformed_json_is_named_by_key_file_and_line_even_in_a_late_block(tmp_p
     file = tmp_path / "a.jsonl"
     file.write_text("".join('{"text": "fine"}\n' for _ in range(40)) + '{"text": oops}\n')
     source = JsonlFile(str(file), "data.train.0", 64)
-    with pytest.raises(DataError, match=r"data\.train\.0: .*a\.jsonl, line 41: not valid JSON \(.*at column 10\)"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*a\.jsonl, line 41: .*JSON \(.*column 10\)"):
         rows_of(source)
 
 
@@ -87,14 +88,14 @@ def test_malformed_json_is_named_by_key_file_and_line_even_in_a_late_block(tmp_p
 def test_a_line_that_is_not_an_object_is_named(tmp_path, line, what):
     file = tmp_path / "a.jsonl"
     file.write_text('{"text": "fine"}\n' + line + "\n")
-    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: a JSON {what}, not an object"):
+    with pytest.raises(DataError, match=rf"a\.jsonl, line 2: .*JSON {what}\b"):
         values_of(open_source(section(file), "data.train.0"))
 
 
 def test_bytes_that_are_not_utf_8_are_named_by_their_line(tmp_path):
     file = tmp_path / "a.jsonl"
     file.write_bytes(b'{"text": "fine"}\n{"text": "\xff"}\n')
-    with pytest.raises(DataError, match="line 2: not valid JSON"):
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: .*JSON.*'utf-8'.*0xff"):
         values_of(open_source(section(file), "data.train.0"))
 
 
@@ -107,7 +108,7 @@ def test_a_gzip_file_is_one_block_and_a_broken_one_is_named(tmp_path):
     assert values_of(source) == ROWS
     assert rows_of(source)[3].where == f"{file}, line 4"
     file.write_bytes(whole[:-9])
-    with pytest.raises(DataError, match="not a whole gzip file"):
+    with pytest.raises(DataError, match=rf"data\.train\.0: {file}: .*gzip"):
         values_of(source)
 
 
@@ -123,14 +124,14 @@ def test_parquet_row_groups_are_blocks_and_nested_messages_are_lists_of_dicts(tm
 
 def test_parquet_that_is_not_parquet_is_named(tmp_path):
     file = write_jsonl(tmp_path / "a.parquet", ROWS)
-    with pytest.raises(DataError, match=r"data\.train\.0: .*a\.parquet: cannot be read as Parquet"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*a\.parquet: .*Parquet.*data\.train\.0\.format"):
         open_source(section(file), "data.train.0")
 
 
 def test_parquet_without_rows_is_an_error(tmp_path):
     file = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array([], pa.string())}), file)
-    with pytest.raises(DataError, match="has no rows"):
+    with pytest.raises(DataError, match=r"a\.parquet .*no rows"):
         open_source(section(file), "data.train.0")
 
 
@@ -170,21 +171,21 @@ def test_a_csv_field_may_be_longer_than_the_csv_modules_own_limit(tmp_path):
 def test_a_csv_record_with_too_many_fields_is_named_with_the_header(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text("prompt,completion\na,b\nc,d,e\n")
-    with pytest.raises(DataError, match=r"a\.csv, line 3: 3 fields, and the header has 2 \(prompt, completion\)"):
+    with pytest.raises(DataError, match=r"a\.csv, line 3: 3 fields.* 2 \(prompt, completion\)"):
         values_of(open_source(section(file), "data.train.0"))
 
 
 def test_an_unclosed_quote_is_named(tmp_path):
     file = tmp_path / "a.csv"
     file.write_text('text\nfine\n"open\n')
-    with pytest.raises(DataError, match=r"a\.csv, line 3: not valid CSV"):
+    with pytest.raises(DataError, match=r"a\.csv, line 3: .*CSV"):
         values_of(open_source(section(file), "data.train.0"))
 
 
 @pytest.mark.parametrize(("name", "text"), [("a.csv", "text\n"), ("a.jsonl", "\n \n")])
 def test_a_file_with_only_a_header_or_blank_lines_has_no_rows(tmp_path, name, text):
     (tmp_path / name).write_text(text)
-    with pytest.raises(DataError, match=r"data\.train\.0: .*has no rows"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*no rows"):
         open_source(section(tmp_path / name), "data.train.0")
 
 
@@ -217,36 +218,36 @@ def test_a_remote_file_folder_and_glob_go_through_fsspec():
         for path in ("memory://sources", "memory://sources/*.jsonl"):
             with pytest.raises(DataError, match=r"memory:///?sources/b\.jsonl, line 2"):
                 rows_of(open_source(section(path), "data.train.0"))
-        with pytest.raises(DataError, match=r"there is no file or folder memory://sources/c\.jsonl"):
+        with pytest.raises(DataError, match=r"memory://sources/c\.jsonl.*data\.train\.0\.path"):
             open_source(section("memory://sources/c.jsonl"), "data.train.0")
     finally:
         memory.rm("/sources", recursive=True)
 
 
 def test_a_url_of_an_unknown_kind_is_an_error():
-    with pytest.raises(DataError, match=r"nosuch://.*no file system"):
+    with pytest.raises(DataError, match=r"nosuch://bucket/a\.jsonl: .*file system"):
         open_source(section("nosuch://bucket/a.jsonl"), "data.train.0")
 
 
 def test_a_format_that_the_recipe_names_goes_before_the_suffix(tmp_path):
     file = write_jsonl(tmp_path / "rows.txt", ROWS)
     assert values_of(open_source(section(file, format="jsonl"), "data.train.0")) == ROWS
-    with pytest.raises(DataError, match=r"data\.train\.0: the suffix of .*rows\.txt.*\.jsonl.*data\.train\.0\.format"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*rows\.txt.*\.jsonl.*data\.train\.0\.format"):
         open_source(section(file), "data.train.0")
 
 
 @pytest.mark.parametrize("name", ["no.jsonl", "no-*.jsonl", "no/such/folder"])
 def test_a_missing_file_is_named_with_the_key(tmp_path, name):
-    with pytest.raises(DataError, match=r"data\.train\.1: .*no.*data\.train\.1\.path"):
+    with pytest.raises(DataError, match=rf"data\.train\.1: .*/{re.escape(name)}\b.*data\.train\.1\.path"):
         open_source(section(tmp_path / name), "data.train.1")
 
 
 def test_an_empty_file_and_an_empty_folder_are_errors(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
-    with pytest.raises(DataError, match=r"a\.jsonl is empty \(0 bytes\)"):
+    with pytest.raises(DataError, match=r"a\.jsonl .*\(0 bytes\)"):
         open_source(section(tmp_path / "a.jsonl"), "data.train.0")
     (tmp_path / "folder").mkdir()
-    with pytest.raises(DataError, match="there is no file in the folder"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*file in .*/folder\b.*data\.train\.0\.path"):
         open_source(section(tmp_path / "folder"), "data.train.0")
 
 
@@ -276,7 +277,7 @@ def test_a_saved_datasets_folder_is_read_by_split(tmp_path):
     assert rows_of(source)[4].where.endswith("saved, row 5")
     assert source.fingerprint() == open_source(section(tmp_path / "saved"), "data.train.0").fingerprint()
     assert len(values_of(open_source(section(tmp_path / "saved", split="test"), "data.heldout.0"))) == 1
-    with pytest.raises(DataError, match=r"data\.train\.0\.split: .*no split 'other'. It has: train, test"):
+    with pytest.raises(DataError, match=r"data\.train\.0\.split: .*'other'.*: train, test"):
         open_source(section(tmp_path / "saved", split="other"), "data.train.0")
     row = first_row(section(tmp_path / "saved"), "data.train.0")
     assert row is not None

@@ -17,7 +17,7 @@ from podium.data.examples import MakerSpec
 from podium.data.loader import StepLoader, StepSize
 from podium.data.sources import open_source
 from podium.data.state import decode, encode
-from podium.errors import DataError
+from podium.errors import DataError, ModelError
 from podium.recipe import ModelSection, SourceSection
 
 
@@ -121,7 +121,7 @@ def test_an_error_in_the_background_reaches_the_consumer_as_itself_and_stays(fol
         with open_loader(spec, shuffle=False, workers=workers, tokens_per_step=100, window=2) as loader:
             take(loader, 6)  # what comes before the bad row is delivered
             for _ in range(2):
-                with pytest.raises(DataError, match=r"bad\.jsonl, line 31: expected `messages`"):
+                with pytest.raises(DataError, match=r"bad\.jsonl, line 31: .*`messages`"):
                     take(loader, 100)
 
 
@@ -129,7 +129,7 @@ def test_malformed_json_reaches_the_consumer_with_its_line(folder, tmp_path):
     file = tmp_path / "bad.jsonl"
     file.write_text('{"text": "fine"}\noops\n')
     spec = spec_of(folder, SourceSection(path=str(file)))
-    with open_loader(spec) as loader, pytest.raises(DataError, match=r"bad\.jsonl, line 2: not valid JSON"):
+    with open_loader(spec) as loader, pytest.raises(DataError, match=r"bad\.jsonl, line 2: .*JSON"):
         next(loader)
 
 
@@ -137,7 +137,7 @@ def test_a_source_without_any_trained_token_is_an_error_after_one_epoch(folder, 
     file = tmp_path / "questions.jsonl"
     write(file, [{"messages": [{"role": "user", "content": "why?"}]}] * 10)
     sections = (SourceSection(path=str(folder / "texts.jsonl")), SourceSection(path=str(file)))
-    message = r"no trained token in the whole of .*questions\.jsonl.*data\.trained"
+    message = r"questions\.jsonl.*data\.trained"
     with open_loader(spec_of(folder, *sections)) as loader, pytest.raises(DataError, match=message):
         take(loader, 50)
 
@@ -154,7 +154,7 @@ def test_a_map_plug_in_runs_in_the_workers_too(folder, tmp_path):
 
 
 def test_documents_that_cannot_fit_a_step_are_refused_before_anything_starts(folder):
-    with pytest.raises(DataError, match=r"data\.max_length: .*100 tokens do not fit tokens_per_step 50"):
+    with pytest.raises(DataError, match=r"data\.max_length: .* 100 tokens .*tokens_per_step 50"):
         open_loader(spec_of(folder), tokens_per_step=50)
 
 
@@ -163,7 +163,7 @@ def test_a_missing_tokenizer_reaches_the_consumer(folder, tmp_path):
         model=ModelSection(path=str(tmp_path)), sections=spec_of(folder).sections, key="data.train",
         trained="assistant", max_length=100, overlong="truncate",
     )  # fmt: skip
-    with open_loader(spec) as loader, pytest.raises(Exception, match="has no tokenizer"):
+    with open_loader(spec) as loader, pytest.raises(ModelError, match=r"tokenizer\.json.*model\.tokenizer"):
         next(loader)
 
 
@@ -185,7 +185,7 @@ def test_a_worker_that_is_killed_is_reported_and_not_waited_for(folder):
         next(loader)
         (worker,) = [child for child in multiprocessing.active_children() if "podium" in child.name]
         worker.kill()
-        with pytest.raises(DataError, match=r"tokenizer process 0 ended by itself \(exit code -9\).*data\.workers"):
+        with pytest.raises(DataError, match=r"process 0 .*code -9\).*data\.workers"):
             take(loader, 50)
 
 
@@ -218,7 +218,7 @@ def test_a_long_wait_is_logged_with_its_reason(folder, caplog, monkeypatch):
             step = next(loader)
     finally:
         logging.getLogger(loader_module.__name__).removeHandler(handler)
-    assert "the loader is reading rows" in caplog.text
+    assert "reading rows" in caplog.text
     assert step.wait_s >= 0.3
 
 
@@ -254,7 +254,7 @@ def test_workers_end_when_their_parent_is_killed(folder):
 def test_a_damaged_state_is_refused(folder):
     with open_loader(spec_of(folder)) as loader:
         values, arrays = encode(next(loader).state)
-    with pytest.raises(DataError, match="saved data position"):
+    with pytest.raises(DataError, match=r"ValueError: \d+ tokens"):
         decode(values, {**arrays, "tokens": arrays["tokens"][:-1]})
-    with pytest.raises(DataError, match="saved data position"):
+    with pytest.raises(DataError, match="KeyError: 'draw'"):
         decode({key: value for key, value in values.items() if key != "draw"}, arrays)

@@ -135,25 +135,23 @@ def test_a_source_is_named_after_its_file_and_two_of_one_name_with_their_folders
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"question": "a"}, "line 2: expected `messages`, `prompt` or `text`, found `question`"),
-        ({"prompt": "a", "text": "b"}, "line 2: the row has `prompt` and `text`"),
-        ({"prompt": 3}, "line 2: `prompt` must be a string or a list"),
-        ({"messages": [ANSWER]}, "line 2: `messages` has an assistant turn only"),
-        ({"messages": [ASK], "tools": "{"}, "line 2: `tools` is a string and not valid JSON"),
-        ({"prompt": "a", "completion": 4}, "line 2: `completion` must be a list of {role, content}"),
+        ({"question": "a"}, "`messages`, `prompt` or `text`.*`question`"),
+        ({"prompt": "a", "text": "b"}, "`prompt` and `text`"),
+        ({"prompt": 3}, r"`prompt`.*\{role, content\}.*\bint\b"),
+        ({"messages": [ANSWER]}, "`messages`.*assistant turn"),
+        ({"messages": [ASK], "tools": "{"}, "`tools`.*JSON.*column 2"),
+        ({"prompt": "a", "completion": 4}, r"`completion`.*\{role, content\}.*int 4"),
     ],
 )  # fmt: skip
 def test_a_row_that_is_wrong_is_named(tmp_path: Path, row: dict[str, Any], message: str) -> None:
-    with pytest.raises(DataError) as refusal:
+    with pytest.raises(DataError, match=f"line 2: .*{message}"):
         read(tmp_path, {"prompt": "good"}, row)
-
-    assert message in str(refusal.value)
 
 
 def test_a_reference_that_is_neither_text_nor_json_is_named() -> None:
     reader = TaskReader([SourceSection(path="a.jsonl")], "data.train")
 
-    with pytest.raises(DataError, match="a, row 3: `answer` is the reference and neither text nor JSON"):
+    with pytest.raises(DataError, match=r"a, row 3: `answer`.*reference.*JSON.*`map`"):
         reader.read(0, Row({"prompt": "a", "answer": np.zeros(2)}, "a, row 3"))
 
 
@@ -173,11 +171,11 @@ def test_an_empty_source_and_a_map_that_drops_everything_are_reported(tmp_path: 
     section = SourceSection(path=write(tmp_path / "a.jsonl", {"prompt": "a"}), map=f"{plugin}:keep")
     (tmp_path / "empty.jsonl").touch()
 
-    with pytest.raises(DataError, match=r"data.heldout: the sources' `map` drops every row"):
+    with pytest.raises(DataError, match=r"data\.heldout: .*`map`"):
         read_tasks([section], "data.heldout", 1)
-    with pytest.raises(DataError, match=r"data.train: the sources' `map` drops every row"):
+    with pytest.raises(DataError, match=r"data\.train: .*`map`"):
         cursor(section).take(1)
-    with pytest.raises(DataError, match=r"data.train.0: .*empty.jsonl is empty"):
+    with pytest.raises(DataError, match=r"data\.train\.0: .*empty\.jsonl .*0 bytes"):
         cursor(SourceSection(path=str(tmp_path / "empty.jsonl")))
 
 
@@ -186,7 +184,7 @@ def test_the_check_before_a_run_looks_at_the_first_row_only(tmp_path: Path) -> N
     bad = SourceSection(path=write(tmp_path / "bad.jsonl", {"question": "b"}))
 
     check_task_source(good, "data.train.0")
-    with pytest.raises(DataError, match=r"data.train.1: .*bad.jsonl, line 1: expected `messages`, `prompt` or `text`"):
+    with pytest.raises(DataError, match=r"data\.train\.1: .*bad\.jsonl, line 1: .*`messages`, `prompt` or `text`"):
         check_task_source(bad, "data.train.1")
 
 
@@ -235,11 +233,11 @@ def test_prompts_that_cannot_be_encoded_are_named(tmp_path: Path) -> None:
     broken, empty, chat = read(tmp_path, {"prompt": "\ud83d"}, {"prompt": ""}, {"messages": [ASK]})
     encoder = PromptTokenizer(byte_tokenizer(None))
 
-    with pytest.raises(DataError, match="line 1: the tokenizer cannot read this prompt"):
+    with pytest.raises(DataError, match=r"line 1: .*tokenizer.*Error: "):
         broken.encode(encoder)
-    with pytest.raises(DataError, match="line 2: the prompt is empty"):
+    with pytest.raises(DataError, match=r"line 2: .*empty.*`map`"):
         empty.encode(encoder)
-    with pytest.raises(DataError, match="line 3: the row is a chat, and the tokenizer has no chat template"):
+    with pytest.raises(DataError, match=r"line 3: .*model\.chat_template"):
         chat.encode(encoder)
 
 
@@ -308,7 +306,7 @@ def test_a_restored_cursor_gives_the_very_same_tasks(
 def test_a_position_that_is_none_is_refused(tmp_path: Path, state: dict[str, Any]) -> None:
     section = SourceSection(path=write(tmp_path / "a.jsonl", {"prompt": "a"}))
 
-    with pytest.raises(DataError, match="the saved position in the tasks cannot be read"):
+    with pytest.raises(DataError, match=r"tasks.*\((Key|Type|Value)Error: "):
         cursor(section, state=state)
 
 
@@ -316,5 +314,5 @@ def test_a_position_of_other_sources_is_refused(tmp_path: Path) -> None:
     section = SourceSection(path=write(tmp_path / "a.jsonl", {"prompt": "a"}))
     state = cursor(section).state()
 
-    with pytest.raises(DataError, match="the saved position has 1 sources, the recipe has 2"):
+    with pytest.raises(DataError, match=r" 1 sources.* 2\b"):
         cursor(section, section, state=state)

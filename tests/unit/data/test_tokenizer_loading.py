@@ -28,25 +28,23 @@ def test_the_recipes_template_and_tokenizer_folder_go_before_the_models_own(tmp_
 
 def test_a_folder_without_tokenizer_says_what_was_looked_for(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(
-        ModelError, match=r"model\.path: .*has no tokenizer \(looked for tokenizer\.json.*model\.tokenizer"
-    ):
+    with pytest.raises(ModelError, match=r"model\.path: .*tokenizer\.json.*model\.tokenizer"):
         load_tokenizer(ModelSection(path=str(tmp_path)))
 
 
 def test_a_broken_tokenizer_is_named(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"model\.path: the tokenizer of .* cannot be loaded"):
+    with pytest.raises(ModelError, match=rf"model\.path: .*{tmp_path} .*model\.trust_remote_code"):
         load_tokenizer(ModelSection(path=str(tmp_path)))
 
 
 def test_a_missing_folder_is_not_requested_from_the_hub(tmp_path):
-    with pytest.raises(ModelError, match=r"model\.path: there is no folder"):
+    with pytest.raises(ModelError, match=r"model\.path: .*no folder .*models/base\b"):
         load_tokenizer(ModelSection(path=str(tmp_path / "models" / "base")))
 
 
 def test_a_missing_template_file_is_named(tmp_path):
     byte_tokenizer(CHATML).save_pretrained(tmp_path / "model")
     section = ModelSection(path=str(tmp_path / "model"), chat_template=str(tmp_path / "no.jinja"))
-    with pytest.raises(ModelError, match=r"model\.chat_template: .*no\.jinja cannot be read"):
+    with pytest.raises(ModelError, match=r"model\.chat_template: .*no\.jinja "):
         load_tokenizer(section)

@@ -146,9 +146,8 @@ def test_ids_travel_as_one_array_and_leave_what_they_remember_behind():
 def test_ids_of_another_shape_or_kind_are_refused(array, shown):
     with pytest.raises(DataError) as refused:
         TrajectoryIds(array)
-    assert str(refused.value) == (
-        f"trajectory ids are an int64 array of (prompt_index, sample, branch, attempt) rows, not {shown}."
-    )
+    assert "(prompt_index, sample, branch, attempt)" in str(refused.value)
+    assert str(refused.value).endswith(f" {shown}.")
 
 
 def test_a_block_knows_its_lengths_and_bytes():
@@ -222,23 +221,23 @@ def test_taking_a_stretch_of_rows_copies_nothing():
 @pytest.mark.parametrize(
     ("offsets", "found"),
     [
-        ([0, 2], "found 2"),  # one row for two ids
-        ([1, 2, 4], "found 3"),  # does not begin at 0
-        ([0, 5, 4], "found 3"),  # descends
-        ([], "found 0"),
+        ([0, 2], 2),  # one row for two ids
+        ([1, 2, 4], 3),  # does not begin at 0
+        ([0, 5, 4], 3),  # descends
+        ([], 0),
     ],
 )
 def test_offsets_that_are_not_one_more_than_the_ids_or_do_not_ascend_from_0_are_refused(offsets, found):
-    with pytest.raises(DataError, match=f"TokenColumn: 2 trajectories need 3 ascending offsets from 0, {found}"):
+    with pytest.raises(DataError, match=rf"TokenColumn: 2 trajectories .* 3 .*offsets.* {found}\."):
         TokenColumn(ids=of((0, 0), (0, 1)), offsets=np.array(offsets, np.int64), values_T=np.zeros(4))
 
 
 def test_a_column_that_has_not_one_value_per_token_is_refused():
     block = make([((0, 0, 0, 0), [1, 2, 3])])
-    with pytest.raises(DataError, match=r"TokenColumn\.values_T has 2 values and the offsets end at 3"):
+    with pytest.raises(DataError, match=r"TokenColumn\.values_T .* 2 values.*offsets.* 3\b"):
         TokenColumn.like(block, np.zeros(2))
 
 
 def test_a_value_too_many_for_the_trajectories_is_refused():
-    with pytest.raises(DataError, match="RowColumn has 3 values for 2 trajectories; each has exactly one"):
+    with pytest.raises(DataError, match=r"RowColumn .* 3 values .* 2 trajectories"):
         RowColumn(ids=of((0, 0), (0, 1)), values_N=np.zeros(3))

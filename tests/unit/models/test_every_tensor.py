@@ -152,7 +152,7 @@ def test_a_tensor_that_nobody_filled_is_an_error(tmp_path: Path, monkeypatch: py
         return [name for name in undefined(self, adapter=adapter) if "correction" not in name]
 
     monkeypatch.setattr(filling.Filling, "undefined", forgetful)
-    with pytest.raises(ModelError, match=r"1 tensors of Glm4MoeForCausalLM were given no values \(.*correction_bias\)"):
+    with pytest.raises(ModelError, match=r"1 tensors of Glm4MoeForCausalLM .*correction_bias\)"):
         make_engine(save_tiny_model("glm4_moe", tmp_path))
 
 
@@ -162,7 +162,7 @@ def test_a_buffer_that_its_class_does_not_compute_is_refused(tmp_path: Path, kin
     hf.model.norm.register_buffer("table", torch.zeros(3, dtype=torch.int64), persistent=False)
     if kind == "raises":
         del hf.model.rotary_emb.config
-    message = "does not compute its buffer model.norm.table" if kind == "left alone" else "cannot compute the buffers"
+    message = r"\bmodel\.norm\.table\b" if kind == "left alone" else r"LlamaRotaryEmbedding \(AttributeError: "
     with pytest.raises(UnsupportedModelError, match=message):
         restore_buffers(hf)
 

@@ -144,7 +144,7 @@ def test_without_its_adapter_the_model_is_its_base_again_and_back_afterwards(bas
     assert torch.equal(scores(model), before)
     assert not torch.allclose(before, scores(plain))
     assert [each.requires_grad for each in model.parameters()] == trainable
-    with pytest.raises(ModelError, match="no adapter to switch off"), plain.without_adapter():
+    with pytest.raises(ModelError, match=r"model\.lora\b"), plain.without_adapter():
         pass
 
 
@@ -187,7 +187,7 @@ def test_mixtures_are_adapted_outside_of_their_experts(name: str, tmp_path: Path
 
 @pytest.mark.parametrize("targets", [["lm_head"], ["embed_tokens"], ["wrong_proj"], ["q_proj", "wrong_proj"]])
 def test_targets_that_are_no_linear_layers_of_the_body_are_refused(base: Path, targets: list[str]) -> None:
-    with pytest.raises(ModelError, match=r"model\.lora\.targets: LlamaForCausalLM has no linear layer named \w+ in"):
+    with pytest.raises(ModelError, match=rf"model\.lora\.targets: LlamaForCausalLM .* {targets[-1]}\b.*q_proj"):
         placed(base, targets=targets)
 
 
@@ -200,25 +200,21 @@ def test_an_adapter_of_another_base_is_refused_by_its_note_its_path_its_names_or
     noted = save_peft_adapter(base, tmp_path / "noted")
     write_base(noted, base, str(base))
     placed(base, adapter=str(noted))
-    with pytest.raises(
-        ModelError, match=r"model\.lora\.adapter: .*noted is an adapter of another base.*weights differ"
-    ):
+    with pytest.raises(ModelError, match=r"model\.lora\.adapter: .*/noted .*/other \((?![^)]*config)[^)]*weights"):
         placed(other, adapter=str(noted))
-    with pytest.raises(ModelError, match="the config and the weights differ"):
+    with pytest.raises(ModelError, match=r"/small \([^)]*config and [^)]*weights"):
         placed(small, adapter=str(noted))
     # Without a note its own path still leads to its base.
     named = save_peft_adapter(base, tmp_path / "named")
-    with pytest.raises(ModelError, match=r"another base: it was trained on .*their config or weights differ"):
+    with pytest.raises(ModelError, match=rf"model\.lora\.adapter: .*/named .* {base}\b.*/other \("):
         placed(other, adapter=str(named))
     # And where that path is gone, names and shapes decide.
     config = json.loads((named / "adapter_config.json").read_text())
     (named / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": "/gone"}))
     placed(other, adapter=str(named))
-    with pytest.raises(
-        ModelError, match=r"down_proj.lora_B.default.weight is \[32, 3\] in it and \[16, 3\] in model.path"
-    ):
+    with pytest.raises(ModelError, match=r"down_proj\.lora_B\.default\.weight .*\[32, 3\].*\[16, 3\]"):
         placed(small, adapter=str(named))
-    with pytest.raises(ModelError, match=r"nothing for model.layers.2.* \(6 tensors are missing\)"):
+    with pytest.raises(ModelError, match=r"model\.layers\.2\..* \(6 tensors\b"):
         placed(long, adapter=str(named))
 
 
@@ -227,7 +223,7 @@ def test_an_adapter_with_layers_that_the_base_does_not_have_is_refused(base: Pat
     tensors = load_file(folder / "adapter_model.safetensors")
     extra = "base_model.model.model.layers.7.self_attn.q_proj.lora_A.weight"
     save_file({**tensors, extra: torch.zeros(3, 32)}, folder / "adapter_model.safetensors")
-    with pytest.raises(ModelError, match="has no such layer"):
+    with pytest.raises(ModelError, match=r"model\.layers\.7\.self_attn\.q_proj.*LlamaForCausalLM"):
         placed(base, adapter=str(folder))
 
 
@@ -238,26 +234,26 @@ def test_kinds_of_adapters_that_podium_does_not_train_are_refused(
     base: Path, tmp_path: Path, config: dict[str, Any], named: str
 ) -> None:
     folder = save_peft_adapter(base, tmp_path / "other-kind", **config)
-    with pytest.raises(ModelError, match=rf"model\.lora\.adapter: .* uses {named}, which Podium does not train"):
+    with pytest.raises(ModelError, match=rf"model\.lora\.adapter: .*/other-kind .*{named}\b"):
         placed(base, adapter=str(folder))
 
 
 def test_a_folder_without_adapter_and_an_adapter_as_the_model_have_different_errors(base: Path, adapter: Path) -> None:
     from podium.models.folder import check_model_folder
 
-    with pytest.raises(ModelError, match=r"model\.lora\.adapter: .* It is a whole checkpoint: put it in model\.path"):
+    with pytest.raises(ModelError, match=r"model\.lora\.adapter: .*adapter_config\.json.* model\.path\b"):
         placed(base, adapter=str(base))
     with pytest.raises(
-        ModelError, match=r"is an adapter, not a model\. Set model\.path to the base .*, and model\.lora\.adapter to "
+        ModelError, match=rf"model\.path: {adapter} .* model\.path .*model\.lora\.adapter to {adapter}\b"
     ):
         check_model_folder(str(adapter), "model.path", weights=True, tokenizer=False)
     damaged = adapter.parent / "damaged"
     damaged.mkdir()
     (damaged / "adapter_config.json").write_bytes((adapter / "adapter_config.json").read_bytes())
-    with pytest.raises(ModelError, match=r"has no adapter_model\.safetensors"):
+    with pytest.raises(ModelError, match=r"/damaged .*no adapter_model\.safetensors"):
         placed(base, adapter=str(damaged))
     (damaged / "adapter_model.safetensors").write_bytes(b"cut")
-    with pytest.raises(ModelError, match="missing or damaged"):
+    with pytest.raises(ModelError, match=r"/damaged/adapter_model\.safetensors .*Error: "):
         placed(base, adapter=str(damaged))
 
 
@@ -278,7 +274,7 @@ def test_a_recipe_can_be_checked_without_loading_anything(
     check_adapter(ModelSection(path="owner/base", lora={"adapter": "owner/adapter"}))
     with pytest.raises(ModelError, match="another base"):
         check_adapter(ModelSection(path=str(other), lora={"adapter": str(adapter)}))
-    with pytest.raises(ModelError, match=r"model\.lora\.adapter: there is no folder none"):
+    with pytest.raises(ModelError, match=r"model\.lora\.adapter: .*no folder none\b"):
         check_adapter(ModelSection(path=str(base), lora={"adapter": "./none"}))
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(MissingExtraError, match="peft"):

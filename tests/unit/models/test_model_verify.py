@@ -54,7 +54,7 @@ def one_run_over_everything(offsets: np.ndarray) -> tuple[Run, ...]:
 def test_attention_that_ignores_the_boundaries_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(save_tiny_model("llama", tmp_path))
     monkeypatch.setattr(packing, "runs_of", one_run_over_everything)
-    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM DIFFERS: .*not supported"):
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM DIFFERS"):
         self_check(engine.model, CPU, torch.float32)
     found = api.verify(tmp_path)
     assert not found.agrees
@@ -130,7 +130,7 @@ def test_a_buffer_of_the_checkpoint_is_loaded(tmp_path: Path) -> None:
 def test_a_window_that_attention_does_not_get_limits_the_length(tmp_path: Path) -> None:
     model = make_engine(save_tiny_model("phimoe", tmp_path)).model
     assert self_check(model, CPU, torch.float32, max_length=50).agrees
-    with pytest.raises(UnsupportedModelError, match=r"limits attention to 50 tokens .* data.max_length to 50 or less"):
+    with pytest.raises(UnsupportedModelError, match=r"attention to 50 tokens .*data\.max_length to 50\b"):
         self_check(model, CPU, torch.float32, max_length=51)
 
 
@@ -140,5 +140,5 @@ def test_rotary_embeddings_that_follow_the_longest_document_limit_the_length(tmp
     rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     model = make_engine(save_tiny_model("llama", tmp_path, rope_parameters=rope)).model
     assert self_check(model, CPU, torch.float32, max_length=64).agrees
-    with pytest.raises(UnsupportedModelError, match=r"rotary embedding beyond 64 positions"):
+    with pytest.raises(UnsupportedModelError, match=r"rotary embedding .* 64 .*data\.max_length to 64\b"):
         self_check(model, CPU, torch.float32, max_length=65)

@@ -13,7 +13,7 @@ from helpers.tiny import save_tiny_model, tiny_tokenizer
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.mesh import adopt
 from podium.engine.sharding import place, place_scalar
-from podium.errors import ModelError
+from podium.errors import ModelError, RecipeError
 from podium.models.new_tokens import grown_vocabulary, new_rows
 from podium.recipe import ModelSection, parse_recipe
 
@@ -86,8 +86,8 @@ def test_tokens_of_a_file_come_behind_those_of_the_recipe_and_special_ones_are_l
 @pytest.mark.parametrize(
     ("new_tokens", "message"),
     [
-        ({"tokens": ["x1", "x1"]}, "'x1' is listed twice"),
-        ({"tokens": [], "file": "nowhere.txt"}, r"model\.new_tokens\.file: nowhere\.txt cannot be read"),
+        ({"tokens": ["x1", "x1"]}, r"model\.new_tokens: 'x1' .*twice"),
+        ({"tokens": [], "file": "nowhere.txt"}, r"model\.new_tokens\.file: nowhere\.txt "),
     ],
 )
 def test_what_cannot_be_added_is_named(tmp_path: Path, new_tokens: dict[str, object], message: str) -> None:
@@ -104,5 +104,5 @@ def test_an_adapter_and_new_tokens_exclude_each_other() -> None:
         "optimizer": {"lr": 1e-3},
         "steps": 1,
     }
-    with pytest.raises(Exception, match=r"model\.new_tokens: an adapter leaves the embeddings frozen"):
+    with pytest.raises(RecipeError, match=r"model\.new_tokens: .*model\.lora\b"):
         parse_recipe(values)

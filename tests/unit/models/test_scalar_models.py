@@ -139,13 +139,13 @@ def test_a_critic_from_a_classifier_of_several_labels_gets_a_head_of_one(tmp_pat
 
 def test_a_language_model_is_no_reward_model(tmp_path: Path) -> None:
     folder = save_tiny_model("qwen3", tmp_path / "causal")
-    with pytest.raises(ModelError, match=r"causal has no head `score.weight` .* a language model alone is none"):
+    with pytest.raises(ModelError, match=r"/causal .*`score\.weight`"):
         placed(folder)
 
 
 def test_a_model_without_a_classifier_in_transformers_is_refused(tmp_path: Path) -> None:
     folder = save_tiny_model("granite", tmp_path / "granite")
-    with pytest.raises(UnsupportedModelError, match="granite: transformers has no sequence classifier of this kind"):
+    with pytest.raises(UnsupportedModelError, match=r"/granite: .*sequence classifier"):
         placed(folder, labels=1)
 
 

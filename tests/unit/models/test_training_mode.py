@@ -181,13 +181,14 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("change", ["model.dropout=true", "model.lora={dropout: 0.1}"])
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [("model.dropout=true", r"model\.dropout"), ("model.lora={dropout: 0.1}", r"model\.lora\.dropout")],
+)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_programs_that_compare_log_probs_refuse_dropout(program: str, change: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+def test_programs_that_compare_log_probs_refuse_dropout(program: str, change: str, key: str) -> None:
+    with pytest.raises(RecipeError, match=rf"{key}: {program} .*log-probs.*sft and reward_model\b"):
         make_recipe(*PROGRAMS[program], change)
-    assert f"dropout: {program} compares the model's log-probs" in str(caught.value)
-    assert "sft and reward_model can train with dropout" in str(caught.value)
 
 
 @pytest.mark.parametrize("program", ["sft", "reward_model"])

@@ -34,11 +34,11 @@ def adapter(base: Path) -> Path:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"r": "4"}, r"has r '4', and it must be above 0"),
-        ({"r": 0}, r"has r 0, and it must be above 0"),
-        ({"lora_alpha": 0}, r"has lora_alpha 0, and it must be above 0"),
-        ({"lora_alpha": None}, r"has lora_alpha None, and it must be above 0"),
-        ({"peft_type": "UNHEARD_OF"}, r"peft cannot read .*adapter_config.json \(KeyError"),
+        ({"r": "4"}, r"adapter_config\.json .*\br '4'"),
+        ({"r": 0}, r"adapter_config\.json .*\br 0\b"),
+        ({"lora_alpha": 0}, r"adapter_config\.json .*\blora_alpha 0\b"),
+        ({"lora_alpha": None}, r"adapter_config\.json .*\blora_alpha None\b"),
+        ({"peft_type": "UNHEARD_OF"}, r"adapter_config\.json \(KeyError"),
     ],
 )
 def test_a_config_that_no_adapter_can_have_is_refused(
@@ -61,5 +61,5 @@ def test_a_new_token_never_takes_the_row_of_an_old_one(base: Path, tmp_path: Pat
         return ModelSection(path=str(base), tokenizer=str(tmp_path), new_tokens={"tokens": tokens})  # type: ignore[arg-type]
 
     assert list(new_rows(section("<x>"))) == [4]
-    with pytest.raises(ModelError, match=r"gives '<y>' the id 5, which 'd' has already"):
+    with pytest.raises(ModelError, match=r"model\.new_tokens: .*'<y>' .* 5\b.*'d'"):
         new_rows(section("<x>", "<y>"))

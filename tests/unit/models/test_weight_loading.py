@@ -98,13 +98,13 @@ def edit(folder: Path, change: Callable[[dict[str, Tensor]], object]) -> None:
 
 def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
     edit(save_tiny_model("llama", tmp_path), lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
-    with pytest.raises(ModelError, match=r"no tensor for model\.layers\.1\.mlp\.up_proj\.weight"):
+    with pytest.raises(ModelError, match=r"no tensor .*\bmodel\.layers\.1\.mlp\.up_proj\.weight"):
         make_engine(tmp_path)
 
 
 def test_a_tensor_of_another_shape_is_named_with_both_shapes(tmp_path: Path) -> None:
     edit(save_tiny_model("llama", tmp_path), lambda tensors: tensors.update({"model.norm.weight": torch.ones(31)}))
-    with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \[31\] in the checkpoint and \[32\]"):
+    with pytest.raises(ModelError, match=r"model\.norm\.weight .*\[31\].*\[32\]"):
         make_engine(tmp_path)
 
 
@@ -113,7 +113,7 @@ def test_an_embedding_with_more_rows_than_the_config_says_is_refused(tmp_path: P
         save_tiny_model("llama", tmp_path),
         lambda tensors: tensors.update({"lm_head.weight": torch.ones(256, 32)}),
     )
-    with pytest.raises(ModelError, match=r"lm_head\.weight has shape \[256, 32\] in the checkpoint and \[250, 32\]"):
+    with pytest.raises(ModelError, match=r"lm_head\.weight .*\[256, 32\].*\[250, 32\]"):
         make_engine(tmp_path)
 
 
@@ -123,7 +123,7 @@ def cut(file: Path) -> None:
 
 def test_a_file_that_is_cut_off_is_named(tmp_path: Path) -> None:
     cut(save_tiny_model("llama", tmp_path) / "model.safetensors")
-    with pytest.raises(ModelError, match=r"model\.safetensors .*cut off or damaged"):
+    with pytest.raises(ModelError, match=r"/model\.safetensors .*damaged"):
         make_engine(tmp_path)
 
 
@@ -139,7 +139,7 @@ def test_a_file_that_the_index_names_and_is_not_there_is_named(tmp_path: Path) -
     save_tiny_model("llama", tmp_path, shard_size="20KB")
     gone = sorted(tmp_path.glob("*.safetensors"))[1]
     gone.unlink()
-    with pytest.raises(ModelError, match=f"{gone.name}, which is not there"):
+    with pytest.raises(ModelError, match=rf"model\.safetensors\.index\.json .*{gone.name}"):
         make_engine(tmp_path)
 
 
@@ -152,7 +152,7 @@ def test_an_index_that_is_not_json_is_named(tmp_path: Path) -> None:
 
 def test_a_folder_without_weights_is_named(tmp_path: Path) -> None:
     (save_tiny_model("llama", tmp_path) / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"has no \*\.safetensors weights"):
+    with pytest.raises(ModelError, match=rf"{tmp_path} .*\*\.safetensors\b"):
         make_engine(tmp_path)
 
 
@@ -189,7 +189,7 @@ def test_rotary_frequencies_are_rebuilt_though_no_file_holds_them(tmp_path: Path
 
 def test_a_config_that_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    with pytest.raises(UnsupportedModelError, match="not a causal language model"):
+    with pytest.raises(UnsupportedModelError, match=rf"{tmp_path}: .*causal.*T5Config"):
         place(ModelSection(path=str(tmp_path)), tmp_path, one_rank(), seed=0)
 
 
@@ -203,11 +203,11 @@ def test_a_head_with_a_bias_is_refused(tmp_path: Path) -> None:
     }
     (tmp_path / "config.json").write_text(json.dumps(values))
     config = load_config(tmp_path, trust_remote_code=False)
-    with pytest.raises(UnsupportedModelError, match="bias in its head"):
+    with pytest.raises(UnsupportedModelError, match=r"\bbias\b"):
         build(ModelSection(path=str(tmp_path)), config, device=torch.device("meta"), dtype=torch.float32)
 
 
 def test_an_unknown_model_type_is_named_with_its_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no_such_model"}))
-    with pytest.raises(ModelError, match=f"{tmp_path}: transformers cannot read this config"):
+    with pytest.raises(ModelError, match=rf"{tmp_path}: .*config.*no_such_model"):
         load_config(tmp_path, trust_remote_code=False)

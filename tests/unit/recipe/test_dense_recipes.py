@@ -66,12 +66,12 @@ def test_what_breaks_a_rule_is_reported_with_its_key(overrides: tuple[str, ...],
 
 
 def test_a_key_of_another_loss_is_named_with_the_losses_that_have_it() -> None:
-    with pytest.raises(RecipeError, match=r"preference\.gamma: sigmoid has no such key; simpo has\."):
+    with pytest.raises(RecipeError, match=r"preference\.gamma: sigmoid [^,]*\bsimpo\b"):
         make_recipe(*DPO, "preference.gamma=2")
 
 
 def test_pairs_that_do_not_fit_are_refused_with_lengths_that_do() -> None:
-    with pytest.raises(RecipeError, match=r"to 150 or raise micro_batch_tokens to 400"):
+    with pytest.raises(RecipeError, match=r"data\.max_length: .* 150\b.*micro_batch_tokens .*\b400\b"):
         make_recipe(*DPO, "data.max_length=200", "micro_batch_tokens=300")
 
 
@@ -180,8 +180,5 @@ def test_checkpoints_beside_the_policy_are_found_from_any_folder(
 )
 def test_columns_that_a_program_reads_can_be_renamed_and_others_not(overrides: tuple[str, ...], known: str) -> None:
     make_recipe(*overrides, f"data.train.0.columns={{{known.split(', ')[0]}: mine}}")
-    with pytest.raises(RecipeError) as message:
+    with pytest.raises(RecipeError, match=rf"data\.train\.0\.columns\.question: .*[^,] {known}[^\w,]"):
         make_recipe(*overrides, "data.train.0.columns={question: mine}")
-    assert f"data.train.0.columns.question: not a column that Podium reads. The left side is one of {known};" in str(
-        message.value
-    )

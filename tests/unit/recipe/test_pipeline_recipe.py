@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -123,63 +124,58 @@ def test_a_reported_cycle_is_one_and_without_one_there_is_an_order(sampled: dict
     [
         (
             {"sft": {"model": "base"}, "b": {"model": "${stage.sftt}"}},
-            "stages.b.model: there is no stage 'sftt'. Did you mean ${stage.sft}?",
+            r"stages\.b\.model: .*'sftt'.*\$\{stage\.sft\}",
         ),
         (
             {"sft": {"model": "base"}, "b": {"model": {"path": "${stage.other}"}}},
-            "stages.b.model.path: there is no stage 'other'. There are: sft, b.",
+            r"stages\.b\.model\.path: .*'other'.*: sft, b[^\w,]",
         ),
         (
             {"a": {"model": "${stage.a}"}},
-            "stages.a.model: stage a cannot begin with its own weights. Name another stage, or a folder or hub id.",
+            r"stages\.a\.model: stage a .*own weights",
         ),
         (
             {"a": {"model": "${stage.b}"}, "b": {"model": "${stage.c}"}, "c": {"model": "${stage.a}"}},
-            "stages.a.model: the stages wait for each other: a -> b -> c -> a. Let one of them begin with other "
-            "weights.",
+            r"stages\.a\.model: .*: a -> b -> c -> a\b",
         ),
         (
             {"a": {"model": "base"}, "b": {"model": "${stage.a}/step-4"}},
-            "stages.b.model: '${stage.a}/step-4' is not a reference. Write ${stage.NAME} and nothing beside it, "
-            "e.g. ${stage.sft}.",
+            r"stages\.b\.model: '\$\{stage\.a\}/step-4' .*\$\{stage\.NAME\}",
         ),
         (
             {"a": {"model": "${sft}"}},
-            "stages.a.model: '${sft}' is not a reference. Write ${stage.NAME} and nothing beside it, "
-            "e.g. ${stage.sft}.",
+            r"stages\.a\.model: '\$\{sft\}' .*\$\{stage\.NAME\}",
         ),
         (
             {"a": {"model": "base"}, "b": {"model": "base", "data": {"train": [{"path": "${stage.a}"}]}}},
-            "stages.b.data.train.0.path: ${stage.a} is a folder of weights, and data is asked for here. Name a file "
-            "or dataset.",
+            r"stages\.b\.data\.train\.0\.path: \$\{stage\.a\} .*weights",
         ),
         (
             {"a": {"model": "base"}, "b": {"model": {"path": "base", "lora": {"adapter": "${stage.a}"}}}},
-            "stages.b.model.lora.adapter: what stage a makes is a whole model, adapters merged. Set model.path to "
-            "${stage.a}.",
+            r"stages\.b\.model\.lora\.adapter: .*model\.path .*\$\{stage\.a\}",
         ),
         (
             {"a": {"model": "base", "run": {"name": "mine"}}},
-            "stages.a.run.name: a stage's folder is a/ in that of the pipeline. Remove it; the pipeline's own is "
-            "run.name.",
+            r"stages\.a\.run\.name: .* a/ .* run\.name\b",
         ),
         (
             {"a": {"model": "base", "program": "pipeline"}},
-            "stages.a.program: a stage is a recipe, and this is a pipeline. Write its stages out in this one.",
+            r"stages\.a\.program: .*pipeline",
         ),
         (
             {"a": {"model": "base", "optimizer": {"lrr": 1.0}}},
-            "stages.a.optimizer.lrr: unknown key. Did you mean optimizer.lr?",
+            r"stages\.a\.optimizer\.lrr: .* optimizer\.lr\b",
         ),
         (
             {"a.b": {"model": "base"}},
-            "stages.a.b: the name of a stage is letters, digits, - and _ (it is a folder's name too).",
+            r"stages\.a\.b: .*letters, digits, - and _",
         ),
-        ({"a": None}, "stages.a: input should be a valid dictionary, found None."),
+        ({"a": None}, r"stages\.a: .*dictionary.* None\b"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_reported_with_its_key(stages: dict[str, Any], message: str) -> None:
-    assert problems(stages) == [message]
+    (line,) = problems(stages)
+    assert re.match(message, line)
 
 
 def test_mistakes_of_all_stages_are_reported_at_once_and_those_of_the_defaults_once() -> None:
@@ -192,25 +188,24 @@ def test_mistakes_of_all_stages_are_reported_at_once_and_those_of_the_defaults_o
         },
         defaults=defaults,
     )
-    assert found == [
-        "stages.b.model: there is no stage 'c'. There are: a, b, d.",
-        "defaults.optimizer.lr: input should be greater than 0, found -1.0. (This is so in stage a, b.)",
-        "stages.b.steps: input should be greater than or equal to 1, found 0.",
-    ]
+    reference, default, own = found
+    assert re.match(r"stages\.b\.model: .*'c'.*: a, b, d[^\w,]", reference)
+    assert re.match(r"defaults\.optimizer\.lr: .* -1\.0\b.*stage a, b[^\w,]", default)
+    assert re.match(r"stages\.b\.steps: .* 0\b", own)
 
 
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"steps": 3}, "steps: unknown key. It belongs to the stages: write defaults.steps for all of them, or"),
-        ({"run": {"name": "p", "seed": 1}}, "run.seed: unknown key. It belongs to the stages: write defaults.run.seed"),
-        ({"stages": {}}, "stages: dictionary should have at least 1 item"),
-        ({"default": {}}, "default: unknown key. Did you mean defaults?"),
+        ({"steps": 3}, r"steps: .*defaults\.steps\b.*stages\.NAME\.steps\b"),
+        ({"run": {"name": "p", "seed": 1}}, r"run\.seed: .*defaults\.run\.seed\b"),
+        ({"stages": {}}, r"stages: .* 1 item"),
+        ({"default": {}}, r"default: [^,]* defaults\b"),
     ],
 )
 def test_keys_of_the_pipeline_itself_are_checked(keys: dict[str, Any], message: str) -> None:
     (line,) = problems(**{"stages": {"a": {"model": "base"}}, **keys})
-    assert line.startswith(message)
+    assert re.match(message, line)
 
 
 # --- files ---
@@ -244,9 +239,7 @@ def test_overrides_reach_into_stages_and_devices_are_every_stages(tmp_path: Path
 
 def test_an_override_of_a_stage_that_is_not_there_makes_none(tmp_path: Path) -> None:
     file = _file(tmp_path, {"sft": {"model": "base"}})
-    with pytest.raises(
-        RecipeError, match=r"--set stages\.stf\.steps=9: there is no stage 'stf'\. Did you mean stages\.sft"
-    ):
+    with pytest.raises(RecipeError, match=r"--set stages\.stf\.steps=9: .*'stf'.*stages\.sft\b"):
         load_any_recipe(file, ["stages.stf.steps=9"])
     assert isinstance(load_any_recipe(file, ["stages.more={model: base}"]), PipelineRecipe)
 
@@ -254,7 +247,7 @@ def test_an_override_of_a_stage_that_is_not_there_makes_none(tmp_path: Path) -> 
 def test_a_reference_between_braces_needs_quotes(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("program: pipeline\nstages:\n  a: {model: base}\n  b: {model: ${stage.a}}\n")
-    with pytest.raises(RecipeError, match=r'line 4, .* Between braces, write a reference in quotes: {path: "\${stage'):
+    with pytest.raises(RecipeError, match=r'line 4, .*{path: "\${stage'):
         load_any_recipe(file)
 
 
@@ -293,8 +286,8 @@ def test_a_default_that_a_stages_program_does_not_have_is_refused_once_with_the_
     message = str(caught.value)
 
     assert "(1 problem)" in message
-    assert "\n  defaults.tokens_per_step: grpo has no such key; " in message
-    assert message.endswith("(This is so in stage b.)")
+    assert "\n  defaults.tokens_per_step: grpo " in message
+    assert re.search(r"\bstage b\b", message.splitlines()[-1])
 
 
 def test_a_custom_program_is_a_stage(tmp_path: Path) -> None:

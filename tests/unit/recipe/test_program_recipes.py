@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -101,45 +102,52 @@ def test_every_section_of_another_program_is_refused_with_the_programs_that_have
     for section in sorted(set.union(*SECTIONS.values()) - SECTIONS[program]):
         reported = refused({**values_of(program), section: EXAMPLE.get(section, {})})
         assert "(1 problem)" in reported
-        assert f"\n  {section}: {program} has no such key; " in reported
+        for owner in owners_of([section]):
+            assert re.search(rf"\n  {section}: {program} .*\b{owner}\b", reported)
         for other, sections in SECTIONS.items():
             assert (section in sections) == (other in owners_of([section]))
 
 
+FIXED_PROGRAMS = "sft dpo reward_model distill"
+ON_POLICY_PROGRAMS = "grpo ppo on_policy_distill expert_iteration"
+
+
 @pytest.mark.parametrize(
-    ("program", "override", "message"),
+    ("program", "override", "key", "owners"),
     [
-        ("grpo", "critic.lr=1", "critic: grpo has no such key; ppo has."),
-        ("grpo", "algorithm.lam=1", "algorithm.lam: grpo has no such key; ppo has."),
-        ("ppo", "algorithm.advantage=gae", "algorithm.advantage: ppo has no such key; grpo has."),
-        ("ppo", "algorithm.dynamic_sampling=false", "algorithm.dynamic_sampling: ppo has no such key; grpo has."),
-        ("grpo", "rollout.top_p=0.9", "rollout.top_p: grpo has no such key; expert_iteration has."),
-        ("sft", "distill={}", "distill: sft has no such key; distill has."),
-        ("dpo", "data.trained=assistant", "data.trained: dpo has no such key; sft and distill have."),
-        ("grpo", "placement.restarts=0", "restarts: grpo has no such key; sft, dpo, reward_model and distill have."),
-        ("sft", "placement.layout=colocated", "on_policy_distill and expert_iteration have."),
-        ("sft", "rollout.engine=native", "rollout.engine: sft has no such key; grpo, ppo,"),
+        ("grpo", "critic.lr=1", "critic", "ppo"),
+        ("grpo", "algorithm.lam=1", "algorithm.lam", "ppo"),
+        ("ppo", "algorithm.advantage=gae", "algorithm.advantage", "grpo"),
+        ("ppo", "algorithm.dynamic_sampling=false", "algorithm.dynamic_sampling", "grpo"),
+        ("grpo", "rollout.top_p=0.9", "rollout.top_p", "expert_iteration"),
+        ("sft", "distill={}", "distill", "distill"),
+        ("dpo", "data.trained=assistant", "data.trained", "sft distill"),
+        ("grpo", "placement.restarts=0", "placement.restarts", FIXED_PROGRAMS),
+        ("sft", "placement.layout=colocated", "placement.layout", ON_POLICY_PROGRAMS),
+        ("sft", "rollout.engine=native", "rollout.engine", ON_POLICY_PROGRAMS),
+        ("grpo", "tokens_per_step=64", "tokens_per_step", FIXED_PROGRAMS),
+        ("sft", "evaluation={generation: {samples: 2}}", "evaluation.generation.samples", ON_POLICY_PROGRAMS),
+        ("sft", "signal=fixed", "signal", "custom"),
+        ("grpo", "options={}", "options", "custom"),
         (
-            "grpo",
-            "tokens_per_step=64",
-            "tokens_per_step: grpo has no such key; sft, dpo,",
+            "reward_model",
+            "evaluation.generation={}",
+            "evaluation.generation",
+            f"sft dpo distill {ON_POLICY_PROGRAMS}",
         ),
-        (
-            "sft",
-            "evaluation={generation: {samples: 2}}",
-            "evaluation.generation.samples: sft has no such key; grpo",
-        ),
-        ("sft", "signal=fixed", "signal: sft has no such key; a custom program has."),
-        ("grpo", "options={}", "options: grpo has no such key; a custom program has."),
-        ("reward_model", "evaluation.generation={}", "evaluation.generation: reward_model has no such key; sft, dpo,"),
     ],
 )
-def test_a_key_of_another_program_is_named_with_that_program(program: str, override: str, message: str) -> None:
-    assert message in refused(values_of(program, override))
+def test_a_key_of_another_program_is_named_with_that_program(
+    program: str, override: str, key: str, owners: str
+) -> None:
+    (line,) = refused(values_of(program, override)).splitlines()[1:]
+    beginning = f"  {key}: {program} "
+    assert line.startswith(beginning)
+    assert set(re.findall(r"\w+", line.removeprefix(beginning))) & {*BUILT_IN, "custom"} == set(owners.split())
 
 
 def test_a_misspelt_key_is_no_key_of_another_program() -> None:
-    assert "critc: unknown key. Did you mean critic?" in refused(values_of("ppo", "critc.lr=1"))
+    assert re.search(r"\n  critc: [^,]* critic\b", refused(values_of("ppo", "critc.lr=1")))
 
 
 def test_all_problems_are_listed_at_once_in_whatever_section() -> None:
@@ -182,7 +190,7 @@ def test_a_recipe_of_the_time_of_one_class_is_refused_key_by_key() -> None:
 
     assert "(3 problems)" in reported
     for key in ("critic", "reward", "environment"):
-        assert f"\n  {key}: sft has no such key; " in reported
+        assert f"\n  {key}: sft " in reported
 
 
 # --- custom programs ---
@@ -252,15 +260,15 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("none.py:train", "program: there is no file none.py"),
-        ("my_method.py:trian", "program: my_method.py has no function 'trian'. It defines: train."),
-        ("no_such_module:train", "program: there is no module 'no_such_module'"),
+        ("none.py:train", r"program: .* none\.py\b"),
+        ("my_method.py:trian", r"program: my_method\.py .*'trian'.*: train[^\w,]"),
+        ("no_such_module:train", "program: .*'no_such_module'"),
     ],
 )
 def test_a_program_that_is_not_there_is_found_by_the_check(here: Path, program: str, message: str) -> None:
     recipe = parse_recipe(recipe_values(f"program='{program}'", "signal=fixed"))
 
-    assert any(str(problem).startswith(message) for problem in problems_of(recipe))
+    assert any(re.match(message, str(problem)) for problem in problems_of(recipe))
 
 
 def test_a_program_that_is_there_passes_the_check(here: Path) -> None:

@@ -62,21 +62,19 @@ def test_later_overrides_win() -> None:
 @pytest.mark.parametrize(
     ("override", "complaint"),
     [
-        ("steps", "--set steps: write it as key.path=value, for example --set optimizer.lr=2e-5."),
-        ("=3", "write it as key.path=value"),
-        ("steps={a", "--set steps={a: the value is not valid YAML"),
-        ("steps={a: 1, a: 2}", "the key 'a' is written twice"),
-        ("data.train.1.path=x", "data.train is a list of 1; '1' is not a position in it (0 to 0)."),
-        ("data.train.first.path=x", "data.train is a list of 1; 'first' is not a position in it"),
-        ("data.train.-1.path=x", "'-1' is not a position in it"),
-        ("steps.x=1", "--set steps.x=1: steps is a plain value and has no keys below it."),
+        ("steps", r"--set steps: .*key\.path=value.*--set optimizer\.lr=2e-5\b"),
+        ("=3", r"--set =3: .*key\.path=value"),
+        ("steps={a", r"--set steps=\{a: .*YAML"),
+        ("steps={a: 1, a: 2}", "'a'.*twice"),
+        ("data.train.1.path=x", r"data\.train .*'1' .*\(0 to 0\)"),
+        ("data.train.first.path=x", r"data\.train .*'first' .*\(0 to 0\)"),
+        ("data.train.-1.path=x", r"data\.train .*'-1' .*\(0 to 0\)"),
+        ("steps.x=1", r"--set steps\.x=1: steps .*plain value"),
     ],
 )
 def test_an_override_that_leads_nowhere_is_refused(override: str, complaint: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=complaint):
         make_recipe(override)
-
-    assert complaint in str(caught.value)
 
 
 def test_a_position_in_an_empty_list_is_refused_without_a_senseless_range() -> None:
@@ -88,5 +86,5 @@ def test_a_position_in_an_empty_list_is_refused_without_a_senseless_range() -> N
 
 
 def test_an_override_with_a_misspelt_key_is_refused_like_one_in_the_file() -> None:
-    with pytest.raises(RecipeError, match=r"Did you mean optimizer\.lr"):
+    with pytest.raises(RecipeError, match=r"optimizer\.lrr: [^,]* optimizer\.lr\b"):
         make_recipe("optimizer.lrr=1e-3")

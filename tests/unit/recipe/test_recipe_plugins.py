@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,18 +74,18 @@ def test_a_module_is_found_without_importing_it_or_its_package(package: str, mar
 
 
 def test_a_missing_file_is_named_with_the_key() -> None:
-    with pytest.raises(RecipeError, match=r"data\.train\.0\.map: there is no file nowhere/mine\.py\. Paths are rel"):
+    with pytest.raises(RecipeError, match=r"data\.train\.0\.map: .* nowhere/mine\.py\b"):
         plugins.locate("nowhere/mine.py:keep", "data.train.0.map")
 
 
 @pytest.mark.parametrize("module", ["podium_test_nothing", "podium_test_outer.nothing"])
 def test_a_missing_module_is_named_with_the_key(package: str, module: str) -> None:
-    with pytest.raises(RecipeError, match=rf"run\.loggers\.0: there is no module '{module}'"):
+    with pytest.raises(RecipeError, match=rf"run\.loggers\.0: .*'{module}'"):
         plugins.locate(f"{module}:f", "run.loggers.0")
 
 
 def test_a_module_without_source_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"has no Python source|there is no module"):
+    with pytest.raises(RecipeError, match=r"run\.loggers\.0: .*'math'"):
         plugins.locate("math:sqrt", "run.loggers.0")
 
 
@@ -92,23 +93,22 @@ def test_a_syntax_error_is_reported_with_file_and_line(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def fine(row):\n    return row\n\ndef keep(row:\n    return row\n")
 
-    with pytest.raises(RecipeError, match=r"evaluation\.generation\.score: .*broken\.py, line 4: ") as caught:
+    with pytest.raises(RecipeError, match=r"evaluation\.generation\.score: .*broken\.py, line 4: "):
         plugins.locate(f"{broken}:fine", "evaluation.generation.score")
-    assert "cannot be imported until this is fixed" in str(caught.value)
 
 
 def test_a_missing_function_lists_what_there_is(file: Path) -> None:
     with pytest.raises(RecipeError) as caught:
         plugins.locate(f"{file}:kept", "data.train.0.map")
 
-    assert f"data.train.0.map: {file} has no function 'kept'." in str(caught.value)
-    assert "It defines: LIMIT, Listing, keep, later, raise_on_import." in str(caught.value)
+    assert re.match(rf"data\.train\.0\.map: {file} .*'kept'", str(caught.value))
+    assert ": LIMIT, Listing, keep, later, raise_on_import." in str(caught.value)
 
 
 def test_an_empty_file_defines_nothing(tmp_path: Path) -> None:
     (tmp_path / "empty.py").touch()
 
-    with pytest.raises(RecipeError, match="It defines: nothing"):
+    with pytest.raises(RecipeError, match=r"empty\.py .*'f'.*nothing"):
         plugins.locate(f"{tmp_path}/empty.py:f", "data.train.0.map")
 
 
@@ -162,13 +162,13 @@ def test_two_files_of_one_name_do_not_get_in_each_others_way(tmp_path: Path) -> 
 
 
 def test_what_cannot_be_called_is_refused(file: Path) -> None:
-    with pytest.raises(RecipeError, match=r"run\.loggers\.0: .*:LIMIT is not callable\. A plug-in is a function or a"):
+    with pytest.raises(RecipeError, match=r"run\.loggers\.0: .*:LIMIT .*callable"):
         plugins.load(f"{file}:LIMIT", "run.loggers.0")
 
 
 @pytest.mark.parametrize("path", ["mine.py", "mine.py:", ":keep", "mine.py:not a name", "mine.py:a.b"])
 def test_what_is_not_an_import_path_is_refused_by_the_recipe(path: str) -> None:
-    with pytest.raises(RecipeError, match=r"data\.train\.0\.map: .*is not an import path; write file\.py:function"):
+    with pytest.raises(RecipeError, match=rf"data\.train\.0\.map: {re.escape(repr(path))} .*file\.py:function"):
         make_recipe(f"data.train.0.map='{path}'")
 
 

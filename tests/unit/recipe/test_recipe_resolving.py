@@ -97,7 +97,7 @@ def test_the_longest_document_is_what_step_and_model_allow(overrides: tuple[str,
 
 
 def test_a_micro_batch_never_shortens_documents_by_itself() -> None:
-    with pytest.raises(RecipeError, match=r"512 does not fit micro_batch_tokens 200.*Lower data.max_length to 200"):
+    with pytest.raises(RecipeError, match=r"data\.max_length: 512 .*micro_batch_tokens 200\b.*max_length to 200\b"):
         resolved(make_recipe("micro_batch_tokens=200"), CONFIG)
     assert resolved(make_recipe("micro_batch_tokens=200", "data.max_length=200"), CONFIG).data.max_length == 200
 
@@ -113,7 +113,7 @@ def test_a_config_without_a_context_length_does_not_limit() -> None:
 
 
 def test_a_longer_document_than_the_models_context_is_refused() -> None:
-    with pytest.raises(RecipeError, match=r"data\.max_length: 513 is more than the model's context of 512 positions"):
+    with pytest.raises(RecipeError, match=r"data\.max_length: 513 .* 512\b"):
         resolved(make_recipe("data.max_length=513"), CONFIG)
 
 

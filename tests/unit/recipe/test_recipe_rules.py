@@ -16,54 +16,40 @@ HELDOUT = "data.heldout=[{path: h.jsonl}]"
     [
         (
             ("data.max_length=200", "micro_batch_tokens=100"),
-            "data.max_length: 200 does not fit micro_batch_tokens 100; a document is never cut over two micro-batches. "
-            "Lower data.max_length to 100 or raise micro_batch_tokens to 200.",
+            r"data\.max_length: 200 .*micro_batch_tokens 100\b.*data\.max_length to 100\b.*micro_batch_tokens to 200\b",
         ),
         (
             ("data.max_length=200", "tokens_per_step=100"),
-            "data.max_length: 200 is longer than tokens_per_step 100. Raise tokens_per_step to at least 200.",
+            r"data\.max_length: 200 .*tokens_per_step 100\b.*tokens_per_step .* 200\b",
         ),
-        (("data.max_length=1",), "data.max_length: 1 leaves no token to predict. Use at least 2."),
-        (
-            ("optimizer.warmup_steps=100",),
-            "optimizer.warmup_steps: 100 is not below steps 100, so the full learning rate would never be reached. "
-            "Lower it to 10 or raise steps.",
-        ),
+        (("data.max_length=1",), r"data\.max_length: 1 .* 2\b"),
+        (("optimizer.warmup_steps=100",), r"optimizer\.warmup_steps: 100 .*steps 100\b.* 10\b"),
         (
             ("optimizer.final_lr_ratio=0.1",),
-            "optimizer.final_lr_ratio: 0.1 has no meaning with schedule constant. "
-            "Remove it, or set optimizer.schedule to linear or cosine.",
+            r"optimizer\.final_lr_ratio: 0\.1 .*constant.*optimizer\.schedule .*linear or cosine",
         ),
-        (("evaluation.every=5",), "evaluation: there is nothing to evaluate on, data.heldout is empty."),
-        (("evaluation.at_start=true",), "evaluation: there is nothing to evaluate on, data.heldout is empty."),
-        (("evaluation.generation={}",), "evaluation: there is nothing to evaluate on, data.heldout is empty."),
-        (
-            ("checkpoint.keep_best=true", "checkpoint.every=4"),
-            "checkpoint.keep_best: needs held-out data to say which is best. Add a source to data.heldout.",
-        ),
+        (("evaluation.every=5",), r"evaluation: .*data\.heldout"),
+        (("evaluation.at_start=true",), r"evaluation: .*data\.heldout"),
+        (("evaluation.generation={}",), r"evaluation: .*data\.heldout"),
+        (("checkpoint.keep_best=true", "checkpoint.every=4"), r"checkpoint\.keep_best: .*data\.heldout"),
         (
             ("checkpoint.keep_best=true", "checkpoint.every=4", HELDOUT),
-            "checkpoint.keep_best: needs checkpoint.every and evaluation.every, so that a saved step is also an "
-            "evaluated one. Set both.",
+            r"checkpoint\.keep_best: .*checkpoint\.every and evaluation\.every",
         ),
         (
             ("checkpoint.keep_best=true", "checkpoint.every=10", "evaluation.every=4", HELDOUT),
-            "checkpoint.keep_best: checkpoint.every 10 is not a multiple of evaluation.every 4, so some saved steps "
-            "would have no held-out loss. Set evaluation.every to a divisor of 10.",
+            r"checkpoint\.keep_best: checkpoint\.every 10 .*evaluation\.every 4\b.* 10\b",
         ),
         (
             ("data.train.0.columns={question: prompt}",),
-            "data.train.0.columns.question: not a column that Podium reads. "
-            "The left side is one of completion, messages, prompt, text; the right side is your column's name.",
+            r"data\.train\.0\.columns\.question: .*[^,] completion, messages, prompt, text[^\w,]",
         ),
-        ((HELDOUT, "data.heldout.0.columns={query: q}"), "data.heldout.0.columns.query: not a column"),
+        ((HELDOUT, "data.heldout.0.columns={query: q}"), r"data\.heldout\.0\.columns\.query: "),
     ],
 )  # fmt: skip
 def test_a_broken_rule_says_what_to_change(overrides: tuple[str, ...], complaint: str) -> None:
-    with pytest.raises(RecipeError) as caught:
+    with pytest.raises(RecipeError, match=rf"\n  {complaint}"):
         make_recipe(*overrides)
-
-    assert complaint in str(caught.value)
 
 
 def test_several_broken_rules_are_reported_together_one_a_line() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from pydantic import ValidationError
 
 from helpers.recipes import make_recipe, recipe_values
 from podium.errors import RecipeError
-from podium.recipe import Recipe, SftRecipe, dump_recipe, load_recipe, parse_recipe
+from podium.recipe import ModelSection, Recipe, SftRecipe, dump_recipe, load_recipe, parse_recipe
 
 VALID = """
 program: sft
@@ -35,6 +36,12 @@ def _refused(values: dict[str, Any]) -> str:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(values)
     return str(caught.value)
+
+
+def _suggests(override: str, key: str) -> bool:
+    """Whether the error for an unknown key names this key, and not only in a list of all that are known."""
+    unknown = override.partition("=")[0]
+    return re.search(rf"\n  {unknown}: [^,]* {key}\b", _refused(recipe_values(override))) is not None
 
 
 def test_a_valid_file_gives_a_recipe_with_the_documented_defaults(tmp_path: Path) -> None:
@@ -67,49 +74,49 @@ def test_scientific_notation_without_a_point_is_a_number(tmp_path: Path, written
 
 
 @pytest.mark.parametrize(
-    ("override", "complaint"),
+    ("override", "suggested"),
     [
-        ("optimizer.warmup_step=5", "optimizer.warmup_step: unknown key. Did you mean optimizer.warmup_steps?"),
-        ("setps=5", "setps: unknown key. Did you mean steps?"),
-        ("data.train.0.wieght=2", "data.train.0.wieght: unknown key. Did you mean data.train.0.weight?"),
-        ("evaluation.generation.promts=2", "Did you mean evaluation.generation.prompts?"),
+        ("optimizer.warmup_step=5", "optimizer.warmup_steps"),
+        ("setps=5", "steps"),
+        ("data.train.0.wieght=2", "data.train.0.weight"),
+        ("evaluation.generation.promts=2", "evaluation.generation.prompts"),
     ],
 )
-def test_a_misspelt_key_is_answered_with_the_nearest_one(override: str, complaint: str) -> None:
-    assert complaint in _refused(recipe_values(override))
+def test_a_misspelt_key_is_answered_with_the_nearest_one(override: str, suggested: str) -> None:
+    assert _suggests(override, suggested)
 
 
 @pytest.mark.parametrize(
-    ("override", "complaint"),
+    ("override", "suggested"),
     [
-        ("lr=1e-3", "lr: unknown key. It belongs at optimizer.lr."),
-        ("warmup_steps=3", "warmup_steps: unknown key. It belongs at optimizer.warmup_steps."),
-        ("optimizer.devices=2", "optimizer.devices: unknown key. It belongs at placement.devices."),
-        ("run.max_length=2", "run.max_length: unknown key. It belongs at data.max_length."),
+        ("lr=1e-3", "optimizer.lr"),
+        ("warmup_steps=3", "optimizer.warmup_steps"),
+        ("optimizer.devices=2", "placement.devices"),
+        ("run.max_length=2", "data.max_length"),
     ],
 )
-def test_a_misplaced_key_is_reported_with_its_right_place(override: str, complaint: str) -> None:
-    assert complaint in _refused(recipe_values(override))
+def test_a_misplaced_key_is_reported_with_its_right_place(override: str, suggested: str) -> None:
+    assert _suggests(override, suggested)
 
 
 @pytest.mark.parametrize(
-    ("override", "complaint"),
+    ("override", "suggested"),
     [
-        ("learning_rate=1e-3", "Podium's name for it is optimizer.lr."),
-        ("num_train_epochs=3", "Podium's name for it is steps (count the steps you want; the data repeats)."),
+        ("learning_rate=1e-3", "optimizer.lr"),
+        ("num_train_epochs=3", "steps"),
         ("gradient_accumulation_steps=4", "micro_batch_tokens"),
         ("optimizer.max_grad_norm=1", "optimizer.clip_norm"),
-        ("data.validation=[]", "Podium's name for it is heldout."),
+        ("data.validation=[]", "heldout"),
     ],
 )
-def test_a_name_that_other_trainers_use_is_translated(override: str, complaint: str) -> None:
-    assert complaint in _refused(recipe_values(override))
+def test_a_name_that_other_trainers_use_is_translated(override: str, suggested: str) -> None:
+    assert _suggests(override, suggested)
 
 
 def test_an_unknown_key_like_nothing_else_lists_what_is_known_there() -> None:
     complaint = _refused(recipe_values("checkpoint.zzz=1"))
 
-    assert "checkpoint.zzz: unknown key. Known here: every, keep, keep_best, background, timeout_s." in complaint
+    assert re.search(r"checkpoint\.zzz: .*: every, keep, keep_best, background, timeout_s[^\w,]", complaint)
 
 
 @pytest.mark.parametrize(
@@ -160,13 +167,14 @@ def test_a_missing_key_is_named(key: str) -> None:
     values = recipe_values()
     del values[key]
 
-    assert f"{key}: required, and missing." in _refused(values)
+    assert f"\n  {key}: required" in _refused(values)
 
 
 def test_a_missing_key_inside_a_section_is_named_with_its_path_and_meaning() -> None:
     complaint = _refused(recipe_values("model={}"))
 
-    assert "model.path: required, and missing. (Folder of a Hugging Face checkpoint, or a hub id.)" in complaint
+    assert "model.path: required" in complaint
+    assert f"({ModelSection.model_fields['path'].description})" in complaint
 
 
 def test_all_problems_are_listed_at_once() -> None:
@@ -179,31 +187,31 @@ def test_all_problems_are_listed_at_once() -> None:
 def test_an_empty_file_lists_what_is_required(tmp_path: Path, text: str) -> None:
     file = _written(tmp_path, text)
 
-    with pytest.raises(RecipeError, match="required, and missing") as caught:
+    with pytest.raises(RecipeError, match="required") as caught:
         load_recipe(file)
     assert str(file) in str(caught.value)
 
 
 @pytest.mark.parametrize(("text", "kind"), [("- a\n- b\n", "list"), ("just words", "str"), ("7", "int")])
 def test_a_file_that_is_no_mapping_says_how_to_begin(tmp_path: Path, text: str, kind: str) -> None:
-    with pytest.raises(RecipeError, match=f"holds a {kind}, not keys and values. Begin with `program: sft`"):
+    with pytest.raises(RecipeError, match=rf"recipe\.yaml .* {kind}\b.*`program: sft`"):
         load_recipe(_written(tmp_path, text))
 
 
 def test_a_key_written_twice_is_refused_with_its_line(tmp_path: Path) -> None:
     file = _written(tmp_path, VALID + "steps: 20\n")
 
-    with pytest.raises(RecipeError, match=r"recipe\.yaml, line 8: the key 'steps' is written twice"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml, line 8: .*'steps' .*twice"):
         load_recipe(file)
 
 
 def test_a_nested_key_written_twice_is_refused_too(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="line 6: the key 'lr' is written twice"):
+    with pytest.raises(RecipeError, match=r"line 6: .*'lr' .*twice"):
         load_recipe(_written(tmp_path, VALID.replace("{lr: 2e-5}", "{lr: 2e-5, lr: 3e-5}")))
 
 
 def test_invalid_yaml_is_refused_with_line_and_column(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"recipe\.yaml is not valid YAML: line 3, column 6: expected"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml .*YAML: line 3, column 6\b"):
         load_recipe(_written(tmp_path, "program: sft\nmodel: {path: x\nsteps: 1\n"))
 
 
@@ -216,13 +224,13 @@ def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_bytes("run: {name: Süm}".encode("latin-1"))
 
-    with pytest.raises(RecipeError, match=r"is not UTF-8 text \(byte 13\). Save it as UTF-8"):
+    with pytest.raises(RecipeError, match=r"recipe\.yaml .*UTF-8.*\(byte 13\)"):
         load_recipe(file)
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
-        with pytest.raises(RecipeError, match="there is no recipe"):
+        with pytest.raises(RecipeError, match=rf"{path}.*`podium schema`"):
             load_recipe(path)
 
 
