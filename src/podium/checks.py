@@ -209,6 +209,10 @@ def deep_report(recipe: Recipe) -> list[str]:
     for other in _other_models(recipe):
         if other.gives_logprobs:
             require_same_tokens(tokenizer, load_tokenizer(ModelSection(path=other.path)), other.key)
+    if isinstance(recipe, OnPolicyRecipe) and recipe.data.heldout:
+        from podium.roles.grader import require_scorable_heldout
+
+        require_scorable_heldout(recipe, read_tasks(recipe.data.heldout, "data.heldout", _DEEP_ROWS))
     for key, section in _sources(recipe):
         match recipe:
             case SpmdRecipe():

@@ -17,9 +17,9 @@ from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.changes import changes, what_matters
 from podium.recipe.resolving import resolved
 from podium.recipe.rules import recipe_warnings
+from podium.runs.failing import forget_failures
 from podium.runs.folder import RunFolder
 from podium.runs.lineage import NOTE, Prepared
-from podium.spmd.failing import forget_failures
 
 # Other files of a model's folder: weights come from the checkpoint.
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")

@@ -10,7 +10,7 @@ import pytest
 
 from helpers.on_policy import REWARDS, ledger, numbers, rl_recipe
 from helpers.workspace import Workspace
-from podium.spmd.failing import all_failed_after, forget_failures
+from podium.runs.failing import all_failed_after, forget_failures
 
 # Fails from the step's third call on, as long as the file `down` is there. Each step grades 16 answers.
 JUDGE = (
@@ -173,16 +173,16 @@ class TestRanksThatFail:
 
     @pytest.mark.parametrize("rank", [0, 1])
     def test_one_alone_waits_for_seconds_only(self, tmp_path: Path, rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("podium.spmd.failing._OTHERS_S", 0.1)
-        monkeypatch.setattr("podium.spmd.failing._DECISION_S", 0.1)
+        monkeypatch.setattr("podium.runs.failing._OTHERS_S", 0.1)
+        monkeypatch.setattr("podium.runs.failing._DECISION_S", 0.1)
 
         assert not all_failed_after(7, tmp_path, rank=rank, world=2, attempt=0)
 
     def test_what_an_earlier_attempt_left_is_no_agreement(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("podium.spmd.failing._OTHERS_S", 0.1)
-        monkeypatch.setattr("podium.spmd.failing._DECISION_S", 0.1)
+        monkeypatch.setattr("podium.runs.failing._OTHERS_S", 0.1)
+        monkeypatch.setattr("podium.runs.failing._DECISION_S", 0.1)
         all_failed_after(7, tmp_path, rank=1, world=2, attempt=0)
         (tmp_path / ".failing-0" / "rank-1-after-7").touch()
 

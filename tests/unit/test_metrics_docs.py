@@ -95,11 +95,11 @@ def step_names() -> set[str]:
 
 
 def evaluation_names() -> set[str]:
-    """All names of an evaluation of two sources with four samples a prompt."""
+    """All names of an evaluation of two sources with four samples a prompt, one of which has no score."""
     answers = [make_answer(draw, sample) for draw in range(2) for sample in range(4)]
     rollouts = make_rollouts(answers, sources={0: "easy", 1: "hard"})
-    scores = HeldoutScores(scores_N=np.ones(8), texts=(), num_errors=0, first_error=None)
-    pass_at = evaluation.pass_at_metrics(np.ones(8, bool), rollouts.group_N, 4)
+    scores = HeldoutScores(scores_N=np.array([float("nan")] + 7 * [1.0]), texts=(), num_errors=0, first_error=None)
+    pass_at = evaluation.pass_at_metrics(np.ones(8), rollouts.group_N, 4, 1.0)
     return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], 1.0, pass_at).metrics)
 
 

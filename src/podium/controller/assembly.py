@@ -24,7 +24,7 @@ from podium.engine.checkpoint import CheckpointReader, set_aside_later
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner
-from podium.roles.grader import Grader
+from podium.roles.grader import Grader, require_scorable_heldout
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.interfaces import POLICY, Critic, Generator, Learner, RewardModel, Scorer
@@ -57,6 +57,7 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
     prompts = PromptSource(recipe, PromptTokenizer(load_tokenizer(recipe.model)), saved.get("cursor"))
     limit = heldout_limit(recipe.evaluation.generation, recipe.evaluation.max_documents)
     heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
+    require_scorable_heldout(recipe, heldout)
     return Inputs(recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout)
 
 

@@ -49,7 +49,7 @@ class Episodes:
         return rollouts
 
     async def score_heldout(self, rollouts: Rollouts, *, show: int) -> HeldoutScores:
-        """Scores held-out answers. Answers that cannot be graded are reported and count as 0."""
+        """Scores held-out answers. Answers that cannot be graded are reported and have no score."""
         async with self._devices.phase("grade"):
             scores = await heldout_scores(rollouts, self._parts.recipe, self._parts.roles, show=show)
         if scores.num_errors:

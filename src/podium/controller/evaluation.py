@@ -28,9 +28,10 @@ DEFAULT_PROMPTS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OnPolicyEvaluation:
-    """Results of one evaluation. `score` is the mean reward of the greedy answers."""
+    """Results of one evaluation. `score` is the mean reward of the greedy answers that could be graded; None if there
+    is none."""
 
-    score: float
+    score: float | None
     metrics: Mapping[str, float]
     view: EvaluationView
 
@@ -76,7 +77,7 @@ class OnPolicyEvaluator:
             )
             sampled = await self._episodes.generate(self._prompts, generation.samples, plan, step, objects)
             sampled_N = (await self._episodes.score_heldout(sampled, show=0)).scores_N
-            pass_at = pass_at_metrics(sampled_N >= recipe.grading.solved_at, sampled.group_N, generation.samples)
+            pass_at = pass_at_metrics(sampled_N, sampled.group_N, generation.samples, recipe.grading.solved_at)
         return summarise(step, rollouts, scores, self._parts.heldout, recipe.grading.solved_at, pass_at)
 
 
@@ -90,24 +91,34 @@ def summarise(
 ) -> OnPolicyEvaluation:
     """Turns held-out answers and their scores into metrics and console samples; pure."""
     scores_N = scores.scores_N
-    metrics = {"heldout/score": float(scores_N.mean()), "heldout/length": float(rollouts.note.sampled_N.mean())}
-    metrics["heldout/solved"] = float((scores_N >= solved_at).mean())
+    is_scored_N = np.isfinite(scores_N)
+    metrics = {"heldout/length": float(rollouts.note.sampled_N.mean())}
     metrics["heldout/truncated"] = float(rollouts.truncated_N.mean())
+    if is_scored_N.any():
+        metrics["heldout/score"] = float(scores_N[is_scored_N].mean())
+        metrics["heldout/solved"] = float((scores_N[is_scored_N] >= solved_at).mean())
+    if not is_scored_N.all():
+        metrics["heldout/unscored"] = float((~is_scored_N).sum())
     metrics |= _by_source(scores_N, rollouts)
     metrics |= pass_at
     prompt_indices = rollouts.group_N.tolist()
     views = tuple(
-        SampleView(prompt=prompt, answer=answer, reference=tasks[prompt_index].reference, score=score)
+        SampleView(
+            prompt=prompt,
+            answer=answer,
+            reference=tasks[prompt_index].reference,
+            score=None if np.isnan(score) else score,
+        )
         for (prompt, answer), prompt_index, score in zip(scores.texts, prompt_indices, scores_N.tolist(), strict=False)
     )
     view = EvaluationView(
         step=step,
-        score_name="held-out reward" if not _is_share(scores_N) else "held-out accuracy",
-        score=metrics["heldout/score"],
-        num_scored=len(scores_N),
+        score_name="held-out reward" if not _is_share(scores_N[is_scored_N]) else "held-out accuracy",
+        score=metrics.get("heldout/score"),
+        num_scored=int(is_scored_N.sum()),
         samples=views,
     )
-    return OnPolicyEvaluation(score=metrics["heldout/score"], metrics=metrics, view=view)
+    return OnPolicyEvaluation(score=metrics.get("heldout/score"), metrics=metrics, view=view)
 
 
 def numbered(tasks: Sequence[Task]) -> list[IndexedTask]:
@@ -120,13 +131,18 @@ def _by_source(scores_N: np.ndarray, rollouts: Rollouts) -> dict[str, float]:
     names = sorted(set(sources_N.tolist()))
     if len(names) < 2:
         return {}
-    return {f"heldout/{name}/score": float(scores_N[sources_N == name].mean()) for name in names}
+    by_name = {name: scores_N[(sources_N == name) & np.isfinite(scores_N)] for name in names}
+    return {f"heldout/{name}/score": float(scores.mean()) for name, scores in by_name.items() if len(scores)}
 
 
-def pass_at_metrics(solved_N: np.ndarray, group_N: np.ndarray, samples: int) -> dict[str, float]:
-    """pass@k for k = 1, 2, 4, ... and the number of samples of each prompt."""
-    _, group = np.unique(group_N, return_inverse=True)
-    solved_G = np.bincount(group, solved_N).astype(int)
+def pass_at_metrics(scores_N: np.ndarray, group_N: np.ndarray, samples: int, solved_at: float) -> dict[str, float]:
+    """pass@k for k = 1, 2, 4, ... and the number of samples of each prompt. Leaves out prompts with a sample that has
+    no score (NaN)."""
+    is_whole_N = ~np.isin(group_N, group_N[np.isnan(scores_N)])
+    if not is_whole_N.any():
+        return {}
+    _, group = np.unique(group_N[is_whole_N], return_inverse=True)
+    solved_G = np.bincount(group, scores_N[is_whole_N] >= solved_at).astype(int)
     return {
         f"heldout/pass@{k}": float(np.mean([pass_at_k(solved, samples, k) for solved in solved_G]))
         for k in powers_up_to(samples)

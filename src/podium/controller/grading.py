@@ -106,7 +106,7 @@ def shaping(rollouts: Rollouts, recipe: OnPolicyRecipe) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldoutScores:
-    """One score for each held-out answer. It is 0 where grading failed; `errors` counts those."""
+    """One score for each held-out answer. It is NaN where grading failed; `num_errors` counts those."""
 
     scores_N: Floats
     texts: tuple[tuple[str, str], ...]  # (prompt, answer) of the first rows
@@ -132,7 +132,7 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
             scores_N = scores_N + recipe.reward[index].weight * model_scores_N
     without = np.isin(np.arange(len(rollouts)), list(errors))
     return HeldoutScores(
-        scores_N=np.where(without, 0.0, np.nan_to_num(scores_N)),
+        scores_N=np.where(without, np.nan, np.nan_to_num(scores_N)),
         texts=grades.texts,
         num_errors=len(errors),
         first_error=errors[min(errors)] if errors else None,

@@ -200,7 +200,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._evaluation = evaluation = await self._evaluator.evaluate(step)
         self._milestones.evaluated_step = step
         self._parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.view.samples)
-        if self._milestones.saved_step == step and step > 0:
+        if self._milestones.saved_step == step and step > 0 and evaluation.score is not None:
             await self._parts.roles.policy.grade(step, -evaluation.score)
 
     async def _save(self) -> None:
@@ -238,8 +238,9 @@ class OnPolicyRun(Generic[RecipeT_co]):
         is_saved_late = self._milestones.saved_step != step
         await self._save()
         await self._log.written()
-        if is_saved_late and self._milestones.evaluated_step == step and self._evaluation is not None:
-            await self._parts.roles.policy.grade(step, -self._evaluation.score)
+        score = self._evaluation.score if self._evaluation is not None else None
+        if is_saved_late and self._milestones.evaluated_step == step and score is not None:
+            await self._parts.roles.policy.grade(step, -score)
         if self._milestones.last_evaluation_is_due(step):
             await self._evaluate()
         with self._parts.watch.span("checkpoint"):

@@ -214,6 +214,11 @@ def _fit_trl(given: _Parameters, key: str) -> Signature:
     )
 
 
+def is_filled(name: str) -> bool:
+    """Whether Podium fills a parameter of this name from the sample itself, in any style."""
+    return name in (*_PODIUM_SAMPLE, *_PODIUM_BATCH, *_VERL_SAMPLE, *_VERL_BATCH, *_TRL_LISTS, *_TRL_TRAINER)
+
+
 def _listed(names: Sequence[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 

@@ -13,6 +13,7 @@ import os
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -105,6 +106,34 @@ def takes(path: str, key: str, num_arguments: int) -> bool:
     needs_names = any(default is None for default in given.kw_defaults)
     fits = positional - len(given.defaults) <= num_arguments
     return fits and not needs_names and (num_arguments <= positional or given.vararg is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Outline:
+    """What the text of a function says."""
+
+    required: tuple[str, ...]  # parameters without a default
+    subscripts: tuple[str, ...]  # texts in square brackets, as in row["answer"]
+
+
+def outline(path: str, key: str) -> Outline | None:
+    """The plug-in's outline, by parsing. None if its file does not define it as a plain function."""
+    function = _function(path, key)
+    if function is None or function.decorator_list:
+        return None
+    given = function.args
+    positional = [*given.posonlyargs, *given.args]
+    required = positional[: len(positional) - len(given.defaults)]
+    required += [each for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
+    reads = [
+        node.slice.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
+    ]
+    return Outline(
+        required=tuple(each.arg for each in required),
+        subscripts=tuple(dict.fromkeys(text for text in reads if isinstance(text, str))),
+    )
 
 
 def _function(path: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -12,9 +12,10 @@ import numpy as np
 
 from podium.cluster import WorkerContext
 from podium.data.kinds import Message
-from podium.data.tasks import Task
+from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.environments.grading import Grade
+from podium.environments.heldout_rows import require_scorable
 from podium.environments.hosted_grading import HostedGrader
 from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import RewardSpec
@@ -22,6 +23,9 @@ from podium.environments.rewards import Sample
 from podium.recipe import FunctionReward, ModelReward, ModelSection, OnPolicyRecipe, RewardSection, VerifierReward
 from podium.roles.carriers import GradeNote, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
+
+# Training rows that are compared with held-out ones.
+_FEW_ROWS = 16
 
 Purpose = Literal["train", "evaluation"]
 """Which rewards to use: the recipe's, or evaluation.generation.score if the recipe has it."""
@@ -61,6 +65,15 @@ def evaluation_rewards(recipe: OnPolicyRecipe) -> tuple[RewardSection, ...]:
             return (VerifierReward(verifier="exact_match"),)
         case path:
             return (FunctionReward(function=path),)
+
+
+def require_scorable_heldout(recipe: OnPolicyRecipe, heldout: Sequence[Task]) -> None:
+    """Raises an error if held-out rows lack a column that scores them, while training rows have it."""
+    rewards, key = evaluation_rewards(recipe), "evaluation.generation.score"
+    if not rewards:
+        rewards, key = recipe.reward, "reward"
+    if heldout and rewards:
+        require_scorable(rewards, key, heldout, read_tasks(recipe.data.train, "data.train", _FEW_ROWS))
 
 
 class Grader:

@@ -76,6 +76,11 @@ class RunFolder:
         folder = cls._of(recipe)
         if not folder.path.exists() or folder._was_never_begun():
             return
+        if is_held(folder.path):
+            raise RunFolderError(
+                f"{folder.path} is running right now{_holder(folder.path)}. Look at it with `podium show "
+                f"{folder.path}`, or choose another name with --set run.name=..."
+            )
         begun = any(folder.checkpoints.glob("step-*"))
         first = "It has no checkpoint to resume from: remove it"
         if begun or is_pipeline_folder(folder.path):
@@ -227,10 +232,23 @@ def held(path: Path) -> Iterator[None]:
             except BlockingIOError as error:
                 if not left:
                     raise RunFolderError(
-                        f"{path} is being run by another process right now. Wait for it, or end it first."
+                        f"{path} is running right now{_holder(path)}. Wait for it, or end it first."
                     ) from error
             time.sleep(_LOCK_PAUSE_S)  # a process that only tests the lock releases it at once
+        file.truncate(0)
+        file.write(json.dumps({"pid": os.getpid(), "host": platform.node(), "since_s": time.time()}))
+        file.flush()
         yield
+
+
+def _holder(path: Path) -> str:
+    """Who runs the folder and since when, in brackets; empty if that cannot be read."""
+    try:
+        holder = json.loads((path / "run.lock").read_text(encoding="utf-8"))
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(holder["since_s"]))
+        return f" (process {holder['pid']} on {holder['host']}, since {since})"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
 
 
 def is_held(path: Path) -> bool:

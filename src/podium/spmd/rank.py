@@ -39,12 +39,12 @@ from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
 from podium.observe import Stopwatch, open_console
 from podium.recipe import RewardModelRecipe, SpmdRecipe
+from podium.runs.failing import all_failed_after
 from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
 from podium.runs.log import open_log
 from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
-from podium.spmd.failing import all_failed_after
 from podium.spmd.launch import RankPlace, StopRequest
 from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
 

@@ -105,7 +105,7 @@ def test_models_and_weights_count_in_held_out_scores_as_in_training(tmp_path: Pa
     assert view.score_name == "held-out reward"
 
 
-def test_an_answer_that_cannot_be_scored_counts_zero_and_is_reported(tmp_path: Path) -> None:
+def test_an_answer_that_cannot_be_scored_has_no_score_and_is_reported(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "steps=1", heldout=4, bandit=Bandit(log_odds=2.0))
     # Draws 0 and on are of the step, and then again of the evaluation.
     trial.bandit.fails = lambda id: (
@@ -114,5 +114,5 @@ def test_an_answer_that_cannot_be_scored_counts_zero_and_is_reported(tmp_path: P
 
     trial.run()
 
-    assert trial.metric("heldout/score") == {1: 0.75}
+    assert trial.metric("heldout/score") == {1: 1.0}
     assert trial.console.warnings == ["1 of 4 held-out answers have no score: no luck"]
