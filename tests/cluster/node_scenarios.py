@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -151,11 +152,12 @@ async def placing(folder: Path) -> dict[str, float]:
             wide.end()
 
             text = await refused(cluster, layout(loose("whole", 4, one_node=True)))
-            assert text.startswith("pool whole asks for 1 × 4 slots on one node, each 4 CPU, and the cluster is too")
-            assert f"  {name_of(disk)}: has 2 CPU, free " in text
-            assert "At most 2 slots fit on one node and 4 in the cluster" in text
-            text = await refused(cluster, layout(loose("tape", 1, each=Resources(custom={"tape": 1}))))
-            assert "no node has tape. Add a node that has, or ask for less per slot." in text
+            first, *_, last = text.splitlines()
+            assert re.search(r"\bwhole\b.* 1 × 4 .* 4 CPU", first)
+            assert re.search(rf"{re.escape(name_of(disk))}.* 2 CPU", text)
+            assert re.search(r"\b2 slots .*\b4\b", last)
+            text = await refused(cluster, layout(loose("backup", 1, each=Resources(custom={"tape": 1}))))
+            assert "tape" in text.splitlines()[-1]
         # It was joined, not started: it is still there when the run has left.
         assert not ray.is_initialized()
 
@@ -209,7 +211,7 @@ async def death(folder: Path) -> dict[str, float]:
             for call, pool in ((naps, "gen"), (sums, "learn")):
                 text = await failed(call, WorkerDiedError)
                 assert lost.node in text
-                assert f"Recover the pool with `workers.recover('{pool}')`" in text
+                assert f"`workers.recover('{pool}')`" in text
             measured["calls_failed_s"] = round(time.monotonic() - began, 2)
 
             (new,) = await workers.recover("gen", deadline_s=60)
@@ -230,14 +232,14 @@ async def death(folder: Path) -> dict[str, float]:
             assert alive.values_N.shape == (4, 50_000)
             with seconds(measured, "loss_reported_s"):
                 text = failed_now(lambda: large.select(shards[0].ids).read(), StoreError)
-            assert "lost with the node that held it" in text
+            assert "lost" in text
             # So does a worker say that is given them.
             gone = Batch(block=large.select(shards[0].ids))  # type: ignore[arg-type]
             none = Batch(block=large.select(TrajectoryIds.of([])))  # type: ignore[arg-type]
             (folder / "never").touch()  # the survivor finishes the call that nobody waits for any more
             text = await failed(asyncio.create_task(gen.call_sharded(Maker.add_up, [gone, none])), RoleError)
             assert "StoreError" in text
-            assert "lost with the node that held it" in text
+            assert "lost" in text
     return measured
 
 
@@ -291,9 +293,10 @@ async def joining(folder: Path) -> dict[str, float]:
             with seconds(measured, "gave_up_s"):
                 text = await failed(asyncio.create_task(workers.recover("gen", deadline_s=3)), PlacementError)
             assert measured["gave_up_s"] < 6
-            assert text.startswith("pool gen asks for 1 × 1 slot, each 1 CPU, and the cluster is too small for it:")
-            assert "no node has CPU. Add a node that has, or ask for less per slot." in text
-            assert "Waited 3 s for room." in text
+            first, *_, nearest, waited = text.splitlines()
+            assert re.search(r"\bgen\b.* 1 × 1 .* 1 CPU", first)
+            assert "CPU" in nearest
+            assert "3 s" in waited
     return measured
 
 
@@ -312,12 +315,13 @@ async def wrong_address(folder: Path) -> dict[str, float]:
     measured: dict[str, float] = {}
     with seconds(measured, "nobody_there_s"):
         text = await no_cluster("127.0.0.1:1")
-    assert text.startswith("no Ray cluster answers at 127.0.0.1:1 (")
-    assert "Start one there with `ray start --head`, correct the address, or leave it (and RAY_ADDRESS) away" in text
+    assert "127.0.0.1:1 " in text
+    assert "`ray start --head`" in text
+    assert "RAY_ADDRESS" in text
     text = await no_cluster("ray://127.0.0.1:10001")
-    assert "is not the address of a Ray cluster but of a client or job server" in text
+    assert "`ray job submit --address ray://127.0.0.1:10001" in text
     os.environ["RAY_ADDRESS"] = "127.0.0.1:2"
-    assert "no Ray cluster answers at 127.0.0.1:2" in await no_cluster(None)
+    assert "127.0.0.1:2 " in await no_cluster(None)
     assert max(measured.values()) < 3
     return measured
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from collections.abc import Awaitable
@@ -84,7 +85,7 @@ def test_a_killed_worker_is_replaced_in_place_and_the_others_go_on(open_on_ray: 
         await until_all_in(workers, "gen", "counter.wait_for > waiting")
         os.kill(after[0], signal.SIGKILL)
         error = await fails(call, within_s=TOLD_S)
-        assert f"{group.workers[0]}: process {after[0]} is gone" in str(error)
+        assert f"{group.workers[0]}: process {after[0]}" in str(error)
         assert (await next_death(workers, within_s=1)).worker == group.workers[0]
         (tmp_path / "go").touch()
         await workers.recover("gen", deadline_s=30)
@@ -101,7 +102,7 @@ def test_blocks_finished_before_a_kill_are_readable_after_it(open_on_ray: Opener
         group = workers.role("counter", Counter)
         blocks = []
         stream = group.stream_one(0, Counter.generate_and_die, SHARDS[0], 3)
-        with pytest.raises(WorkerDiedError, match="blocks that it finished can still be read"):
+        with pytest.raises(WorkerDiedError, match=r"gen\[0\].*counter\.generate_and_die"):
             await drain(stream, then=blocks.append)
         assert [str(block.ids) for block in blocks] == ["0.0#0", "0.1#0", "1.0#0"]
         await workers.recover("gen", deadline_s=30)
@@ -115,7 +116,7 @@ def test_blocks_finished_before_a_kill_are_readable_after_it(open_on_ray: Opener
 def test_what_a_worker_cannot_send_is_reported_with_its_name(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
-        with pytest.raises(ClusterError, match=r"(?s)cannot pickle.*gen\[0\]"):
+        with pytest.raises(ClusterError, match=r"(?s)pickle.*gen\[0\]"):
             await group.call_one(0, Counter.unsendable)
         assert await values(group) == [0]
 
@@ -198,10 +199,10 @@ def test_a_worker_killed_inside_a_collective_has_its_whole_pool_rebuilt(open_on_
         before, old = await pids(group), group.workers
         # It dies 0.2 s into the call.
         error = await fails(group.call_all(Summer.die_in_sum, 1), within_s=0.2 + TOLD_S)
-        assert f"{old[1]}: process {before[1]} is gone" in str(error)
+        assert f"{old[1]}: process {before[1]}" in str(error)
         assert (await next_death(workers, within_s=1)).worker == old[1]
         # The survivors cannot be called: they are out of step.
-        with pytest.raises(WorkerDiedError, match=r"pool gen cannot be called: .*workers\.recover\('gen'\)"):
+        with pytest.raises(WorkerDiedError, match=r"pool gen\b.*workers\.recover\('gen'\)"):
             await group.call_one(0, Counter.value)
 
         new = await workers.recover("gen", deadline_s=60)
@@ -214,12 +215,14 @@ def test_a_worker_killed_inside_a_collective_has_its_whole_pool_rebuilt(open_on_
         with pytest.raises(DeadlineError) as late:
             await group.within(1.0).call_all(Summer.sum_without, 1)
         text = str(late.value)
-        assert text.startswith("3 of 3 workers of gen are still in counter.sum_without after 1.0 s")
-        assert f"{new[0]}, {new[2]}: in counter.sum_without > summing, at " in text
-        (different,) = [line for line in text.splitlines() if line.endswith("<- differs from most")]
-        assert different.startswith(f"{new[1]}: in counter.sum_without > staying away, at ")
+        assert re.match(r"3 of 3 .*\bgen\b.*counter\.sum_without.*1\.0 s", text)
+        (alike,) = [line for line in text.splitlines() if line.startswith(f"{new[0]}, {new[2]}: ")]
+        assert "counter.sum_without > summing" in alike
+        (different,) = [line for line in text.splitlines() if "<-" in line]
+        assert different.startswith(f"{new[1]}: ")
+        assert "counter.sum_without > staying away" in different
         assert "all_reduce" in text
-        with pytest.raises(WorkerDiedError, match=r"pool gen cannot be called: .* did not answer"):
+        with pytest.raises(WorkerDiedError, match=r"pool gen\b.*counter\.sum_without"):
             await group.call_all(Counter.value)
 
     in_cluster(open_on_ray, one_role(Summer, slots=3, collectives=True), body, limit_s=120)
@@ -232,9 +235,10 @@ def test_a_rank_that_raises_while_others_wait_for_it_breaks_the_pool_until_it_is
         with pytest.raises(RoleError) as failed:
             await group.call_all(Summer.fail_in_sum, 1)
         assert time.monotonic() - began < TOLD_S
-        assert str(failed.value).startswith(f"{group.workers[1]} failed while in counter.fail_in_sum: ValueError")
-        assert f"Still without an answer: {group.workers[0]}." in str(failed.value)
-        with pytest.raises(WorkerDiedError, match="pool gen cannot be called"):
+        first = str(failed.value).splitlines()[0]
+        assert re.match(rf"{re.escape(str(group.workers[1]))}.*counter\.fail_in_sum.*ValueError", first)
+        assert str(group.workers[0]) in str(failed.value)  # it waits
+        with pytest.raises(WorkerDiedError, match="pool gen"):
             await group.call_all(Counter.value)
         assert len(await workers.recover("gen", deadline_s=60)) == 2
         assert await sums(group) == [3.0, 3.0]
@@ -253,7 +257,7 @@ def test_a_shard_that_cannot_be_sent_leaves_no_rank_alone_in_a_collective(open_o
             step.hold(rows[1])
         first, second = SHARDS[0].ids, SHARDS[1].ids
         bad = [Batch(block=rows[0].select(first)), Batch(block=rows[1].select(second))]
-        with pytest.raises(StoreError, match="freed when step 1 closed"):
+        with pytest.raises(StoreError, match="step 1"):
             await group.call_sharded(Summer.sum_tokens, bad)
         # Either nobody has begun, or the pool says that it is out of step: never a sum over two different calls.
         good = [Batch(block=rows[0].select(first)), Batch(block=rows[0].select(second))]
@@ -301,7 +305,7 @@ def test_a_meeting_that_one_does_not_come_to_ends_in_time_with_who_is_absent() -
     assert not dist.is_initialized()
     server = MeetingServer("127.0.0.1")
     began = time.monotonic()
-    with pytest.raises(RendezvousError, match=r"rank 0 of 3 waited 1 s and ranks \[1, 2\] did not come"):
+    with pytest.raises(RendezvousError, match=r"rank 0 of 3\b.*\b1 s\b.*\[1, 2\]"):
         join_default_group(
             server.meeting, kind="cpu", rank=0, world=3, device=torch.device("cpu"), deadline_s=1.0, timeout_s=60.0
         )
@@ -314,7 +318,7 @@ def test_a_meeting_that_nobody_serves_ends_in_time() -> None:
     nowhere = server.meeting
     del server
     began = time.monotonic()
-    with pytest.raises(ClusterError, match="rank 0 gave up after"):
+    with pytest.raises(RendezvousError, match=r"rank 0\b.*interface"):
         join_default_group(
             nowhere, kind="cpu", rank=0, world=2, device=torch.device("cpu"), deadline_s=1.0, timeout_s=60.0
         )
@@ -323,5 +327,5 @@ def test_a_meeting_that_nobody_serves_ends_in_time() -> None:
 
 def test_an_address_that_no_interface_has_is_reported_with_those_there_are() -> None:
     assert interface_of("127.0.0.1") == "lo"
-    with pytest.raises(RendezvousError, match=r"no network interface .* 192\.0\.2\.7; there are .*lo \(127\.0\.0\.1\)"):
+    with pytest.raises(RendezvousError, match=r"192\.0\.2\.7.*lo \(127\.0\.0\.1\)"):
         interface_of("192.0.2.7")

@@ -49,11 +49,11 @@ async def kill(workers: Workers, role: str, rank: int) -> None:
 def test_a_link_carries_weights_between_pools_and_is_renewed_with_either(open_on_ray: Opener) -> None:
     async def body(cluster: Cluster, workers: Workers) -> None:
         policy, generator = workers.role("policy", Summer), workers.role("generator", Summer)
-        with pytest.raises(RoleError, match=r"gen\[0\].* has no link 'weights'; it has none.*workers\.connect"):
+        with pytest.raises(RoleError, match=r"gen\[0\].*'weights'.*workers\.connect"):
             await generator.call_all(Summer.receive, "weights", SIZE, 0)
-        with pytest.raises(ClusterError, match=r"roles policy, judge share workers.*Colocated roles need none"):
+        with pytest.raises(ClusterError, match=r"weights.*policy, judge"):
             await workers.connect("weights", ("policy", "judge"))
-        with pytest.raises(ClusterError, match="no role 'critic'"):
+        with pytest.raises(ClusterError, match="'critic'"):
             await workers.connect("weights", ("policy", "critic"))
 
         await workers.connect("weights", ("policy", "generator"), deadline_s=30)
@@ -92,7 +92,7 @@ def test_a_generator_that_dies_in_a_transfer_costs_the_policy_nothing_but_that_t
         # The generator is the source, so the policy waits for it.
         receiving = asyncio.create_task(policy.within(15).call_all(Summer.receive, "weights", SIZE, 2))
         await kill(workers, "generator", 0)
-        with pytest.raises(RoleError, match=r"train\[[01]\].* failed while in policy.receive"):
+        with pytest.raises(RoleError, match=r"train\[[01]\].*policy\.receive"):
             await receiving
         await workers.recover("gen", deadline_s=60)
         assert await sent_from(workers, 0) == [40.0] * 3  # five eights: the policy has lived on
@@ -137,9 +137,9 @@ def test_a_stream_that_fails_on_one_rank_breaks_its_pool(open_on_ray: Opener) ->
         own = [Batch(block=rows.select(shard.ids)) for shard in shards]
         # 1·0 + 4·1 + 8·100 + 11·101
         assert (await policy.call_sharded(Summer.sum_tokens, own)).metrics == {"sum": 1915.0}
-        with pytest.raises(RoleError, match=r"train\[0\].*rank 0 does not feel well"):
+        with pytest.raises(RoleError, match=r"train\[0\].*ValueError: rank 0"):
             await drain(judge.stream_one(0, Summer.generate_meeting, shards[0], 0))
-        with pytest.raises(WorkerDiedError, match="pool train cannot be called"):
+        with pytest.raises(WorkerDiedError, match="pool train"):
             await judge.within(5).call_all(Counter.value)
 
     in_cluster(open_on_ray, LAYOUT, body, limit_s=120)
@@ -177,7 +177,7 @@ def test_a_link_outlives_its_making_and_a_busy_pool_the_renewal_of_its_link(open
 
         working = asyncio.create_task(generator.call_all(Late.nap, 14.0))
         await workers.end_worker(policy.workers[0])
-        with pytest.raises(DeadlineError, match="workers of gen are still leaving"):
+        with pytest.raises(DeadlineError, match=r"\bgen\b.*leaving.*weights"):
             await workers.recover("train", deadline_s=8)
         assert [answer.value for answer in await working] == ["rested"] * 2
         assert [answer.value for answer in await generator.call_all(Late.all_sum, 1.0)] == [3.0] * 2

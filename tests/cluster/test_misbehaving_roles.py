@@ -35,7 +35,7 @@ def test_only_the_owner_reaches_new_workers_before_their_state_is_back(open_clus
         await workers.end_worker(group.workers[1])
         recovery = asyncio.create_task(workers.recover("gen", deadline_s=30))
         await restoring.wait()
-        with pytest.raises(WorkerDiedError, match="its links or its state are not restored"):
+        with pytest.raises(WorkerDiedError, match=r"gen\[1\]@.*#1.*workers\.recover\('gen'\)"):
             await group.call_all(Counter.value)
         go.set()
         await recovery
@@ -57,9 +57,9 @@ def test_a_recovery_waits_for_nobody_beyond_its_deadline(open_cluster: Opener) -
         await workers.end_worker(group.workers[0])
         first = asyncio.create_task(workers.recover("gen", deadline_s=8))
         await asyncio.sleep(0)
-        with pytest.raises(DeadlineError, match="another recovery of pool gen is under way"):
+        with pytest.raises(DeadlineError, match=r"another recovery.*\bgen\b"):
             await workers.recover("gen", deadline_s=0.2)
-        with pytest.raises(DeadlineError, match="role counter: its owner did not restore"):
+        with pytest.raises(DeadlineError, match=r"counter.*gen\[0\].*\b8 s"):
             await first
 
         async def asks_again(new: tuple[WorkerId, ...]) -> None:
@@ -77,13 +77,13 @@ def test_a_trajectory_in_two_shards_is_refused_before_any_work(open_cluster: Ope
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
         one = Request(ids=ids(range(1), 1))
-        with pytest.raises(ResultError, match=r"given to several ranks.*gen\[0\].*gen\[1\].*: 0\.0#0"):
+        with pytest.raises(ResultError, match=r"counter.*gen\[0\].*gen\[1\].*: 0\.0#0"):
             await group.call_sharded(Counter.generate, [one, one])
-        with pytest.raises(ResultError, match="given to several ranks"):
+        with pytest.raises(ResultError, match=r"counter.*gen\[0\].*gen\[1\].*: 0\.0#0"):
             async for _ in group.stream_sharded(Counter.generate_slowly, [one, one]):
                 pass
         twice = Request(ids=TrajectoryIds.concatenate([one.ids, one.ids]))
-        with pytest.raises(ResultError, match="twice to one"):
+        with pytest.raises(ResultError, match=r"\(gen\[0\][^,]*\): 0\.0#0"):
             async for _ in group.stream_one(0, Counter.generate_slowly, twice):
                 pass
 
@@ -147,7 +147,7 @@ def test_an_argument_that_cannot_be_sent_is_named_without_its_value(open_on_ray:
     async def body(cluster: Cluster, workers: Workers) -> None:
         group = workers.role("counter", Counter)
         secret = "".join(reversed("TERCES"))
-        with pytest.raises(ClusterError, match=r"counter.measure: its argument number 0 \(Settings\)") as message:
+        with pytest.raises(ClusterError, match=r"counter\.measure.*\b0 \(Settings\)") as message:
             await group.call_one(0, Counter.measure, Settings(key=secret, lock=Lock()))  # type: ignore[arg-type]
         assert "SECRET" not in "".join(traceback.format_exception(message.value))
 
@@ -212,14 +212,14 @@ def test_streams_keep_ranks_in_step_and_end_in_time(open_on_ray: Opener) -> None
     async def body(cluster: Cluster, workers: Workers) -> None:
         ranks = workers.role("ranks", Meets)
         good, bad = Request(ids=ids(range(1))), LockedRequest(ids=ids(range(1, 2)))
-        with pytest.raises(ClusterError, match="cannot be pickled"):
+        with pytest.raises(ClusterError, match=r"ranks\.agreed.*LockedRequest"):
             await drain(ranks.stream_sharded(Meets.agreed, [good, bad]))
-        with pytest.raises(WorkerDiedError, match="could not be sent to the others"):
+        with pytest.raises(WorkerDiedError, match=r"pool gen\b.*ranks\.agreed.*LockedRequest"):
             await ranks.call_all(Meets.value)
         assert len(await workers.recover("gen", deadline_s=60)) == 2
-        with pytest.raises(DeadlineError, match=r"has sent no block of ranks\.lingers for 3\.0 s"):
+        with pytest.raises(DeadlineError, match=r"gen\[0\].*ranks\.lingers.*\b3\.0 s"):
             await drain(ranks.within(3).stream_one(0, Meets.lingers, good))
-        with pytest.raises(WorkerDiedError, match="came to no end"):
+        with pytest.raises(WorkerDiedError, match=r"pool gen\b.*ranks\.lingers"):
             await ranks.call_all(Meets.value)
 
     in_cluster(open_on_ray, layout, body, limit_s=150)

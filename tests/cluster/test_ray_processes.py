@@ -5,6 +5,7 @@ time with a word of who it was, and no process is left."""
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -61,7 +62,7 @@ def test_the_death_of_a_process_of_ray_ends_the_run_with_its_name(tmp_path: Path
         victim = rays(process, name)
         os.kill(victim, signal.SIGKILL)
         ended = end_of(process, tmp_path, within_s=ENDED_S)
-        assert ended == f"ClusterError: Ray's {name} (process {victim}) died, and Ray does not work without it."
+        assert re.match(rf"ClusterError: .*{name} \(process {victim}\) died", ended)
 
 
 def test_the_death_of_ray_while_it_starts_ends_the_run(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_the_death_of_ray_while_it_starts_ends_the_run(tmp_path: Path) -> None:
         os.kill(found[0], signal.SIGKILL)
         # Where the driver waits for it in a call that holds Python's lock, the guard ends it.
         assert process.wait(GUARD_S + ENDED_S) in (0, -signal.SIGKILL)
-        assert f"Ray's gcs_server (process {found[0]}) died" in (tmp_path / "output").read_text()
+        assert f"gcs_server (process {found[0]}) died" in (tmp_path / "output").read_text()
         wait_until(lambda: not session_of(process.pid), f"the end of {commands_of(process)}", deadline_s=15)
 
 
@@ -89,7 +90,7 @@ def test_a_stopped_raylet_ends_the_run_after_the_heartbeat_timeout(tmp_path: Pat
         victim = rays(process, "raylet")
         os.kill(victim, signal.SIGSTOP)
         ended = end_of(process, tmp_path, within_s=HEARTBEAT_S + ENDED_S)
-        assert ended.startswith(f"ClusterError: Ray's raylet (process {victim}) is stopped (SIGSTOP)")
+        assert re.match(rf"ClusterError: .*raylet \(process {victim}\).*SIGSTOP", ended)
 
 
 @pytest.mark.parametrize("moment", ["building", "calling"])
@@ -106,8 +107,7 @@ def test_a_stopped_worker_counts_as_dead_after_the_heartbeat_timeout(tmp_path: P
         if moment == "building":
             assert ended == "0 0"
         else:
-            assert ended.startswith("WorkerDiedError")
-            assert f"process {victim} is stopped (SIGSTOP)" in ended
+            assert re.match(rf"WorkerDiedError: .*process {victim}\b.*SIGSTOP", ended)
 
 
 def test_nothing_outlives_a_killed_controller(tmp_path: Path) -> None:
@@ -128,4 +128,4 @@ def test_a_controller_that_cannot_notice_the_death_of_ray_is_ended_with_a_word(t
         os.kill(victim, signal.SIGKILL)
         assert process.wait(GUARD_S + ENDED_S) == -signal.SIGKILL
         wait_until(lambda: not session_of(process.pid), f"the end of {commands_of(process)}", deadline_s=15)
-        assert f"error: Ray's gcs_server (process {victim}) died" in (tmp_path / "output").read_text()
+        assert f"gcs_server (process {victim}) died" in (tmp_path / "output").read_text()

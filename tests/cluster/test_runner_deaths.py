@@ -5,6 +5,7 @@ as without the kill."""
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,7 @@ def test_a_runner_killed_in_its_episodes_is_replaced_and_its_episodes_are_the_sa
     assert os.path.exists(tmp_path / "kill"), "the runner was killed"
     assert quiet == []
     assert len(warnings) == 1
-    assert "Its unfinished episodes are run again." in warnings[0]
+    assert re.match(r"runners\[\d\]@", warnings[0])
     assert not found.note.errors
     ids, wanted = found.rows.ids.array_N4, expected.rows.ids.array_N4
     assert np.array_equal(ids[:, :3], wanted[:, :3])

@@ -130,7 +130,7 @@ def test_the_store_carries_weights_on_any_cluster(open_cluster: Opener, folder: 
 
         # The buckets of the version before do not pass for the next one.
         stale = replace(transfer, version=await described(policy, 2))
-        with pytest.raises(RoleError, match=r"WeightMismatchError: \d+ of \d+ tensors are not those of .* version 2"):
+        with pytest.raises(RoleError, match=r"WeightMismatchError: \d+ .*version 2\b"):
             await generator.call_all(Generator.install, stale)
 
     in_cluster(open_cluster, layout(folder, 1), body)

@@ -108,13 +108,13 @@ def test_an_adapter_of_another_base_ends_the_run_before_it_leaves_a_folder(
 ) -> None:
     adapter = save_peft_adapter(tiny_folder, tmp_path / "adapter", target_modules=["q_proj"])
     (tmp_path / "adapter" / "podium_base.json").write_text('{"path": "a/base", "config": "0", "weights": "0"}')
-    with pytest.raises(ModelError, match=r"model\.lora\.adapter: .* trained on a/base, and model\.path is .* differ"):
+    with pytest.raises(ModelError, match=r"model\.lora\.adapter: .*a/base.*model\.path.*podium_base\.json"):
         api.train(recipe(tiny_folder, data, tmp_path, "foreign", adapter=str(adapter)))
     assert not (tmp_path / "foreign").exists()
 
 
 def test_a_run_of_all_weights_has_no_adapter_to_export(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     api.train(tiny_recipe(tiny_folder, data, tmp_path, "full", steps=3))
-    with pytest.raises(RunFolderError, match="trained all weights, so it has no adapter"):
+    with pytest.raises(RunFolderError, match=r"full\b.*--adapter"):
         api.export(tmp_path / "full", tmp_path / "out", adapter=True)
     assert not (tmp_path / "out").exists()

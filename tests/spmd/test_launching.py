@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ def test_several_ranks_give_what_rank_0_returned() -> None:
 
 
 def test_a_killed_rank_ends_the_job_and_is_named() -> None:
-    with pytest.raises(LaunchError, match=r"rank 1 \(process \d+\) died with SIGKILL; the others were ended"):
+    with pytest.raises(LaunchError, match=r"rank 1 \(process \d+\).*SIGKILL"):
         launched(killed_rank)
     assert spawned_children() == []
 
@@ -59,7 +60,7 @@ def test_a_rank_that_raises_shows_its_own_traceback_and_no_others() -> None:
     with pytest.raises(LaunchError) as found:
         launched(raising_rank)
     text = str(found.value)
-    assert text.startswith("rank 1 failed first; the others were ended.\nTraceback")
+    assert re.match(r"rank 1 .*\nTraceback", text)
     assert "in raising_rank" in text
     assert text.endswith("ValueError: this is rank 1's own mistake")
     assert text.count("Traceback") == 1

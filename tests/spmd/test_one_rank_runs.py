@@ -49,7 +49,7 @@ def test_a_run_that_diverges_stops_after_the_allowed_number_of_skipped_steps(
     """An absurd rate makes the weights infinite in step 1; every later step is skipped."""
     optimizer = {"lr": 1e38, "warmup_steps": 0, "clip_norm": None, "max_skipped_in_a_row": 3}
     recipe = tiny_recipe(tiny_folder, data, tmp_path, "wild", optimizer=optimizer, checkpoint={"every": 1})
-    with pytest.raises(TrainingDivergedError, match="steps 2 to 4 had a non-finite loss or gradient"):
+    with pytest.raises(TrainingDivergedError, match="steps 2 to 4"):
         api.train(recipe)
     assert list(losses(tmp_path / "wild")) == [1, 2, 3, 4]
     assert RunFolder.open(tmp_path / "wild").status != "finished"
@@ -93,6 +93,6 @@ def test_more_ranks_than_cores_are_refused_before_a_folder_is_made(
     tiny_folder: Path, data: Path, tmp_path: Path
 ) -> None:
     recipe = tiny_recipe(tiny_folder, data, tmp_path, "many", placement={"devices": 4096})
-    with pytest.raises(LaunchError, match=r"placement\.devices: 4096 ranks"):
+    with pytest.raises(LaunchError, match=r"placement\.devices: 4096"):
         api.train(recipe)
     assert not (tmp_path / "many").exists()

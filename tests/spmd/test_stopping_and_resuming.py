@@ -145,7 +145,7 @@ def test_ctrl_c_saves_exits_0_and_says_how_to_resume(ranks: int, tiny_folder: Pa
         assert process.wait(60) == 0, output.read_text()
         assert_gone(process.pid)
     last = max(losses(run))
-    assert re.search(f"stopped at step {last}; .*podium resume {re.escape(str(run))}", output.read_text())
+    assert re.search(rf"stopped .*\b{last}\b.*podium resume {re.escape(str(run))}", output.read_text())
     assert "Traceback" not in output.read_text()
     assert saved_steps(run / "checkpoints")[-1].step == last
     assert RunFolder.open(run).status == "stopped"
@@ -173,7 +173,7 @@ def test_a_lost_rank_is_restarted_from_the_last_checkpoint(
     result = api.train(tiny_recipe(tiny_folder, data, tmp_path, "lost", **changes))
     assert (tmp_path / "lost" / "died-once").exists()
     assert (result.status, result.step) == ("finished", STEPS)
-    assert "resumed after step 3" in capfd.readouterr().out
+    assert re.search(r"resumed .*\b3\b", capfd.readouterr().out)
     assert losses(tmp_path / "lost") == unbroken[2]
     assert spawned_children() == []
 
@@ -185,7 +185,7 @@ def test_under_torchrun_the_same_command_works(
     recipe = write_recipe(tiny_recipe(tiny_folder, data, tmp_path, "torchrun"), tmp_path / "r.yaml")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--standalone"]
     said = finished([*launcher, "-m", "podium", "train", recipe], tmp_path / "out")
-    assert said.count(f"finished at step {STEPS}") == 1
+    assert len(re.findall(rf"finished .*\b{STEPS}\b", said)) == 1
     assert losses(tmp_path / "torchrun") == unbroken[2]
 
 

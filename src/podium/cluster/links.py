@@ -59,7 +59,8 @@ class Links:
         for link in list(self._links.values()):
             if any(registry.mesh(role).pool == pool for role in link.roles):
                 members, call = self._members(link), Disconnect(name=link.name)
-                await self._order(members, dict.fromkeys(range(len(members)), call).__getitem__, "leaving", deadline)
+                what = f"leaving the link {link.name}"
+                await self._order(members, dict.fromkeys(range(len(members)), call).__getitem__, what, deadline)
                 await self.connect(link.name, link.roles, deadline)
 
     def _members(self, link: Link) -> tuple[WorkerId, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -113,15 +114,13 @@ def test_the_ratio_is_of_medians_against_the_best_peer_by_each_clock(tmp_path: P
             "TRL, 2 threads": [result(3.0, 3.0, 3.0, cpu_s=6.0), result(3.0, 3.0, 3.0, cpu_s=6.0)],
         },
     )
-    assert (
-        "Podium, 2 devices: 3.00x as fast by wall time (best: TRL, 2 threads), 2.50x by CPU time (best: TRL, 1 thread)"
-        in lines
-    )
+    (ratio,) = [line for line in lines if line.startswith("Podium, 2 devices: ")]
+    assert re.search(r" 3\.00x .*\(best: TRL, 2 threads\).* 2\.50x .*\(best: TRL, 1 thread\)", ratio)
 
 
 def test_without_a_peer_its_known_figure_is_cited_as_such(tmp_path: Path) -> None:
     text = "\n".join(grpo.report(make(tmp_path, device="cuda", shape="0.6b"), {"Podium, 1 device": [result(2.0)]}))
-    assert "TRL was not measured in this run" in text
+    assert "not measured" in text
     assert "6.2x to 6.8x" in text  # 12.5 / 2 and 13.6 / 2
     assert "not measured" not in "\n".join(grpo.report(make(tmp_path), {"Podium, 1 device": [result(2.0)]}))
 

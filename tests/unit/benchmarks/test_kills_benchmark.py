@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -112,7 +113,7 @@ def test_a_victim_that_is_not_known_is_refused(
     monkeypatch.setattr(sys, "argv", ["kills.py", "--victims", "grader,greider"])
     with pytest.raises(SystemExit):
         kills.parsed()
-    assert "greider: not one of controller" in capsys.readouterr().err
+    assert re.search(r"greider: .*controller", capsys.readouterr().err)
 
 
 # --- runs ---
@@ -280,5 +281,5 @@ def test_a_folder_with_runs_of_other_code_is_refused(tmp_path: Path) -> None:
     kills.claim(tmp_path)
     kills.claim(tmp_path)
     (tmp_path / "code").write_text("another")
-    with pytest.raises(SystemExit, match="holds runs of other code"):
+    with pytest.raises(SystemExit, match=f"{re.escape(str(tmp_path))}.*--folder"):
         kills.claim(tmp_path)

@@ -2,6 +2,7 @@
 """Many answers awaited at once: deaths outrank failures, a deadline is reported with where everyone is."""
 
 import asyncio
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -91,7 +92,10 @@ def test_answers_come_in_the_order_of_the_workers():
 def test_a_failure_is_reported_with_the_workers_name_and_traceback_and_breaks_nothing_if_all_answered():
     worker_pool, error = gather(answers(1), fails("no memory"), answers(1))
     assert isinstance(error, RoleError)
-    assert str(error) == ("gen[1]@node-a/cpu#0 failed while in gen.act: ValueError: no memory\nits traceback")
+    first, traceback = str(error).splitlines()
+    assert first.startswith("gen[1]@node-a/cpu#0 ")
+    assert "gen.act: ValueError: no memory" in first
+    assert traceback == "its traceback"
     assert (worker_pool.broken, worker_pool.marked_dead) == ([], [])
 
 
@@ -103,38 +107,42 @@ def test_an_error_of_podiums_is_the_cause_of_what_is_raised():
 def test_several_failures_are_reported_together_and_who_is_silent_is_named():
     worker_pool, error = gather(fails("first"), never(), fails("second"))
     assert isinstance(error, RoleError)
-    assert "gen[0]@node-a/cpu#0 failed while in gen.act: ValueError: first" in str(error)
-    assert "Of the others: gen[2]@node-a/cpu#0: ValueError: second." in str(error)
-    assert "Still without an answer: gen[1]@node-a/cpu#0." in str(error)
-    assert worker_pool.broken == ["gen[1]@node-a/cpu#0 left the others while in gen.act"]
+    assert re.match(r"gen\[0\]@node-a/cpu#0 .*gen\.act: ValueError: first", str(error))
+    assert "gen[2]@node-a/cpu#0: ValueError: second" in str(error)
+    assert "gen[1]@node-a/cpu#0" in str(error)
+    (reason,) = worker_pool.broken
+    assert re.match(r"gen\[1\]@node-a/cpu#0 .*gen\.act", reason)
 
 
 def test_a_death_outranks_what_it_made_others_say():
     worker_pool, error = gather(fails("connection closed by peer"), dies("process 7 is gone"), answers(1))
     assert isinstance(error, WorkerDiedError)
-    assert str(error) == (
-        "1 of 3 workers of gen died while in gen.act. gen[1]@node-a/cpu#0: process 7 is gone. Of the others: "
-        "gen[0]@node-a/cpu#0: ValueError: connection closed by peer. Recover the pool with `workers.recover('gen')`."
-    )
+    assert re.match(r"1 of 3 .*\bgen\b.*gen\.act", str(error))
+    assert "gen[1]@node-a/cpu#0: process 7 is gone" in str(error)
+    assert "gen[0]@node-a/cpu#0: ValueError: connection closed by peer" in str(error)
+    assert "`workers.recover('gen')`" in str(error)
     assert worker_pool.marked_dead == [(worker(1), "process 7 is gone")]
-    assert worker_pool.broken == ["gen[1]@node-a/cpu#0 left the others while in gen.act"]
+    (reason,) = worker_pool.broken
+    assert re.match(r"gen\[1\]@node-a/cpu#0 .*gen\.act", reason)
 
 
 def test_a_death_ends_the_wait_for_those_who_hang_on_it():
     worker_pool, error = gather(never(), dies("its node is gone"))
     assert isinstance(error, WorkerDiedError)
-    assert worker_pool.broken == ["gen[1]@node-a/cpu#0, gen[0]@node-a/cpu#0 left the others while in gen.act"]
+    (reason,) = worker_pool.broken
+    assert re.match(r"gen\[1\]@node-a/cpu#0, gen\[0\]@node-a/cpu#0 .*gen\.act", reason)
 
 
 def test_a_deadline_is_reported_with_who_is_late_and_where_all_of_them_are():
     worker_pool, error = gather(answers(1), never(), deadline_s=0.1)
     assert isinstance(error, DeadlineError)
-    assert str(error) == (
-        "1 of 2 workers of gen are still in gen.act after 0.1 s: gen[1]@node-a/cpu#0. Where they are:\n"
-        "gen[0]@node-a/cpu#0, gen[1]@node-a/cpu#0: does not answer (dead, or in a call that holds Python's lock)"
-    )
+    first, where = str(error).splitlines()
+    assert re.match(r"1 of 2 .*\bgen\b.*gen\.act .*0\.1 s.*gen\[1\]@node-a/cpu#0", first)
+    assert "gen[0]" not in first
+    assert where.startswith("gen[0]@node-a/cpu#0, gen[1]@node-a/cpu#0: ")
     assert worker_pool.queried == [[worker(0), worker(1)]]
-    assert worker_pool.broken == ["gen[1]@node-a/cpu#0 did not answer while in gen.act"]
+    (reason,) = worker_pool.broken
+    assert re.match(r"gen\[1\]@node-a/cpu#0 .*gen\.act", reason)
     assert worker_pool.marked_dead == []
 
 

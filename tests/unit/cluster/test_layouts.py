@@ -2,6 +2,7 @@
 """One declaration for colocated, split and mixed layouts, and everything that is refused before anything starts."""
 
 import math
+import re
 
 import pytest
 
@@ -97,41 +98,34 @@ def test_an_amount_below_rays_grain_is_refused():
 
 
 def test_a_pool_without_slots_is_refused():
-    with pytest.raises(PlacementError, match="pool gen has 0 slots; it needs at least 1"):
+    with pytest.raises(PlacementError, match=r"\bgen\b.* 0 slots"):
         Pool(name="gen", slots=0)
 
 
 def test_two_pools_or_two_roles_of_one_name_are_refused():
     twice = [Pool(name="all", slots=1), Pool(name="all", slots=1)]
-    assert refusal(twice, [role("a")]) == "two pools are named 'all'. Give each its own name."
-    assert refusal([Pool(name="all", slots=1)], [role("a"), role("a")]) == (
-        "two roles are named 'a'. Give each its own name."
-    )
+    assert re.search(r"two pools .*'all'", refusal(twice, [role("a")]))
+    assert re.search(r"two roles .*'a'", refusal([Pool(name="all", slots=1)], [role("a"), role("a")]))
 
 
 def test_a_role_on_a_pool_that_is_not_there_is_refused():
     pools = [Pool(name="learn", slots=1), Pool(name="gen", slots=1)]
-    assert refusal(pools, [role("a", "lern")]) == "role a is on pool 'lern', and the pools are learn, gen."
+    assert re.search(r"role a .*'lern'.* learn, gen", refusal(pools, [role("a", "lern")]))
 
 
 def test_a_role_that_is_larger_than_its_pool_is_refused():
-    assert refusal([Pool(name="all", slots=3)], [role("a", replica=2, shard=2)]) == (
-        "role a asks for replica 2 × shard 2 = 4 workers, on the slots [0, 1, 2, 3], and pool all has 3: [3] do not "
-        "exist. Raise the pool's slots to 4, or make the mesh smaller."
-    )
+    text = refusal([Pool(name="all", slots=3)], [role("a", replica=2, shard=2)])
+    assert re.search(r"role a .*replica 2 × shard 2 = 4 .*\[0, 1, 2, 3\].*pool all .*3: \[3\].* 4\b", text)
 
 
 def test_slots_that_the_pool_has_not_are_refused():
     text = refusal([Pool(name="all", slots=2)], [role("a", replica=2, slots=(1, -1))])
-    assert "on the slots [1, -1], and pool all has 2: [-1] do not exist" in text
+    assert re.search(r"role a .*\[1, -1\].*pool all .*2: \[-1\]", text)
 
 
 def test_slots_that_are_too_few_for_the_mesh_are_refused():
     text = refusal([Pool(name="all", slots=2)], [role("a", replica=2, slots=(0,))])
-    assert text == (
-        "role a asks for replica 2 = 2 workers and is given the slots [0] of pool all. Give it 2 different slots, or "
-        "another mesh."
-    )
+    assert re.search(r"role a .*replica 2 = 2 .*\[0\].*pool all", text)
 
 
 def test_slots_without_a_role_are_refused():

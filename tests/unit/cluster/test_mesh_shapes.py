@@ -2,6 +2,7 @@
 """Ranks of a mesh, and the registry of who sits where now."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -34,7 +35,7 @@ def test_a_shape_prints_only_the_axes_that_are_longer_than_one():
 
 @pytest.mark.parametrize("axis", AXES)
 def test_an_axis_of_no_length_is_refused(axis):
-    with pytest.raises(PlacementError, match=f"a mesh has {axis} 0; every axis has at least 1"):
+    with pytest.raises(PlacementError, match=f"{axis} 0"):
         MeshShape(**{axis: 0})
 
 
@@ -42,10 +43,8 @@ def test_an_axis_of_no_length_is_refused(axis):
 def test_a_role_needs_as_many_different_slots_as_its_mesh_has_workers(slots):
     with pytest.raises(PlacementError) as refused:
         RoleMesh(role="learner", pool="learn", shape=MeshShape(replica=2, shard=2), slots=slots)
-    assert str(refused.value) == (
-        f"role learner asks for replica 2 × shard 2 = 4 workers and is given the slots {list(slots)} of pool learn. "
-        "Give it 4 different slots, or another mesh."
-    )
+    given = re.escape(str(list(slots)))
+    assert re.search(rf"role learner .*replica 2 × shard 2 = 4 .*{given}.*pool learn\b", str(refused.value))
 
 
 def test_the_slots_of_a_mesh_are_taken_in_rank_order():
@@ -74,7 +73,7 @@ def test_nobody_is_current_in_a_slot_that_was_never_taken():
 
 
 def test_a_role_that_is_not_in_the_layout_is_named_with_those_that_are():
-    with pytest.raises(PlacementError, match="there is no role 'critic' in this layout; it has learner, scorer"):
+    with pytest.raises(PlacementError, match=r"'critic'.* learner, scorer"):
         REGISTRY.mesh("critic")
-    with pytest.raises(PlacementError, match="it has none"):
+    with pytest.raises(PlacementError, match=r"'critic'.* none\b"):
         MeshRegistry(meshes={}, workers={}).mesh("critic")

@@ -2,6 +2,7 @@
 """Which node every bundle goes to, and the explanation when there is none."""
 
 import itertools
+import re
 from collections import Counter
 
 import pytest
@@ -35,6 +36,11 @@ def placed(outcome):
     return tuple(each.id for each in outcome.nodes)
 
 
+def numbers(text):
+    """Those in it, in order."""
+    return [int(each) for each in re.findall(r"\d+", text)]
+
+
 TWO_BY_FOUR = (node("node-a", GPU=4.0, CPU=32.0), node("node-b", GPU=4.0, CPU=32.0))
 
 
@@ -46,34 +52,31 @@ def test_neighbours_that_must_share_a_node_are_one_bundle():
 
 def test_eight_on_one_node_are_refused_where_the_nodes_have_four():
     outcome = preflight(bundles_of(gpus(8, one_node=True)), TWO_BY_FOUR)
-    assert outcome == TooLarge(
-        reason="pool policy asks for 1 × 8 slots on one node, each 8 GPU, and the cluster is too small for it:\n"
-        "  node-a: has 4 GPU, free 4 GPU\n"
-        "  node-b: has 4 GPU, free 4 GPU\n"
-        "At most 4 slots fit on one node and 8 in the cluster (this pool alone). Make the one-node pool 4 or "
-        "smaller, or add a larger node."
-    )
+    assert isinstance(outcome, TooLarge)
+    request, first, second, advice = outcome.reason.splitlines()
+    assert re.search(r"\bpolicy\b.*1 × 8 .*8 GPU", request)
+    assert re.search(r"node-a: .*4 GPU.*4 GPU", first)
+    assert re.search(r"node-b: .*4 GPU.*4 GPU", second)
+    assert numbers(advice) == [4, 8, 4]  # on one node, in the cluster, and as many to ask for
 
 
 def test_too_many_slots_are_refused_with_how_many_would_fit():
     outcome = preflight(bundles_of(gpus(12)), TWO_BY_FOUR)
     assert isinstance(outcome, TooLarge)
-    assert outcome.reason.startswith("pool policy asks for 12 × 1 slot, each 1 GPU, and the cluster is too small")
-    assert outcome.reason.endswith(
-        "At most 4 slots fit on one node and 8 in the cluster (this pool alone). Ask for at most 8 slots, or add nodes."
-    )
+    request, *_, advice = outcome.reason.splitlines()
+    assert re.search(r"\bpolicy\b.*12 × 1 .*1 GPU", request)
+    assert numbers(advice) == [4, 8, 8]
 
 
 def test_what_others_hold_now_is_busy_and_what_nobody_could_give_is_too_large():
     held = (node("node-a", free={"GPU": 1.0}, GPU=4.0), node("node-b", free={}, GPU=4.0))
     busy = preflight(bundles_of(gpus(2)), held)
-    assert busy == Busy(
-        reason="pool policy asks for 2 × 1 slot, each 1 GPU, and the cluster has too little free now:\n"
-        "  node-a: has 4 GPU, free 1 GPU\n"
-        "  node-b: has 4 GPU, free 0 GPU\n"
-        "At most 1 slot fits on one node and 1 in the cluster (this pool alone). Ask for at most 1 slots, or add "
-        "nodes, or wait until the others are done."
-    )
+    assert isinstance(busy, Busy)
+    request, first, second, advice = busy.reason.splitlines()
+    assert re.search(r"\bpolicy\b.*2 × 1 .*1 GPU", request)
+    assert re.search(r"node-a: .*4 GPU.*1 GPU", first)
+    assert re.search(r"node-b: .*4 GPU.*0 GPU", second)
+    assert numbers(advice) == [1, 1, 1]
     assert isinstance(preflight(bundles_of(gpus(9)), held), TooLarge)
     assert placed(preflight(bundles_of(gpus(1)), held)) == ("node-a",)
 
@@ -82,20 +85,21 @@ def test_everything_held_by_others_is_not_called_missing():
     held = (node("node-a", free={}, GPU=4.0),)
     outcome = preflight(bundles_of(gpus(2)), held)
     assert isinstance(outcome, Busy)
-    assert "Others hold all that a slot needs: wait until they are done" in outcome.reason
+    assert "GPU" not in outcome.reason.splitlines()[-1]
 
 
 def test_a_resource_that_no_node_has_is_named():
     outcome = preflight(bundles_of(gpus(1)), (node("node-a", CPU=8.0),))
     assert isinstance(outcome, TooLarge)
-    assert "  node-a: has 0 GPU, free 0 GPU\n" in outcome.reason
-    assert outcome.reason.endswith("no node has GPU. Add a node that has, or ask for less per slot.")
+    _, first, advice = outcome.reason.splitlines()
+    assert re.search(r"node-a: .*0 GPU.*0 GPU", first)
+    assert "GPU" in advice
 
 
 def test_a_cluster_without_nodes_is_said_to_have_none():
     outcome = preflight(bundles_of(cpus(1)), ())
     assert isinstance(outcome, TooLarge)
-    assert "(no node is alive)" in outcome.reason
+    assert "no node" in outcome.reason.splitlines()[1]
 
 
 def test_messages_of_outcomes_are_their_reasons():
@@ -115,7 +119,7 @@ def test_ten_tenths_are_a_whole_in_spite_of_rounding():
 
 
 def test_a_device_is_shared_in_equal_parts_only():
-    with pytest.raises(PlacementError, match="a device is shared in equal parts"):
+    with pytest.raises(PlacementError, match=r"0\.6 gpus.*0\.5, 0\.3333"):
         Resources(gpus=0.6)
     assert placed(preflight(bundles_of(gpus(4, each=0.5)), (node("node-a", GPU=2.0),))) == ("node-a",) * 4
     assert isinstance(preflight(bundles_of(gpus(5, each=0.5)), (node("node-a", GPU=2.0),)), TooLarge)
@@ -177,7 +181,7 @@ def test_a_pool_that_does_not_fit_beside_the_others_says_so():
     nodes = (node("node-a", CPU=2.0),)
     outcome = preflight([*bundles_of(cpus(2, name="learn")), *bundles_of(cpus(1, name="gen"))], nodes)
     assert isinstance(outcome, TooLarge)
-    assert outcome.reason.startswith("pool gen asks for 1 × 1 slot, each 1 CPU (beside learn), and the cluster is")
+    assert re.match(r".*\bgen\b.*1 × 1 .*1 CPU.*\blearn\b", outcome.reason)
 
 
 def test_a_pool_that_can_go_anywhere_leaves_the_rare_node_to_the_pool_that_needs_it():

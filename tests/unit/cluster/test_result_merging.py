@@ -2,6 +2,7 @@
 """Answers of many workers become one, by trajectory id; whatever does not add up is refused by id and worker."""
 
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -108,100 +109,86 @@ def test_the_order_of_the_answers_does_not_matter(shards, data):
 
 def test_a_missing_trajectory_is_named_with_who_should_have_sent_it():
     lost = result(worker(2), 1, of((1, 1), (3, 0)))
-    assert refusal([GOOD[0], lost]) == (
-        "the answers of role learner do not add up, so nothing of this call is used:\n"
-        "  missing from learn[2]@node-a/cpu#0: 1.0#0"
-    )
+    head, line = refusal([GOOD[0], lost]).splitlines()
+    assert "role learner" in head
+    assert re.search(r"missing .*learn\[2\]@node-a/cpu#0: 1\.0#0$", line)
 
 
 def test_an_answer_that_never_came_is_named_with_all_its_trajectories():
-    assert "missing from learn[2]@node-a/cpu#0: 1.1#0, 1.0#0, 3.0#0" in refusal([GOOD[0]])
+    assert re.search(r"missing .*learn\[2\]@node-a/cpu#0: 1\.1#0, 1\.0#0, 3\.0#0", refusal([GOOD[0]]))
 
 
 def test_a_repeated_trajectory_is_named_with_who_sent_it():
     twice = result(worker(0), 0, of((0, 0), (2, 0), (2, 0)))
-    assert refusal([twice, GOOD[1]]).endswith("  more than once, from learn[0]@node-a/cpu#0: 2.0#0")
+    assert re.search(r"once.* learn\[0\]@node-a/cpu#0: 2\.0#0$", refusal([twice, GOOD[1]]))
 
 
 def test_a_block_that_is_sent_twice_is_caught():
-    assert "more than once, from learn[0]@node-a/cpu#0, learn[0]@node-a/cpu#0: 0.0#0, 2.0#0" in refusal(
-        [GOOD[0], GOOD[0], GOOD[1]]
-    )
+    text = refusal([GOOD[0], GOOD[0], GOOD[1]])
+    assert re.search(r"once.* learn\[0\]@node-a/cpu#0, learn\[0\]@node-a/cpu#0: 0\.0#0, 2\.0#0", text)
 
 
 def test_a_foreign_trajectory_is_named_with_who_sent_it():
     foreign = result(worker(0), 0, of((0, 0), (2, 0), (9, 9)))
-    assert "foreign, from learn[0]@node-a/cpu#0 (rank 0 was not given it): 9.9#0" in refusal([foreign, GOOD[1]])
+    assert re.search(r"foreign.* learn\[0\]@node-a/cpu#0 .*rank 0.*: 9\.9#0", refusal([foreign, GOOD[1]]))
 
 
 def test_another_attempt_at_the_same_trajectory_is_foreign():
     again = result(worker(0), 0, of((0, 0), (2, 0, 0, 1)))
     text = refusal([again, GOOD[1]])
-    assert "missing from learn[0]@node-a/cpu#0: 2.0#0" in text
-    assert "foreign, from learn[0]@node-a/cpu#0 (rank 0 was not given it): 2.0#1" in text
+    assert re.search(r"missing .*learn\[0\]@node-a/cpu#0: 2\.0#0", text)
+    assert re.search(r"foreign.* learn\[0\]@node-a/cpu#0 .*rank 0.*: 2\.0#1", text)
 
 
 def test_rows_that_were_exchanged_between_ranks_are_caught_on_both():
     text = refusal([result(worker(0), 0, SECOND), result(worker(2), 1, FIRST)])
-    assert "missing from learn[0]@node-a/cpu#0: 0.0#0, 2.0#0" in text
-    assert "foreign, from learn[2]@node-a/cpu#0 (rank 1 was not given it): 0.0#0, 2.0#0" in text
+    assert re.search(r"missing .*learn\[0\]@node-a/cpu#0: 0\.0#0, 2\.0#0", text)
+    assert re.search(r"foreign.* learn\[2\]@node-a/cpu#0 .*rank 1.*: 0\.0#0, 2\.0#0", text)
 
 
 def test_an_answer_for_another_rank_is_refused_with_its_worker_and_ids():
     text = refusal([result(worker(2), 0, FIRST), GOOD[1]])
-    assert "learn[2]@node-a/cpu#0 answered with " in text
-    assert " and is rank 1, not 0" in text
-    assert "0.0#0, 2.0#0" in text
+    assert re.search(r"learn\[2\]@node-a/cpu#0 .*0\.0#0, 2\.0#0.* rank 1\b.* 0\b", text)
 
 
 def test_an_answer_for_a_rank_that_there_is_not_is_refused():
     text = refusal([*GOOD, result(worker(2), 7, of((9, 9)))])
-    assert "learn[2]@node-a/cpu#0 answered for rank 7; there are 2" in text
+    assert re.search(r"learn\[2\]@node-a/cpu#0 .*rank 7\b.* 2\b", text)
 
 
 def test_an_answer_of_a_dead_incarnation_is_refused_with_its_worker_its_heir_and_its_ids():
     registry = REGISTRY.with_workers([worker(2, incarnation=1)])
     text = refusal(GOOD, registry=registry)
-    assert "learn[2]@node-a/cpu#0 answered with " in text
-    assert "dead incarnation; learn[2]@node-a/cpu#1" in text
-    assert "1.1#0, 1.0#0, 3.0#0" in text
+    assert re.search(r"learn\[2\]@node-a/cpu#0 .*1\.1#0, 1\.0#0, 3\.0#0.*learn\[2\]@node-a/cpu#1", text)
 
 
 def test_rows_of_a_worker_without_the_role_are_refused_with_their_ids():
     text = refusal([result(worker(1), 0, FIRST), GOOD[1]])
-    assert "learn[1]@node-a/cpu#0 answered with " in text
-    assert " and does not host learner" in text
-    assert "0.0#0, 2.0#0" in text
+    assert re.search(r"learn\[1\]@node-a/cpu#0 .*0\.0#0, 2\.0#0.*\blearner\b", text)
 
 
 def test_an_answer_of_another_pool_is_refused_with_its_ids():
     text = refusal([result(worker(0, pool="gen"), 0, FIRST), GOOD[1]])
-    assert "gen[0]@node-a/cpu#0 answered with " in text
-    assert " and does not host learner" in text
-    assert "0.0#0, 2.0#0" in text
+    assert re.search(r"gen\[0\]@node-a/cpu#0 .*0\.0#0, 2\.0#0.*\blearner\b", text)
 
 
 def test_an_answer_of_a_slot_without_the_role_is_refused():
     registry = replace(REGISTRY, workers={**REGISTRY.workers, ("learn", 9): worker(9)})
     text = refusal([result(worker(9), 0, FIRST), GOOD[1]], registry=registry)
-    assert "learn[9]@node-a/cpu#0 answered with " in text
-    assert " and does not host learner" in text
+    assert re.search(r"learn\[9\]@node-a/cpu#0 .*0\.0#0, 2\.0#0.*\blearner\b", text)
 
 
 def test_a_trajectory_that_was_given_to_two_ranks_is_named_with_both():
     requested = [of((0, 0)), of((0, 0), (1, 0))]
     text = refusal([result(worker(0), 0, requested[0]), result(worker(2), 1, requested[1])], requested)
-    assert "given to several ranks, or twice to one" in text
-    assert "0.0#0" in text
-    assert "learn[0]@node-a/cpu#0" in text
-    assert "learn[2]@node-a/cpu#0" in text
+    assert re.search(r"several ranks.*learn\[0\]@node-a/cpu#0, learn\[2\]@node-a/cpu#0.*: 0\.0#0$", text)
 
 
 def test_every_problem_of_a_call_is_reported_at_once():
     text = refusal([result(worker(0), 0, of((0, 0), (8, 8))), result(worker(2), 1, of((1, 1)))])
     assert text.count("\n  ") == 3
-    for words in ("missing from learn[0]", "foreign, from learn[0]", "missing from learn[2]"):
-        assert words in text
+    for pattern in (r"missing .*learn\[0\]", r"foreign.* learn\[0\]", r"missing .*learn\[2\]"):
+        assert re.search(pattern, text)
 
 
 CORRUPTIONS = ["missing", "duplicate", "foreign", "wrong rank", "dead incarnation", "another slot", "other pool"]
@@ -257,7 +244,7 @@ def test_results_without_rows_are_only_counted():
 
 
 def test_rows_from_some_and_none_from_others_are_refused():
-    with pytest.raises(ResultError, match=r"learn\[2\]@node-a/cpu#0 answered without rows, the others with"):
+    with pytest.raises(ResultError, match=r"learn\[2\]@node-a/cpu#0 .*\brows\b"):
         merge([GOOD[0], result(worker(2), 1, SECOND, stored=False)], REQUESTED, REGISTRY, "learner")
 
 
@@ -271,9 +258,9 @@ def test_a_computed_block_has_rows_or_ids_and_not_both():
     assert Computed(done=FIRST).ids is FIRST
     block = make_block(FIRST)
     assert Computed(rows=block).ids is FIRST
-    with pytest.raises(AssertionError, match="either rows to store, or the ids of what is done"):
+    with pytest.raises(AssertionError):
         Computed(rows=block, done=FIRST)
-    with pytest.raises(AssertionError, match="either rows to store, or the ids of what is done"):
+    with pytest.raises(AssertionError):
         Computed()
 
 

@@ -2,6 +2,7 @@
 """What lives inside a worker, driven by its orders without any transport."""
 
 import os
+import re
 import threading
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_role_gets_its_worker_context():
     context, _ = done(host.perform(invoke(Picky.seen)))
     assert (context.worker, context.role, context.device, context.devices) == (WORKER, "counter", "cpu", None)
     assert (context.rank, context.world) == (1, 2)
-    with pytest.raises(ClusterError, match=r"gen\[1\]@node-a/cpu#2 has no link 'weights'; it has none"):
+    with pytest.raises(ClusterError, match=r"gen\[1\]@node-a/cpu#2 .*'weights'.*workers\.connect"):
         context.transfer("weights")
 
 
@@ -204,9 +205,7 @@ def test_an_error_of_podiums_travels_as_itself_if_it_can():
 
 def test_a_method_that_was_called_for_rows_and_has_none_fails_with_its_name_and_sends_nothing():
     reply, rows = built().perform(invoke(Counter.not_rows, "rows"), Request(ids=FOUR))
-    assert reply.failure.text == (
-        "counter.not_rows was called for rows and gave int; such a method returns (or yields) Computed."
-    )
+    assert re.match(r"counter\.not_rows .*\bint\b.*Computed", reply.failure.text)
     assert (reply.value, rows) == (None, None)
 
 
@@ -214,28 +213,28 @@ def test_a_call_for_another_worker_or_incarnation_is_refused():
     before = WorkerId("gen", 1, "node-a", "cpu", 1)
     failed = failure(built().perform(invoke(Counter.value, worker=before)))
     assert failed.kind == "ClusterError"
-    assert failed.text == ("a call for gen[1]@node-a/cpu#1 came to gen[1]@node-a/cpu#2, which is another worker.")
+    assert re.search(r"gen\[1\]@node-a/cpu#1 .*gen\[1\]@node-a/cpu#2", failed.text)
 
 
 def test_a_stream_for_another_worker_is_refused_too():
     other = WorkerId("gen", 0, "node-a", "cpu", 2)
     ((last, _),) = list(built().stream(invoke(Counter.generate_slowly, "rows", other), Request(ids=FOUR)))
-    assert "a call for gen[0]@node-a/cpu#2 came to gen[1]@node-a/cpu#2" in last.failure.text
+    assert re.search(r"gen\[0\]@node-a/cpu#2 .*gen\[1\]@node-a/cpu#2", last.failure.text)
 
 
 def test_a_method_whose_parameters_differ_in_the_workers_code_fails_when_the_role_is_built():
     order = Build(role="counter", methods=methods_of(Counter))
     failed = failure(settled().perform(order, OtherCopy, ()))
-    assert failed.text.startswith("gen[1]@node-a/cpu#2: the controller would call OtherCopy.add(self, number, ")
-    assert failed.text.endswith(
-        "in this worker's copy of the code it has (self, number). Controller and workers must run the same code."
-    )
+    assert failed.text.startswith("gen[1]@node-a/cpu#2: ")
+    assert "OtherCopy.add(self, number, *, twice)" in failed.text
+    assert "(self, number)" in failed.text
 
 
 def test_a_method_that_the_workers_code_has_not_fails_when_the_role_is_built():
     order = Build(role="counter", methods={**methods_of(Counter), "update": ("self", "shard")})
     failed = failure(settled().perform(order, Counter, ()))
-    assert "Counter.update(self, shard), and in this worker's copy of the code it does not exist" in failed.text
+    assert failed.text.startswith("gen[1]@node-a/cpu#2: ")
+    assert "Counter.update(self, shard)" in failed.text
 
 
 def test_a_parameter_that_only_one_copy_takes_by_keyword_is_noticed():

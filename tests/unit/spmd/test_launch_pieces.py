@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,9 @@ def test_another_exception_comes_with_the_ranks_own_traceback() -> None:
     error = _first_failure(_failure(_recorded("ZeroDivisionError: by zero", "File mine.py, line 7"), rank=3))
 
     assert type(error) is LaunchError
-    assert str(error) == "rank 3 failed first; the others were ended.\nFile mine.py, line 7"
+    first, trace = str(error).splitlines()
+    assert first.startswith("rank 3 ")
+    assert trace == "File mine.py, line 7"
 
 
 def test_a_message_that_is_plain_text_is_passed_on() -> None:
@@ -66,13 +69,15 @@ def test_a_name_that_is_no_podium_error_is_not_taken_for_one(name: str) -> None:
 @pytest.mark.parametrize(
     ("exitcode", "reported"),
     [
-        (-signal.SIGKILL, "rank 1 (process 4321) died with SIGKILL; the others were ended. Was it out of memory?"),
-        (-signal.SIGSEGV, "rank 1 (process 4321) died with SIGSEGV; the others were ended."),
-        (7, "rank 1 (process 4321) died with exit code 7; the others were ended."),
+        (-signal.SIGKILL, r"rank 1 \(process 4321\) .*SIGKILL.*memory"),
+        (-signal.SIGSEGV, r"rank 1 \(process 4321\) .*SIGSEGV"),
+        (7, r"rank 1 \(process 4321\) .*exit code 7\b"),
     ],
 )
 def test_a_rank_that_died_without_a_message_is_reported_with_its_exit_code(exitcode: int, reported: str) -> None:
-    assert str(_first_failure(_failure(None, exitcode=exitcode))) == reported
+    text = str(_first_failure(_failure(None, exitcode=exitcode)))
+    assert re.match(reported, text)
+    assert ("memory" in text) == (exitcode == -signal.SIGKILL)
 
 
 def test_one_rank_runs_in_this_process(tmp_path: Path) -> None:

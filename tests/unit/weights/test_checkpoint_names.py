@@ -81,5 +81,5 @@ def test_a_tensor_that_waits_for_others_is_kept_and_missed_if_they_never_come(tm
     names._awaited[target] = 2  # as if the checkpoint made one tensor of two
     lent = dict(engine.model.hf.named_parameters())[fused].detach().clone()
     assert list(names.converted(fused, lent)) == []
-    with pytest.raises(UnsupportedModelError, match=r"experts.down_proj: a checkpoint of Qwen3MoeForCausalLM joins"):
+    with pytest.raises(UnsupportedModelError, match=r"experts\.down_proj: .*Qwen3MoeForCausalLM"):
         names.finish()

@@ -99,7 +99,7 @@ def test_an_engine_that_read_another_base_is_found_out(llama: Path, tmp_path: Pa
     described = published(make_engine(llama, lora=LORA)).describe_frozen()
     generator(llama)[1].check_frozen(described)
     other = save_tiny_model("llama", tmp_path / "other", seed=8)
-    with pytest.raises(WeightMismatchError, match="tensors are not those of weight version 0"):
+    with pytest.raises(WeightMismatchError, match=r"\d+ of \d+ .*version 0\b"):
         generator(other)[1].check_frozen(described)
 
 

@@ -94,7 +94,7 @@ def test_the_learners_own_tensors_are_verified_in_place(folder: Path) -> None:
         verify_in_place(mine, version)
         mine["model.norm.weight"][3] += 1e-6
         mine["model.embed_tokens.weight"][VOCABULARY - 1, 31] *= -1
-    with pytest.raises(WeightMismatchError, match=r"2 of \d+ tensors are not those of weight version 7.*embed_tokens"):
+    with pytest.raises(WeightMismatchError, match=r"\b2 of \d+ .*version 7\b.*embed_tokens"):
         verify_in_place(mine, version)
 
 
@@ -105,14 +105,14 @@ def test_what_does_not_fit_the_manifest_is_named(folder: Path) -> None:
     for changed, said in (
         (
             {"model.norm.weight": mine["model.norm.weight"].bfloat16()},
-            r"model.norm.weight \[32\] float32 is .*bfloat16",
+            r"model\.norm\.weight \[32\] float32 .*\[32\] bfloat16",
         ),
-        ({"model.norm.weight": mine["model.norm.weight"][:31]}, r"\[31\] float32 in the model"),
-        ({"model.norm.weight": torch.zeros(32, 2)}, r"\[32, 2\] float32 in the model"),
+        ({"model.norm.weight": mine["model.norm.weight"][:31]}, r"model\.norm\.weight \[32\] float32 .*\[31\] float32"),
+        ({"model.norm.weight": torch.zeros(32, 2)}, r"model\.norm\.weight \[32\] float32 .*\[32, 2\] float32"),
     ):
         with pytest.raises(WeightMismatchError, match=said):
             verify_in_place({**mine, **changed}, version)
-    with pytest.raises(WeightMismatchError, match=r"version 7 does not fit: the model has no model.norm.weight"):
+    with pytest.raises(WeightMismatchError, match=r"version 7\b.* model\.norm\.weight\."):
         verify_in_place({name: each for name, each in mine.items() if name != "model.norm.weight"}, version)
 
 
@@ -152,7 +152,7 @@ def test_a_released_copy_holds_no_memory_and_comes_back(folder: Path) -> None:
     assert copy.release() == 0
     assert not copy._is_resident
     assert sum(tensor.untyped_storage().nbytes() for tensor in copy.tensors.values()) == 0
-    with pytest.raises(RolloutError, match=r"released.*Restore it first"):
+    with pytest.raises(RolloutError, match="released"):
         copy.refill()
     before = dict(copy._addresses)
     moved = copy.restore()

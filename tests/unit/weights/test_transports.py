@@ -125,7 +125,7 @@ def test_buckets_hold_every_tensor_once_in_order_within_the_limit(
 
 
 def test_a_bucket_of_no_bytes_is_refused() -> None:
-    with pytest.raises(RolloutError, match="a bucket of 0 bytes holds nothing"):
+    with pytest.raises(RolloutError, match=r"bucket .*\b0 bytes"):
         plan_buckets([], 0)
 
 
@@ -192,9 +192,9 @@ def test_references_that_are_missing_or_of_other_buckets_are_refused() -> None:
     weights = some_weights()
     transfer = ByStore(version=weights.version(), bucket_bytes=64)
     buckets = [InlineStored(bucket) for bucket in send_by_store(transfer, weights)]
-    with pytest.raises(RolloutError, match=r"stored buckets, and the transfer refers to 1"):
+    with pytest.raises(RolloutError, match=rf"version 1\b.*\b{len(buckets)} .*\b1\b"):
         kept(_arrival(replace(transfer, stored=tuple(buckets[:1]))))
-    with pytest.raises(WeightMismatchError, match=r"bucket 0 of version 1 .* is bucket \d"):
+    with pytest.raises(WeightMismatchError, match=r"bucket 0 .*\bbucket \d"):
         kept(_arrival(replace(transfer, stored=tuple(reversed(buckets)))))
 
 
@@ -218,10 +218,10 @@ def test_a_model_that_is_not_the_versions_is_not_sent() -> None:
     weights = some_weights()
     version = weights.version()
     short = Held({"odd": weights.tensors_by_name["odd"]})
-    with pytest.raises(WeightMismatchError, match=r"manifest says matrix \[5, 7\] float32 and the model has nothing"):
+    with pytest.raises(WeightMismatchError, match=r"matrix \[5, 7\] float32 .*\bnothing\b"):
         list(send_by_store(ByStore(version=version), short))
     other = Held({**weights.tensors_by_name, "matrix": torch.zeros(7, 5)})
-    with pytest.raises(WeightMismatchError, match=r"the model has matrix \[7, 5\] torch.float32"):
+    with pytest.raises(WeightMismatchError, match=r"matrix \[5, 7\] float32 .*matrix \[7, 5\] torch\.float32"):
         list(send_by_store(ByStore(version=version), other))
 
 
@@ -233,7 +233,7 @@ def test_tensors_that_differ_are_named_after_all_have_come() -> None:
     wrong["count"][[0, 1]] = wrong["count"][[1, 0]]
     delivery = Verified(Held(wrong), version).tensors()
     assert [next(delivery)[0] for _ in wrong] == list(wrong)
-    said = r"2 of 7 tensors are not those of weight version 5 .*: matrix, count\. Tokens sampled from them would"
+    said = r"\b2 of 7 .*version 5 .*: matrix, count\."
     with pytest.raises(WeightMismatchError, match=said):
         next(delivery)
 
@@ -242,14 +242,14 @@ def test_a_delivery_of_another_model_is_refused_at_the_first_tensor_that_does_no
     weights = some_weights()
     version, all_of = weights.version(5), weights.tensors_by_name
     cases = {
-        r"large \[40, 30\] float32 comes as \[30, 40\] float32": {**all_of, "large": torch.zeros(30, 40)},
-        r"odd \[3\] bfloat16 comes as \[3\] float32": {**all_of, "odd": torch.zeros(3)},
-        r"matrix comes where the manifest has odd": {name: all_of[name] for name in list(all_of)[1:]},
-        r"the delivery ends before cube": {name: all_of[name] for name in list(all_of)[:-1]},
-        r"more comes after the manifest's last": {**all_of, "more": torch.zeros(1)},
+        r"large \[40, 30\] float32 .*\[30, 40\] float32": {**all_of, "large": torch.zeros(30, 40)},
+        r"odd \[3\] bfloat16 .*\[3\] float32": {**all_of, "odd": torch.zeros(3)},
+        r"\bmatrix .*\bodd\b": {name: all_of[name] for name in list(all_of)[1:]},
+        r"\bcube\b": {name: all_of[name] for name in list(all_of)[:-1]},
+        r"\bsurplus\b": {**all_of, "surplus": torch.zeros(1)},
     }
     for said, wrong in cases.items():
-        with pytest.raises(WeightMismatchError, match=f"version 5 does not fit: {said}"):
+        with pytest.raises(WeightMismatchError, match=rf"version 5 .*{said}"):
             kept(Verified(Held(wrong), version))
 
 

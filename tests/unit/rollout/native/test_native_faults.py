@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,14 @@ def test_a_request_larger_than_the_whole_cache_is_refused_and_the_others_go_on(l
     found = sequences(engine, [ask(0, 21, new=20), ask(1, 20, new=20), ask(2, 3, new=4)])
     errors = {id.prompt_index: each.error for id, each in found.items() if each.finish == "error"}
     assert list(errors) == [0]
-    assert errors[0] == (
-        "prompt and answer may take 41 tokens and the whole cache has room for 40. Lower max_new_tokens, or raise "
-        "rollout.memory_gib."
-    )
+    assert re.search(r"\b41 tokens .*\b40\b.*max_new_tokens.*rollout\.memory_gib", errors[0] or "")
     assert [found[each].num_tokens for each in sorted(found)] == [0, 20, 4]
 
 
 def test_stop_strings_without_a_tokenizer_are_an_error_of_their_request(learner: Learner) -> None:
     found = sequences(learner.engine(), [ask(0, stop_strings=("x",)), ask(1)])
     assert sorted(each.finish for each in found.values()) == ["error", "length"]
-    assert "built without one" in next(each.error or "" for each in found.values() if each.finish == "error")
+    assert "tokenizer" in next(each.error or "" for each in found.values() if each.finish == "error")
 
 
 def test_a_row_without_any_allowed_token_ends_its_own_answer_with_what_it_has(learner: Learner) -> None:
@@ -41,7 +39,7 @@ def test_a_row_without_any_allowed_token_ends_its_own_answer_with_what_it_has(le
     found = sequences(learner.engine(), [ask(0, **how), ask(1)])
     assert sorted(each.finish for each in found.values()) == ["error", "length"]
     broken = next(each for each in found.values() if each.finish == "error")
-    assert "nothing to sample" in (broken.error or "")
+    assert "allowed_tokens" in (broken.error or "")
     assert broken.num_tokens == 0
 
 
@@ -59,7 +57,7 @@ def test_weights_that_are_no_numbers_are_an_error_of_every_request_and_no_crash(
         broken_weights(own_learner).fill_(torch.nan)
     found = sequences(own_learner.engine(**way), [ask(i, 4 + i, temperature=temperature) for i in range(5)])
     assert {each.finish for each in found.values()} == {"error"}
-    assert all("The weights may have diverged" in (each.error or "") for each in found.values())
+    assert all("diverged" in (each.error or "") for each in found.values())
 
 
 @pytest.mark.parametrize(

@@ -80,12 +80,12 @@ def test_without_a_budget_a_cpu_machine_keeps_half_of_what_is_free() -> None:
 
 
 def test_a_budget_beyond_what_is_free_is_refused() -> None:
-    with pytest.raises(RolloutError, match=r"rollout\.memory_gib: 3 GiB .* 2\.00 GiB are free"):
+    with pytest.raises(RolloutError, match=r"rollout\.memory_gib: 3 GiB .*\b2\.00 GiB"):
         sizes(RolloutSection(memory_gib=3), free_bytes=2 * GIB)
 
 
 def test_a_budget_without_room_for_a_page_is_refused() -> None:
-    with pytest.raises(RolloutError, match=r"do not hold a single page .*1024 tokens of 1024 bytes.*Raise"):
+    with pytest.raises(RolloutError, match=r"rollout\.memory_gib: .*\b1024 tokens .*\b1024 bytes"):
         sizes(RolloutSection(memory_gib=0.5 / 1024, block_size=1024))
 
 
@@ -105,7 +105,7 @@ def test_whatever_is_requested_the_cache_fits_and_something_can_run(
     try:
         found = sizes(RolloutSection(**requested), context=context, token_bytes=token_bytes, cuda=cuda, free_bytes=free)
     except RolloutError as error:
-        assume("do not hold a single page" in str(error))
+        assume("single page" in str(error))
         return
     own = 0 if found.slots else found.block_size
     assert found.cache_tokens >= 1

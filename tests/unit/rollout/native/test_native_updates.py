@@ -46,9 +46,9 @@ def test_an_engine_that_sleeps_takes_requests_and_no_weights(learner: Learner) -
     engine = learner.engine()
     engine.sleep()
     engine.submit([LONG])
-    with pytest.raises(RolloutError, match=r"asleep.*Wake it first"):
+    with pytest.raises(RolloutError, match="asleep"):
         engine.install(learner.describe(1), None)
-    with pytest.raises(RolloutError, match=r"is asleep, and has been so for 0.01 s with 1 answers under way"):
+    with pytest.raises(RolloutError, match=r"asleep.*\b0\.01 s\b.*\b1 answers"):
         next(engine.results(deadline_s=0.01))
     engine.wake()
     assert [each.finish for each in engine.results(deadline_s=DEADLINE_S)] == ["length"]
@@ -124,9 +124,9 @@ def test_weights_that_are_not_the_version_stop_the_engine_until_right_ones_come(
     results = half_way(engine)
     version = own_learner.describe(1)
     own_learner.change(1.1)
-    with pytest.raises(WeightMismatchError, match="are not those of weight version 1"):
+    with pytest.raises(WeightMismatchError, match=r"\d+ of \d+ .*version 1\b"):
         engine.install(version, None)
-    with pytest.raises(WeightMismatchError, match=r"does not generate: .*are not those of weight version 1"):
+    with pytest.raises(WeightMismatchError, match=r"\d+ of \d+ .*version 1\b"):
         next(results)
     engine.install(own_learner.describe(2), None)
     (found,) = engine.results(deadline_s=DEADLINE_S)
