@@ -128,7 +128,7 @@ def test_logprobs_are_the_learners_within_bfloat16(
     measured = gap(trainer, list(found.values()))
     print(f"\n{decode}: mean {measured.mean:.5f}, largest {measured.largest:.4f} over {measured.count} tokens")
     assert len(found) == len(requests)
-    assert measured.alarm(GapLimits.of("bfloat16")) is None
+    assert not measured.exceeds(GapLimits.of("bfloat16"))
     assert measured.mean < 0.01
 
 

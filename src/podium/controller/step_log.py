@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from typing import Literal
 
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
@@ -16,7 +17,7 @@ from podium.observe import StepView
 from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
-from podium.weights.canary import GapLimits
+from podium.weights.canary import GapLimits, GapWatch
 
 
 class StepLog:
@@ -28,6 +29,9 @@ class StepLog:
         self._guard = DivergenceGuard(
             parts.recipe.optimizer.max_skipped_in_a_row, parts.folder.metrics_file, in_a_row=state.skipped_in_a_row
         )
+        facts = parts.roles.policy.facts
+        dtype: Literal["float32", "bfloat16"] = "bfloat16" if facts.dtype == "bfloat16" else "float32"
+        self._gaps = GapWatch(GapLimits.of(dtype, facts.logprob_noise))
         self.mark()
 
     @property
@@ -92,10 +96,10 @@ class StepLog:
         if report.skipped:
             console.warning(f"step {step}: {report.skipped} optimizer steps were not finite and were skipped")
         self._guard.check(step, is_skipped=report.skipped > 0, suspect="rewards")
-        limits = GapLimits.of("bfloat16" if self._parts.roles.policy.facts.dtype == "bfloat16" else "float32")
-        alarm = report.gap.alarm(limits)
-        if alarm is not None and recipe.full_algorithm.correction is None:
-            console.warning(f"step {step}: {alarm}")
+        if recipe.full_algorithm.correction is None:
+            alarm = self._gaps.look(report.gap)
+            if alarm is not None:
+                console.warning(f"step {step}: {alarm}")
 
 
 def _view(step: int, num_steps: int, values: Mapping[str, float]) -> StepView:

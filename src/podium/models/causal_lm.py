@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, assert_never, cast
 
@@ -31,11 +30,12 @@ from podium.models.head import (
 from podium.models.lora import adapter_off, inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
+from podium.models.plain import PlainKind, plain_outputs
 from podium.models.precision import keep_in_float32
 from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
-ForwardKind = Literal["loss", "objective", "divergence", "logprobs", "scores", "states", "plain"]
+ForwardKind = Literal["loss", "objective", "divergence", "logprobs", "scores", "states", PlainKind]
 ObjectiveOutput = tuple[Tensor, Tensor, Tensor]
 """Σ weight · loss, and the log-prob and entropy of each trained token."""
 
@@ -65,9 +65,10 @@ class PackedCausalLM(TrainedModule):
         token's log-prob and entropy; `divergence`: that of a loss over whole distributions, alone in a tuple;
         `logprobs`: of the targets [S] at their sampling temperature (which the other kinds ignore); `scores`: float32
         logits at the trained positions; `states`: the hidden states behind them [S, E]; `plain`: the same logits
-        through transformers' own attention and head, one document at a time, for comparison."""
-        if kind == "plain":
-            return self._plain_scores(batch)
+        through transformers' own attention and head, one document at a time, for comparison; `padded`: these again,
+        computed in another way (plain.py)."""
+        if kind == "plain" or kind == "padded":
+            return self._plain_scores(batch, kind)
         hidden_SE = self.hidden(batch).index_select(0, batch.trained_S)
         weight_VE = self.head_weight
         match kind:
@@ -108,17 +109,11 @@ class PackedCausalLM(TrainedModule):
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def _plain_scores(self, batch: TokenBatch) -> Tensor:
-        self.hf.set_attn_implementation("eager")
-        try:
-            bounds = batch.packing.boundaries.tolist()
-            parts = [
-                self.hf(input_ids=batch.tokens_T[None, start:stop], use_cache=False).logits[0].float()
-                for start, stop in pairwise(bounds)
-            ]
-        finally:
-            self.hf.set_attn_implementation(PACKED_ATTENTION)
-        return torch.cat(parts)[batch.trained_S][:, : self.vocab_size]
+    def _plain_scores(self, batch: TokenBatch, kind: PlainKind) -> Tensor:
+        def logits(tokens_DL: Tensor) -> Tensor:
+            return self.hf(input_ids=tokens_DL, use_cache=False).logits.float()  # type: ignore[no-any-return]
+
+        return plain_outputs(self.hf, batch, logits, kind)[batch.trained_S][:, : self.vocab_size]
 
     def without_adapter(self) -> AbstractContextManager[None]:
         """A context in which the model computes as the frozen base of its adapter. Raises an error if it has none."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-from itertools import pairwise
 from typing import Any, Literal, Protocol
 
 import torch
@@ -19,11 +18,12 @@ from podium.models.causal_lm import decoder_layers
 from podium.models.lora import inject
 from podium.models.new_tokens import grown_vocabulary
 from podium.models.packing import TokenBatch
+from podium.models.plain import PlainKind, plain_outputs
 from podium.models.precision import keep_in_float32
 from podium.models.training_mode import TrainedModule
 from podium.recipe import ModelSection
 
-ScalarKind = Literal["values", "objective", "scores", "plain"]
+ScalarKind = Literal["values", "objective", "scores", PlainKind]
 
 
 class ScalarObjective(Protocol):
@@ -51,9 +51,10 @@ class PackedScalarLM(TrainedModule):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`values`: float32 numbers at the trained positions, [S] or, with several labels, [S, L]; `objective`: the
         weighted sum of the loss over them, and the values; `scores`: float32 hidden states there [S, E]; `plain`: the
-        same through transformers' own attention, one document at a time, to compare with."""
-        if kind == "plain":
-            return self._plain_states(batch)
+        same through transformers' own attention, one document at a time, to compare with; `padded`: these again,
+        computed in another way (plain.py)."""
+        if kind == "plain" or kind == "padded":
+            return self._plain_states(batch, kind)
         out = self.hf.base_model(
             input_ids=batch.tokens_T.unsqueeze(0),
             position_ids=batch.positions_T.unsqueeze(0),
@@ -73,17 +74,11 @@ class PackedScalarLM(TrainedModule):
         return (objective(values) * batch.weights_S).sum(), values.detach()
 
     @torch.no_grad()
-    def _plain_states(self, batch: TokenBatch) -> Tensor:
-        self.hf.set_attn_implementation("eager")
-        try:
-            bounds = batch.packing.boundaries.tolist()
-            parts = [
-                self.hf.base_model(input_ids=batch.tokens_T[None, start:stop], use_cache=False).last_hidden_state[0]
-                for start, stop in pairwise(bounds)
-            ]
-        finally:
-            self.hf.set_attn_implementation(PACKED_ATTENTION)
-        return torch.cat(parts)[batch.trained_S].float()
+    def _plain_states(self, batch: TokenBatch, kind: PlainKind) -> Tensor:
+        def states(tokens_DL: Tensor) -> Tensor:
+            return self.hf.base_model(input_ids=tokens_DL, use_cache=False).last_hidden_state  # type: ignore[no-any-return]
+
+        return plain_outputs(self.hf, batch, states, kind)[batch.trained_S].float()
 
 
 def build_scalar(

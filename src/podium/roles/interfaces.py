@@ -69,6 +69,7 @@ class LearnerFacts:
     device_bytes: int  # 0 on CPU
     cpu: CpuSettings | None
     trained_parameters: int | None = None  # of an adapter; None: all are trained
+    logprob_noise: float | None = None  # mean difference of two equal forwards; None: not measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

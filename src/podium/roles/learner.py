@@ -59,8 +59,10 @@ class LearnerRank(Learner):
         dtype = compute_dtype(recipe.model, self.mesh.device)
         self.weights = PublishedWeights(model, trained, self.mesh, dtype)
         self.cpu = self._cpu_settings()
+        self._logprob_noise: float | None = None
         if recipe.model.self_check:
-            self_check(model, self.mesh.device, dtype, max_length=recipe.data.max_length)
+            comparison = self_check(model, self.mesh.device, dtype, max_length=recipe.data.max_length)
+            self._logprob_noise = comparison.floor_mean
         self._leaving: OffloadedTensors | None = None
         self._steps_before = 0  # the last update
         self._writer = CheckpointWriter(
@@ -96,6 +98,7 @@ class LearnerRank(Learner):
                 if self._recipe.model.lora is not None
                 else None
             ),
+            logprob_noise=self._logprob_noise,
         )
 
     def score(self, rows: RowRefs[TrajectoryBlock], temperature: float, base: bool = False) -> Computed[TokenColumn]:

@@ -5,8 +5,8 @@ ranks."""
 from __future__ import annotations
 
 import tempfile
-from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import torch
 import transformers
@@ -16,6 +16,7 @@ from podium.engine.sharding import compute_dtype, place
 from podium.models.causal_lm import load_config, unbuildable
 from podium.models.folder import local_folder
 from podium.models.packing import to_device
+from podium.models.plain import PlainKind, plain_outputs
 from podium.models.verify import Comparison, compare, random_batch, refusing
 from podium.recipe import ModelSection, PlacementSection
 from podium.spmd.launch import RankPlace
@@ -39,16 +40,16 @@ def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSec
                 folder, dtype=dtype, attn_implementation="eager", trust_remote_code=section.trust_remote_code
             )
         reference = reference.to(mesh.device).eval()
-        plain = random_batch(model.vocab_size)
-        batch = to_device(plain, mesh.device)
+        batch = to_device(random_batch(model.vocab_size), mesh.device)
         model.eval()
         with torch.no_grad(), refusing(type(reference).__name__):
             ours = model(batch, None, kind="scores")
-            bounds = plain.offsets.tolist()
-            theirs = torch.cat(
-                [reference(input_ids=batch.tokens_T[None, start:stop]).logits[0] for start, stop in pairwise(bounds)]
+            theirs, padded = (
+                plain_outputs(reference, batch, lambda tokens_DL: reference(input_ids=tokens_DL).logits, kind)
+                for kind in get_args(PlainKind)
             )
-        return compare(type(reference).__name__, ours, theirs[:, : model.vocab_size], dtype)
+        vocabulary = slice(0, model.vocab_size)
+        return compare(type(reference).__name__, ours, theirs[:, vocabulary], padded[:, vocabulary], dtype)
     finally:
         leave(mesh)
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
@@ -35,6 +36,11 @@ def _sums(mask_T: np.ndarray, offsets: Ints) -> Ints:
     return sums
 
 
+# A gap of so many times the noise floor, or of its usual size in this run, is no rounding.
+_TIMES_THE_FLOOR, _TIMES_THE_USUAL = 3.0, 4.0
+_STEPS_UNTIL_USUAL = 5
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapLimits:
     """Limits above which a gap indicates an error."""
@@ -43,14 +49,15 @@ class GapLimits:
     largest: float  # of one token; infinite: not checked
 
     @classmethod
-    def of(cls, dtype: Literal["float32", "bfloat16"]) -> GapLimits:
+    def of(cls, dtype: Literal["float32", "bfloat16"], floor: float | None = None) -> GapLimits:
         """float32: engine and learner agree to 1e-4 on CPU by design; a mean of that size, or one token at ten times
         of it, is another computation and not another order of summing. bfloat16 keeps 8 bits, so a logit of 20 is
         known to 0.06 and single tokens are off by tenths; but the errors are of either sign over many tokens, and
-        weights of one update earlier show as a mean well above 0.05."""
+        weights of one update earlier show as a mean well above 0.05. Deep models round more: `floor` is the mean gap
+        of two equal forwards of this model (models/verify.py)."""
         if dtype == "float32":
             return cls(mean=1e-4, largest=1e-3)
-        return cls(mean=0.05, largest=math.inf)
+        return cls(mean=max(0.05, _TIMES_THE_FLOOR * (floor or 0.0)), largest=math.inf)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,16 +109,52 @@ class LogprobGap:
         """Mean probability ratio; 1 without tokens."""
         return self.sum_ratio / self.count if self.count else 1.0
 
-    def alarm(self, limits: GapLimits) -> str | None:
-        """A message if the gap exceeds its limits (or is NaN), else None."""
-        if self.mean <= limits.mean and self.largest <= limits.largest:
-            return None
+    def exceeds(self, limits: GapLimits) -> bool:
+        """Whether the gap is above its limits, or NaN."""
+        return not (self.mean <= limits.mean and self.largest <= limits.largest)
+
+    def __str__(self) -> str:
         return (
-            f"rollout and learner log-probs differ by {self.mean:.2g} in the mean (limit {limits.mean:.2g}) and "
-            f"{self.largest:.2g} at most (limit {limits.largest:.2g}) over {self.count} tokens of the current weights; "
-            f"the mean ratio is {self.mean_ratio:.4g}. The engine does not sample from the policy that is trained. "
-            "Likely causes, the commonest first: the engine has other weights than it says, another temperature or a "
-            "cut of the distribution (top-k, top-p) that the learner does not know, a cache kept over a weight update, "
-            "other kernels or another dtype in one of them. Compare in float32 with `podium verify`; if the gap is "
-            "rounding, raise the limit or switch on an off-policy correction."
+            f"{self.mean:.2g} in the mean and {self.largest:.2g} at most over {self.count} tokens of the current "
+            f"weights, mean ratio {self.mean_ratio:.4g}"
         )
+
+
+class GapWatch:
+    """Watches the gap over a run. Warns at the first step at which it is no rounding, then only at the 10th, the 100th
+    and so on."""
+
+    def __init__(self, limits: GapLimits) -> None:
+        self._limits = limits
+        self._first: list[float] = []  # mean gaps of the first steps
+        self.num_alarms = 0
+
+    def look(self, gap: LogprobGap) -> str | None:
+        """Takes the gap of a step; returns a warning if one is due."""
+        reason = self._reason(gap)
+        if len(self._first) < _STEPS_UNTIL_USUAL and gap.count and math.isfinite(gap.mean):
+            self._first.append(gap.mean)
+        if reason is None:
+            return None
+        self.num_alarms += 1
+        if self.num_alarms == 1:
+            return (
+                f"rollout and learner log-probs differ by {gap}: {reason}. The engine does not sample from the policy "
+                "that is trained. Likely causes, the commonest first: the engine has other weights than it says, "
+                "another temperature or a cut of the distribution (top-k, top-p) that the learner does not know, a "
+                "cache kept over a weight update, other kernels or another dtype in one of them. Compare in float32 "
+                "with `podium verify`, or switch on an off-policy correction (algorithm.correction)."
+            )
+        if math.log10(self.num_alarms).is_integer():
+            return f"rollout and learner log-probs differed too much in {self.num_alarms} steps, now by {gap}"
+        return None
+
+    def _reason(self, gap: LogprobGap) -> str | None:
+        limits = self._limits
+        if gap.exceeds(limits):
+            return f"above the limit ({limits.mean:.2g} and {limits.largest:.2g})"
+        usual = statistics.median(self._first) if len(self._first) == _STEPS_UNTIL_USUAL else math.inf
+        # Below a fifth of the limit a gap may grow as it likes: it is rounding.
+        if gap.mean > _TIMES_THE_USUAL * usual and gap.mean > 0.2 * limits.mean:
+            return f"{gap.mean / usual:.1f} times the {usual:.2g} of the first {_STEPS_UNTIL_USUAL} steps"
+        return None

@@ -86,9 +86,9 @@ def test_the_self_check_leaves_the_model_in_training_and_with_packed_attention(t
 def test_a_single_large_gap_is_a_difference() -> None:
     ours = torch.zeros(1000, 4)
     theirs = ours.clone()
-    assert compare("x", ours, theirs, torch.float32).largest == 0.0
+    assert compare("x", ours, theirs, theirs, torch.float32).largest == 0.0
     theirs[7, 1] = 0.01
-    found = compare("x", ours, theirs, torch.float32)
+    found = compare("x", ours, theirs, theirs, torch.float32)
     assert not found.agrees
     assert found.mean < 1e-4 < 1e-3 < found.largest
 
@@ -96,12 +96,12 @@ def test_a_single_large_gap_is_a_difference() -> None:
 def test_a_logit_that_is_not_a_number_is_a_difference() -> None:
     ours = torch.zeros(3, 4)
     ours[0, 0] = float("nan")
-    assert not compare("x", ours, torch.zeros(3, 4), torch.float32).agrees
+    assert not compare("x", ours, torch.zeros(3, 4), torch.zeros(3, 4), torch.float32).agrees
 
 
 def test_a_shift_of_all_logits_is_none() -> None:
     logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    assert compare("x", logits, logits + 3.0, torch.float32).agrees
+    assert compare("x", logits, logits + 3.0, logits, torch.float32).agrees
 
 
 def test_the_random_documents_have_two_of_one_length_and_one_beyond_small_windows() -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,26 +63,27 @@ def test_gaps_of_ranks_add_up() -> None:
     assert LogprobGap.merge([]) == LogprobGap(count=0, sum_abs=0.0, sum_ratio=0.0, largest=0.0)
 
 
-def test_the_alarm_says_how_much_and_what_may_be_wrong() -> None:
+def gap_of(mean: float, count: int = 100) -> LogprobGap:
+    return LogprobGap(count=count, sum_abs=mean * count, sum_ratio=float(count), largest=2 * mean)
+
+
+def test_a_gap_above_either_limit_exceeds_them() -> None:
     block = block_of([[-1, 3, 3]])
     float32, bfloat16 = GapLimits.of("float32"), GapLimits.of("bfloat16")
-    assert LogprobGap.between(block, learner(block, 5e-5)).alarm(float32) is None
-    assert LogprobGap.between(block, learner(block, 0.02)).alarm(bfloat16) is None
-    said = LogprobGap.between(block, learner(block, 0.02)).alarm(float32)
-    assert said is not None
-    assert re.search(r"\b0\.02 .*\(limit 0\.0001\)", said)
-    assert "temperature" in said
-    assert LogprobGap.between(block, learner(block, [0, 1.1e-3, 0])).alarm(GapLimits(mean=1, largest=1e-3)) is not None
-    assert LogprobGap.between(block, learner(block, 0.2)).alarm(bfloat16) is not None
+    assert not LogprobGap.between(block, learner(block, 5e-5)).exceeds(float32)
+    assert not LogprobGap.between(block, learner(block, 0.02)).exceeds(bfloat16)
+    assert LogprobGap.between(block, learner(block, 0.02)).exceeds(float32)
+    assert LogprobGap.between(block, learner(block, [0, 1.1e-3, 0])).exceeds(GapLimits(mean=1, largest=1e-3))
+    assert LogprobGap.between(block, learner(block, 0.2)).exceeds(bfloat16)
 
 
-def test_a_gap_that_is_not_a_number_is_alarmed_on_and_none_at_all_is_not() -> None:
+def test_a_gap_that_is_not_a_number_exceeds_every_limit_and_none_at_all_does_not() -> None:
     block = block_of([[-1, 3, 3]])
     broken = LogprobGap.between(block, learner(block, [0, math.nan, 0]))
-    assert broken.alarm(GapLimits.of("bfloat16")) is not None
-    assert LogprobGap.merge([broken, LogprobGap.between(block, learner(block, 0.0))]).alarm(GapLimits.of("bfloat16"))
+    assert broken.exceeds(GapLimits.of("bfloat16"))
+    assert LogprobGap.merge([broken, LogprobGap.between(block, learner(block, 0.0))]).exceeds(GapLimits.of("bfloat16"))
     empty = block_of([])
-    assert LogprobGap.between(empty, learner(empty, 0.0)).alarm(GapLimits.of("float32")) is None
+    assert not LogprobGap.between(empty, learner(empty, 0.0)).exceeds(GapLimits.of("float32"))
 
 
 def test_log_probs_of_other_trajectories_are_refused() -> None:
