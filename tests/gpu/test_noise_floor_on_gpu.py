@@ -19,7 +19,11 @@ from podium.models.attention import varlen_attention
 from podium.models.verify import self_check
 from podium.recipe import ModelSection
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 
 # Sizes of the Qwen3 family: hidden, intermediate, layers, heads, and whether the head is the embedding.
 SIZES = {
