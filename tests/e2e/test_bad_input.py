@@ -30,7 +30,7 @@ def test_a_misspelt_key(workspace: Workspace, verb: str) -> None:
 
     outcome = workspace.podium(verb, recipe)
 
-    workspace.refused(outcome, "sums.yaml", "optimizer.warmup_step", "Did you mean optimizer.warmup_steps?")
+    workspace.refused(outcome, "sums.yaml", "optimizer.warmup_step: ", "optimizer.warmup_steps")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -46,16 +46,16 @@ def test_files_that_are_missing_are_all_reported_at_once(workspace: Workspace, v
 
     outcome = workspace.podium(verb, recipe)
 
-    workspace.refused(outcome, "2 problems", "model.path: there is no folder ./no/model", "data.train.0", "none.jsonl")
+    workspace.refused(outcome, "2 problems", "model.path: ", "./no/model", "data.train.0", "none.jsonl")
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_recipe_that_is_not_there(workspace: Workspace, verb: str) -> None:
-    workspace.refused(workspace.podium(verb, "nowhere.yaml"), "there is no recipe nowhere.yaml")
+    workspace.refused(workspace.podium(verb, "nowhere.yaml"), "nowhere.yaml")
 
 
 @pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize(("content", "message"), [("", "is empty (0 bytes)"), ("\n\n", "has no rows")])
+@pytest.mark.parametrize(("content", "message"), [("", "0 bytes"), ("\n\n", "no rows")])
 def test_an_empty_dataset(workspace: Workspace, verb: str, content: str, message: str) -> None:
     (workspace.path / "train.jsonl").write_text(content)
 
@@ -70,7 +70,7 @@ def test_malformed_json_is_reported_with_its_line(workspace: Workspace, argument
 
     outcome = workspace.podium(*arguments, workspace.recipe())
 
-    workspace.refused(outcome, "data.train.0", "train.jsonl, line 5: not valid JSON")
+    workspace.refused(outcome, "data.train.0", "train.jsonl, line 5: ", "JSON")
 
 
 @pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
@@ -81,7 +81,7 @@ def test_a_row_without_the_expected_fields_is_reported_with_its_line(
 
     outcome = workspace.podium(*arguments, workspace.recipe())
 
-    workspace.refused(outcome, "train.jsonl, line 7", "`messages`, `prompt` with `completion`, or `text`", "question")
+    workspace.refused(outcome, "train.jsonl, line 7: ", "`messages`", "`prompt`", "`completion`", "`text`", "question")
 
 
 def test_a_first_row_without_the_expected_fields_is_found_by_the_quick_check(workspace: Workspace) -> None:
@@ -90,7 +90,7 @@ def test_a_first_row_without_the_expected_fields_is_found_by_the_quick_check(wor
     outcome = workspace.podium("check", workspace.recipe())
 
     workspace.refused(
-        outcome, "data.train.0", "train.jsonl, line 1", "`messages`, `prompt` with `completion`, or `text`"
+        outcome, "data.train.0", "train.jsonl, line 1: ", "`messages`", "`prompt`", "`completion`", "`text`"
     )
 
 
@@ -99,7 +99,7 @@ def test_a_bad_row_in_the_heldout_data_is_reported_too(workspace: Workspace) -> 
 
     outcome = workspace.podium("train", workspace.recipe(data={"heldout": [{"path": "heldout.jsonl"}]}))
 
-    workspace.refused(outcome, "heldout.jsonl, line 2", "`text` must be a string")
+    workspace.refused(outcome, "heldout.jsonl, line 2: ", "`text`", "string")
 
 
 @pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
@@ -110,7 +110,7 @@ def test_a_template_that_cannot_mark_assistant_turns(workspace: Workspace, argum
 
     outcome = workspace.podium(*arguments, workspace.recipe(model={"chat_template": "chat.jinja"}))
 
-    workspace.refused(outcome, "train.jsonl, line", "cannot mark assistant turns", "{% generation %}")
+    workspace.refused(outcome, "train.jsonl, line ", "assistant turns", "{% generation %}")
 
 
 @pytest.mark.parametrize("arguments", [("train",), ("check", "--deep")])
@@ -129,7 +129,7 @@ def test_a_model_folder_without_tokenizer(workspace: Workspace, verb: str) -> No
 
     outcome = workspace.podium(verb, workspace.recipe(model={"path": "bare"}))
 
-    workspace.refused(outcome, "model.path: bare has no tokenizer", "set model.tokenizer")
+    workspace.refused(outcome, "model.path: bare ", "no tokenizer", "model.tokenizer")
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -138,13 +138,13 @@ def test_a_model_folder_without_weights(workspace: Workspace, verb: str) -> None
 
     outcome = workspace.podium(verb, workspace.recipe(model={"path": "bare"}))
 
-    workspace.refused(outcome, "model.path: bare has no *.safetensors weights. Use model.init: random")
+    workspace.refused(outcome, "model.path: bare ", "*.safetensors", "model.init: random")
 
 
 def test_more_ranks_than_devices(workspace: Workspace) -> None:
     outcome = workspace.podium("train", workspace.recipe(), "--devices", "4096")
 
-    workspace.refused(outcome, "placement.devices: 4096 ranks")
+    workspace.refused(outcome, "placement.devices: 4096 ")
 
 
 def test_a_cuda_device_on_a_machine_without_one(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,28 +162,28 @@ def test_a_run_folder_that_exists_already_is_left_alone(workspace: Workspace) ->
 
     outcome = workspace.podium("train", workspace.recipe())
 
-    workspace.refused(outcome, "runs/sums exists already", "no checkpoint", left=("sums",))
+    workspace.refused(outcome, "runs/sums ", "no checkpoint", "--set run.name=", left=("sums",))
     assert [path.name for path in kept.parent.iterdir()] == ["precious.txt"]
 
 
 @pytest.mark.parametrize(
     ("where", "code", "message"),
     [
-        ("map", "def other(row):\n    return row\n", "mine.py has no function 'keep'. It defines: other."),
-        ("map", "def keep(row)\n    return row\n", "mine.py, line 1: expected ':'"),
-        ("map", None, "there is no file mine.py"),
+        ("map", "def other(row):\n    return row\n", ("mine.py ", "'keep'", ": other")),
+        ("map", "def keep(row)\n    return row\n", ("mine.py, line 1: ", "':'")),
+        ("map", None, ("file mine.py",)),
     ],
 )
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_plugin_that_is_not_there(
-    workspace: Workspace, verb: str, where: str, code: str | None, message: str
+    workspace: Workspace, verb: str, where: str, code: str | None, message: tuple[str, ...]
 ) -> None:
     if code is not None:
         (workspace.path / "mine.py").write_text(code)
 
     recipe = workspace.recipe(data={"train": [{"path": "train.jsonl", where: "mine.py:keep"}]})
 
-    workspace.refused(workspace.podium(verb, recipe), "data.train.0.map: ", message)
+    workspace.refused(workspace.podium(verb, recipe), "data.train.0.map: ", *message)
 
 
 def test_a_map_that_raises_is_reported_with_the_row(workspace: Workspace) -> None:
@@ -193,7 +193,7 @@ def test_a_map_that_raises_is_reported_with_the_row(workspace: Workspace) -> Non
         "train", workspace.recipe(data={"train": [{"path": "train.jsonl", "map": "mine.py:keep"}]})
     )
 
-    workspace.refused(outcome, "train.jsonl, line", "the source's `map` raised KeyError: 'nothing'")
+    workspace.refused(outcome, "train.jsonl, line ", "`map`", "KeyError: 'nothing'")
 
 
 def test_a_score_that_is_no_number_leaves_nothing_behind(workspace: Workspace) -> None:
@@ -204,19 +204,19 @@ def test_a_score_that_is_no_number_leaves_nothing_behind(workspace: Workspace) -
         evaluation={"at_start": True, "generation": {"prompts": 1, "max_new_tokens": 1, "score": "mine.py:score"}},
     )
 
-    workspace.refused(workspace.podium("train", recipe), "evaluation.generation.score: the function returned nan")
+    workspace.refused(workspace.podium("train", recipe), "evaluation.generation.score: ", "nan")
 
 
 def test_a_document_longer_than_the_models_context(workspace: Workspace) -> None:
     outcome = workspace.podium("train", workspace.recipe(data={"max_length": 257}, tokens_per_step=1024))
 
-    workspace.refused(outcome, "data.max_length: 257 is more than the model's context of 256 positions")
+    workspace.refused(outcome, "data.max_length: 257 ", "256")
 
 
 def test_an_overlong_document_when_the_recipe_says_error(workspace: Workspace) -> None:
     outcome = workspace.podium("train", workspace.recipe(data={"max_length": 8, "overlong": "error"}))
 
-    workspace.refused(outcome, "train.jsonl, line", "more than the longest allowed 8")
+    workspace.refused(outcome, "train.jsonl, line ", " 8")
 
 
 def test_a_dataset_that_cannot_be_opened_leaves_no_run_folder(
@@ -238,7 +238,7 @@ def test_a_run_folder_that_cannot_be_written(workspace: Workspace) -> None:
 
     outcome = workspace.podium("train", workspace.recipe(run={"folder": "file"}))
 
-    workspace.refused(outcome, "the run folder file/sums cannot be written: Not a directory")
+    workspace.refused(outcome, "file/sums ", ": Not a directory")
 
 
 def test_no_permission_on_the_run_folder(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,7 +253,7 @@ def test_no_permission_on_the_run_folder(workspace: Workspace, monkeypatch: pyte
 
     outcome = workspace.podium("train", workspace.recipe())
 
-    workspace.refused(outcome, "runs/sums cannot be written: Permission denied")
+    workspace.refused(outcome, "runs/sums ", ": Permission denied")
 
 
 def test_a_full_disk_at_a_checkpoint_is_reported_and_leaves_the_last_one_usable(
@@ -274,7 +274,7 @@ def test_a_full_disk_at_a_checkpoint_is_reported_and_leaves_the_last_one_usable(
 
     outcome = workspace.podium("train", workspace.recipe(checkpoint={"every": 2, "background": False}))
 
-    workspace.refused(outcome, "saving into", "No space left on device", left=("sums",))
+    workspace.refused(outcome, "runs/sums/checkpoints", "No space left on device", left=("sums",))
     assert workspace.podium("resume", "runs/sums").code == 0
     assert sorted(workspace.metric("sums", "loss")) == [1, 2, 3, 4]
 
@@ -293,9 +293,9 @@ def test_a_full_disk_under_the_metrics_is_reported_without_a_traceback(
 
 
 def test_an_unknown_run_folder(workspace: Workspace) -> None:
-    workspace.refused(workspace.podium("resume", "runs/none"), "there is no run folder runs/none")
-    workspace.refused(workspace.podium("export", "runs/none", "out"), "there is no run folder runs/none")
-    workspace.refused(workspace.podium("resume", "."), "is not a run folder")
+    workspace.refused(workspace.podium("resume", "runs/none"), "run folder runs/none")
+    workspace.refused(workspace.podium("export", "runs/none", "out"), "run folder runs/none")
+    workspace.refused(workspace.podium("resume", "."), "recipe.yaml", "run.json")
 
 
 @pytest.mark.parametrize(
@@ -319,19 +319,17 @@ def test_the_same_mistakes_in_python_raise_the_same_errors(workspace: Workspace)
         }
     )
 
-    with pytest.raises(RecipeError, match=r"run\.name: a recipe that was not read from a file needs a name"):
+    with pytest.raises(RecipeError, match=r"^run\.name: "):
         podium.train(recipe)
-    with pytest.raises(RecipeError, match=r"Did you mean optimizer\.lr"):
+    with pytest.raises(RecipeError, match=r"optimizer\.lrr: .*optimizer\.lr\b"):
         podium.check(recipe, overrides=["optimizer.lrr=1"])
-    with pytest.raises(RunFolderError, match="there is no run folder"):
+    with pytest.raises(RunFolderError, match="runs/none"):
         podium.resume("runs/none")
     assert not (workspace.path / "runs").exists()
 
 
 def test_a_budget_too_small_for_any_document(workspace: Workspace) -> None:
-    workspace.refused(
-        workspace.podium("train", workspace.recipe("sums", tokens_per_step=1)), "leaves no token to predict"
-    )
+    workspace.refused(workspace.podium("train", workspace.recipe("sums", tokens_per_step=1)), "data.max_length: ")
 
 
 def test_a_broken_score_does_not_cost_the_steps_taken(workspace: Workspace) -> None:
@@ -378,18 +376,18 @@ def test_a_tokenizer_with_more_tokens_than_the_model_has_rows(workspace: Workspa
 def test_a_chat_template_that_is_missing_or_broken(workspace: Workspace) -> None:
     recipe = workspace.recipe(model={"chat_template": "chat.jinja"})
 
-    workspace.refused(workspace.podium("check", recipe), "model.chat_template: there is no chat.jinja")
+    workspace.refused(workspace.podium("check", recipe), "model.chat_template: ", "chat.jinja")
     (workspace.path / "chat.jinja").write_text("{% for message in messages %}")
-    workspace.refused(workspace.podium("train", recipe), "train.jsonl, line", "the chat template refuses this chat")
+    workspace.refused(workspace.podium("train", recipe), "train.jsonl, line ", "chat template")
 
 
 @pytest.mark.parametrize(
     ("name", "change", "message"),
     [
-        ("model.safetensors", lambda data: data[:1000], "cannot be read as safetensors"),
-        ("tokenizer.json", lambda data: data[:1000], "the tokenizer of"),
-        ("config.json", lambda data: data[:10], "is not valid JSON"),
-        ("config.json", lambda data: data.replace(b'"qwen3"', b'"nonesuch"'), "transformers cannot read this config"),
+        ("model.safetensors", lambda data: data[:1000], "model.safetensors"),
+        ("tokenizer.json", lambda data: data[:1000], "the tokenizer"),
+        ("config.json", lambda data: data[:10], "damaged/config.json"),
+        ("config.json", lambda data: data.replace(b'"qwen3"', b'"nonesuch"'), "nonesuch"),
     ],
 )
 def test_a_model_folder_with_a_damaged_file(
@@ -405,7 +403,7 @@ def test_a_model_folder_with_a_damaged_file(
 def test_a_run_that_diverges_stops_with_a_report(workspace: Workspace) -> None:
     outcome = workspace.podium("train", workspace.recipe(steps=12), "--set", "optimizer.lr=1e38")
 
-    workspace.refused(outcome, "steps 2 to 6 had a non-finite loss or gradient", "Lower optimizer.lr", left=("sums",))
+    workspace.refused(outcome, "steps 2 to 6 ", "optimizer.lr", left=("sums",))
     assert sum(workspace.metric("sums", "skipped").values()) == 5
 
 

@@ -297,7 +297,7 @@ def test_a_stopped_run_continues_bit_for_bit_with_or_without_what_it_computed(
         workspace, "stopped", program, checkpoint=every, run={"loggers": ["stopper.py:after_3"]}, **CACHED[program]
     ))  # fmt: skip
     # Asked as step 3 is recorded, heard with step 4.
-    assert re.search("stopped at step 4; .*podium resume runs/stopped", outcome.out)
+    assert re.search("stopped .*step 4; .*podium resume runs/stopped", outcome.out)
     assert workspace.podium("resume", "runs/stopped", "--set", "run.loggers=[]").code == 0
     assert workspace.metric("stopped", "loss") == whole
 
@@ -386,7 +386,8 @@ def test_a_request_to_stop_is_heard_during_the_pass_and_the_same_command_continu
     outcome = workspace.podium("train", long_pass(workspace, "stopped", run={"loggers": ["stopper.py:at_once"]}))
     assert "Traceback" not in outcome.out + outcome.err
     assert outcome.code == 0
-    assert "stopped before the first step" in outcome.out
+    assert "stopped" in outcome.out
+    assert not (workspace.path / "runs/stopped/metrics.jsonl").exists()
     done = parts(workspace)
     assert len(done) == 1
 
@@ -408,7 +409,7 @@ def test_a_pass_that_is_killed_continues_where_it_was(workspace: Workspace) -> N
         wait_until(lambda: len(parts(workspace)) == 2, f"two parts: {(workspace.path / 'out').read_text()}")
         busy = workspace.podium("train", long_pass(workspace, "meanwhile"))
         assert busy.code == 2
-        assert "is being computed by another run right now" in busy.err
+        assert "another run" in busy.err
         os.killpg(process.pid, signal.SIGKILL)
         assert_gone(process.pid)
     done = parts(workspace)
@@ -438,8 +439,8 @@ def test_the_deep_check_shows_what_a_pair_trains(workspace: Workspace) -> None:
     write_pairs(workspace, 20)
     outcome = workspace.podium("check", dense(workspace), "--deep")
     assert outcome.code == 0, outcome
-    assert "program dpo: spmd execution, 6 steps" in outcome.out
-    assert "data.train.0: 20 rows read, 40 documents" in outcome.out
+    assert re.search(r"program dpo: .*\b6 steps", outcome.out)
+    assert re.search(r"data\.train\.0: 20 rows .*40 documents", outcome.out)
     assert "[[it is " in outcome.out
     assert "[[no idea " in outcome.out
 
@@ -450,7 +451,7 @@ def test_the_deep_check_knows_reward_models_and_distillation(workspace: Workspac
     assert workspace.podium("check", dense(workspace, program="reward_model"), "--deep").code == 0
     workspace.rows("train.jsonl", judged(pairs(10, 1)))
     scores = dense(workspace, program="reward_model", reward_model={"learns": "scores"})
-    assert "20 rows read, 20 documents" in workspace.podium("check", scores, "--deep").out
+    assert re.search(r"\b20 rows .*20 documents", workspace.podium("check", scores, "--deep").out)
     recipe = dense(workspace, program="distill", teachers=[{"path": "teacher"}])
     assert workspace.podium("check", recipe, "--deep").code == 0
 
@@ -464,24 +465,24 @@ VERBS = ("check", "train")
 @pytest.mark.parametrize(
     ("program", "changes", "message"),
     [
-        ("distill", {}, "teachers: required, and missing"),
-        ("distill", {"teachers": [{"path": "./none"}]}, "teachers.0.path: there is no folder ./none"),
-        ("dpo", {"preference": {"reference_model": "./none"}}, "preference.reference_model: there is no folder ./none"),
-        ("dpo", {"distill": {"temperature": 2.0}}, "distill: dpo has no such key; distill has"),
-        ("sft", {"preference": {"beta": 0.2}}, "preference: sft has no such key; dpo has"),
+        ("distill", {}, ("teachers: ", "missing")),
+        ("distill", {"teachers": [{"path": "./none"}]}, ("teachers.0.path: ", "./none")),
+        ("dpo", {"preference": {"reference_model": "./none"}}, ("preference.reference_model: ", "./none")),
+        ("dpo", {"distill": {"temperature": 2.0}}, ("distill: dpo ", "; distill ")),
+        ("sft", {"preference": {"beta": 0.2}}, ("preference: sft ", "; dpo ")),
         (
             "reward_model", {"data": HELDOUT, "evaluation": {"generation": {}}},
-            "evaluation.generation: reward_model has no such key",
+            ("evaluation.generation: reward_model ",),
         ),
-        ("dpo", {"preference": {"loss": "kto"}}, "train.jsonl, line 1: expected `prompt`, `completion` and `label`"),
-        ("reward_model", {"reward_model": {"learns": "scores"}}, "train.jsonl, line 1: there is no `score`"),
+        ("dpo", {"preference": {"loss": "kto"}}, ("train.jsonl, line 1: ", "`prompt`, `completion` and `label`")),
+        ("reward_model", {"reward_model": {"learns": "scores"}}, ("train.jsonl, line 1: ", "`score`")),
     ],
 )  # fmt: skip
 def test_a_recipe_that_cannot_work_is_reported_before_anything_runs(
-    workspace: Workspace, verb: str, program: str, changes: dict[str, Any], message: str
+    workspace: Workspace, verb: str, program: str, changes: dict[str, Any], message: tuple[str, ...]
 ) -> None:
     write_pairs(workspace, 4)
-    workspace.refused(workspace.podium(verb, dense(workspace, program=program, **changes)), message)
+    workspace.refused(workspace.podium(verb, dense(workspace, program=program, **changes)), *message)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -491,12 +492,12 @@ def test_an_empty_file_is_reported(workspace: Workspace, verb: str, program: str
     recipe = dense(
         workspace, program=program, **({"teachers": [{"path": str(workspace.model)}]} if program == "distill" else {})
     )
-    workspace.refused(workspace.podium(verb, recipe), "data.train.0", "train.jsonl is empty (0 bytes)")
+    workspace.refused(workspace.podium(verb, recipe), "data.train.0", "train.jsonl ", "0 bytes")
 
 
 BAD_PAIRS = [
-    ({"rejected": None}, "there is no `rejected`"),
-    ({"rejected": [{"role": "assistant", "content": "it is 2."}]}, "are the same"),
+    ({"rejected": None}, "no `rejected`"),
+    ({"rejected": [{"role": "assistant", "content": "it is 2."}]}, "the same"),
     ({"chosen": [{"role": "assistant", "content": ""}]}, "`chosen` is empty"),
 ]
 
@@ -530,21 +531,20 @@ def test_a_teacher_or_reference_with_other_words_is_refused(workspace: Workspace
         recipe = dense(workspace, name, preference={"reference": reference, "reference_model": "other"})
         outcome = workspace.podium("train", recipe)
         assert outcome.code == 2, outcome
-        assert (
-            "error: preference.reference_model: its tokenizer gives 2 of the policy's tokens another id" in outcome.err
-        )
+        assert re.search(r"error: preference\.reference_model: .*tokenizer .*\b2\b", outcome.err)
         # Also where the recipe names a tokenizer, which is the policy's and not the reference's.
         recipe = dense(
             workspace, name, preference={"reference": reference, "reference_model": "other"},
             model={"path": str(workspace.model), "tokenizer": str(workspace.model)},
         )  # fmt: skip
-        assert "its tokenizer gives 2" in workspace.podium("train", recipe).err
+        named = workspace.podium("train", recipe)
+        assert re.search(r"error: preference\.reference_model: .*tokenizer .*\b2\b", named.err)
     workspace.rows("train.jsonl", [{"messages": row["prompt"] + row["chosen"]} for row in pairs(8, 1)])
     for distill in ({}, {"targets": "cached"}):
         recipe = dense(workspace, program="distill", teachers=[{"path": "other"}], distill=distill)
         outcome = workspace.podium("train", recipe)
         assert outcome.code == 2, outcome
-        assert "error: teachers.0.path: its tokenizer gives 2 of the policy's tokens another id" in outcome.err
+        assert re.search(r"error: teachers\.0\.path: .*tokenizer .*\b2\b", outcome.err)
         assert "Traceback" not in outcome.err + outcome.out
 
 
@@ -559,7 +559,7 @@ def test_a_random_map_cannot_have_its_reference_computed_before(workspace: Works
     data = {"train": [{"path": "train.jsonl", "map": "mine.py:changing"}]}
     outcome = workspace.podium("train", dense(workspace, data=data))
     assert outcome.code == 2, outcome
-    assert "has nothing about a document that is trained on now" in outcome.err
+    assert "runs/.cache/" in outcome.err
     assert "Traceback" not in outcome.err + outcome.out
     trained(workspace, dense(workspace, "live", data=data, preference={"reference": "live"}))
 
@@ -573,4 +573,4 @@ def test_a_teacher_that_changed_is_not_resumed_with(workspace: Workspace) -> Non
     save_tiny_model("qwen3", workspace.path / "teacher", seed=5, vocab_size=len(tiny_tokenizer()))
     outcome = workspace.podium("resume", "runs/far", "--step", "2")
     assert outcome.code == 2
-    assert "teacher: its content is not what the run began with" in outcome.err
+    assert "teacher: its content " in outcome.err

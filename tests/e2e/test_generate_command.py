@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 import torch
 import transformers
 
+from helpers.messages import facts
 from helpers.processes import assert_gone, started, wait_until
 from helpers.tiny import save_tiny_model, tiny_tokenizer
 from helpers.workspace import Outcome, Workspace
@@ -91,7 +93,7 @@ def test_an_answer_does_not_depend_on_its_company_and_a_file_grows_by_rows_and_s
     outcome = generate(workspace, "--samples", "3", "--max-running", "2", *SHORT)
 
     assert outcome.code == 0, outcome
-    assert "answers: 24 (2 of an earlier start)" in outcome.out
+    assert "answers: 24 (2 " in outcome.out
     assert answers(workspace.path / "a.jsonl") == answers(workspace.path / "whole.jsonl")
 
 
@@ -102,7 +104,7 @@ def test_a_finished_file_says_so_and_stays(workspace: Workspace) -> None:
     outcome = generate(workspace, *SHORT)
 
     assert outcome.code == 0
-    assert "nothing left to do" in outcome.out
+    assert "nothing left" in outcome.out
     assert (workspace.path / "a.jsonl").read_bytes() == before
 
 
@@ -114,7 +116,7 @@ def test_a_line_that_is_taken_out_is_generated_again(workspace: Workspace) -> No
 
     outcome = generate(workspace, *SHORT)
 
-    assert "answers: 8 (7 of an earlier start)" in outcome.out
+    assert "answers: 8 (7 " in outcome.out
     assert file.read_bytes() == whole
 
 
@@ -135,11 +137,11 @@ def test_prompts_that_cannot_be_served_get_an_error_and_the_others_an_answer(wor
     outcome = generate(workspace, *SHORT, prompts="rows.jsonl")
 
     assert outcome.code == 0, outcome
-    assert "2 could not be answered" in outcome.out
+    assert re.search(r"(?m)^2 .*`error`", outcome.out)
     good, empty, long, text = answers(workspace.path / "a.jsonl")
     assert "error" not in good
     assert "error" not in text
-    assert "the prompt is empty" in empty["error"]
+    assert "empty" in empty["error"]
     assert "300 tokens" in long["error"]
     assert (long["finish"], long["answer"], long["num_tokens"]) == ("error", "", 0)
 
@@ -158,41 +160,35 @@ def test_a_csv_with_renamed_columns_is_read(workspace: Workspace) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--temperature", "-1"), "temperature is -1.0"),
-        (("--max-new-tokens", "0"), "max_new_tokens is 0"),
-        (("--samples", "0"), "samples is 0"),
-        (("--top-p", "0"), "top_p is 0.0"),
-        (("--stop", ""), "stop_strings has an empty string"),
-        (("--prompts", "gone.jsonl"), "there is no file or folder gone.jsonl"),
-        (("--prompts", "empty.jsonl"), "empty.jsonl is empty"),
-        (("--column", "prompt=questoin"), "heldout.jsonl, line 1: no column 'questoin'"),
-        (("--out", "gone/a.jsonl"), "there is no folder gone"),
-        (("--out", "heldout.jsonl"), "one of the files that the prompts are read from"),
+        (("--temperature", "-1"), ("temperature ", "-1.0")),
+        (("--max-new-tokens", "0"), ("max_new_tokens ", " 0")),
+        (("--samples", "0"), ("samples ", " 0")),
+        (("--top-p", "0"), ("top_p ", " 0.0")),
+        (("--stop", ""), ("stop_strings ", "empty string")),
+        (("--prompts", "gone.jsonl"), ("gone.jsonl",)),
+        (("--prompts", "empty.jsonl"), ("empty.jsonl ", "empty (0 bytes)")),
+        (("--column", "prompt=questoin"), ("heldout.jsonl, line 1: ", "column 'questoin'")),
+        (("--out", "gone/a.jsonl"), ("folder gone",)),
+        (("--out", "heldout.jsonl"), ("--out: ", "heldout.jsonl", "the prompts")),
         (
             ("--prompts", "held*.jsonl", "--out", "held-answers.jsonl"),
-            "one of the files that the prompts are read from",
+            ("--out: ", "held-answers.jsonl", "the prompts"),
         ),
-        (
-            (
-                "--prompts",
-                ".",
-            ),
-            "one of the files that the prompts are read from",
-        ),
-        (("--out", "train.jsonl"), "Nothing is written over"),
-        (("--memory-gib", "1e-9"), "do not hold a single page"),
-        (("--tokenizer", "."), "has no tokenizer"),
+        (("--prompts", "."), ("--out: ", "a.jsonl", "the prompts")),
+        (("--out", "train.jsonl"), ("train.jsonl ", "train.jsonl.settings.json")),
+        (("--memory-gib", "1e-9"), ("rollout.memory_gib: ", "256 tokens")),
+        (("--tokenizer", "."), ("no tokenizer",)),
     ],
 )
 def test_what_is_wrong_is_reported_and_leaves_nothing(
-    workspace: Workspace, options: tuple[str, ...], message: str
+    workspace: Workspace, options: tuple[str, ...], message: tuple[str, ...]
 ) -> None:
     (workspace.path / "empty.jsonl").touch()
     before = {file.name: file.read_bytes() for file in workspace.path.iterdir()}
 
     outcome = generate(workspace, *options)
 
-    refused(outcome, message)
+    refused(outcome, *message)
     assert {file.name: file.read_bytes() for file in workspace.path.iterdir()} == before
 
 
@@ -227,8 +223,9 @@ def test_other_settings_over_a_begun_file_are_refused(workspace: Workspace) -> N
     changed = generate(workspace, *SHORT, "--seed", "1", "--top-k", "5")
     another = workspace.podium("generate", "other", "--prompts", "train.jsonl", "--out", "a.jsonl", *SHORT)
 
-    refused(changed, "seed: 0 before, 1 now", "top_k: 0 before, 5 now", "Choose another --out")
-    refused(another, "content of the model", "content of the prompts")
+    refused(changed, "--out")
+    assert re.search(r"\bseed: 0 .*\b1 .*\btop_k: 0 .*\b5 ", changed.err, re.DOTALL)
+    refused(another, "the model: ", "the prompts: ")
     assert "tokenizer" not in another.err
 
 
@@ -242,10 +239,10 @@ def test_models_that_cannot_generate_are_refused(workspace: Workspace) -> None:
     run.mkdir()
     (run / "recipe.yaml").touch()
     message = {
-        "bare": "has no tokenizer, and prompts are text",
-        "weightless": "has no *.safetensors weights",
-        "a-run": "Export it first with `podium export a-run OUT`",
-        "gone": "there is no folder gone",
+        "bare": "no tokenizer",
+        "weightless": "*.safetensors",
+        "a-run": "`podium export a-run OUT`",
+        "gone": "folder gone",
     }
 
     for model, reason in message.items():
@@ -269,7 +266,7 @@ def test_python_gets_a_summary(workspace: Workspace) -> None:
     assert (summary.answers, summary.new_answers, summary.new_tokens) == (16, 16, 96)
     assert summary.finishes == {"length": 16}
     assert summary.reused_tokens > 0
-    with pytest.raises(RolloutError, match="stop_tokens names token 99"):
+    with pytest.raises(RolloutError, match=r"stop_tokens .*\b99\b"):
         api.generate(
             workspace.model,
             "heldout.jsonl",
@@ -298,12 +295,11 @@ def test_a_start_that_is_killed_is_continued_to_the_same_answers(
     begun = out.read_bytes().count(b"\n")
     assert begun < 512
     if number == signal.SIGINT:
-        assert "answers are in" in words.read_text()
-        assert "the same command continues" in words.read_text()
+        assert re.search(facts("stopped: ", str(out), "same command"), words.read_text())
         assert "Traceback" not in words.read_text()
 
     outcome = generate(workspace, *LONG, prompts="train.jsonl")
 
     assert outcome.code == 0, outcome
-    assert f"answers: 512 ({begun} of an earlier start)" in outcome.out
+    assert f"answers: 512 ({begun} " in outcome.out
     assert answers(out) == answers(workspace.path / "whole.jsonl")

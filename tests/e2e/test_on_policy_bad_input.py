@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import transformers
 
+from helpers.messages import facts
 from helpers.on_policy import ledger, numbers, rl_recipe, said_by
 from helpers.tiny import save_tiny_model, tiny_config, tiny_tokenizer
 from helpers.workspace import Workspace
@@ -49,11 +51,11 @@ def leaves(answer):
     raise SystemExit(3)
 """
 DEEDS = {
-    "raises": ("raise KeyError('colour')", "digits raised KeyError: 'colour'"),
-    "NaN": ("return float('nan')", "digits returned NaN"),
-    "None": ("return None", "digits returned None"),
-    "text": ("return 'good'", "digits returned 'good' (str), which is not a number"),
-    "hangs": ("\n        while not Path('go').exists(): time.sleep(0.01)", "digits did not return in 0.2 s"),
+    "raises": ("raise KeyError('colour')", ["digits ", "KeyError: 'colour'"]),
+    "NaN": ("return float('nan')", ["digits ", "NaN"]),
+    "None": ("return None", ["digits ", "None"]),
+    "text": ("return 'good'", ["digits ", "'good' (str)"]),
+    "hangs": ("\n        while not Path('go').exists(): time.sleep(0.01)", ["digits ", "0.2 s"]),
 }
 # In the order of the file, so that the first step has the first prompt.
 IN_ORDER = {"train": [{"path": "train.jsonl"}], "shuffle": False}
@@ -91,7 +93,7 @@ def test_a_reward_that_fails_leaves_out_its_group(workspace: Workspace, deed: st
     text = said(workspace, with_rewards(workspace, code, grading={"timeout_s": 0.2}))
 
     found = numbers(workspace.path / "runs/sums")
-    assert f"4 of 16 episodes of step 1 have no reward: {message}" in text
+    assert re.search(facts("4 of 16 ", "step 1 ", *message), text)
     assert_finite(found)
     shares = ("episodes", "episodes/failed", "episodes/dropped", "episodes/learned_from", "groups")
     assert [found[1][name] for name in shares] == [16, 4, 4, 12, 3]
@@ -107,7 +109,7 @@ def test_a_reward_that_fails_counts_as_zero_where_the_recipe_says_so(workspace: 
     text = said(workspace, with_rewards(workspace, code, grading={"on_error": "zero"}))
 
     found = numbers(workspace.path / "runs/sums")
-    assert f"4 of 16 episodes of step 1 have no reward: {message}" in text
+    assert re.search(facts("4 of 16 ", "step 1 ", *message), text)
     assert_finite(found)
     assert [found[1][name] for name in ("episodes/failed", "episodes/dropped", "episodes/learned_from")] == [4, 0, 16]
     assert found[1]["reward/min"] == 0.0
@@ -121,13 +123,13 @@ def test_a_reward_that_fails_stops_the_run_where_the_recipe_says_so(workspace: W
     outcome = workspace.podium("train", with_rewards(workspace, code, grading={"on_error": "fail", "timeout_s": 0.2}))
 
     (workspace.path / "go").touch()
-    workspace.refused(outcome, f"4 of 16 episodes of step 1 have no reward: {message}", "grading.on_error is fail")
+    workspace.refused(outcome, "4 of 16 ", "step 1 ", *message, "grading.on_error")
 
 
 @pytest.mark.slow  # fast: tests/unit/environments/test_grading.py
 def test_a_list_of_the_wrong_length_fails_its_group(workspace: Workspace) -> None:
     text = said(workspace, with_rewards(workspace, function="by_group", section={"per": "group"}))
-    assert "4 of 16 episodes of step 1 have no reward: by_group returned 1 values for 4 samples" in text
+    assert re.search(facts("4 of 16 ", "step 1 ", "by_group ", "1 values ", "4 samples"), text)
     assert numbers(workspace.path / "runs/sums")[1]["episodes/learned_from"] == 12
 
 
@@ -135,12 +137,7 @@ def test_a_list_of_the_wrong_length_fails_its_group(workspace: Workspace) -> Non
 def test_more_failures_than_the_recipe_allows_stop_the_run(workspace: Workspace) -> None:
     recipe = with_rewards(workspace, DEEDS["raises"][0], grading={"max_failed_share": 0.2})
     outcome = workspace.podium("train", recipe)
-    workspace.refused(
-        outcome,
-        "4 of 16 episodes of step 1 have no reward",
-        "more than grading.max_failed_share 0.2",
-        "so the run stops",
-    )
+    workspace.refused(outcome, "4 of 16 ", "step 1 ", "grading.max_failed_share 0.2")
 
 
 @pytest.mark.slow  # fast: tests/unit/controller/test_run_rewards.py and test_run_methods.py
@@ -157,8 +154,8 @@ def test_a_step_of_which_every_group_is_left_out_changes_nothing_and_the_run_con
     text = said(workspace, recipe)
 
     found = numbers(workspace.path / "runs/sums")
-    assert "4 of 16 episodes of step 2 have no reward: one_of_each_group returned NaN" in text
-    assert "step 1: nothing to learn from" in text
+    assert re.search(facts("4 of 16 ", "step 2 ", "one_of_each_group ", "NaN"), text)
+    assert "warning: step 1: " in text
     assert_finite(found)
     for values in found.values():
         assert [values[name] for name in ("episodes", "episodes/dropped", "episodes/learned_from")] == [16, 16, 0]
@@ -185,7 +182,7 @@ def test_dynamic_sampling_gives_up_where_all_rewards_are_equal(workspace: Worksp
         workspace, function="constant", algorithm={"dynamic_sampling": True, "max_refills": 2}, steps=1
     )
     text = said(workspace, recipe)
-    assert "step 1: nothing to learn from" in text
+    assert "warning: step 1: " in text
     values = numbers(workspace.path / "runs/sums")[1]
     assert values["episodes"] == 16 + 2 * 64  # twice as many as would do if a quarter were informative
     assert values["episodes/learned_from"] == 0
@@ -198,7 +195,7 @@ def test_rewards_that_float32_cannot_hold_do_not_reach_the_weights_and_stop_the_
     )  # fmt: skip
     outcome = workspace.podium("train", recipe)
     assert outcome.code == 2, outcome
-    assert "warning: step 1: 1 optimizer steps were not finite and were skipped" in outcome.out
+    assert re.search(r"warning: step 1: 1 .*skipped", outcome.out)
     assert "steps 1 to 2" in outcome.err
     assert "rewards" in outcome.err
     assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
@@ -206,13 +203,13 @@ def test_rewards_that_float32_cannot_hold_do_not_reach_the_weights_and_stop_the_
 
 def test_a_reward_that_ends_its_process_is_reported(workspace: Workspace) -> None:
     outcome = workspace.podium("train", with_rewards(workspace, function="leaves"))
-    workspace.refused(outcome, "16 of 16 episodes of step 1 have no reward", "leaves raised SystemExit: 3")
+    workspace.refused(outcome, "16 of 16 ", "step 1 ", "leaves ", "SystemExit: 3")
 
 
 def test_a_verifier_whose_rows_have_no_reference(workspace: Workspace) -> None:
     workspace.rows("train.jsonl", [{"prompt": f"what is {number}+1?"} for number in range(20)])
     outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"verifier": "exact_match"}]))
-    workspace.refused(outcome, "16 of 16 episodes of step 1 have no reward", "exact_match", "reference")
+    workspace.refused(outcome, "16 of 16 ", "step 1 ", "exact_match", "reference")
 
 
 # --- data ---
@@ -221,10 +218,7 @@ def test_a_verifier_whose_rows_have_no_reference(workspace: Workspace) -> None:
 @pytest.mark.slow  # fast: tests/unit/controller/test_prompt_source.py
 def test_prompts_that_are_all_too_long(workspace: Workspace) -> None:
     outcome = workspace.podium("train", rl_recipe(workspace, data={"max_length": 20}))
-    workspace.refused(
-        outcome, "data.train: all prompts are too long", "train.jsonl, line",
-        "leaves no room for rollout.max_new_tokens 6", "Lower rollout.max_new_tokens or raise data.max_length",
-    )  # fmt: skip
+    workspace.refused(outcome, "data.train: ", "train.jsonl, line ", "rollout.max_new_tokens 6", "data.max_length")
 
 
 @pytest.mark.slow  # fast: tests/unit/controller/test_prompt_source.py
@@ -234,11 +228,12 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
     workspace.rows("train.jsonl", [*short[:2], *long, *short[2:]])
     data = {**IN_ORDER, "max_length": 60}
 
-    assert "finished at step 2" in said(workspace, rl_recipe(workspace, data=data, steps=2))
+    said(workspace, rl_recipe(workspace, data=data, steps=2))
+    assert RunFolder.open(workspace.path / "runs/sums").status == "finished"
     assert numbers(workspace.path / "runs/sums")[2]["prompts/too_long"] == 1.0
 
     outcome = workspace.podium("train", rl_recipe(workspace, "strict", data={**data, "overlong": "error"}))
-    workspace.refused(outcome, "train.jsonl, line 3: a prompt of", "set data.overlong to drop", left=("sums",))
+    workspace.refused(outcome, "train.jsonl, line 3: ", "data.overlong", left=("sums",))
 
 
 # --- recipes and plug-ins ---
@@ -249,13 +244,13 @@ def test_a_prompt_that_is_too_long_is_left_out_and_counted_or_refused(workspace:
     ("section", "message"),
     [
         ({"function": "broken.py:digits"}, ("reward.0.function", "broken.py, line 2")),
-        ({"function": "none.py:digits"}, ("reward.0.function: there is no file none.py",)),
-        ({"function": "rewards.py:letters"}, ("reward.0.function", "no function 'letters'", "digits")),
-        ({"function": "rewards.py"}, ("reward.0.function", "is not an import path")),
+        ({"function": "none.py:digits"}, ("reward.0.function: ", "none.py")),
+        ({"function": "rewards.py:letters"}, ("reward.0.function", "'letters'", "digits")),
+        ({"function": "rewards.py"}, ("reward.0.function", "import path")),
         ({"verifier": "exactly"}, ("reward.0.verifier", "exact_match")),
         ({"verifier": "regex"}, ("reward.0.options", "pattern")),
-        ({"model": "./no/model"}, ("reward.0.model: there is no folder ./no/model",)),
-        ({}, ("reward.0: needs exactly one of function, verifier and model",)),
+        ({"model": "./no/model"}, ("reward.0.model: ", "./no/model")),
+        ({}, ("reward.0: ", "function, verifier and model")),
     ],
 )
 def test_a_reward_that_is_unavailable_is_found_before_anything_starts(
@@ -271,21 +266,21 @@ def test_a_reward_that_is_unavailable_is_found_before_anything_starts(
     [
         ({"algorithm": {"advantage": "grpo"}}, ("algorithm.advantage", "grpo")),
         ({"algorithm": {"loss": "ppo"}}, ("algorithm.loss", "ppo")),
-        ({"algorithm": {"loss": "none.py:loss"}}, ("algorithm.loss: there is no file none.py",)),
-        ({"algorithm": {"advantage": "gae"}}, ("algorithm.advantage: input should be", "group_relative")),
-        ({"rollout": {"samples_per_prompt": 1}}, ("rollout.samples_per_prompt: 1 leaves group_relative nothing",)),
-        ({"rollout": {"top_p": 0.9}}, ("rollout.top_p: grpo has no such key; expert_iteration has",)),
-        ({"program": "on_policy_distill"}, ("teachers: required, and missing",)),
-        ({"reward": []}, ("reward: grpo needs something that makes an episode good",)),
-        ({"placement": {"launcher": "local"}}, ("placement.launcher: input should be",)),
-        ({"program": "ppo", "critic": {"path": "./no/critic"}}, ("critic.path: there is no folder ./no/critic",)),
+        ({"algorithm": {"loss": "none.py:loss"}}, ("algorithm.loss: ", "none.py")),
+        ({"algorithm": {"advantage": "gae"}}, ("algorithm.advantage: ", "group_relative", "'gae'")),
+        ({"rollout": {"samples_per_prompt": 1}}, ("rollout.samples_per_prompt: 1 ", "group_relative")),
+        ({"rollout": {"top_p": 0.9}}, ("rollout.top_p: grpo ", "expert_iteration")),
+        ({"program": "on_policy_distill"}, ("teachers: ", "missing")),
+        ({"reward": []}, ("reward: grpo ",)),
+        ({"placement": {"launcher": "local"}}, ("placement.launcher: ", "'local'")),
+        ({"program": "ppo", "critic": {"path": "./no/critic"}}, ("critic.path: ", "./no/critic")),
         (
             {"program": "on_policy_distill", "teachers": [{"path": "./no/teacher"}]},
-            ("teachers.0.path: there is no folder ./no/teacher",),
+            ("teachers.0.path: ", "./no/teacher"),
         ),
         (
             {"algorithm": {"kl": {"coefficient": 0.1, "reference": "./no/reference"}}},
-            ("algorithm.kl.reference: there is no folder ./no/reference",),
+            ("algorithm.kl.reference: ", "./no/reference"),
         ),
     ],
 )  # fmt: skip
@@ -318,16 +313,16 @@ def loss_mean(tokens):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("raises", "algorithm.advantage: {path} raised RuntimeError: no baseline"),
+        ("raises", "RuntimeError: no baseline"),
         # fast: tests/unit/programs/test_estimators.py
-        pytest.param("short", "algorithm.advantage: {path} gave shape (3,) for 16 episodes", marks=pytest.mark.slow),
-        pytest.param("infinite", "which is not finite", marks=pytest.mark.slow),
+        pytest.param("short", "shape (3,)", marks=pytest.mark.slow),
+        pytest.param("infinite", "not finite", marks=pytest.mark.slow),
     ],
 )
 def test_a_custom_estimator_that_is_wrong_is_reported(workspace: Workspace, name: str, message: str) -> None:
     (workspace.path / "own.py").write_text(OWN)
     outcome = workspace.podium("train", rl_recipe(workspace, algorithm={"advantage": f"own.py:{name}"}))
-    workspace.refused(outcome, message.format(path=workspace.path / f"own.py:{name}"))
+    workspace.refused(outcome, f"algorithm.advantage: {workspace.path}/own.py:{name} ", message)
 
 
 @pytest.mark.parametrize(
@@ -349,7 +344,7 @@ def test_torchrun_is_refused(workspace: Workspace, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     outcome = workspace.podium("train", rl_recipe(workspace))
-    workspace.refused(outcome, "program: grpo has one controller that starts its own workers", "without torchrun")
+    workspace.refused(outcome, "program: grpo ", "torchrun")
 
 
 # --- models ---
@@ -369,7 +364,7 @@ def test_a_teacher_or_reference_with_another_vocabulary_is_refused(workspace: Wo
         else {"algorithm": {"kl": {"coefficient": 0.1, "reference": path}}}
     )
     outcome = workspace.podium("train", rl_recipe(workspace, program=program, **changes))
-    workspace.refused(outcome, "other has a vocabulary of 30 tokens", "cannot score the policy's tokens")
+    workspace.refused(outcome, "other ", "vocabulary", "30 tokens")
 
 
 def test_a_critic_with_another_vocabulary_is_refused(workspace: Workspace) -> None:
@@ -381,14 +376,14 @@ def test_a_critic_with_another_vocabulary_is_refused(workspace: Workspace) -> No
 def test_a_language_model_as_a_reward_model_is_refused(workspace: Workspace) -> None:
     path = other_model(workspace.path / "other", vocabulary=len(tiny_tokenizer()))
     outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"model": path}]))
-    workspace.refused(outcome, "other has no head `score.weight`", "a language model alone is none")
+    workspace.refused(outcome, "other ", "`score.weight`")
 
 
 def test_a_reward_model_of_several_labels_is_refused(workspace: Workspace) -> None:
     config = tiny_config("llama", vocab_size=len(tiny_tokenizer()), num_labels=3)
     transformers.AutoModelForSequenceClassification.from_config(config).save_pretrained(workspace.path / "three")
     outcome = workspace.podium("train", rl_recipe(workspace, reward=[{"model": "three"}]))
-    workspace.refused(outcome, "three has 3 labels, and a reward is one number")
+    workspace.refused(outcome, "three ", "3 labels")
 
 
 def test_a_run_whose_weights_diverged_stops_and_does_not_blame_the_reward(workspace: Workspace) -> None:
@@ -398,8 +393,8 @@ def test_a_run_whose_weights_diverged_stops_and_does_not_blame_the_reward(worksp
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.out + outcome.err
     assert RunFolder.open(workspace.path / "runs/sums").status == "failed"
-    assert "the logits were not numbers" in outcome.err
-    assert "Fix the reward" not in outcome.err
+    assert "logits" in outcome.err
+    assert "reward" not in outcome.err
 
 
 # --- on Ray ---
@@ -413,7 +408,7 @@ def test_more_devices_than_there_are_have_no_place(workspace: Workspace, monkeyp
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         text = said_by("train", recipe, output=workspace.path / "said", code=2)
-    assert "error: placement.devices: 64 devices have no place." in text
+    assert "error: placement.devices: 64 devices " in text
     assert "Traceback" not in text
     assert not (workspace.path / "runs" / "sums").exists()
 
@@ -432,6 +427,6 @@ def test_a_reward_that_kills_its_process_loses_its_group_and_not_the_run(
     with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
         monkeypatch.setenv("RAY_TMPDIR", folder)
         text = said_by("train", recipe, output=workspace.path / "said")
-    assert "4 of 16 episodes of step 1 have no reward: digits ended its process (exit code 7)" in text
+    assert re.search(facts("4 of 16 ", "step 1 ", "digits ", "exit code 7"), text)
     found = numbers(workspace.path / "runs/sums")
     assert [values["episodes/learned_from"] for values in found.values()] == [12, 16, 16]

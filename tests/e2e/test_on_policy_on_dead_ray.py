@@ -51,5 +51,5 @@ def test_start_up_is_reported_and_a_dead_gcs_server_ends_the_run_with_how_to_res
         "graders: importing transformers",
         "graders: building grader",
     } <= set(message)
-    assert lines[-2] == f"error: Ray's gcs_server (process {victim}) died, and Ray does not work without it."
-    assert re.fullmatch(r".*checkpoint of step \d+ with: podium resume runs/doomed", lines[-1])
+    assert re.search(rf"^error: .*gcs_server .*process {victim}\b", lines[-2])
+    assert re.fullmatch(r".*step \d+ .*podium resume runs/doomed", lines[-1])

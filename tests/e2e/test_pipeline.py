@@ -95,7 +95,7 @@ def test_a_stage_begins_with_what_the_one_before_made_and_is_not_run_again(works
     outcome = workspace.podium("train", chain(workspace))
 
     assert outcome.code == 0, outcome
-    assert "finished: runs/chain" in outcome.out
+    assert re.search("finished.* runs/chain", outcome.out)
     runs = workspace.path / "runs" / "chain"
     assert heldout(runs / "b")[0] == pytest.approx(heldout(runs / "a")[4], rel=1e-6)
     assert heldout(runs / "b")[4] < heldout(runs / "b")[0]
@@ -106,7 +106,7 @@ def test_a_stage_begins_with_what_the_one_before_made_and_is_not_run_again(works
     assert again.code == 0, again
     fingerprints = [json.loads((runs / "pipeline.json").read_text())["stages"][name]["fingerprint"] for name in "ab"]
     for number, (name, fingerprint) in enumerate(zip("ab", fingerprints, strict=True), start=1):
-        assert f"stage {number} of 2, {name}: unchanged (fingerprint {fingerprint[:12]}), not run again" in again.out
+        assert re.search(f"stage {number} of 2, {name}: .*{fingerprint[:12]}", again.out)
     assert before == ((runs / "a" / "run.json").stat().st_mtime_ns, (runs / "b" / "metrics.jsonl").stat().st_mtime_ns)
 
 
@@ -193,7 +193,8 @@ def test_a_pipeline_that_is_killed_in_a_stage_continues_in_it(workspace: Workspa
     with started(["-m", "podium", "train", waiting], workspace.path / "said") as process:
         wait_until((workspace.path / "here").exists, "step 3 of the second stage")
         refused = workspace.podium("train", waiting)
-        assert "is being run by another process" in refused.err
+        assert refused.code == 2, refused
+        assert "another process" in refused.err
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
     shown = workspace.podium("show", "runs/chain")
@@ -218,16 +219,16 @@ def test_ctrl_c_stops_the_pipeline_and_says_how_to_go_on(workspace: Workspace, w
     with started(["-m", "podium", "train", waiting], workspace.path / "said") as process:
         wait_until((workspace.path / "here").exists, "step 3 of the second stage")
         os.kill(process.pid, signal.SIGINT)
-        wait_until(lambda: "stopping after this step" in (workspace.path / "said").read_text(), "the answer to Ctrl-C")
+        wait_until(lambda: "Ctrl-C" in (workspace.path / "said").read_text(), "the answer to Ctrl-C")
         (workspace.path / "wait").unlink()
         assert process.wait(60) == 0
-    assert re.search("of stage b; .*podium resume runs/chain", (workspace.path / "said").read_text())
+    assert re.search(r"stage b\b.*podium resume runs/chain", (workspace.path / "said").read_text())
     assert json.loads((workspace.path / "runs/chain/pipeline.json").read_text())["status"] == "stopped"
 
     outcome = workspace.podium("resume", "runs/chain")
 
     assert outcome.code == 0, outcome
-    assert "stage 2 of 2, b: resumes" in outcome.out
+    assert "stage 2 of 2, b: resume" in outcome.out
     assert losses(workspace.path / "runs" / "chain" / "b") == _unbroken(workspace)
 
 
@@ -285,7 +286,7 @@ def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(worksp
     outcome = workspace.podium("resume", "runs/chain")
 
     assert outcome.code == 0, outcome
-    assert re.search(r"stage 2 of 2, b: had no checkpoint.*; it is now in runs/chain/\.earlier/b-1", outcome.out)
+    assert re.search(r"stage 2 of 2, b: .*no checkpoint\b.* runs/chain/\.earlier/b-1", outcome.out)
     assert (runs / "b" / "export" / "config.json").is_file()
 
 
@@ -295,20 +296,20 @@ def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(worksp
 @pytest.mark.parametrize(
     ("stages", "message"),
     [
-        ({"b": {"model": "${stage.c}"}}, "stages.b.model: there is no stage 'c'"),
-        ({"b": {"model": "${stage.c}"}, "c": {"model": "${stage.b}"}}, "wait for each other: b -> c -> b"),
-        ({"b": {"model": "${stage.a}", "data": {"train": [{"path": "no"}]}}}, "stages.b.data.train.0: there is no"),
-        ({"b": {"model": "none"}, "c": {"steps": 0, "model": "none"}}, "stages.c.steps: input should be greater"),
-        ({"b": {"model": "none"}}, "stages.b.model.path: there is no folder none"),
-        ({"b": {"model": "${stage.a}", "placement": {"devices": 4096}}}, "placement.devices: 4096 ranks"),
+        ({"b": {"model": "${stage.c}"}}, ("stages.b.model: ", "stage 'c'")),
+        ({"b": {"model": "${stage.c}"}, "c": {"model": "${stage.b}"}}, ("b -> c -> b",)),
+        ({"b": {"model": "${stage.a}", "data": {"train": [{"path": "no"}]}}}, ("stages.b.data.train.0: ", "no")),
+        ({"b": {"model": "none"}, "c": {"steps": 0, "model": "none"}}, ("stages.c.steps: ", " 0")),
+        ({"b": {"model": "none"}}, ("stages.b.model.path: ", "folder none")),
+        ({"b": {"model": "${stage.a}", "placement": {"devices": 4096}}}, ("placement.devices: 4096 ",)),
     ],
 )  # fmt: skip
 def test_mistakes_of_any_stage_are_reported_before_the_first_one_runs(
-    stages: dict[str, Any], message: str, workspace: Workspace
+    stages: dict[str, Any], message: tuple[str, ...], workspace: Workspace
 ) -> None:
     file = write_pipeline(workspace, {"a": {"model": str(workspace.model)}, **stages})
 
-    workspace.refused(workspace.podium("train", file), message)
+    workspace.refused(workspace.podium("train", file), *message)
 
 
 def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> None:
@@ -319,7 +320,7 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
     outcome = workspace.podium("train", file)
 
     workspace.refused(outcome, "bad.jsonl, line 10", left=("chain",))
-    assert re.search(r"this was stage b\. .*podium resume runs/chain", outcome.err)
+    assert re.search(r"stage b\b.*podium resume runs/chain", outcome.err)
     assert outcome.err.count("podium resume") == 1
     shown = workspace.podium("show", "runs/chain").out
     assert "failed" in shown
@@ -330,19 +331,19 @@ def test_a_stage_that_fails_is_named_with_how_to_go_on(workspace: Workspace) -> 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("resume", "runs/chain", "--step", "2"), "--step: runs/chain is a pipeline, and steps are of its stages"),
-        (("resume", "runs/chain", "--set", "defaults.steps=9"), "has the defaults written into every stage"),
-        (("resume", "runs/chain", "--set", "stages.b.model=${stage.z}"), "stages.b.model: there is no stage 'z'"),
-        (("export", "runs/chain", "out", "--stage", "z"), "--stage: runs/chain has no stage 'z'. There are: a, b."),
-        (("export", "runs/chain/a", "out", "--stage", "a"), "--stage: runs/chain/a is not the folder of a pipeline"),
-        (("show", "chain.yaml"), "there is no run folder chain.yaml"),
-        (("show", "."), "is not a run folder"),
+        (("resume", "runs/chain", "--step", "2"), ("--step: runs/chain ", "pipeline")),
+        (("resume", "runs/chain", "--set", "defaults.steps=9"), ("--set defaults.steps=9: ", "stages.NAME.KEY")),
+        (("resume", "runs/chain", "--set", "stages.b.model=${stage.z}"), ("stages.b.model: ", "stage 'z'")),
+        (("export", "runs/chain", "out", "--stage", "z"), ("--stage: runs/chain ", "stage 'z'", ": a, b")),
+        (("export", "runs/chain/a", "out", "--stage", "a"), ("--stage: runs/chain/a ", "pipeline")),
+        (("show", "chain.yaml"), ("run folder chain.yaml",)),
+        (("show", "."), ("recipe.yaml", "run.json")),
     ],
 )
 def test_what_a_finished_pipeline_cannot_do_is_said(
-    arguments: tuple[str, ...], message: str, finished: Workspace
+    arguments: tuple[str, ...], message: tuple[str, ...], finished: Workspace
 ) -> None:
-    finished.refused(finished.podium(*arguments), message, left=("chain",))
+    finished.refused(finished.podium(*arguments), *message, left=("chain",))
     assert not (finished.path / "out").exists()
 
 
@@ -377,10 +378,10 @@ def test_check_tells_the_order_and_looks_at_every_stage(workspace: Workspace) ->
 
     assert outcome.code == 0, outcome
     lines = outcome.out.splitlines()
-    assert lines[0] == "program pipeline: 2 stages, in this order: a, b"
-    assert "stage b: program sft, spmd execution, 4 steps" in lines
-    assert "  model.path: what stage a makes" in lines
-    assert sum("data.train.0: 64 rows read, 64 documents" in line for line in lines) == 2
+    assert re.search(r"pipeline: 2 stages.* a, b$", lines[0])
+    assert any(re.search(r"^stage b: .*\bsft\b.*\b4 steps", line) for line in lines)
+    assert any(re.search(r"^  model\.path: .*stage a\b", line) for line in lines)
+    assert sum(bool(re.search(r"data\.train\.0: 64 rows .*64 documents", line)) for line in lines) == 2
     assert not (workspace.path / "runs").exists()
 
 
@@ -408,8 +409,8 @@ def test_show_tells_stages_data_weights_and_code(finished: Workspace) -> None:
         record = state[name]
         assert row == [name, "sft", "done", steps, record["fingerprint"][:12], record["weights"][:12], parents]
     assert "heldout/loss:" in said
-    assert "code:         podium 0.1.0, source " in said
-    assert "    made by sft, step 4 of " in said
+    assert re.search(r"(?m)^ *code: +podium 0\.1\.0, source ", said)
+    assert re.search(r"(?m)^    .*\bsft, step 4\b", said)
 
 
 def test_a_run_on_exported_weights_shows_their_whole_descent(finished: Workspace) -> None:
@@ -420,7 +421,7 @@ def test_a_run_on_exported_weights_shows_their_whole_descent(finished: Workspace
 
     said = finished.podium("show", "runs/last").out
 
-    assert "status:      finished, step 1 of 1" in said
+    assert re.search("(?m)^status: +finished, step 1 of 1$", said)
     descent = [line.strip() for line in said.splitlines() if line.strip().startswith(("weights", "made by"))]
     ends = [line.split(" (")[0].rpartition("/")[2] for line in descent]
     assert ends == ["mine", "b", "export", "a", finished.model.name]

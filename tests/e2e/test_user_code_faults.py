@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from helpers.messages import facts
 from helpers.on_policy import numbers, rl_recipe, said_by
 from helpers.workspace import Workspace
 
@@ -56,12 +58,10 @@ def _first_prompt(workspace: Workspace) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "why"), [("exit", "step: ended its process"), ("block", "step: blocked its process for longer than 2 s")]
-)
+@pytest.mark.parametrize(("how", "why"), [("exit", ["step: ", "exit code"]), ("block", ["step: blocked ", "2 s"])])
 @pytest.mark.parametrize("launcher", ["inline", "ray"])
 def test_an_environment_that_blocks_or_ends_its_process_costs_its_group(
-    workspace: Workspace, how: str, why: str, launcher: str
+    workspace: Workspace, how: str, why: list[str], launcher: str
 ) -> None:
     (workspace.path / "game.py").write_text(ENVIRONMENT.format(first=_first_prompt(workspace)))
     environment = {"environment": "game.py:Game", "options": {"how": how}, "max_turns": 2, "timeout_s": 2.0}
@@ -69,8 +69,7 @@ def test_an_environment_that_blocks_or_ends_its_process_costs_its_group(
 
     said = said_by("train", recipe, output=workspace.path / "said.txt")
 
-    assert "4 of 16 episodes of step 1 have no reward" in said
-    assert why in said
+    assert re.search(facts("4 of 16 ", "step 1 ", *why), said)
     assert sorted(numbers(workspace.path / "runs" / "sums")) == [1, 2]
 
 
@@ -81,7 +80,7 @@ def test_a_reward_that_ends_its_process_costs_its_group(workspace: Workspace) ->
 
     said = said_by("train", recipe, output=workspace.path / "said.txt")
 
-    assert "4 of 16 episodes of step 1 have no reward: leaves ended its process (exit code 3)" in said
+    assert re.search(facts("4 of 16 ", "step 1 ", "leaves ", "exit code 3"), said)
     assert sorted(numbers(workspace.path / "runs" / "sums")) == [1, 2]
 
 
@@ -94,6 +93,6 @@ def test_a_reward_that_prints_without_end_fills_no_disk(workspace: Workspace, la
 
     said = said_by("train", recipe, output=output)
 
-    assert said.count("prints more than 16 MiB; the rest is dropped.") >= 1
+    assert said.count(" 16 MiB") >= 1
     assert output.stat().st_size < 20 * 2**20
     assert sorted(numbers(workspace.path / "runs" / "sums")) == [1, 2, 3]

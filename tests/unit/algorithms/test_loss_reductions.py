@@ -56,7 +56,7 @@ def test_the_constant_does_not_depend_on_the_longest_answer_of_the_batch() -> No
 
 
 def test_the_constant_must_be_given() -> None:
-    with pytest.raises(AssertionError, match="none was given"):
+    with pytest.raises(AssertionError, match="constant"):
         normalizer("constant", num_tokens=4, num_sequences=2, constant=None)
 
 

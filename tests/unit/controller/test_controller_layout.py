@@ -209,7 +209,7 @@ def test_a_resumed_run_begins_at_its_checkpoints(here: Path) -> None:
     assert [role_of(resumed, name).arguments[0].resume_step for name in ("policy", "critic")] == [6, 6]
     assert role_of(resumed, "reference").arguments[0].begin == saved
     # Without it the KL would be to another policy than before.
-    with pytest.raises(CheckpointError, match=r"step-00000005 is missing"):
+    with pytest.raises(CheckpointError, match=r"reference/step-00000005"):
         _layout(recipe, resume_step=5)
     fixed = on_policy_recipe("program=ppo", "algorithm.kl={coefficient: 0.1}")
     assert role_of(_layout(fixed, resume_step=6), "reference").arguments[0].begin is None

@@ -60,7 +60,7 @@ def test_what_is_written_is_there_when_the_file_is_opened_again(tmp_path: Path) 
 def test_an_episode_that_is_there_already_is_refused_with_its_whole_step(ledger: Ledger) -> None:
     ledger.close_step([_record(0), _record(1)])
 
-    with pytest.raises(RunFolderError, match=r"an episode of step 2 is in the ledger already.*count twice"):
+    with pytest.raises(RunFolderError, match=r"step 2\b"):
         ledger.close_step([_record(2, step=2), _record(1, step=2), _record(3, step=2)])
     assert ledger.count() == 2
 
@@ -87,12 +87,12 @@ def test_a_file_that_is_no_ledger_is_refused_with_its_name(tmp_path: Path, conte
     file = tmp_path / "episodes.sqlite"
     file.write_bytes(content)
 
-    with pytest.raises(RunFolderError, match=r"episodes\.sqlite is not a ledger that can be read .*Move it away"):
+    with pytest.raises(RunFolderError, match=r"episodes\.sqlite"):
         Ledger(file)
 
 
 def test_a_folder_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="is not a ledger that can be read"):
+    with pytest.raises(RunFolderError, match=r"nowhere/episodes\.sqlite"):
         Ledger(tmp_path / "nowhere" / "episodes.sqlite")
 
 

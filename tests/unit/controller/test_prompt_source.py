@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,9 +73,11 @@ def test_when_all_prompts_are_too_long_the_run_says_so_after_one_pass(tmp_path: 
     with pytest.raises(DataError) as caught:
         source.take(1)
 
-    assert str(caught.value).startswith("data.train: all prompts are too long: of 4 in a row, the last (")
-    assert "57 tokens leaves no room for rollout.max_new_tokens 8 within 64" in str(caught.value)
-    assert "Lower rollout.max_new_tokens or raise data.max_length." in str(caught.value)
+    message = str(caught.value)
+    assert message.startswith("data.train: ")
+    assert "4 in a row" in message
+    assert re.search(r"57 tokens .*rollout\.max_new_tokens 8 .*\b64\b", message)
+    assert "data.max_length" in message
 
 
 def test_many_in_a_row_are_too_many_also_after_good_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,7 +85,7 @@ def test_many_in_a_row_are_too_many_also_after_good_ones(tmp_path: Path, monkeyp
     source = _source(tmp_path, [3, *[TOO_LONG] * 6], "data.shuffle=false")
     assert _numbers(source.take(1)) == [0]
 
-    with pytest.raises(DataError, match="of 5 in a row"):
+    with pytest.raises(DataError, match="5 in a row"):
         source.take(1)
 
 
@@ -118,7 +121,7 @@ def test_a_small_source_of_long_prompts_does_not_end_a_run_with_good_ones(tmp_pa
 def test_overlong_error_stops_at_the_first_with_its_place(tmp_path: Path) -> None:
     source = _source(tmp_path, [3, TOO_LONG], "data.shuffle=false", "data.overlong=error")
 
-    with pytest.raises(DataError, match=r"train\.jsonl.*line 2: a prompt of 57 tokens .*set data\.overlong to drop\."):
+    with pytest.raises(DataError, match=r"train\.jsonl.*line 2: .*57 tokens .*data\.overlong"):
         source.take(2)
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -171,7 +172,8 @@ def test_ppo_continues_when_every_group_is_dropped(tmp_path: Path) -> None:
     trial.run()
 
     assert trial.bandit.calls("update") == []
-    assert "nothing to learn from" in trial.console.warnings[1]
+    assert trial.metric("episodes/learned_from") == {1: 0.0}
+    assert trial.console.warnings[1].startswith("step 1: ")
 
 
 # --- expert iteration ---
@@ -259,7 +261,7 @@ def test_an_engine_that_samples_from_another_policy_is_warned_of(tmp_path: Path)
     trial.run()
 
     (warning,) = trial.console.warnings
-    assert warning.startswith("step 2: rollout and learner log-probs differ by 0.3 in the mean")
+    assert re.search(r"^step 2: .*log-probs .* 0\.3 ", warning)
     assert trial.metric("gap/mean") == {1: pytest.approx(5e-5), 2: pytest.approx(0.3)}
 
 
@@ -318,7 +320,7 @@ def test_a_custom_estimator_that_fails_names_its_key(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def half(rewards_N, group_N):\n    return rewards_N[1:] / 2\n")
     trial = Trial(tmp_path, f"algorithm.advantage='{tmp_path}/mine.py:half'")
 
-    with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*mine\.py:half gave shape \(15,\) for 16 episodes"):
+    with pytest.raises(RecipeError, match=r"algorithm\.advantage: .*mine\.py:half .*\(15,\) .*\b16\b"):
         trial.run()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -103,9 +104,7 @@ def test_nothing_to_learn_from_makes_no_version_and_a_warning(tmp_path: Path) ->
     assert run.num_committed == 2
     assert trial.bandit.updates == []
     assert [entry[2] for entry in trial.bandit.calls("share")] == [0]
-    assert trial.console.warnings == [
-        f"step {step}: nothing to learn from; the weights stay as they are" for step in (1, 2)
-    ]
+    assert [warning.split(":")[0] for warning in trial.console.warnings] == ["step 1", "step 2"]
     assert [line.values["episodes/learned_from"] for line in trial.lines] == [0, 0]
     assert "loss" not in trial.lines[0].values
     assert Counter(trial.episodes("step, state, version")) == {
@@ -145,7 +144,8 @@ def test_drop_group_leaves_the_whole_group_out_and_says_so(tmp_path: Path) -> No
         "episodes": 16, "episodes/failed": 1, "episodes/dropped": 4, "episodes/learned_from": 12, "groups": 3
     }  # fmt: skip
     assert {name: line.values[name] for name in wanted} == wanted
-    assert trial.console.warnings == ["1 of 16 episodes of step 1 have no reward: no luck with 1.2#0"]
+    (warning,) = trial.console.warnings
+    assert re.search(r"1 of 16 .*step 1\b.* 1\.2#0", warning)
 
 
 def test_dropped_episodes_are_in_the_ledger_too(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_zero_counts_a_failed_reward_as_nothing(tmp_path: Path) -> None:
 def test_fail_stops_the_run_at_the_first_failure(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "grading.on_error=fail", bandit=Bandit(fails=_failing((5, 0), (6, 1))))
 
-    with pytest.raises(RewardError, match=r"2 of 16 episodes of step 2 have no reward: no luck with 5\.0#0 \(grading"):
+    with pytest.raises(RewardError, match=r"2 of 16 .*step 2\b.* 5\.0#0 .*grading\.on_error"):
         trial.run()
     assert [line.step for line in trial.lines] == [1]
 
@@ -189,7 +189,7 @@ def test_more_failures_than_the_recipe_bears_stop_the_run(tmp_path: Path, on_err
     with pytest.raises(RewardError) as caught:
         trial.run()
 
-    assert str(caught.value).startswith("5 of 16 episodes of step 1 have no reward: no luck with 0.0#0 That is more")
+    assert re.search(r"5 of 16 .*step 1\b.* 0\.0#0 ", str(caught.value))
     assert "grading.max_failed_share 0.25" in str(caught.value)
 
 
@@ -211,7 +211,7 @@ def test_an_episode_that_could_not_be_generated_has_no_reward(tmp_path: Path) ->
 
     assert trial.metric("episodes/failed") == {1: 1.0}
     assert trial.metric("episodes/learned_from") == {1: 12.0}
-    assert "no luck with 3.3#0" in trial.console.warnings[0]
+    assert " 3.3#0" in trial.console.warnings[0]
 
 
 def test_when_every_group_is_dropped_the_run_continues(tmp_path: Path) -> None:
@@ -256,7 +256,8 @@ def test_a_reward_model_that_gives_no_number_is_a_failure(tmp_path: Path) -> Non
     trial.run()
 
     assert trial.metric("episodes/failed") == {1: 1.0}
-    assert trial.console.warnings == ["1 of 16 episodes of step 1 have no reward: reward model judges/long gave nan"]
+    (warning,) = trial.console.warnings
+    assert re.search(r"1 of 16 .*step 1\b.* judges/long .*nan", warning)
 
 
 def test_what_an_environment_gives_counts_once_on_its_turn(tmp_path: Path) -> None:
@@ -330,7 +331,8 @@ def test_when_all_are_truncated_and_masked_nothing_is_learned(tmp_path: Path) ->
     trial.run()
 
     assert trial.bandit.updates == []
-    assert "nothing to learn from" in trial.console.warnings[0]
+    assert trial.metric("episodes/learned_from") == {1: 0.0}
+    assert trial.console.warnings[0].startswith("step 1: ")
 
 
 def test_held_out_answers_are_scored_by_a_reward_model_alone(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def test_log_probs_of_more_episodes_than_are_kept_are_refused() -> None:
         penalty_N=nothing_N,
     )
     assert STEP.batch(nothing_N, reference=reference).reference is reference
-    with pytest.raises(ProgramError, match=r"step\.keep before the reference"):
+    with pytest.raises(ProgramError, match=r"4 episodes.* 2 episodes.*step\.keep"):
         STEP.first_groups(1).batch(np.zeros(2), reference=reference)
 
 

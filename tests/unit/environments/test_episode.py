@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -195,7 +196,7 @@ def test_an_answer_that_is_cut_off_is_stepped_and_ends_the_episode_if_the_enviro
 def test_a_truncated_call_comes_back_as_an_error_that_can_be_fixed() -> None:
     limits = EpisodeLimits(max_turns=4, max_new_tokens=20)
     episode = play(ToolEnvironment([multiply]), says(ASK, "391"), limits=limits)
-    assert episode.messages[2]["content"] == "error: the call is not closed: </tool_call> is missing."
+    assert re.search("^error: .*</tool_call>", episode.messages[2]["content"])
     assert (episode.finish, episode.metrics["failed_tool_calls"]) == ("done", 1.0)
 
 
@@ -233,7 +234,7 @@ def test_tokens_of_the_environment_count_towards_the_limit(where: str) -> None:
 def test_a_prompt_that_fills_the_context_is_an_error() -> None:
     episode = play(SingleTurn(), says("4"), limits=EpisodeLimits(max_turns=1, max_new_tokens=4, max_length=10))
     assert episode.finish == "error"
-    assert "leaves no room for an answer" in str(episode.error)
+    assert "at most 10" in str(episode.error)
 
 
 # --- failures -----------------------------------------------------------------------------------------------------
@@ -274,27 +275,27 @@ def gives(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "fault", "why"),
     [
-        ("reset", _raises, "reset: ValueError: no more cheese"),
-        ("reset", _hangs, "reset: TimeoutError: took longer than 0.2 s and was given up"),
-        ("reset", gives("hello"), "reset returned a str; it returns an Observation, or None."),
-        ("reset", gives(Observation(messages="a", text="b")), "reset returned both messages and text"),
-        ("reset", gives(Observation(messages=[])), "reset returned messages that are none: reset: `messages` is empty"),
-        ("step", _raises, "step: ValueError: no more cheese"),
-        ("step", _hangs, "step: TimeoutError: took longer than 0.2 s and was given up"),
-        ("step", gives(None), "step returned None; it returns an Outcome."),
-        ("step", gives(Outcome()), "step returned no messages and is not done"),
-        ("step", gives(Outcome(messages=[{"role": "user"}])), "step: messages[0] (user) has no `content`"),
-        ("step", gives(Outcome(done=True, reward=float("nan"))), "step returned the reward nan"),
-        ("step", gives(Outcome(done=True, reward="much")), "reward or metrics that are not numbers"),  # type: ignore[arg-type]
-        ("step", gives(Outcome(done=True, metrics={"a": "b"})), "reward or metrics that are not numbers"),  # type: ignore[dict-item]
-        ("step", gives(Outcome(messages="half \ud83d")), "the tokenizer cannot read what was said"),
+        ("reset", _raises, "^reset: ValueError: no more cheese"),
+        ("reset", _hangs, r"^reset: TimeoutError: .*0\.2 s"),
+        ("reset", gives("hello"), r"^reset .*\bstr\b.*\bObservation\b"),
+        ("reset", gives(Observation(messages="a", text="b")), "^reset .*messages.* text"),
+        ("reset", gives(Observation(messages=[])), "^reset .*`messages`.*empty"),
+        ("step", _raises, "^step: ValueError: no more cheese"),
+        ("step", _hangs, r"^step: TimeoutError: .*0\.2 s"),
+        ("step", gives(None), r"^step .*\bNone\b.*\bOutcome\b"),
+        ("step", gives(Outcome()), r"^step .*no messages"),
+        ("step", gives(Outcome(messages=[{"role": "user"}])), r"step: messages\[0\] \(user\) .*`content`"),
+        ("step", gives(Outcome(done=True, reward=float("nan"))), r"^step .*reward nan\b"),
+        ("step", gives(Outcome(done=True, reward="much")), "^step .*'much'"),  # type: ignore[arg-type]
+        ("step", gives(Outcome(done=True, metrics={"a": "b"})), "^step .*'b'"),  # type: ignore[dict-item]
+        ("step", gives(Outcome(messages="half \ud83d")), "the tokenizer"),
     ],
 )
 def test_an_environment_at_fault_ends_its_episode_with_the_reason(method: str, fault: Any, why: str) -> None:
     limits = EpisodeLimits(max_turns=4, max_new_tokens=100, timeout_s=0.2)
     episode = play(Broken(method, fault), says("1", "2", "3"), limits=limits)
     assert episode.finish == "error"
-    assert why in str(episode.error)
+    assert re.search(why, str(episode.error))
     assert not episode.loss_mask_T.any()
     if method == "step":
         assert (episode.num_turns, (episode.versions_T >= 0).sum()) == (2, 4)
@@ -313,9 +314,9 @@ def test_every_call_of_a_turn_has_its_own_time() -> None:
     limits = EpisodeLimits(max_turns=4, max_new_tokens=200, timeout_s=0.15)
     episode = play(ToolEnvironment([multiply], timeout_s=0.1), says(ASK + ASK, "391"), limits=limits)
     assert episode.finish == "done"
-    assert [message["content"] for message in episode.messages if message["role"] == "tool"] == [
-        "error: multiply took longer than 0.1 s and was given up"
-    ] * 2
+    results = [message["content"] for message in episode.messages if message["role"] == "tool"]
+    assert len(results) == 2
+    assert all(re.search(r"^error: multiply .*0\.1 s", result) for result in results)
 
 
 @pytest.mark.parametrize("fault", [_raises, _hangs])
@@ -329,7 +330,7 @@ def test_a_template_that_rewrites_ends_the_episode_instead_of_drifting() -> None
     tokenizer = byte_tokenizer(COUNTING)
     episode = play(Guessing(), ScriptedPolicy(tokenizer, ["1", "2"]), turns=TurnTokenizer(tokenizer))
     assert episode.finish == "error"
-    assert "renders the earlier part of the conversation differently" in str(episode.error)
+    assert "chat template" in str(episode.error)
 
 
 class Answers:
@@ -349,9 +350,9 @@ class Answers:
     ("broken", "why"),
     [
         (TurnAnswer(**dict.fromkeys(("tokens_L", "logprobs_L", "versions_L"), np.empty(0, np.int32)), finish="error",
-                    error="too long"), "did not finish the answer of turn 1 (error): too long"),
-        (answer([50, 51], "cancelled"), "did not finish the answer of turn 1 (cancelled)."),
-        (answer([], "stop"), "answered turn 1 with no token"),
+                    error="too long"), "turn 1 (error): too long"),
+        (answer([50, 51], "cancelled"), "turn 1 (cancelled)"),
+        (answer([], "stop"), "turn 1 with no token"),
     ],
 )  # fmt: skip
 def test_an_engine_that_does_not_answer_ends_the_episode(broken: TurnAnswer, why: str) -> None:
@@ -468,7 +469,7 @@ def test_one_bad_environment_in_many_spoils_only_its_own_episode() -> None:
     episodes = play_all(make, jobs(40), says("42"), limits=limits)
     errors = {episode.id.prompt_index: str(episode.error) for episode in episodes if episode.finish == "error"}
     assert set(errors) == {5, 7, 8}
-    assert errors[5] == "the environment cannot be made: FileNotFoundError: no map"
+    assert errors[5].endswith("FileNotFoundError: no map")
     assert len(episodes) == 40
 
 
@@ -539,7 +540,7 @@ def test_a_recipe_names_tools_or_a_class(tmp_path: Path) -> None:
     assert tools() is not tools()
     world: Any = environment_maker(EnvironmentSection(environment=f"{file}:World", options={"size": 3}))()
     assert world.size == 3
-    with pytest.raises(RecipeError, match=r"environment\.environment: .*:Half has no method 'step'"):
+    with pytest.raises(RecipeError, match=r"environment\.environment: .*:Half .*'step'"):
         environment_maker(EnvironmentSection(environment=f"{file}:Half"))
-    with pytest.raises(RecipeError, match=r"environment\.tools: no tools"):
+    with pytest.raises(RecipeError, match=r"^environment\.tools: "):
         environment_maker(EnvironmentSection())

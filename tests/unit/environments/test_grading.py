@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.messages import facts
 from podium.data.trajectories import TrajectoryId
 from podium.environments.grading import EpisodeGrader, Grade, overlong_penalty
 from podium.environments.protocol import is_async
@@ -92,7 +94,7 @@ def test_an_environment_s_reward_is_part_of_the_total() -> None:
     assert totals(graded([reward(lambda answer: 1.0, weight=2.0)], batch)) == [2.25, 2.0]
     assert totals(graded([], batch)) == [0.25, 0.0]
     [bad, _] = graded([], [sample(1, environment_reward=float("nan")), sample(2)])
-    assert bad.error == "the sum of the rewards is nan"
+    assert re.search(r"\bsum\b.*\bnan$", str(bad.error))
 
 
 def test_what_raises_fails_its_own_sample_and_says_where() -> None:
@@ -106,7 +108,7 @@ def test_what_raises_fails_its_own_sample_and_says_where() -> None:
     assert totals(grades) == [1.0, 1.0, None, 1.0]
     error = grades[2].error
     assert error is not None
-    assert error.startswith("picky raised KeyError: 'x' (")
+    assert re.search(r"^picky .*KeyError: 'x' \(", error)
     assert error.endswith(f"test_grading.py, line {picky.__code__.co_firstlineno + 2})")
     assert grades[2].failures == (error.removeprefix("picky "),)
 
@@ -125,8 +127,7 @@ def test_not_even_an_exit_ends_the_grading(ending: BaseException, kind: str) -> 
     grades = graded([reward(sync if kind == "sync" else awaited)], samples(3))
 
     assert totals(grades) == [1.0, None, 1.0]
-    assert grades[1].error is not None
-    assert grades[1].error.startswith("f raised ")
+    assert re.search(rf"^f .*{type(ending).__name__}", str(grades[1].error))
 
 
 def test_an_exception_without_message_or_with_a_long_one_is_reported() -> None:
@@ -139,8 +140,7 @@ def test_an_exception_without_message_or_with_a_long_one_is_reported() -> None:
 
     rude, long = graded([reward(fails)], samples(2))
 
-    assert rude.error is not None
-    assert rude.error.startswith("f raised RudeError: (its text is unavailable) (")
+    assert re.search(r"^f .*RudeError: \(.*test_grading\.py", str(rude.error))
     assert long.error is not None
     assert len(long.error) < 800
 
@@ -150,9 +150,8 @@ def test_what_is_not_a_finite_number_fails_its_own_sample() -> None:
 
     grades = graded([reward(lambda answer: returned[int(answer)])], samples(5))
 
-    assert [one.error for one in grades] == [
-        "f returned None", "f returned NaN", "f returned inf", None, "f returned '1' (str), which is not a number",
-    ]  # fmt: skip
+    for grade, fact in zip(grades, ["None", "NaN", "inf", None, "'1' (str)"], strict=True):
+        assert grade.error is None if fact is None else re.search(facts("f ", fact), str(grade.error))
     assert totals(grades) == [None, None, None, 1.0, None]
 
 
@@ -161,8 +160,7 @@ def test_a_missing_reference_is_reported_and_spoils_no_other() -> None:
 
     missing, there = graded(rewards, [sample(3, reference=None), sample(3)])
 
-    assert missing.error is not None
-    assert missing.error.startswith("exact_match cannot tell: the row has no reference")
+    assert re.search("^exact_match .*reference", str(missing.error))
     assert there.total == 1.0
 
 
@@ -173,12 +171,10 @@ def test_a_batch_that_fails_fails_as_a_whole() -> None:
     def raises(answers: list[str]) -> list[float]:
         raise ValueError("no")
 
-    assert {one.error for one in graded([reward(short, per="batch")], samples(4))} == {
-        "f returned 3 values for 4 samples"
-    }
-    errors = {one.error for one in graded([reward(raises, per="batch")], samples(4))}
-    assert len(errors) == 1
-    assert "f raised ValueError: no" in str(errors)
+    (error,) = {one.error for one in graded([reward(short, per="batch")], samples(4))}
+    assert re.search(r"^f .*\b3 values .*\b4 samples", str(error))
+    (error,) = {one.error for one in graded([reward(raises, per="batch")], samples(4))}
+    assert re.search("^f .*ValueError: no", str(error))
 
 
 def test_a_group_is_called_once_and_fails_alone() -> None:
@@ -209,7 +205,7 @@ def test_a_failing_reward_of_weight_0_leaves_the_total_alone() -> None:
 def test_all_failures_of_a_sample_are_reported() -> None:
     [one] = graded([reward(lambda answer: None, name="a"), reward(lambda answer: "x", name="b")], samples(1))
 
-    assert one.error == "a returned None; b returned 'x' (str), which is not a number"
+    assert re.search(r"^a .*None; b .*'x' \(str\)", str(one.error))
 
 
 def test_none_of_a_trl_function_leaves_the_sum_to_the_others() -> None:
@@ -222,7 +218,8 @@ def test_none_of_a_trl_function_leaves_the_sum_to_the_others() -> None:
     assert [one.values for one in graded([trl, always], samples(2))] == [(1.0, 0.5), (None, 0.5)]
     there, missing = graded([trl], samples(2))
     assert there.total == 1.0
-    assert missing.error == "no reward applies: every function returned None for this episode"
+    assert missing.total is None
+    assert "None" in str(missing.error)
 
 
 def test_a_sample_to_which_nothing_applies_is_worth_0_where_a_reward_model_scores_it_too() -> None:
@@ -246,7 +243,8 @@ def test_further_numbers_of_a_verl_function_are_kept_under_the_reward_s_name() -
 def test_a_weighted_sum_that_is_no_number_is_an_error() -> None:
     [one] = graded([reward(lambda answer: 1e308, weight=1e10)], samples(1))
 
-    assert (one.total, one.error) == (None, "the sum of the rewards is inf")
+    assert one.total is None
+    assert re.search(r"\bsum\b.*\binf$", str(one.error))
 
 
 def test_a_call_that_hangs_is_left_behind_and_the_rest_continues(gate: threading.Event) -> None:
@@ -271,7 +269,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_rest_continues(gate: threading
     grades, hanging, later = asyncio.run(run())
 
     assert totals(grades) == [1.0, None, 1.0, 1.0, None, 1.0]
-    assert grades[4].error == "slow did not return in 0.8 s"
+    assert re.search(r"^slow .*0\.8 s$", str(grades[4].error))
     assert (hanging, later) == (2, 0)
     assert len(threads) == 6  # no sample was asked twice
 
@@ -292,8 +290,9 @@ def test_a_reward_that_always_hangs_is_given_up(gate: threading.Event) -> None:
     grades, num_stuck = asyncio.run(run())
 
     assert num_stuck == 3
-    assert grades[2].error == "f did not return in 0.05 s"
-    assert grades[3].error == "f was not called, after 3 calls of this batch that did not return in 0.05 s"
+    assert re.search(r"^f .*0\.05 s$", str(grades[2].error))
+    assert "calls" not in str(grades[2].error)
+    assert re.search(r"^f .*\b3 calls .*0\.05 s$", str(grades[3].error))
     assert totals(grades) == [None] * 50
 
 
@@ -301,7 +300,7 @@ def test_a_batch_that_hangs_fails_and_other_rewards_do_not(gate: threading.Event
     hangs = reward(lambda answers: gate.wait(60), per="batch", name="judge")
     [one, _] = graded([hangs, reward(lambda answer: 1.0, name="g")], samples(2), SOON_S)
 
-    assert one.error == "judge did not return in 0.8 s"
+    assert re.search(r"^judge .*0\.8 s$", str(one.error))
     assert one.values == (None, 1.0)
 
 
@@ -342,7 +341,7 @@ def test_an_asynchronous_call_that_never_returns_is_cancelled() -> None:
     grades, num_stuck = asyncio.run(run())
 
     assert totals(grades) == [1.0, None, 1.0]
-    assert grades[1].error == "f did not return in 0.8 s"
+    assert re.search(r"^f .*0\.8 s$", str(grades[1].error))
     assert (cancelled, num_stuck) == (["1"], 0)
 
 
@@ -381,8 +380,7 @@ def test_an_asynchronous_call_that_blocks_its_loop_is_reported_and_the_others_ar
     grades, num_stuck = asyncio.run(run())
 
     assert totals(grades) == [1.0, 1.0, None, 1.0, 1.0]
-    assert grades[2].error is not None
-    assert grades[2].error.startswith("f did not return in 0.8 s: it blocks the event loop")
+    assert re.search(r"^f .*0\.8 s.*event loop", str(grades[2].error))
     assert num_stuck == 1
 
 
@@ -436,7 +434,7 @@ def test_a_plain_function_that_hands_on_a_coroutine_is_awaited() -> None:
 
     assert totals(grades) == [2.0, None]
     assert grades[1].error is not None
-    assert "raised ValueError: inner (" in grades[1].error
+    assert "ValueError: inner (" in grades[1].error
     assert "test_grading.py" in grades[1].error
 
 

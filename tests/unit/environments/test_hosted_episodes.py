@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import os
+import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -68,6 +69,13 @@ def failed(episodes: Sequence[Episode]) -> dict[int, str | None]:
     return {episode.id.prompt_index: episode.error for episode in episodes if episode.finish == "error"}
 
 
+def assert_failed(episodes: Sequence[Episode], numbers: set[int], why: str) -> None:
+    """Episodes with these numbers failed, no others, and each for the reason that the pattern `why` describes."""
+    found = failed(episodes)
+    assert set(found) == numbers
+    assert all(re.search(why, str(error)) for error in found.values()), found
+
+
 def assert_same(left: Sequence[Episode], right: Sequence[Episode], but: Sequence[int] = ()) -> None:
     for one, other in zip(left, right, strict=True):
         if one.id.prompt_index in but:
@@ -81,7 +89,7 @@ def assert_same(left: Sequence[Episode], right: Sequence[Episode], but: Sequence
 def test_a_step_that_blocks_its_event_loop_fails_alone(how: str) -> None:
     episodes = run(section("Blocking", how=how, bad=[3]), 8)
 
-    assert failed(episodes) == {3: f"step: blocked its process for longer than {TIMEOUT_S:g} s"}
+    assert_failed(episodes, {3}, f"^step: blocked .*{TIMEOUT_S:g} s")
     assert [episode.reward for episode in episodes if episode.error is None] == [0, 2, 4, 8, 10, 12, 14]
 
 
@@ -90,28 +98,26 @@ def test_a_step_that_blocks_its_event_loop_fails_alone(how: str) -> None:
 def test_code_that_ends_its_process_fails_alone(kind: str, method: str) -> None:
     episodes = run(section(kind, how="exit", bad=[0, 5], method=method), 8)
 
-    why = f"{method}: ended its process (exit code 3)"
-    assert failed(episodes) == {0: why, 5: why}
+    assert_failed(episodes, {0, 5}, f"^{method}: .*exit code 3")
 
 
 def test_a_crash_is_named_by_its_signal() -> None:
     episodes = run(section("Blocking", how="abort", bad=[1]), 3)
 
-    assert failed(episodes) == {1: "step: ended its process (SIGABRT)"}
+    assert_failed(episodes, {1}, "^step: .*SIGABRT")
 
 
 def test_a_thread_of_the_environment_that_ends_the_process_is_found_by_trying() -> None:
     episodes = run(section("BlockingInThreads", how="thread", bad=[2]), 4)
 
-    assert failed(episodes) == {2: "step: ended its process (exit code 3)"}
+    assert_failed(episodes, {2}, "^step: .*exit code 3")
 
 
 @pytest.mark.parametrize("how", ["sleep", "loop"])
 def test_a_plain_function_that_hangs_fails_at_its_deadline_and_no_other(how: str) -> None:
     episodes = run(section("BlockingInThreads", how=how, bad=[1, 2]), 6)
 
-    why = f"step: TimeoutError: took longer than {TIMEOUT_S:g} s and was given up"
-    assert failed(episodes) == {1: why, 2: why}
+    assert_failed(episodes, {1, 2}, f"^step: TimeoutError: .*{TIMEOUT_S:g} s")
 
 
 def test_a_close_that_blocks_is_counted_and_spoils_nothing() -> None:
@@ -121,7 +127,7 @@ def test_a_close_that_blocks_is_counted_and_spoils_nothing() -> None:
     assert [dict(episode.metrics) for episode in episodes] == [{}, {"close_failed": 1.0}, {}, {}]
 
 
-@pytest.mark.parametrize(("tool", "why"), [("exits", "ended its process"), ("blocks", "blocked its process")])
+@pytest.mark.parametrize(("tool", "why"), [("exits", "exit code"), ("blocks", "blocked")])
 def test_a_tool_that_ends_or_blocks_its_process_fails_its_episode(tool: str, why: str) -> None:
     what = EnvironmentSection(
         tools=(f"{MISBEHAVING}:{tool}",), concurrency=8, timeout_s=TIMEOUT_S, max_turns=2, options={"max_calls": 4}
@@ -208,9 +214,9 @@ def test_output_beyond_the_cap_is_dropped_and_the_episodes_go_on(capfd: pytest.C
     assert output.warning is not None
     said = capfd.readouterr()
     assert said.out.count("y") <= 10_000
-    assert said.err.count("prints more than") == 1
+    assert said.err.count(output.warning) == said.err.count("warning: ") == 1
 
 
 def test_a_recipe_whose_environment_cannot_be_loaded_says_so() -> None:
-    with pytest.raises(RecipeError, match="has no function 'Absent'"):
+    with pytest.raises(RecipeError, match=r"^environment\.environment: .*'Absent'"):
         run(section("Absent"), 1)

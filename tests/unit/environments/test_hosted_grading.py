@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -55,32 +56,38 @@ def errors(grades: Sequence[Grade]) -> dict[int, str | None]:
     return {number: grade.error for number, grade in enumerate(grades) if grade.error is not None}
 
 
+def assert_errors(grades: Sequence[Grade], numbers: set[int], why: str) -> None:
+    """Samples with these numbers have errors, no others, and each one that the pattern `why` describes."""
+    found = errors(grades)
+    assert set(found) == numbers
+    assert all(re.search(why, str(error)) for error in found.values()), found
+
+
 @pytest.mark.parametrize("name", ["reward", "async_reward"])
 def test_a_reward_that_ends_its_process_fails_its_own_call(name: str) -> None:
     first, second = graded([name], ["ok", "exit", "ok", "exit", "ok"], ["ok"])
 
-    assert errors(first) == dict.fromkeys([1, 3], f"{name} ended its process (exit code 3)")
+    assert_errors(first, {1, 3}, f"^{name} .*exit code 3")
     assert errors(second) == {}
 
 
 def test_a_reward_that_keeps_the_interpreter_fails_its_own_call() -> None:
     [grades] = graded(["reward"], ["ok", "regex", "ok"])
 
-    assert errors(grades) == {1: f"reward blocked its process for longer than {TIMEOUT_S:g} s"}
+    assert_errors(grades, {1}, f"^reward blocked .*{TIMEOUT_S:g} s")
 
 
 def test_calls_that_hang_are_ended_with_their_process() -> None:
     first, second = graded(["reward"], ["ok", "sleep", "ok"], ["ok", "ok"])
 
-    assert errors(first) == {1: f"reward did not return in {TIMEOUT_S:g} s"}
+    assert_errors(first, {1}, f"^reward (?!blocked).*{TIMEOUT_S:g} s")
     assert errors(second) == {}
 
 
 def test_of_several_rewards_the_one_to_blame_is_found_by_calling_one_at_a_time() -> None:
     [grades] = graded(["length", "reward", "async_reward"], ["four", "exit", "four"])
 
-    why = "ended its process (exit code 3)"
-    assert errors(grades) == {1: f"reward {why}; async_reward {why}"}
+    assert_errors(grades, {1}, "^reward .*exit code 3.*; async_reward .*exit code 3")
     assert [grade.values for grade in grades] == [(4.0, 1.0, 2.0), (4.0, None, None), (4.0, 1.0, 2.0)]
 
 
@@ -88,15 +95,14 @@ def test_a_reward_that_ends_its_process_now_and_then_is_called_for_all_others() 
     """More often than a reward may do so without a result in between."""
     [grades] = graded(["reward"], ["exit" if number % 3 == 0 else "ok" for number in range(54)])
 
-    assert errors(grades) == dict.fromkeys(range(0, 54, 3), "reward ended its process (exit code 3)")
+    assert_errors(grades, set(range(0, 54, 3)), "^reward .*exit code 3")
 
 
 def test_a_reward_that_always_ends_its_process_is_given_up() -> None:
     [grades] = graded(["reward"], ["exit"] * 20)
 
-    found = list(errors(grades).values())
-    assert found[:16] == ["reward ended its process (exit code 3)"] * 16
-    assert found[16:] == ["reward was not called, after 16 calls in a row that ended or blocked their process"] * 4
+    assert_errors(grades[:16], set(range(16)), "^reward .*exit code 3")
+    assert_errors(grades[16:], set(range(4)), r"^reward .*\b16 calls\b")
 
 
 def test_printing_without_end_costs_its_own_call_and_no_disk(capfd: pytest.CaptureFixture[str]) -> None:
@@ -104,13 +110,13 @@ def test_printing_without_end_costs_its_own_call_and_no_disk(capfd: pytest.Captu
 
     [grades] = graded(["reward"], ["ok", "print", "ok"], output=output)
 
-    assert errors(grades) == {1: f"reward did not return in {TIMEOUT_S:g} s"}
+    assert_errors(grades, {1}, f"^reward (?!blocked).*{TIMEOUT_S:g} s")
     said = capfd.readouterr()
     assert len(said.out) <= 100_000
-    assert said.err.strip() == "warning: the reward prints more than 0.0953674 MiB; the rest is dropped."
-    assert output.warning == "the reward prints more than 0.0953674 MiB; the rest is dropped."
+    assert re.search(r"^the reward .*0\.0953674 MiB", str(output.warning))
+    assert said.err.strip() == f"warning: {output.warning}"
 
 
 def test_rewards_that_cannot_be_loaded_are_the_recipes_mistake() -> None:
-    with pytest.raises(RecipeError, match="has no function 'absent'"):
+    with pytest.raises(RecipeError, match=r"^reward\.0\.function: .*'absent'"):
         graded(["absent"], ["ok"])

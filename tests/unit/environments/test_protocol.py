@@ -86,7 +86,7 @@ def test_a_call_that_hangs_is_given_up_at_its_deadline(kind: str) -> None:
 
     function = {"async": sleeping, "sync": released.wait, "deaf": deaf}[kind]
     began = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"took longer than 0\.05 s"):
+    with pytest.raises(TimeoutError, match=r"0\.05 s"):
         run(function, timeout_s=0.05)
     assert time.monotonic() - began < 10
     released.set()

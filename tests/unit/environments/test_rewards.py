@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from helpers.messages import facts
 from podium.data.trajectories import TrajectoryId
 from podium.environments.rewards import Reward, RewardResult, Sample, build_rewards, check_rewards, reward_names
 from podium.environments.signatures import Signature
@@ -77,33 +78,33 @@ def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "name", "section", "message"),
+    ("code", "name", "section", "said"),
     [
-        ("def f(x):\n    return 1\n", "f", {}, "reward.0.function: f(x) needs `x`"),
-        ("def g(answer):\n    return 1\n", "f", {}, "reward.0.function: "),
-        ("def f(answer:\n", "f", {}, "reward.0.function: "),
+        ("def f(x):\n    return 1\n", "f", {}, ["reward.0.function: f(x) ", "`x`"]),
+        ("def g(answer):\n    return 1\n", "f", {}, ["reward.0.function: ", "'f'"]),
+        ("def f(answer:\n", "f", {}, ["reward.0.function: "]),
         ("import nowhere_to_be_found\ndef f(answer):\n    return 1\n", "f", {},
-         "raised ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
-        ("f = 3\n", "f", {}, "is not callable"),
+         ["ModuleNotFoundError: ", "'nowhere_to_be_found'"]),
+        ("f = 3\n", "f", {}, ["callable"]),
         ("class F:\n    def __init__(self, a):\n        pass\n    def __call__(self, answer):\n        return 1\n",
-         "F", {}, "reward.0.options: F cannot be made with these options: missing a required argument: 'a'"),
+         "F", {}, ["reward.0.options: F ", "'a'"]),
         ("class F:\n    def __init__(self):\n        open('/nowhere')\n    def __call__(self, answer):\n        ...\n",
-         "F", {}, "reward.0.function: making a F with reward.0.options raised FileNotFoundError"),
-        ("class F:\n    pass\n", "F", {}, "a F cannot be called. Give the class a method __call__"),
-        ("class F:\n    def __call__(self, x):\n        return 1\n", "F", {}, "F(x) needs `x`"),
+         "F", {}, ["reward.0.function: ", "reward.0.options", "FileNotFoundError"]),
+        ("class F:\n    pass\n", "F", {}, [" F ", "__call__"]),
+        ("class F:\n    def __call__(self, x):\n        return 1\n", "F", {}, ["F(x) ", "`x`"]),
     ],
 )  # fmt: skip
 def test_what_cannot_be_built_is_refused_by_name(
-    tmp_path: Path, code: str, name: str, section: dict[str, Any], message: str
+    tmp_path: Path, code: str, name: str, section: dict[str, Any], said: list[str]
 ) -> None:
-    with pytest.raises(PodiumError, match=re.escape(message)):
+    with pytest.raises(PodiumError, match=facts(*said)):
         build(tmp_path, code, name, **section)
 
 
 def test_two_rewards_of_one_name_are_refused() -> None:
     sections = [VerifierReward(verifier="numeric"), VerifierReward(verifier="numeric", options={"tolerance": 1})]
 
-    with pytest.raises(RecipeError, match=r"reward.1.name: reward.0 is called 'numeric' too"):
+    with pytest.raises(RecipeError, match=r"reward\.1\.name: reward\.0 .*'numeric'"):
         build_rewards(sections)
 
 
@@ -113,7 +114,7 @@ def test_the_check_before_a_run_names_the_right_reward_and_runs_no_file(tmp_path
     function = FunctionReward(function=f"{tmp_path}/f.py:f")
 
     check_rewards([function, VerifierReward(verifier="regex", options={"pattern": "a"})])
-    with pytest.raises(RecipeError, match=r"reward.1.options.patern: regex has no such option"):
+    with pytest.raises(RecipeError, match=r"reward\.1\.options\.patern: .*\bregex\b"):
         check_rewards([function, VerifierReward(verifier="regex", options={"pattern": "a", "patern": "a"})])
     assert not ran.exists()
 
@@ -143,33 +144,33 @@ def test_any_finite_number_is_a_reward(returned: Any, value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "failure"),
+    ("returned", "said"),
     [
-        (None, "returned None"),
-        (float("nan"), "returned NaN"),
-        (np.float32("nan"), "returned NaN"),
-        (float("inf"), "returned inf"),
-        (-np.inf, "returned -inf"),
-        (10**400, "returned inf"),
-        ("1.0", "returned '1.0' (str), which is not a number"),
-        (np.str_("1.0"), "(str_), which is not a number"),
-        (b"1", "returned b'1' (bytes), which is not a number"),
-        (1j, "returned 1j (complex), which is not a number"),
-        ([1.0], "returned [1.0] (list), which is not a number"),
-        (np.array([1.0]), "returned array([1.]) (ndarray), which is not a number"),
-        ((1.0, "why"), "returned (1.0, 'why') (tuple), which is not a number"),
-        (list(range(99)), "..."),
-        ({"acc": 1.0, "why": "x"}, "returned a dict without `score`; it has acc, why"),
-        ({"score": None}, "returned None"),
-        ({"score": "x"}, "returned 'x' (str), which is not a number"),
+        (None, ["None"]),
+        (float("nan"), ["NaN"]),
+        (np.float32("nan"), ["NaN"]),
+        (float("inf"), [" inf"]),
+        (-np.inf, ["-inf"]),
+        (10**400, [" inf"]),
+        ("1.0", ["'1.0' (str)"]),
+        (np.str_("1.0"), ["(str_)"]),
+        (b"1", ["b'1' (bytes)"]),
+        (1j, ["1j (complex)"]),
+        ([1.0], ["[1.0] (list)"]),
+        (np.array([1.0]), ["array([1.]) (ndarray)"]),
+        ((1.0, "why"), ["(1.0, 'why') (tuple)"]),
+        (list(range(99)), ["..."]),
+        ({"acc": 1.0, "why": "x"}, ["dict", "`score`", "acc, why"]),
+        ({"score": None}, ["None"]),
+        ({"score": "x"}, ["'x' (str)"]),
     ],
 )  # fmt: skip
-def test_anything_else_is_a_failure(returned: Any, failure: str) -> None:
+def test_anything_else_is_a_failure(returned: Any, said: list[str]) -> None:
     [outcome] = returning().outcomes(returned, 1)
 
     assert outcome.value is None
     assert outcome.failure is not None
-    assert failure in outcome.failure
+    assert re.search(facts(*said), outcome.failure)
     assert len(outcome.failure) < 200
 
 
@@ -189,22 +190,22 @@ def test_a_batch_may_return_any_list_of_numbers(returned: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "failure"),
+    ("returned", "given"),
     [
-        ([1.0, 2.0, 3.0], "returned 3 values for 4 samples"),
-        ([], "returned 0 values for 4 samples"),
-        (1.0, "returned 1.0 (float) for 4 samples, and not a list with one number for each"),
-        (None, "returned None (NoneType) for 4 samples"),
-        (np.zeros((4, 1)), "for 4 samples, and not a list"),
-        ("abcd", "returned 'abcd' (str) for 4 samples"),
-        ({"score": 1.0}, "(dict) for 4 samples"),
+        ([1.0, 2.0, 3.0], "3 values"),
+        ([], "0 values"),
+        (1.0, "1.0 (float)"),
+        (None, "None (NoneType)"),
+        (np.zeros((4, 1)), "(ndarray)"),
+        ("abcd", "'abcd' (str)"),
+        ({"score": 1.0}, "(dict)"),
     ],
 )  # fmt: skip
-def test_a_batch_of_wrong_form_fails_as_a_whole(returned: Any, failure: str) -> None:
+def test_a_batch_of_wrong_form_fails_as_a_whole(returned: Any, given: str) -> None:
     outcomes = returning("batch").outcomes(returned, 4)
 
     assert [outcome.value for outcome in outcomes] == [None] * 4
-    assert all(outcome.failure is not None and failure in outcome.failure for outcome in outcomes)
+    assert all(re.search(facts(given, "4 samples"), str(outcome.failure)) for outcome in outcomes)
 
 
 def test_one_bad_number_of_a_batch_is_one_failure() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import functools
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from pydantic import Field
 from scripted import task
 from typing_extensions import TypedDict
 
+from helpers.messages import facts
 from podium.environments.chat_format import BadCall, ToolCall
 from podium.environments.protocol import Outcome, Turn
 from podium.environments.tool_schemas import ArgumentError
@@ -141,8 +143,8 @@ def test_a_refusal_says_what_is_expected_and_what_was_given() -> None:
             Tool.of(measure).arguments.validate({"what": "x", **arguments})
         return str(caught.value)
 
-    assert refusal(points=[1, "b"]) == '`points`[1] must be a valid integer, not "b"'
-    assert refusal(unit="mile") == "`unit` must be 'm' or 'ft', not \"mile\""
+    assert re.search(facts("`points`[1] ", "integer", '"b"'), refusal(points=[1, "b"]))
+    assert re.search(facts("`unit` ", "'m'", "'ft'", '"mile"'), refusal(unit="mile"))
 
 
 def test_a_refusal_is_short_whatever_the_model_wrote() -> None:
@@ -164,9 +166,9 @@ def test_unions_take_the_first_type_that_fits() -> None:
     tool = Tool.of(pick)
     assert tool.arguments.schema["properties"]["value"] == {"anyOf": [{"type": "integer"}, {"type": "string"}]}
     assert tool.arguments.validate({"value": "3", "maybe": 4}) == {"value": "3", "maybe": 4}
-    with pytest.raises(ArgumentError, match=r"`value` must be a valid integer, not 1\.5; `value` must"):
+    with pytest.raises(ArgumentError, match=r"`value` .*integer.* 1\.5; `value` .*string.* 1\.5"):
         tool.arguments.validate({"value": 1.5})
-    with pytest.raises(ArgumentError, match=r"`maybe` must be a valid integer, not 1\.5"):
+    with pytest.raises(ArgumentError, match=r"`maybe` .*integer.* 1\.5"):
         tool.arguments.validate({"value": 1, "maybe": 1.5})
 
 
@@ -196,7 +198,7 @@ def test_types_of_pydantic_are_described_without_references() -> None:
         "first": unit,
         "second": unit,
     }
-    with pytest.raises(ArgumentError, match=r"`points`\[0\]\['y'\] must .*; `size` must .* 1, not 0"):
+    with pytest.raises(ArgumentError, match=r"`points`\[0\]\['y'\] .*; `size` .*\b1\b.*\b0\b"):
         tool.arguments.validate({"points": [{"x": 1, "y": "2"}], "size": 0, "first": "m", "second": "ft"})
 
 
@@ -239,11 +241,11 @@ def _unknown(value: Unheard) -> None: ...  # type: ignore[name-defined] # noqa: 
 @pytest.mark.parametrize(
     ("function", "why"),
     [
-        (_untyped, "has the parameter 'value' without a type"),
-        (_starred, "a model gives arguments by name"),
-        (_strange, r"the tool _strange.*threading\.Event"),
-        (_recursive, "the tool _recursive.*a recursive type"),
-        (_unknown, "types of the tool _unknown cannot be read"),
+        (_untyped, "_untyped .*'value'"),
+        (_starred, r"_starred .*\*"),
+        (_strange, r"_strange.*threading\.Event"),
+        (_recursive, "_recursive.*recursive type"),
+        (_unknown, "_unknown .*'Unheard'"),
     ],
 )
 def test_functions_that_a_model_cannot_call_are_refused_at_the_start(function: Callable[..., Any], why: str) -> None:
@@ -296,9 +298,9 @@ def test_exceptions_and_deadlines_become_error_texts() -> None:
         released.wait()
 
     assert called(divide, a=1, b=0) == ToolResult(text="error: ZeroDivisionError: division by zero", failed=True)
-    assert called(hang, timeout_s=0.02).text == "error: hang took longer than 0.02 s and was given up"
-    assert called(block, timeout_s=0.02).text == "error: block took longer than 0.02 s and was given up"
-    assert called(add, a=1).text == "error: the argument `b` is missing"
+    assert re.search(r"^error: hang .*0\.02 s", called(hang, timeout_s=0.02).text)
+    assert re.search(r"^error: block .*0\.02 s", called(block, timeout_s=0.02).text)
+    assert re.search("^error: .*`b`", called(add, a=1).text)
     released.set()
 
 
@@ -324,11 +326,13 @@ def test_the_environment_offers_its_tools_and_leaves_the_question_to_the_task() 
 def test_calls_of_one_turn_are_answered_in_order() -> None:
     calls = (call(a=1, b=2), BadCall(text="{", why="the call is not valid JSON."), call("sub"), call(a=3, b=4))
     outcome = step(Turn(number=2, text="", calls=calls))
-    assert outcome.messages == [
+    messages: Any = outcome.messages
+    unknown = messages[2].pop("content")
+    assert re.search("^error: .*`sub`.*: add", unknown)
+    assert messages == [
         {"role": "tool", "content": "3", "tool_call_id": "000200000", "name": "add"},
         {"role": "tool", "content": "error: the call is not valid JSON.", "tool_call_id": "000200001"},
-        {"role": "tool", "content": "error: there is no tool `sub`; there are: add.", "tool_call_id": "000200002",
-         "name": "sub"},
+        {"role": "tool", "tool_call_id": "000200002", "name": "sub"},
         {"role": "tool", "content": "7", "tool_call_id": "000200003", "name": "add"},
     ]  # fmt: skip
     assert not outcome.done
@@ -343,7 +347,9 @@ def test_an_answer_without_a_call_ends_the_episode() -> None:
 
 def test_more_calls_than_allowed_are_refused_one_by_one() -> None:
     outcome = step(Turn(number=0, text="", calls=(call(a=1, b=2),) * 3), max_calls=2)
-    assert [message["content"] for message in outcome.messages] == ["3", "3", "error: at most 2 calls in one turn."]  # type: ignore[index]
+    first, second, third = (message["content"] for message in outcome.messages)  # type: ignore[index,union-attr]
+    assert (first, second) == ("3", "3")
+    assert re.search(r"^error: .*\b2 calls", third)
 
 
 def test_results_can_come_from_the_user_where_the_template_knows_no_tools() -> None:
@@ -356,9 +362,9 @@ def test_tools_are_loaded_by_their_paths(tmp_path: Path) -> None:
     file.write_text("def add(a: int, b: int) -> int:\n    return a + b\n")
     (tool,) = load_tools([f"{file}:add"])
     assert tool.function(1, 2) == 3
-    with pytest.raises(RecipeError, match="two tools are called 'add'"):
+    with pytest.raises(RecipeError, match=r"^environment\.tools: .*'add'"):
         load_tools([f"{file}:add", f"{file}:add"])
-    with pytest.raises(RecipeError, match=r"environment\.tools\.0: .* has no function 'sub'"):
+    with pytest.raises(RecipeError, match=r"^environment\.tools\.0: .*'sub'"):
         load_tools([f"{file}:sub"])
-    with pytest.raises(RecipeError, match="no tools"):
+    with pytest.raises(RecipeError, match=r"^environment\.tools: "):
         load_tools([])

@@ -181,7 +181,7 @@ def test_the_first_prompt_is_the_one_of_single_answers(requested: Task) -> None:
 
 
 def test_a_prompt_without_tokens_is_refused() -> None:
-    with pytest.raises(DataError, match="the prompt has no tokens"):
+    with pytest.raises(DataError, match="no tokens"):
         Transcript(TurnTokenizer(_CHATML), "")
 
 
@@ -211,7 +211,7 @@ def test_a_turns_text_is_the_answer_that_a_reward_sees() -> None:
 
 def test_answers_without_a_logprob_for_every_token_are_refused() -> None:
     transcript = Transcript(TurnTokenizer(_CHATML), QUESTION)
-    with pytest.raises(DataError, match="2 tokens, 1 log-probs and 2 versions"):
+    with pytest.raises(DataError, match=r"2 tokens, 1 log-probs.* 2 versions"):
         transcript.add_answer(np.zeros(2, np.int32), np.zeros(1, np.float32), np.zeros(2, np.int32), stopped=True)
 
 
@@ -239,12 +239,12 @@ def test_templates_that_only_add_pass_the_check(template: str, role: str) -> Non
 @pytest.mark.parametrize(
     ("template", "role", "why"),
     [
-        (FORGETFUL, "user", "drops what the model thought"),
-        (COUNTING, "tool", "renders the earlier part of the conversation differently"),
-        (MISTRAL.replace("[TOOL_RESULTS]{{ m.content }}", ""), "tool", "leaves out what a tool message says"),
+        (FORGETFUL, "user", "thought"),
+        (COUNTING, "tool", "earlier part"),
+        (MISTRAL.replace("[TOOL_RESULTS]{{ m.content }}", ""), "tool", "tool message"),
         ("{% if messages[-1].role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}" + CHATML, "tool",
-         "it refuses them (no tools)"),
-        (None, "tool", "the tokenizer has no chat template"),
+         "(no tools)"),
+        (None, "tool", "the tokenizer"),
     ],
 )  # fmt: skip
 def test_templates_that_rewrite_refuse_or_leave_out_are_reported_at_the_start(
@@ -252,7 +252,7 @@ def test_templates_that_rewrite_refuse_or_leave_out_are_reported_at_the_start(
 ) -> None:
     with pytest.raises(ModelError) as caught:
         check_template(byte_tokenizer(template), role=role)
-    assert str(caught.value).startswith("model.chat_template: not fit for episodes of several turns")
+    assert str(caught.value).startswith("model.chat_template: ")
     assert why in str(caught.value)
 
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from helpers.messages import facts
 from podium.environments.numerals import final_number
 from podium.environments.schemas import fits, schema_problems
 from podium.environments.verifiers import bind_verifier, exact_match, json_schema, length, numeric, regex
@@ -151,7 +152,7 @@ def test_numbers_are_compared_exactly_up_to_the_tolerance(
 
 
 def test_a_reference_without_number_is_the_data_s_fault() -> None:
-    with pytest.raises(DataError, match="the reference 'seven' has no number"):
+    with pytest.raises(DataError, match="'seven'"):
         numeric("7", "seven")
 
 
@@ -176,7 +177,7 @@ def test_patterns(answer: str, reference: str | None, options: dict[str, Any], s
 
 @pytest.mark.parametrize("verifier", [exact_match, numeric, lambda a, r: regex(a, r, pattern="(.)", group=1)])
 def test_a_missing_reference_is_reported(verifier: Any) -> None:
-    with pytest.raises(DataError, match="the row has no reference to compare the answer with"):
+    with pytest.raises(DataError, match="no reference"):
         verifier("7", None)
 
 
@@ -299,40 +300,38 @@ def test_a_bound_verifier_has_its_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "message"),
+    ("name", "options", "key", "said"),
     [
-        ("exact_match", {"ignorecase": True},
-         "reward.1.options.ignorecase: exact_match has no such option. It has: ignore_case, strip."),
-        ("exact_match", {"strip": "no"}, "reward.1.options.strip: input should be a valid boolean, found 'no'."),
-        ("numeric", {"tolerance": -1}, "reward.1.options.tolerance: input should be greater than or equal to 0, found"),
-        ("numeric", {"tolerance": True}, "reward.1.options.tolerance: expected a number, found True."),
-        ("regex", {}, "reward.1.options.pattern: regex needs it, and it is missing."),
-        ("regex", {"pattern": "("}, "reward.1.options.pattern: not a regular expression (missing ), unterminated"),
-        ("regex", {"pattern": "a", "group": 1}, "reward.1.options.group: the pattern has no group 1; it has 0"),
-        ("regex", {"pattern": "a", "mode": "match"}, "reward.1.options.mode: input should be 'search' or 'fullmatch'"),
-        ("json_schema", {}, "reward.1.options.schema: json_schema needs it, and it is missing."),
-        ("json_schema", {"schema": {"typ": "object"}},
-         "reward.1.options.schema: the keyword 'typ' is not supported; did you mean 'type'?"),
-        ("json_schema", {"schema": {"properties": {"a": {"someOf": []}}}},
-         "reward.1.options.schema: properties.a: the keyword 'someOf' "),
-        ("json_schema", {"schema": {"items": {"type": "text"}}}, "schema: items.type: 'text' is not one of ['array'"),
-        ("json_schema", {"schema": {"pattern": "("}}, "schema: pattern: '('"),
-        ("json_schema", {"schema": {"required": "name"}}, "schema: required: 'name'"),
-        ("json_schema", {"schema": {"items": [1]}}, "schema: items: [1]"),
-        ("json_schema", {"schema": {"enum": [object]}}, "schema: not JSON"),
-        ("json_schema", {"schema": {"format": "phone"}}, "schema: format: 'phone'"),
-        ("json_schema", {"schema": {"$schema": "http://json-schema.org/draft-07/schema#"}}, "schema: $schema: "),
-        ("json_schema", {"schema": {"items": {"$ref": "https://example.org/s.json"}}}, "schema: items.$ref: 'https:"),
-        ("json_schema", {"schema": {"items": {"$ref": "#/$defs/a"}}}, "schema: $ref: '#/$defs/a'"),
-        ("json_schema", {"schema": "{}"}, "reward.1.options.schema: input should be a valid dictionary, found '{}'"),
-        ("length", {}, "reward.1.options.target: say which length is right"),
-        ("length", {"target": 3, "max": 4}, "reward.1.options.target: is min and max at once"),
-        ("length", {"min": 5, "max": 4}, "reward.1.options.min: 5 is above max 4"),
-        ("length", {"max": 2.5}, "reward.1.options.max: input should be a valid integer, found 2.5"),
+        ("exact_match", {"ignorecase": True}, "ignorecase", ["exact_match", "ignore_case, strip"]),
+        ("exact_match", {"strip": "no"}, "strip", ["boolean", "'no'"]),
+        ("numeric", {"tolerance": -1}, "tolerance", ["0", "-1"]),
+        ("numeric", {"tolerance": True}, "tolerance", ["True"]),
+        ("regex", {}, "pattern", ["missing"]),
+        ("regex", {"pattern": "("}, "pattern", ["unterminated"]),
+        ("regex", {"pattern": "a", "group": 1}, "group", ["group 1", "0"]),
+        ("regex", {"pattern": "a", "mode": "match"}, "mode", ["'search'", "'fullmatch'"]),
+        ("json_schema", {}, "schema", ["missing"]),
+        ("json_schema", {"schema": {"typ": "object"}}, "schema", ["'typ'", "'type'"]),
+        ("json_schema", {"schema": {"properties": {"a": {"someOf": []}}}}, "schema", ["properties.a: ", "'someOf'"]),
+        ("json_schema", {"schema": {"items": {"type": "text"}}}, "schema", ["items.type: 'text'", "['array'"]),
+        ("json_schema", {"schema": {"pattern": "("}}, "schema", ["pattern: '('"]),
+        ("json_schema", {"schema": {"required": "name"}}, "schema", ["required: 'name'"]),
+        ("json_schema", {"schema": {"items": [1]}}, "schema", ["items: [1]"]),
+        ("json_schema", {"schema": {"enum": [object]}}, "schema", ["not JSON"]),
+        ("json_schema", {"schema": {"format": "phone"}}, "schema", ["format: 'phone'"]),
+        ("json_schema", {"schema": {"$schema": "http://json-schema.org/draft-07/schema#"}}, "schema", ["$schema: "]),
+        ("json_schema", {"schema": {"items": {"$ref": "https://example.org/s.json"}}}, "schema",
+         ["items.$ref: 'https:"]),
+        ("json_schema", {"schema": {"items": {"$ref": "#/$defs/a"}}}, "schema", ["$ref: '#/$defs/a'"]),
+        ("json_schema", {"schema": "{}"}, "schema", ["dictionary", "'{}'"]),
+        ("length", {}, "target", ["length"]),
+        ("length", {"target": 3, "max": 4}, "target", ["min", "max"]),
+        ("length", {"min": 5, "max": 4}, "min", ["5", "max 4"]),
+        ("length", {"max": 2.5}, "max", ["integer", "2.5"]),
     ],
 )  # fmt: skip
-def test_wrong_options_are_refused_by_name(name: Any, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RecipeError, match=re.escape(message)):
+def test_wrong_options_are_refused_by_name(name: Any, options: dict[str, Any], key: str, said: list[str]) -> None:
+    with pytest.raises(RecipeError, match=facts(f"reward.1.options.{key}: ", *said)):
         bind_verifier(name, options, "reward.1")
 
 

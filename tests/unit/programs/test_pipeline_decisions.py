@@ -110,7 +110,7 @@ def test_earlier_folders_of_a_stage_are_numbered_and_none_is_lost(folder: Pipeli
 def test_a_stage_that_somebody_runs_is_not_moved_away(folder: PipelineFolder) -> None:
     run = folder.run("sft")
     run.path.mkdir()
-    with run.held(), pytest.raises(RunFolderError, match="is being run by another process"):
+    with run.held(), pytest.raises(RunFolderError, match=rf"{run.path} .*another process"):
         folder.set_aside("sft")
     assert run.path.exists()
 
@@ -118,14 +118,14 @@ def test_a_stage_that_somebody_runs_is_not_moved_away(folder: PipelineFolder) ->
 def test_one_process_at_a_time_runs_a_pipeline(folder: PipelineFolder) -> None:
     with (
         held(folder.path),
-        pytest.raises(RunFolderError, match="is being run by another process"),
+        pytest.raises(RunFolderError, match=rf"{folder.path} .*another process"),
         folder.create_and_hold(),
     ):
         raise AssertionError
 
 
 def test_a_pipelines_folder_is_not_taken_for_a_runs(folder: PipelineFolder) -> None:
-    with pytest.raises(RunFolderError, match=r"is the folder of a pipeline\. Give that of one of its stages"):
+    with pytest.raises(RunFolderError, match=rf"{folder.path}/STAGE\b"):
         RunFolder.open(folder.path)
 
 
@@ -136,5 +136,5 @@ def test_a_folder_of_something_else_is_not_written_into(tmp_path: Path, folder: 
     (tmp_path / "other" / "recipe.yaml").touch()  # as a start leaves it that was killed
     assert PipelineFolder.at(other).path == tmp_path / "other"
     (tmp_path / "other" / "thesis.tex").touch()
-    with pytest.raises(RunFolderError, match="exists already and is not a pipeline's"):
+    with pytest.raises(RunFolderError, match=r"/other .*--set run\.name="):
         PipelineFolder.at(other)

@@ -145,7 +145,7 @@ def test_a_damaged_pipeline_file_is_named_with_what_to_do(recipe: PipelineRecipe
     with folder.create_and_hold():
         folder.begin(recipe)
     (folder.path / "pipeline.json").write_text(text)
-    with pytest.raises(RunFolderError, match=r"pipeline.json is damaged .*Restore it"):
+    with pytest.raises(RunFolderError, match=r"pipeline\.json .*damaged"):
         show_lines(folder.path)
 
 
@@ -162,7 +162,7 @@ def test_a_lineage_that_is_not_whole_is_left_out_of_what_is_shown(recipe: Pipeli
     assert sum("done" in line for line in shown) == 2
 
     (folder.run("first").path / "run.json").write_text("[]")
-    with pytest.raises(RunFolderError, match=r"run.json is damaged"):
+    with pytest.raises(RunFolderError, match=r"run\.json .*damaged"):
         show_lines(folder.path)
 
 
@@ -172,9 +172,9 @@ def test_a_lineage_that_is_not_whole_is_left_out_of_what_is_shown(recipe: Pipeli
 def test_a_reward_model_is_no_policy_and_a_policy_no_reward_model() -> None:
     scorer = {**STAGE, "program": "reward_model", "model": "base"}
     on_policy = {**STAGE, "program": "grpo", "rollout": {"max_new_tokens": 4}}
-    with pytest.raises(RecipeError, match=r"stages.policy.model: stage scorer makes a reward model"):
+    with pytest.raises(RecipeError, match=r"stages\.policy\.model: .*\bscorer\b"):
         _pipeline(scorer=scorer, policy={**STAGE, "model": "${stage.scorer}"})
-    with pytest.raises(RecipeError, match=r"stages.policy.reward.0.model: stage sft \(sft\) makes a language model"):
+    with pytest.raises(RecipeError, match=r"stages\.policy\.reward\.0\.model: .*\bsft\b"):
         _pipeline(
             sft={**STAGE, "model": "base"},
             policy={**on_policy, "model": "${stage.sft}", "reward": [{"model": "${stage.sft}"}]},
@@ -190,7 +190,7 @@ def test_a_reward_model_is_no_policy_and_a_policy_no_reward_model() -> None:
 
 def test_a_reference_where_no_checkpoint_is_taken_is_refused() -> None:
     tokens = {"path": "${stage.sft}", "new_tokens": {"tokens": ["${stage.sft}"]}}
-    with pytest.raises(RecipeError, match=r"stages.more.model.new_tokens.tokens.0: .* takes none"):
+    with pytest.raises(RecipeError, match=r"stages\.more\.model\.new_tokens\.tokens\.0: .*stage\.sft\b"):
         _pipeline(sft={**STAGE, "model": "base"}, more={**STAGE, "model": tokens})
 
 
@@ -215,7 +215,7 @@ def test_an_adapter_is_not_exported_on_a_base_that_changed(tmp_path: Path, tiny_
     weights.write_bytes(content)
     assert folder_fingerprint(base) != before
 
-    with pytest.raises(RunFolderError, match=r"model.path: .*base is not what .* was trained with"):
+    with pytest.raises(RunFolderError, match=r"^model\.path: .*/base .*fingerprint"):
         require_what_export_reads(run)
     require_what_export_reads(whole)  # all its weights are in the checkpoint
 
@@ -226,7 +226,7 @@ def test_new_tokens_are_not_exported_with_a_list_in_another_order(tmp_path: Path
     run = _begun(tiny_recipe(tiny_folder, data, tmp_path / "runs", "n", model={"new_tokens": {"file": str(items)}}))
     require_what_export_reads(run)
     items.write_text("<b>\n<a>\n")
-    with pytest.raises(RunFolderError, match=r"model.new_tokens.file: .*items.txt is not what"):
+    with pytest.raises(RunFolderError, match=r"^model\.new_tokens\.file: .*items\.txt .*fingerprint"):
         require_what_export_reads(run)
 
 

@@ -35,10 +35,10 @@ def test_a_folder_that_exists_is_never_written_over(recipe: Recipe) -> None:
     folder = RunFolder.create(recipe)
     folder.update(status="running")
 
-    with pytest.raises(RunFolderError, match=rf"{folder.path} exists already\. It has no checkpoint .* remove it"):
+    with pytest.raises(RunFolderError, match=rf"{folder.path} .*no checkpoint\b"):
         RunFolder.create(recipe)
     (folder.checkpoints / "step-00000002").mkdir()
-    with pytest.raises(RunFolderError, match=rf"{folder.path} exists already\. Continue it with `podium resume"):
+    with pytest.raises(RunFolderError, match=rf"{folder.path} .*`podium resume"):
         RunFolder.create(recipe)
     assert folder.status == "running"
 
@@ -47,7 +47,7 @@ def test_a_file_in_the_way_is_refused_and_left_alone(recipe: Recipe, tmp_path: P
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "sums").write_text("mine")
 
-    with pytest.raises(RunFolderError, match="exists already"):
+    with pytest.raises(RunFolderError, match=r"runs/sums .*--set run\.name="):
         RunFolder.create(recipe)
     assert (tmp_path / "runs" / "sums").read_text() == "mine"
 
@@ -55,7 +55,7 @@ def test_a_file_in_the_way_is_refused_and_left_alone(recipe: Recipe, tmp_path: P
 def test_a_place_that_cannot_be_written_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
 
-    with pytest.raises(RunFolderError, match=r"the run folder .*file/sums cannot be written: Not a directory"):
+    with pytest.raises(RunFolderError, match=r"file/sums .*: Not a directory"):
         RunFolder.create(make_recipe(f"run.folder={tmp_path / 'file'}"))
 
 
@@ -67,18 +67,18 @@ def test_a_disk_that_fills_up_leaves_no_half_made_folder(
 
     monkeypatch.setattr("podium.runs.folder.write_atomically", full)
 
-    with pytest.raises(RunFolderError, match="cannot be written: No space left on device"):
+    with pytest.raises(RunFolderError, match=r"runs/sums .*: No space left on device"):
         RunFolder.create(recipe)
     assert not (tmp_path / "runs" / "sums").exists()
 
 
 def test_opening_what_is_not_there_says_so(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match="there is no run folder"):
+    with pytest.raises(RunFolderError, match=r"/none\b"):
         RunFolder.open(tmp_path / "none")
 
 
 def test_opening_some_other_folder_says_what_it_lacks(tmp_path: Path) -> None:
-    with pytest.raises(RunFolderError, match=r"is not a run folder: it has no recipe\.yaml and run\.json"):
+    with pytest.raises(RunFolderError, match=r"recipe\.yaml .*run\.json"):
         RunFolder.open(tmp_path)
 
 
