@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -36,8 +36,10 @@ from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import Prepared, require_what_export_reads, write_note
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.showing import show_lines
+from podium.trying import run_trial
 
 if TYPE_CHECKING:
+    from podium.controller.trial import Trial
     from podium.models.verify import Comparison
     from podium.rollout.jobs import GenerationSummary
     from podium.rollout.requests import Sampling
@@ -58,6 +60,24 @@ def check(
         lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")
     lines += [f"warning: {text}" for text in recipe_warnings(loaded)]
     return lines + (deep_report(loaded) if deep else [])
+
+
+def try_recipe(
+    recipe: Recipe | str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    prompts: int = 2,
+    samples: int = 2,
+    stand_in: bool = False,
+    warn: Callable[[str], None] = lambda text: None,
+) -> Trial:
+    """Generates and grades a few episodes of a recipe in this process, with its real rewards or environment, and trains
+    nothing. `stand_in`: a tiny random model has the place of the recipe's own. `warn` gets the warnings of rewards and
+    environments."""
+    loaded = _loaded(recipe, overrides)
+    if isinstance(loaded, PipelineRecipe):
+        raise RecipeError("program: a pipeline has several recipes. Try the recipe of one stage.")
+    return run_trial(loaded, num_prompts=prompts, samples=samples, stand_in=stand_in, warn=warn)
 
 
 def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from podium.data.documents import Document
 from podium.data.examples import shape_of
 from podium.data.prompts import PromptTokenizer
 from podium.data.tasks import check_task_source, read_tasks
-from podium.data.tokenizer import listed_tokens
+from podium.data.tokenizer import listed_tokens, marked_text
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
 from podium.models.adapter_folder import check_adapter
@@ -287,11 +287,7 @@ def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokeniz
 
 
 def _marked(document: Document, tokenizer: Any) -> str:
-    parts = []
-    for trained, places in groupby(range(len(document.tokens)), key=lambda place: bool(document.trained[place])):
-        text = tokenizer.decode([int(document.tokens[place]) for place in places])
-        parts.append(f"[[{text}]]" if trained else text)
-    marked = "".join(parts).replace("\n", "\\n")
+    marked = marked_text(tokenizer, document.tokens.tolist(), document.trained.tolist())
     return marked if len(marked) <= _SHOWN_CHARACTERS else marked[:_SHOWN_CHARACTERS] + " ..."
 
 

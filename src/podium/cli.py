@@ -15,7 +15,7 @@ import typer
 from pydantic import ValidationError
 
 from podium import api
-from podium.errors import PodiumError, RecipeError, RunStoppedError
+from podium.errors import PodiumError, RecipeError, RewardError, RunStoppedError
 from podium.recipe import RolloutSection, SourceSection
 from podium.recipe.fields import Section
 from podium.recipe.pipeline_loading import recipe_schema
@@ -84,6 +84,27 @@ def check(
     for line in api.check(recipe, overrides=overrides or (), deep=deep):
         typer.echo(line)
     typer.echo(f"{recipe}: ok")
+
+
+@app.command(name="try")
+def try_recipe(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    prompts: Annotated[int, typer.Option(help="Prompts to answer.", min=1)] = 2,
+    samples: Annotated[int, typer.Option(help="Answers to each prompt.", min=1)] = 2,
+    stand_in: Annotated[
+        bool, typer.Option("--stand-in", help="Generate with a tiny random model in place of the recipe's own.")
+    ] = False,
+) -> None:
+    """Generate and grade a few episodes in one process, and show them; trains nothing."""
+    trial = api.try_recipe(
+        recipe, overrides=overrides or (), prompts=prompts, samples=samples, stand_in=stand_in, warn=_warn
+    )
+    for line in trial.lines():
+        typer.echo(line)
+    if trial.errors:
+        count = sum(episode.error is not None for episode in trial.episodes)
+        raise RewardError(f"{count} of {len(trial.episodes)} episodes have no reward: {trial.errors[0]}")
 
 
 @app.command()
@@ -247,6 +268,10 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)  # a thread in user code that hangs would keep the process
+
+
+def _warn(text: str) -> None:
+    typer.echo(f"warning: {text}", err=True)
 
 
 def _with_devices(overrides: list[str] | None, devices: int | None) -> list[str]:

@@ -108,12 +108,17 @@ _NOT_THE_USERS = (os.path.dirname(__file__) + os.sep, os.path.join(os.path.dirna
 
 def what_raised(error: BaseException) -> str:
     """An exception of the user's code in one phrase: "raised KeyError: 'x' (rewards.py, line 12)"."""
+    return f"raised {exception_text(error)}"
+
+
+def exception_text(error: BaseException) -> str:
+    """An exception of the user's code: "KeyError: 'x' (rewards.py, line 12)"."""
     try:
         text = str(error)
     except Exception:  # its __str__ is user code too
         text = "(its text is unavailable)"
     text = text[:_LONGEST_TEXT] + ("..." if len(text) > _LONGEST_TEXT else "")
-    return f"raised {type(error).__name__}{f': {text}' if text else ''}{_place(error.__traceback__)}"
+    return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error.__traceback__)}"
 
 
 def _place(traceback: TracebackType | None) -> str:

@@ -16,7 +16,7 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
     "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
-    "execution", "api", "cli",
+    "execution", "trying", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -30,6 +30,7 @@ TORCH_FREE = (
     "checks",
     "pipeline_checks",
     "execution",
+    "trying",
     "api",
     "cli",
     "spmd.launch",

@@ -51,7 +51,7 @@ def run_controlled(
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
-            raise _cause_of(error) from error
+            raise cause_of(error) from error
 
 
 async def _drive(
@@ -140,13 +140,18 @@ async def _opened(recipe: OnPolicyRecipe, watch: Stopwatch, start_up: StartUp) -
                 spans.enter_context(watch.span("shut-down"))
 
 
-async def _started(recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
-    placement = recipe.placement
-    device, gpus = placement.device, await in_thread(cluster.total, "GPU")
+async def device_kind_of(recipe: OnPolicyRecipe, cluster: Cluster) -> str:
+    """cuda or cpu, as the recipe says and the cluster has."""
+    device, gpus = recipe.placement.device, await in_thread(cluster.total, "GPU")
     if device == "auto":
-        device = "cuda" if gpus > 0 else "cpu"
+        return "cuda" if gpus > 0 else "cpu"
     if device == "cuda" and gpus == 0:
         raise PlacementError("placement.device: cuda is asked for and the cluster has no GPU. Use cpu or auto.")
+    return device
+
+
+async def _started(recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
+    placement, device = recipe.placement, await device_kind_of(recipe, cluster)
     cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu)
     timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
@@ -161,6 +166,6 @@ async def _started(recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, 
     return workers
 
 
-def _cause_of(error: RoleError) -> PodiumError:
+def cause_of(error: RoleError) -> PodiumError:
     """The user's mistake behind a worker's failure, or the failure itself."""
     return error.__cause__ if isinstance(error.__cause__, PodiumError) else error

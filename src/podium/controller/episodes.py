@@ -16,17 +16,22 @@ from podium.roles.carriers import SamplingPlan
 from podium.roles.stages import GradedRollouts, Rollouts
 
 
+def training_sampling(recipe: OnPolicyRecipe) -> SamplingPlan:
+    """How episodes to train on are sampled."""
+    rollout, truncation = recipe.rollout, recipe.rollout.truncation
+    return SamplingPlan(
+        max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=truncation.top_p,
+        top_k=truncation.top_k, min_p=truncation.min_p, stop=rollout.stop, seed=recipe.run.seed,
+    )  # fmt: skip
+
+
 class Episodes:
     """Generates and grades, for steps and for evaluations. Waits for generators and graders, which have their own
     deadlines."""
 
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
         self._parts, self._devices, self._state = parts, devices, state
-        rollout, truncation = parts.recipe.rollout, parts.recipe.rollout.truncation
-        self._sampling = SamplingPlan(
-            max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=truncation.top_p,
-            top_k=truncation.top_k, min_p=truncation.min_p, stop=rollout.stop, seed=parts.recipe.run.seed,
-        )  # fmt: skip
+        self._sampling = training_sampling(parts.recipe)
 
     async def sample(self, num_prompts: int, step: int, objects: ObjectScope) -> GradedRollouts:
         """Takes the next prompts of the data and returns a group of graded episodes for each."""
@@ -64,5 +69,7 @@ class Episodes:
         # Reward models need their devices first; reward functions need none.
         phase = self._devices.phase if parts.roles.reward_models else self._devices.beside
         async with phase("grade"):
-            everything, failed_N = await grade_rollouts(rollouts, parts.recipe, parts.roles)
-        return without_failed(everything, failed_N, parts.recipe.grading, parts.log.console.warning)
+            everything, errors = await grade_rollouts(
+                rollouts, parts.recipe, parts.roles.grader, parts.roles.reward_models
+            )
+        return without_failed(everything, errors, parts.recipe.grading, parts.log.console.warning)

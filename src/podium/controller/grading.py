@@ -5,60 +5,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from podium.controller.parts import Roles
+from podium.controller.parts import RewardModels, Roles
 from podium.environments.grading import overlong_penalty
 from podium.environments.rewards import reward_names
 from podium.errors import RewardError, RolloutError
 from podium.recipe import GradingSection, OnPolicyRecipe
 from podium.roles.carriers import Floats
 from podium.roles.grader import Purpose
+from podium.roles.grading_handle import GraderHandle
 from podium.roles.stages import GradedRollouts, Rollouts
 
 
 async def grade_rollouts(
-    rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Roles
-) -> tuple[GradedRollouts, NDArray[np.bool_]]:
-    """Returns (all episodes with their rewards, mask of the episodes whose grading failed)."""
+    rollouts: Rollouts, recipe: OnPolicyRecipe, grader: GraderHandle, reward_models: RewardModels
+) -> tuple[GradedRollouts, dict[int, str]]:
+    """Returns all episodes with their rewards, and by row why an episode has none."""
     values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
-    grades = await roles.grader.grade(rollouts)
+    grades = await grader.grade(rollouts)
     for at, index in enumerate(grades.rewards):
         values_NR[:, index] = grades.values_NR[:, at]
     errors = {**grades.errors, **rollouts.note.errors}
-    for index, model in roles.reward_models:
+    for index, model in reward_models:
         values_NR[:, index] = await model.score(rollouts)
         for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
             errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {values_NR[row, index]}")
     weights = np.array([reward.weight for reward in recipe.reward])
     shaping_N = shaping(rollouts, recipe)
     total_N = np.nan_to_num(values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N) + shaping_N
-    failed_N = np.isin(np.arange(len(rollouts)), list(errors))
     everything = GradedRollouts(
         rollouts=rollouts,
         rewards_N=total_N,
         values_NR=values_NR,
         shaping_N=shaping_N,
         names=reward_names(recipe.reward),
-        num_failed=int(failed_N.sum()),
+        num_failed=len(errors),
         num_dropped=0,
         first_error=errors[min(errors)] if errors else None,
         extras=dict(grades.extras),
         failed=frozenset(rollouts.rows.ids[row] for row in errors),
     )
-    return everything, failed_N
+    return everything, errors
 
 
 def without_failed(
-    everything: GradedRollouts, failed_N: NDArray[np.bool_], grading: GradingSection, warn: Callable[[str], None]
+    everything: GradedRollouts, rows: Collection[int], grading: GradingSection, warn: Callable[[str], None]
 ) -> GradedRollouts:
-    """Applies grading.on_error to episodes without a reward: drops their groups, counts them as 0, or stops the run."""
-    if not failed_N.any():
+    """Applies grading.on_error to the rows without a reward: drops their groups, counts them as 0, or stops the run."""
+    if not rows:
         return everything
+    failed_N = np.isin(np.arange(len(everything)), list(rows))
     broken = len(everything.rollouts.note.errors) / len(failed_N)
     if broken > grading.max_failed_share:
         errors = everything.rollouts.note.errors

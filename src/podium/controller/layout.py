@@ -98,6 +98,28 @@ def layout_of(
     else:
         generator = _generator(recipe, learner=POLICY)
         roles.append(_role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks), generator))
+    helper_pools, helper_roles = _helper_roles(recipe)
+    return Layout(pools=(*pools, *helper_pools), roles=(*roles, *helper_roles))
+
+
+def trial_layout(recipe: OnPolicyRecipe, *, device: str) -> Layout:
+    """Pools and roles of a trial, which generates and grades and trains nothing: a generator with its own weights, and
+    reward models."""
+    each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
+    mesh = MeshShape(replica=1)
+    roles = [_role(GENERATOR, Generator, ROLLOUT, mesh, _generator(recipe, learner=None))]
+    max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
+    for index, name in role_names(recipe).reward_models:
+        scorer = _reward_model(recipe, index, max_tokens)
+        roles.append(_role(name, RewardModel, ROLLOUT, MeshShape(shard=1), scorer))
+    helper_pools, helper_roles = _helper_roles(recipe)
+    pool = Pool(name=ROLLOUT, slots=1, each=each, collectives=False)
+    return Layout(pools=(pool, *helper_pools), roles=(*roles, *helper_roles))
+
+
+def _helper_roles(recipe: OnPolicyRecipe) -> tuple[list[Pool], list[RoleSpec]]:
+    """Episode runners and graders, with their pools."""
+    pools, roles = [], []
     if recipe.environment is not None:
         runners = recipe.environment.runners
         pools.append(_helpers(RUNNERS, runners, recipe))
@@ -118,7 +140,7 @@ def layout_of(
             name=GRADER, kind=Grader, pool=GRADERS, mesh=MeshShape(replica=count), arguments=(GraderSpec.of(recipe),)
         )
     )
-    return Layout(pools=tuple(pools), roles=tuple(roles))
+    return pools, roles
 
 
 def _helpers(name: str, count: int, recipe: OnPolicyRecipe) -> Pool:
@@ -179,16 +201,19 @@ def _train_roles(
         )  # fmt: skip
         roles.append(_role(name, Scorer, TRAIN, mesh, spec))
     for index, name in names.reward_models:
-        at = recipe.reward_models[index]
-        scorer = RewardModelSpec(
-            policy=recipe.model,
-            model=_section(recipe, at).model_copy(update={"tokenizer": None, "chat_template": None}),
-            folder=local_folder(at, f"reward.{index}.model"),
-            max_tokens=max_tokens,
-            tools=recipe.environment is not None and bool(recipe.environment.tools),
-        )
-        roles.append(_role(name, RewardModel, TRAIN, mesh, scorer))
+        roles.append(_role(name, RewardModel, TRAIN, mesh, _reward_model(recipe, index, max_tokens)))
     return roles
+
+
+def _reward_model(recipe: OnPolicyRecipe, index: int, max_tokens: int) -> RewardModelSpec:
+    path = recipe.reward_models[index]
+    return RewardModelSpec(
+        policy=recipe.model,
+        model=_section(recipe, path).model_copy(update={"tokenizer": None, "chat_template": None}),
+        folder=local_folder(path, f"reward.{index}.model"),
+        max_tokens=max_tokens,
+        tools=recipe.environment is not None and bool(recipe.environment.tools),
+    )
 
 
 def _role(name: str, kind: type[Any], pool: str, mesh: MeshShape, spec: object) -> RoleSpec:

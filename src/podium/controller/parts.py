@@ -20,6 +20,8 @@ from podium.roles.runner_handle import RunnerHandle
 from podium.runs.folder import RunFolder
 from podium.runs.log import RunLog
 
+RewardModels = tuple[tuple[int, RewardModelHandle], ...]
+"""Reward models with their positions among the recipe's rewards."""
 RecipeT_co = TypeVar("RecipeT_co", bound=OnPolicyRecipe, covariant=True)
 
 
@@ -31,7 +33,7 @@ class Roles:
     generator: GeneratorHandle
     runner: RunnerHandle | None
     grader: GraderHandle
-    reward_models: tuple[tuple[int, RewardModelHandle], ...] = ()
+    reward_models: RewardModels = ()
     critic: CriticHandle | None = None
     reference: ScorerHandle | None = None
     teachers: tuple[ScorerHandle, ...] = ()

@@ -8,6 +8,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -144,6 +145,15 @@ def answer_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Text of generated tokens for everything that reads an answer: rewards, environments, stop strings, evaluation,
     files of answers. Special tokens are left out; everything else is verbatim."""
     return str(tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+
+def marked_text(tokenizer: Any, tokens: Sequence[int], trained: Sequence[bool]) -> str:
+    """All tokens as one line of text, special ones included, with the trained ones in double brackets."""
+    parts = []
+    for is_trained, places in groupby(range(len(tokens)), key=lambda place: bool(trained[place])):
+        text = tokenizer.decode([int(tokens[place]) for place in places])
+        parts.append(f"[[{text}]]" if is_trained else text)
+    return "".join(parts).replace("\n", "\\n")
 
 
 def special_ids(tokenizer: Any) -> set[int]:

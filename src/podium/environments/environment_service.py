@@ -11,7 +11,8 @@ from podium.data.tasks import Task
 from podium.environments.activity import MARK, Activity, Mark
 from podium.environments.episode import environment_maker
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
-from podium.environments.tools import load_tools
+from podium.environments.tools import all_tools, load_tools
+from podium.errors import exception_text
 from podium.recipe.on_policy import EnvironmentSection
 
 
@@ -59,7 +60,7 @@ class EnvironmentService:
 
     def describe(self) -> list[dict[str, Any]]:
         """Schemas of the recipe's tools."""
-        return [tool.schema for tool in load_tools(self._section.tools)] if self._section.tools else []
+        return [tool.schema for tool in all_tools(load_tools(self._section.tools))] if self._section.tools else []
 
     async def answer(self, order: Begin | Take | End, tell: Callable[[Any], None]) -> EnvironmentResponse:
         """Runs one call of an episode's environment; an exception becomes the reply's error."""
@@ -95,7 +96,7 @@ class EnvironmentService:
         except SystemExit as error:
             raise RuntimeError(f"the environment cannot be made: called exit({error.code!r})") from error
         except Exception as error:  # the environment is the user's code
-            raise _NotMadeError(f"the environment cannot be made: {type(error).__name__}: {error}") from error
+            raise _NotMadeError(f"the environment cannot be made: {exception_text(error)}") from error
         self._environments[order.place] = environment
         return await call_within(self._section.timeout_s, environment.reset, order.task)
 
@@ -105,10 +106,7 @@ class _NotMadeError(Exception):
 
 
 def _text(error: Exception) -> str:
-    try:
-        return str(error) if isinstance(error, _NotMadeError) else f"{type(error).__name__}: {error}"
-    except Exception:  # its __str__ is user code too
-        return type(error).__name__
+    return str(error) if isinstance(error, _NotMadeError) else exception_text(error)
 
 
 def _closes(environment: Any) -> bool:
@@ -125,8 +123,9 @@ def _plain(returned: Any) -> Any:
             return Observation(messages=returned.messages, text=returned.text, tools=returned.tools)
         case Outcome():
             return Outcome(
-                messages=returned.messages, reward=returned.reward, done=returned.done, metrics=returned.metrics
-            )
+                messages=returned.messages, reward=returned.reward, done=returned.done, metrics=returned.metrics,
+                warnings=returned.warnings,
+            )  # fmt: skip
         case _:
             return Misfit(type(returned).__name__)
 

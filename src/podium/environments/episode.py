@@ -37,7 +37,7 @@ from podium.environments.protocol import (
 from podium.environments.replay import ReplayPolicy
 from podium.environments.tools import ToolEnvironment, load_tools
 from podium.environments.transcript import Transcript, TurnTokenizer
-from podium.errors import DataError, RecipeError
+from podium.errors import DataError, RecipeError, exception_text
 from podium.recipe import plugins
 from podium.recipe.on_policy import EnvironmentSection
 
@@ -115,6 +115,7 @@ class Episode:
     finish: EpisodeFinish
     error: str | None
     metrics: Mapping[str, float]
+    warnings: tuple[str, ...] = ()  # the environment's, for the console
 
     @property
     def num_turns(self) -> int:
@@ -240,6 +241,7 @@ class _Checked:
     reward: float
     done: bool
     metrics: Mapping[str, float]
+    warnings: tuple[str, ...]
 
 
 @contextlib.contextmanager
@@ -271,6 +273,7 @@ class _Running:
         self._num_prompt_messages = 0
         self._rewards: list[float] = []
         self._metrics: dict[str, float] = {}
+        self._warnings: list[str] = []
 
     async def play(self) -> EpisodeFinish:
         transcript = self._transcript = self._begun(await self._call("reset", self._task))
@@ -312,6 +315,7 @@ class _Running:
             finish=finish,
             error=error,
             metrics=dict(self._metrics),
+            warnings=tuple(dict.fromkeys(self._warnings)),
         )
 
     def _begun(self, observation: Any) -> Transcript:
@@ -367,6 +371,7 @@ class _Running:
         outcome = self._checked(await self._call("step", turn), last=number + 1 == self._limits.max_turns)
         self._messages += outcome.messages
         self._rewards.append(outcome.reward)
+        self._warnings += outcome.warnings
         for name, value in outcome.metrics.items():
             self._metrics[name] = self._metrics.get(name, 0.0) + value
         return outcome
@@ -384,7 +389,8 @@ class _Running:
             raise _EpisodeError(f"step returned a reward or metrics that are not numbers ({error}).") from error
         if not math.isfinite(reward):
             raise _EpisodeError(f"step returned the reward {reward}; it must be a finite number.")
-        return _Checked(messages=messages, reward=reward, done=bool(outcome.done), metrics=metrics)
+        warnings = tuple(str(text) for text in outcome.warnings)
+        return _Checked(messages=messages, reward=reward, done=bool(outcome.done), metrics=metrics, warnings=warnings)
 
     def _as_messages(self, said: Sequence[Message] | str, method: str) -> list[Message]:
         if isinstance(said, str):
@@ -407,7 +413,7 @@ class _Running:
         except CallFailedError as error:
             raise _EpisodeError(f"{method}: {error}") from error
         except Exception as error:  # the environment is the user's code
-            raise _EpisodeError(f"{method}: {type(error).__name__}: {error}") from error
+            raise _EpisodeError(f"{method}: {exception_text(error)}") from error
 
     def _room(self, transcript: Transcript) -> int:
         return self._limits.room(transcript.num_prompt_tokens, len(transcript))
@@ -421,7 +427,7 @@ async def _run_job(
         environment = make()
     except Exception as error:  # the environment is the user's code
         failed = _Running(SingleTurn(), task, policy, tokenizer, id=id, limits=limits, greedy=greedy)
-        return failed.over("error", f"the environment cannot be made: {type(error).__name__}: {error}")
+        return failed.over("error", f"the environment cannot be made: {exception_text(error)}")
     replay = ReplayPolicy(policy)
     while True:  # the maker of environments bounds how often one is lost
         try:

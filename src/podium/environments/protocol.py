@@ -52,12 +52,14 @@ class Outcome:
 
     `messages` continue the conversation: a list of {role, content}, or a string. A string becomes a user message in a
     chat and is appended verbatim to raw text. `reward` belongs to this turn; an episode's is the sum. With `done`
-    nothing more is generated (messages are then only recorded). `metrics` are numbers, summed over the turns."""
+    nothing more is generated (messages are then only recorded). `metrics` are numbers, summed over the turns.
+    `warnings` are for the person who runs it: the console shows each once, and the model never sees them."""
 
     messages: Sequence[Message] | str = ()
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = field(default_factory=dict)
+    warnings: Sequence[str] = ()
 
 
 class Environment(Protocol):

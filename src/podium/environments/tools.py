@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from podium.data.kinds import Message
@@ -14,7 +14,7 @@ from podium.data.tasks import Task
 from podium.environments.chat_format import Call, ToolCall
 from podium.environments.protocol import Observation, Outcome, Turn, call_within
 from podium.environments.tool_schemas import ArgumentError, ToolArguments, read_docstring
-from podium.errors import RecipeError
+from podium.errors import RecipeError, what_raised
 from podium.recipe import plugins
 
 
@@ -49,13 +49,50 @@ class ToolResult:
 
     text: str
     failed: bool
+    warning: str | None = None  # what the tool raised and where, for the person who runs it
 
 
-def load_tools(paths: Sequence[str], key: str = "environment.tools") -> list[Tool]:
-    """The functions that a recipe names. Duplicate names raise a RecipeError."""
-    tools = [Tool.of(plugins.load(path, f"{key}.{index}")) for index, path in enumerate(paths)]
-    _require_distinct(tools, key)
-    return tools
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ToolClass:
+    """A class whose public methods are tools. Each episode has its own instance, which may hold state. Its methods
+    `reset(task)` and `close()`, if it has them, are called at the beginning and at the end, and are no tools."""
+
+    kind: type
+    tools: tuple[Tool, ...]  # of the class: their functions are not bound yet
+
+    @classmethod
+    def of(cls, kind: type, key: str) -> ToolClass:
+        """Reads the methods of a class. Raises a RecipeError if it cannot be made without arguments."""
+        try:
+            inspect.signature(kind).bind()
+        except TypeError as error:
+            raise RecipeError(
+                f"{key}: {kind.__name__} cannot be made without arguments ({error}). Each episode makes one; "
+                "`reset(task)` gets the row."
+            ) from error
+        names = [name for name in dir(kind) if not name.startswith("_") and name not in ("reset", "close")]
+        instance: Any = object.__new__(kind)  # bound methods have no `self` in their signature
+        methods = [getattr(instance, name) for name in names if inspect.isroutine(getattr(kind, name))]
+        return cls(kind=kind, tools=tuple(Tool.of(method) for method in methods))
+
+    def bound_to(self, instance: Any) -> list[Tool]:
+        """The tools of one episode."""
+        return [replace(tool, function=getattr(instance, tool.name)) for tool in self.tools]
+
+
+def load_tools(paths: Sequence[str], key: str = "environment.tools") -> list[Tool | ToolClass]:
+    """The functions and classes that a recipe names. Duplicate names raise a RecipeError."""
+    loaded: list[Tool | ToolClass] = []
+    for index, path in enumerate(paths):
+        plugin = plugins.load(path, f"{key}.{index}")
+        loaded.append(ToolClass.of(plugin, f"{key}.{index}") if isinstance(plugin, type) else Tool.of(plugin))
+    _require_distinct(all_tools(loaded), key)
+    return loaded
+
+
+def all_tools(loaded: Sequence[Tool | ToolClass]) -> list[Tool]:
+    """The tools of functions and classes, in order."""
+    return [tool for each in loaded for tool in (each.tools if isinstance(each, ToolClass) else (each,))]
 
 
 async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float, max_chars: int) -> ToolResult:
@@ -68,7 +105,8 @@ async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float
     except TimeoutError as error:
         return _failed(f"{tool.name} {error or 'timed out'}", max_chars)
     except Exception as error:  # the tool is the user's code
-        return _failed(f"{type(error).__name__}: {error}", max_chars)
+        failed = _failed(f"{type(error).__name__}: {error}", max_chars)
+        return replace(failed, warning=f"the tool {tool.name} {what_raised(error)}")
     return ToolResult(text=_cut(text, max_chars), failed=False)
 
 
@@ -80,7 +118,7 @@ class ToolEnvironment:
 
     def __init__(
         self,
-        tools: Sequence[Tool | Callable[..., Any]],
+        tools: Sequence[Tool | ToolClass | Callable[..., Any]],
         *,
         timeout_s: float = 60.0,
         max_chars: int = 8_000,
@@ -88,16 +126,28 @@ class ToolEnvironment:
         role: Literal["tool", "user"] = "tool",
     ) -> None:
         """`max_chars` of a result, `max_calls` of one turn; `role` user for templates without tool messages."""
-        loaded = [tool if isinstance(tool, Tool) else Tool.of(tool) for tool in tools]
+        self._instances: list[Any] = []
+        loaded: list[Tool] = []
+        for each in tools:
+            if isinstance(each, ToolClass):
+                self._instances.append(each.kind())
+                loaded += each.bound_to(self._instances[-1])
+            else:
+                loaded.append(each if isinstance(each, Tool) else Tool.of(each))
         _require_distinct(loaded, "environment.tools")
         self._tools = {tool.name: tool for tool in loaded}
         self._timeout_s, self._max_chars, self._max_calls = timeout_s, max_chars, max_calls
         self._role = role
+        if self._instances:
+            self.close = self._close  # only then: closing costs a call for every episode
         # The calls of a turn run one after the other, and each has its full timeout.
         self.step_timeout_s = timeout_s * max_calls + 1.0
 
     async def reset(self, task: Task, /) -> Observation:
         """Offers the tools; the prompt is the task's own."""
+        for instance in self._instances:
+            if callable(getattr(instance, "reset", None)):
+                await call_within(self._timeout_s, instance.reset, task)
         return Observation(tools=[tool.schema for tool in self._tools.values()])
 
     async def step(self, turn: Turn, /) -> Outcome:
@@ -115,7 +165,13 @@ class ToolEnvironment:
                 "tool_calls": float(len(results)),
                 "failed_tool_calls": float(sum(result.failed for result in results)),
             },
+            warnings=[result.warning for result in results if result.warning is not None],
         )
+
+    async def _close(self) -> None:
+        for instance in self._instances:
+            if callable(getattr(instance, "close", None)):
+                await call_within(self._timeout_s, instance.close)
 
     async def _answered(self, call: Call, index: int) -> ToolResult:
         if index >= self._max_calls:

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 
@@ -34,6 +35,8 @@ from podium.roles.interfaces import Generator
 from podium.rollout.requests import Completion, Request, Sampling
 
 _BLOCK_EVERY_S = 0.5
+# Of one block, from environments.
+_MOST_WARNINGS = 5
 # How long a generator holds a runner's call without results: short, so that new requests are sent soon.
 _WAIT_S = 0.02
 
@@ -139,7 +142,8 @@ class EpisodeRunner:
 
     def _computed(self, episodes: list[Episode]) -> Computed[TrajectoryBlock]:
         episodes = sorted(episodes, key=lambda each: each.id)
-        warnings = () if self._output.warning is None else (self._output.warning,)
+        warnings: tuple[str, ...] = () if self._output.warning is None else (self._output.warning,)
+        warnings += tuple(islice(dict.fromkeys(text for each in episodes for text in each.warnings), _MOST_WARNINGS))
         return Computed(rows=block_of(episodes), note=replace(note_of(episodes), warnings=warnings))
 
 

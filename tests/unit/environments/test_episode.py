@@ -469,7 +469,7 @@ def test_one_bad_environment_in_many_spoils_only_its_own_episode() -> None:
     episodes = play_all(make, jobs(40), says("42"), limits=limits)
     errors = {episode.id.prompt_index: str(episode.error) for episode in episodes if episode.finish == "error"}
     assert set(errors) == {5, 7, 8}
-    assert errors[5].endswith("FileNotFoundError: no map")
+    assert "FileNotFoundError: no map" in errors[5]
     assert len(episodes) == 40
 
 
