@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the command line for Python: train, resume, export, show, check, verify, generate."""
+"""The verbs of the command line for Python: train, resume, evaluate, export, show, list, check, init, verify,
+generate."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from podium.checks import check_recipe, deep_report
 from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import ModelError, RecipeError, RunFolderError
+from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
 from podium.execution import begin, check_launcher, prepare, refuse_what_breaks_exactness, resume_from
 from podium.models.folder import is_hub_id
 from podium.pipeline_checks import check_pipeline
@@ -128,6 +130,38 @@ def export(
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
     return show_lines(Path(folder))
+
+
+def evaluate(
+    target: str | Path,
+    *,
+    recipe: str | Path | None = None,
+    which: Which = "last",
+    overrides: Sequence[str] = (),
+) -> EvaluationResult:
+    """Evaluates without training: a checkpoint of a run folder (`which`: last, best or a step), or with `recipe` a
+    model folder. A run's folder stays as it is, and the metrics are those of its evaluation at that step."""
+    given = Path(target)
+    if (given / "run.json").is_file() or is_pipeline_folder(given):
+        if recipe is not None:
+            raise RunFolderError(
+                f"--recipe: {target} is a run and has its own recipe. Leave --recipe out, or evaluate what "
+                f"`podium export {target} OUT` wrote: `podium evaluate OUT --recipe {recipe}`."
+            )
+        return evaluate_run(given, which=which, overrides=overrides)
+    if (given / "checkpoint.json").is_file():
+        step = given.name.removeprefix("step-").lstrip("0")
+        raise RunFolderError(
+            f"{target} is a checkpoint of a run. Give the run: `podium evaluate {given.parent.parent} --step {step}`."
+        )
+    if recipe is None:
+        raise RunFolderError(
+            f"{target} is not a run folder. To evaluate a model, name the recipe whose evaluation is meant: "
+            f"`podium evaluate {target} --recipe RECIPE`."
+        )
+    if which != "last":
+        raise RunFolderError(f"--step and --best choose a checkpoint of a run, and {target} is a model. Remove them.")
+    return evaluate_model(str(target), recipe, overrides=overrides)
 
 
 def verify(

@@ -84,11 +84,12 @@ def read_metrics(path: Path) -> list[StepMetrics]:
 def _line(metrics: StepMetrics) -> str:
     taken = [name for name in _RESERVED if name in metrics.values]
     assert not taken, f"{taken} are fields of StepMetrics, not names of values"
-    values = {name: _written(value) for name, value in metrics.values.items()}
+    values = {name: json_value(value) for name, value in metrics.values.items()}
     return json.dumps({"step": metrics.step, "time_s": metrics.time_s, **values}, allow_nan=False) + "\n"
 
 
-def _written(value: float) -> float | str:
+def json_value(value: float) -> float | str:
+    """The value as JSON can hold it: a non-finite one is a word."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
