@@ -51,9 +51,8 @@ def _is_run(path: Path) -> bool:
 
 def _matching(incomplete: str) -> list[Path]:
     """Entries whose path begins with what was typed. Hidden ones only after a dot."""
-    parent, name = (
-        (Path(incomplete), "") if incomplete.endswith("/") else (Path(incomplete).parent, Path(incomplete).name)
-    )
+    typed = Path(incomplete)
+    parent, name = (typed, "") if incomplete.endswith("/") else (typed.parent, typed.name)
     try:
         return sorted(
             path
