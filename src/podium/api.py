@@ -36,6 +36,7 @@ from podium.recipe.pipeline_loading import (
 from podium.recipe.rules import recipe_warnings
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import Prepared, require_what_export_reads, write_note
+from podium.runs.listing import list_lines
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.showing import show_lines
 
@@ -130,6 +131,11 @@ def export(
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
     return show_lines(Path(folder))
+
+
+def list_runs(folder: str | Path = "runs") -> list[str]:
+    """The runs and pipelines of a folder as lines of text, the last changed first."""
+    return list_lines(Path(folder))
 
 
 def evaluate(

@@ -14,6 +14,7 @@ import typer
 
 from podium import api
 from podium.commands.arguments import Devices, Overrides, RecipeFile, RunPath
+from podium.commands.completion import complete_folder, complete_run
 from podium.commands.evaluate import evaluate
 from podium.commands.generate import generate
 from podium.errors import PodiumError, RecipeError, RunStoppedError
@@ -100,10 +101,26 @@ def export(
     typer.echo(f"step {done} of {run} is in {out}")
 
 
+@app.command("list")
+def list_runs(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of runs.", metavar="FOLDER", autocompletion=complete_folder)
+    ] = Path("runs"),
+) -> None:
+    """List the runs and pipelines of a folder, the last changed first."""
+    for line in api.list_runs(folder):
+        typer.echo(line)
+
+
 @app.command()
 def show(
     run: Annotated[
-        Path, typer.Argument(help="Folder of a run, of a pipeline, or of an exported model.", metavar="FOLDER")
+        Path,
+        typer.Argument(
+            help="Folder of a run, of a pipeline, or of an exported model.",
+            metavar="FOLDER",
+            autocompletion=complete_run,
+        ),
     ],
 ) -> None:
     """Tell how a run or pipeline stands, and what its weights come from."""

@@ -18,6 +18,7 @@ from typing import Self
 
 from podium.errors import RunFolderError
 
+_TAIL_BYTES = 1 << 18
 _RESERVED = ("step", "time_s")
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -79,6 +80,18 @@ def read_metrics(path: Path) -> list[StepMetrics]:
                 "Something else changed the file; remove that line, or move the file away."
             )
     return metrics
+
+
+def read_last_metrics(path: Path) -> list[StepMetrics]:
+    """The last lines of a metrics file of any size; none if there is no file. Lines that are not whole are left out."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    parsed = (_parsed(line) for line in text.split("\n"))
+    return [metrics for metrics in parsed if metrics is not None]
 
 
 def _line(metrics: StepMetrics) -> str:

@@ -101,7 +101,7 @@ def test_a_run_of_before_there_was_lineage_is_shown_too(recipe: Recipe) -> None:
 
     assert "checkpoints: none" in lines
     assert any(
-        line.startswith("status: ") and "podium resume" in line and line.endswith(", step 0 of 8") for line in lines
+        line.startswith("status: ") and "dead" in line and line.endswith(", step 0 of 8") for line in lines
     )
 
 
