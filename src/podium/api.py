@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from podium.checks import check_recipe, deep_report
 from podium.data.tokenizer import require_tokenizer_files
+from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import ModelError, RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
 from podium.execution import begin, check_launcher, prepare, refuse_what_breaks_exactness, resume_from
@@ -136,6 +137,33 @@ def show(folder: str | Path) -> list[str]:
 def list_runs(folder: str | Path = "runs") -> list[str]:
     """The runs and pipelines of a folder as lines of text, the last changed first."""
     return list_lines(Path(folder))
+
+
+def init(
+    data: str | Path,
+    model: str | Path,
+    *,
+    program: str | None = None,
+    out: str | Path = "recipe.yaml",
+    heldout: str | Path | None = None,
+    teacher: str | Path | None = None,
+    chat_template: str | Path | None = None,
+    overwrite: bool = False,
+) -> list[str]:
+    """Writes a recipe for a data file and a model, and a Python file beside it if the program needs a reward. Returns
+    lines about what was seen and written. Without `program`, the data's columns choose it."""
+    return draft_recipe(
+        DraftRequest(
+            data=str(data),
+            model=str(model),
+            out=Path(out),
+            method=program,
+            heldout=None if heldout is None else str(heldout),
+            teacher=None if teacher is None else str(teacher),
+            chat_template=None if chat_template is None else str(chat_template),
+            overwrite=overwrite,
+        )
+    )
 
 
 def evaluate(

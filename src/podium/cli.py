@@ -17,6 +17,7 @@ from podium.commands.arguments import Devices, Overrides, RecipeFile, RunPath
 from podium.commands.completion import complete_folder, complete_run
 from podium.commands.evaluate import evaluate
 from podium.commands.generate import generate
+from podium.commands.init import init
 from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.recipe.pipeline_loading import recipe_schema
 from podium.spmd.launch import place_under_torchrun
@@ -149,6 +150,7 @@ def verify(
         raise typer.Exit(1)
 
 
+app.command()(init)
 app.command()(evaluate)
 app.command()(generate)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A newcomer found no `-h`, no completion and no list of runs. `podium show` did not say how a run was doing, or what to
-type next."""
+"""A newcomer found no `-h`, no completion and no list of runs. `podium show` did not say how a run was doing, nor what
+to type next."""
 
 from __future__ import annotations
 

@@ -131,13 +131,23 @@ ON_POLICY: dict[str, dict[str, Any]] = {
 def test_an_on_policy_run_has_the_rewards_of_its_training_bit_for_bit(workspace: Workspace, method: str) -> None:
     evaluation = {"every": 2, "generation": {"prompts": 6, "max_new_tokens": 6, "samples": 2}}
     checkpoint = {"every": 2, "keep": 9, "background": False}
-    changes = {"steps": 4, "data": HELDOUT, "evaluation": evaluation, "checkpoint": checkpoint, **ON_POLICY[method]}
+    # A reward that every token of the answer changes.
+    Path("rewards.py").write_text("def digits(answer): return sum(map(ord, answer)) % 97 / 97")
+    changes = {
+        "steps": 4,
+        "optimizer": {"lr": 0.03},
+        "data": HELDOUT,
+        "evaluation": evaluation,
+        "checkpoint": checkpoint,
+        **ON_POLICY[method],
+    }
     assert workspace.podium("train", rl_recipe(workspace, **changes)).code == 0
     before, training = fingerprint(workspace.path / "runs"), recorded(workspace, "sums")
 
     result = evaluated(workspace, "runs/sums", "--step", "2")
 
-    assert result["metrics"] == training[2] != training[4]
+    assert result["metrics"] == training[2]
+    assert training[2]["heldout/score"] not in (0.0, training[4]["heldout/score"])
     assert {"heldout/score", "heldout/pass@2"} <= result["metrics"].keys()
     assert fingerprint(workspace.path / "runs") == before
 
