@@ -113,7 +113,7 @@ def _chosen(
     has_reward = on_policy and method != "on_policy_distill"
     source = {"path": request.data, **({"columns": columns} if columns else {})}
     lengths, sizes = _measured(source, data, method, model, as_chat=as_chat)
-    plugin = _plugin_path(request.functions_file)
+    plugin = request.functions_file  # like other paths, relative to the folder podium is started in
     if as_chat:
         source = {**source, "map": f"{plugin}:as_chat"}
     heldout = None if request.heldout is None else {**source, "path": request.heldout}
@@ -167,11 +167,6 @@ def _provisional(source: Mapping[str, Any], method: Method, data: DataFacts, mod
 
 def _learns_scores(method: Method, data: DataFacts) -> bool:
     return method == "reward_model" and "score" in data.columns
-
-
-def _plugin_path(file: Path) -> str:
-    """As the recipe names the file: like other paths, relative to the folder podium is started in."""
-    return str(file)
 
 
 def _require_free(file: Path, request: DraftRequest) -> None:
