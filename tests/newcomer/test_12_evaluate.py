@@ -152,6 +152,17 @@ def test_an_on_policy_run_has_the_rewards_of_its_training_bit_for_bit(workspace:
     assert fingerprint(workspace.path / "runs") == before
 
 
+def test_a_model_is_graded_by_the_rewards_of_a_recipe(workspace: Workspace) -> None:
+    evaluation = {"generation": {"prompts": 3, "max_new_tokens": 2}}
+    recipe = rl_recipe(workspace, program="ppo", data=HELDOUT, evaluation=evaluation)
+
+    result = api.evaluate(workspace.model, recipe=recipe)
+
+    assert {"heldout/score", "heldout/length", "heldout/solved"} <= set(result.metrics)
+    assert len(result.answers) == 3
+    assert not (workspace.path / "runs").exists()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["local", "ray"])
 def test_several_ranks_evaluate_together(workspace: Workspace, launcher: str) -> None:

@@ -185,4 +185,4 @@ def _up_to(number: int, multiple: int) -> int:
 
 def _power_of_two(number: float) -> int:
     """The next power of two, 256 at least."""
-    return max(256, 2 ** math.ceil(math.log2(max(1.0, number))))
+    return max(256, 1 << math.ceil(math.log2(max(1.0, number))))

@@ -35,7 +35,7 @@ def _is_listed(path: Path) -> bool:
 def _row(path: Path) -> Row:
     try:
         return _pipeline_row(PipelineFolder.open(path)) if is_pipeline_folder(path) else _run_row(path)
-    except PodiumError:  # the others can be listed; `podium show` says what is wrong with this one
+    except (PodiumError, OSError):  # the others can be listed; `podium show` says what is wrong with this one
         return (path.name, "-", "damaged", "-", "-", "-", moment(changed_s(path)))
 
 
