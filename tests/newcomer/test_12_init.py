@@ -167,6 +167,13 @@ def test_the_reward_that_is_written_compares_final_answers(workspace: Workspace)
     assert module.as_chat({"prompt": "hi"})["prompt"] == [{"role": "user", "content": "hi"}]
 
 
+def test_the_last_turn_of_a_chat_is_its_right_answer(workspace: Workspace) -> None:
+    api.init("train.jsonl", workspace.model, program="grpo")
+
+    assert "NotImplementedError" not in Path("recipe_functions.py").read_text()
+    assert load_recipe("recipe.yaml").data.train[0].map is None
+
+
 def test_without_right_answers_the_reward_has_to_be_written(workspace: Workspace) -> None:
     write_rows(Path("rows.jsonl"), {"prompt": "what is 1+1?"})
 

@@ -25,7 +25,7 @@ def init(
         str | None,
         typer.Argument(
             help=f"{', '.join(METHODS)}; default: what the columns of the data fit.",
-            metavar="[PROGRAM]",
+            metavar="PROGRAM",
             autocompletion=lambda incomplete: [name for name in METHODS if name.startswith(incomplete)],
         ),
     ] = None,

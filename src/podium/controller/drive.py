@@ -79,11 +79,8 @@ async def _drive(
 ) -> RunResult:
     _cancel_on_end(interrupts)
     watch, names = Stopwatch(), role_names(recipe)
-    async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as (
-        program,
-        inputs,
-        parts,
-    ):
+    async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
+        program, inputs, parts = assembled
         from podium.controller.assembly import begin_run, result_of
 
         run = begin_run(inputs, parts)
@@ -108,11 +105,8 @@ async def _evaluate(
 ) -> None:
     _cancel_on_end(interrupts)
     names = role_names(recipe, evaluates_only=True)
-    async with _assembled(lambda: None, recipe, folder, resume_step, names, Stopwatch(), start_up) as (
-        _,
-        inputs,
-        parts,
-    ):
+    async with _assembled(lambda: None, recipe, folder, resume_step, names, Stopwatch(), start_up) as assembled:
+        _, inputs, parts = assembled
         from podium.controller.assembly import evaluate_once
 
         await evaluate_once(inputs, parts)

@@ -154,8 +154,10 @@ def _prompt_and_completion(data: DataFacts) -> Iterator[tuple[str, str | None]]:
 
 
 def reference_column(data: DataFacts) -> str | None:
-    """The column with the right answer, for rewards."""
-    return data.first(REFERENCE_COLUMNS)
+    """The column with the right answer, for rewards; of chats it may be the last turn."""
+    messages = data.first(_MESSAGES)
+    named = data.first(REFERENCE_COLUMNS)
+    return messages if named is None and messages and _ends_with_answer(data.rows[0].values[messages]) else named
 
 
 def unread_columns(data: DataFacts, method: Method) -> list[str]:

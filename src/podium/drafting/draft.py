@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Drafts a recipe from a data file and a model, and writes it after the deep check has accepted it."""
+"""Drafts a recipe from a data file and a model, and keeps it if the deep check accepts it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from podium.drafting.measuring import (
     read_model,
 )
 from podium.drafting.texts import Choices, epochs_of, functions_text, recipe_text
-from podium.errors import DataError, ModelError, RecipeError
+from podium.errors import ModelError, RecipeError
 from podium.recipe import SourceSection, SpmdRecipe, load_recipe, parse_recipe
 
 _NEEDS_TEACHER: tuple[Method, ...] = ("distill", "on_policy_distill")
@@ -180,20 +180,25 @@ def _write_checked(texts: Mapping[Path, str]) -> None:
     """Writes the files, and puts everything back as it was if `podium check --deep` would refuse the recipe."""
     before = {file: file.read_bytes() if file.exists() else None for file in texts}
     try:
-        for file, text in texts.items():
-            file.write_text(text, encoding="utf-8")
+        _write(texts)
         recipe = load_recipe(next(iter(texts)))
         check_recipe(recipe)
         deep_report(recipe)
-    except BaseException as error:
+    except BaseException:
         for file, content in before.items():
             if content is None:
                 file.unlink(missing_ok=True)
             else:
                 file.write_bytes(content)
-        if isinstance(error, OSError):
-            raise DataError(f"--out: the recipe cannot be written ({error.strerror or error}).") from error
         raise
+
+
+def _write(texts: Mapping[Path, str]) -> None:
+    for file, text in texts.items():
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise RecipeError(f"--out: {file} cannot be written ({error.strerror or error}).") from error
 
 
 def _next_lines(request: DraftRequest, data: DataFacts, choices: Choices) -> list[str]:

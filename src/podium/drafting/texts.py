@@ -53,7 +53,7 @@ def recipe_text(choices: Choices) -> str:
         *_method_lines(choices),
         *(_rollout_lines(sizes) if isinstance(sizes, OnPolicySizes) else _step_lines(sizes)),
         _commented(f"optimizer: {_optimizer(method, steps)}", "with an adapter, ten times this rate is usual"),
-        _commented(f"steps: {steps}", _passes(choices)),
+        _commented(f"steps: {steps}", _step_note(choices)),
         _commented("placement: {devices: 1}", "GPUs of this machine; without one, the CPU"),
         f"checkpoint: {{every: {_every(steps)}, keep: 2}}",
         *([f"evaluation: {{every: {_every(steps)}}}"] if choices.heldout is not None else []),
@@ -140,14 +140,15 @@ def _optimizer(method: Method, steps: int) -> str:
 
 
 def epochs_of(method: Method) -> int:
-    """Passes over fixed data that are usual for a method."""
+    """Epochs of fixed data that are usual for a method."""
     return 3 if method in ("sft", "distill") else 1
 
 
-def _passes(choices: Choices) -> str:
+def _step_note(choices: Choices) -> str:
     if choices.method in ON_POLICY:
-        return f"{choices.rows}, asked about twice; 20 steps at least, 500 at most"
-    return f"{choices.rows}, read about {epochs_of(choices.method)} times; 10 steps at least"
+        return f"about 2 epochs of {choices.rows}; 20 to 500 steps"
+    epochs = epochs_of(choices.method)
+    return f"about {epochs} epoch{'s' if epochs > 1 else ''} of {choices.rows}; 10 steps at least"
 
 
 def _every(steps: int) -> int:
