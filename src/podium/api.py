@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the command line for Python: train, resume, export, show, check, verify, generate."""
+"""The verbs of the command line for Python: train, resume, evaluate, export, show, list, check, init, verify,
+generate."""
 
 from __future__ import annotations
 
@@ -10,7 +11,9 @@ from typing import TYPE_CHECKING, Literal
 
 from podium.checks import check_recipe, deep_report
 from podium.data.tokenizer import require_tokenizer_files
+from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import ModelError, RecipeError, RunFolderError
+from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
 from podium.execution import begin, check_launcher, prepare, refuse_what_breaks_exactness, resume_from
 from podium.models.folder import is_hub_id
 from podium.pipeline_checks import check_pipeline
@@ -34,6 +37,7 @@ from podium.recipe.pipeline_loading import (
 from podium.recipe.rules import recipe_warnings
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import Prepared, require_what_export_reads, write_note
+from podium.runs.listing import list_lines
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.showing import show_lines
 from podium.trying import run_trial
@@ -148,6 +152,70 @@ def export(
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
     return show_lines(Path(folder))
+
+
+def list_runs(folder: str | Path = "runs") -> list[str]:
+    """The runs and pipelines of a folder as lines of text, the last changed first."""
+    return list_lines(Path(folder))
+
+
+def init(
+    data: str | Path,
+    model: str | Path,
+    *,
+    program: str | None = None,
+    out: str | Path = "recipe.yaml",
+    heldout: str | Path | None = None,
+    teacher: str | Path | None = None,
+    chat_template: str | Path | None = None,
+    overwrite: bool = False,
+) -> list[str]:
+    """Writes a recipe for a data file and a model, and a Python file beside it if the program needs a reward. Returns
+    lines about what was seen and written. Without `program`, the data's columns choose it."""
+    return draft_recipe(
+        DraftRequest(
+            data=str(data),
+            model=str(model),
+            out=Path(out),
+            method=program,
+            heldout=None if heldout is None else str(heldout),
+            teacher=None if teacher is None else str(teacher),
+            chat_template=None if chat_template is None else str(chat_template),
+            overwrite=overwrite,
+        )
+    )
+
+
+def evaluate(
+    target: str | Path,
+    *,
+    recipe: str | Path | None = None,
+    which: Which = "last",
+    overrides: Sequence[str] = (),
+) -> EvaluationResult:
+    """Evaluates without training: a checkpoint of a run folder (`which`: last, best or a step), or with `recipe` a
+    model folder. A run's folder stays as it is, and the metrics are those of its evaluation at that step."""
+    given = Path(target)
+    if (given / "run.json").is_file() or is_pipeline_folder(given):
+        if recipe is not None:
+            raise RunFolderError(
+                f"--recipe: {target} is a run and has its own recipe. Leave --recipe out, or evaluate what "
+                f"`podium export {target} OUT` wrote: `podium evaluate OUT --recipe {recipe}`."
+            )
+        return evaluate_run(given, which=which, overrides=overrides)
+    if (given / "checkpoint.json").is_file():
+        step = given.name.removeprefix("step-").lstrip("0")
+        raise RunFolderError(
+            f"{target} is a checkpoint of a run. Give the run: `podium evaluate {given.parent.parent} --step {step}`."
+        )
+    if recipe is None:
+        raise RunFolderError(
+            f"{target} is not a run folder. To evaluate a model, name the recipe whose evaluation is meant: "
+            f"`podium evaluate {target} --recipe RECIPE`."
+        )
+    if which != "last":
+        raise RunFolderError(f"--step and --best choose a checkpoint of a run, and {target} is a model. Remove them.")
+    return evaluate_model(str(target), recipe, overrides=overrides)
 
 
 def verify(

@@ -5,19 +5,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from pydantic import ValidationError
 
 from podium import api
-from podium.errors import PodiumError, RecipeError, RewardError, RunStoppedError
-from podium.recipe import RolloutSection, SourceSection
-from podium.recipe.fields import Section
+from podium.commands.arguments import Devices, Overrides, RecipeFile, RunPath
+from podium.commands.completion import complete_folder, complete_run
+from podium.commands.evaluate import evaluate
+from podium.commands.generate import generate
+from podium.commands.init import init
+from podium.commands.try_recipe import try_recipe
+from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.recipe.pipeline_loading import recipe_schema
 from podium.spmd.launch import place_under_torchrun
 
@@ -28,18 +30,9 @@ app = typer.Typer(
     name="podium",
     help="Post-train language models from a recipe.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
-
-SectionKind = TypeVar("SectionKind", bound=Section)
-
-RecipeFile = Annotated[Path, typer.Argument(help="A YAML recipe.", metavar="RECIPE")]
-RunPath = Annotated[Path, typer.Argument(help="Folder of a run, for example runs/NAME.", metavar="RUN")]
-Overrides = Annotated[
-    list[str] | None, typer.Option("--set", help="key.path=value, as often as needed.", metavar="KEY=VALUE")
-]
-Devices = Annotated[int | None, typer.Option(help="Ranks on this machine; short for --set placement.devices=N.", min=1)]
 
 
 def _print_version(is_set: bool) -> None:
@@ -86,27 +79,6 @@ def check(
     typer.echo(f"{recipe}: ok")
 
 
-@app.command(name="try")
-def try_recipe(
-    recipe: RecipeFile,
-    overrides: Overrides = None,
-    prompts: Annotated[int, typer.Option(help="Prompts to answer.", min=1)] = 2,
-    samples: Annotated[int, typer.Option(help="Answers to each prompt.", min=1)] = 2,
-    stand_in: Annotated[
-        bool, typer.Option("--stand-in", help="Generate with a tiny random model in place of the recipe's own.")
-    ] = False,
-) -> None:
-    """Generate and grade a few episodes in one process, and show them; trains nothing."""
-    trial = api.try_recipe(
-        recipe, overrides=overrides or (), prompts=prompts, samples=samples, stand_in=stand_in, warn=_warn
-    )
-    for line in trial.lines():
-        typer.echo(line)
-    if trial.errors:
-        count = sum(episode.error is not None for episode in trial.episodes)
-        raise RewardError(f"{count} of {len(trial.episodes)} episodes have no reward: {trial.errors[0]}")
-
-
 @app.command()
 def export(
     run: RunPath,
@@ -131,10 +103,26 @@ def export(
     typer.echo(f"step {done} of {run} is in {out}")
 
 
+@app.command("list")
+def list_runs(
+    folder: Annotated[
+        Path, typer.Argument(help="Folder of runs.", metavar="FOLDER", autocompletion=complete_folder)
+    ] = Path("runs"),
+) -> None:
+    """List the runs and pipelines of a folder, the last changed first."""
+    for line in api.list_runs(folder):
+        typer.echo(line)
+
+
 @app.command()
 def show(
     run: Annotated[
-        Path, typer.Argument(help="Folder of a run, of a pipeline, or of an exported model.", metavar="FOLDER")
+        Path,
+        typer.Argument(
+            help="Folder of a run, of a pipeline, or of an exported model.",
+            metavar="FOLDER",
+            autocompletion=complete_run,
+        ),
     ],
 ) -> None:
     """Tell how a run or pipeline stands, and what its weights come from."""
@@ -163,81 +151,10 @@ def verify(
         raise typer.Exit(1)
 
 
-@app.command()
-def generate(
-    model: Annotated[str, typer.Argument(help="Folder of a Hugging Face checkpoint, or a hub id.")],
-    prompts: Annotated[
-        str, typer.Option(help="Rows with messages, prompt or text: JSONL, Parquet, CSV, a glob, or a datasets id.")
-    ],
-    out: Annotated[Path, typer.Option(help="JSONL file of the answers. If it was begun before, it is continued.")],
-    samples: Annotated[int, typer.Option(help="Answers to each prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 takes the most likely token.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="1: off.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="0: off.")] = 0,
-    min_p: Annotated[float, typer.Option(help="0: off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="1: off.")] = 1.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help=r"Text that ends an answer (\n is a new line); as often as needed.")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Answers depend on seed, row and sample, not on their company.")] = 0,
-    limit: Annotated[int | None, typer.Option(help="Only the first rows.")] = None,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="Also write token ids and their log-probs.")] = False,
-    device: Annotated[Literal["auto", "cpu", "cuda"], typer.Option()] = "auto",
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], typer.Option()] = "auto",
-    engine: Annotated[Literal["native", "vllm"], typer.Option()] = "native",
-    memory_gib: Annotated[
-        float | None, typer.Option(help="For keys and values; default: see docs/generating.md.")
-    ] = None,
-    max_length: Annotated[int | None, typer.Option(help="Prompt and answer; default: what the prompts need.")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Answers generated at the same time.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="Folder or hub id, when MODEL has none.")] = None,
-    chat_template: Annotated[Path | None, typer.Option(help="A Jinja file to use instead of the tokenizer's.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
-    column: Annotated[
-        list[str] | None, typer.Option(help="prompt=question reads the column question as the prompt.")
-    ] = None,
-) -> None:
-    """Answer every prompt of a file with a model; after an interruption, the same command continues."""
-    from podium.rollout.requests import Sampling
-
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop_strings=tuple(_unescaped(text) for text in stop or ()),
-    )
-    try:
-        done = api.generate(
-            model,
-            _section(SourceSection, path=prompts, columns=_columns(column or [])),
-            out,
-            sampling=sampling,
-            samples=samples,
-            seed=seed,
-            limit=limit,
-            logprobs=logprobs,
-            device=device,
-            dtype=dtype,
-            rollout=_section(
-                RolloutSection,
-                engine=engine,
-                memory_gib=memory_gib,
-                max_length=max_length,
-                max_running=max_running,
-            ),
-            tokenizer=tokenizer,
-            chat_template=chat_template,
-            trust_remote_code=trust_remote_code,
-        )
-    except KeyboardInterrupt as error:
-        typer.echo("\n".join(getattr(error, "__notes__", ["stopped"])), err=True)
-        raise typer.Exit(130) from error
-    for line in done.lines():
-        typer.echo(line)
+app.command()(init)
+app.command("try")(try_recipe)
+app.command()(evaluate)
+app.command()(generate)
 
 
 @app.command()
@@ -270,34 +187,8 @@ def main() -> None:
         os._exit(130)  # a thread in user code that hangs would keep the process
 
 
-def _warn(text: str) -> None:
-    typer.echo(f"warning: {text}", err=True)
-
-
 def _with_devices(overrides: list[str] | None, devices: int | None) -> list[str]:
     return [*(overrides or []), *([f"placement.devices={devices}"] if devices is not None else [])]
-
-
-def _columns(given: list[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in given]
-    for text, (new, _, old) in zip(given, pairs, strict=True):
-        if not new or not old:
-            raise typer.BadParameter(f"{text!r} is not NAME=COLUMN; prompt=question reads `question` as the prompt")
-    return {new: old for new, _, old in pairs}
-
-
-def _section(kind: type[SectionKind], **values: object) -> SectionKind:
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        option = "--" + ".".join(map(str, first["loc"])).replace("_", "-")
-        raise typer.BadParameter(f"{option}: {first['msg']}") from error
-
-
-def _unescaped(text: str) -> str:
-    """A shell does not turn \\n into a new line, and who types it means one."""
-    return re.sub(r"\\([ntr\\])", lambda match: {"n": "\n", "t": "\t", "r": "\r"}.get(match[1], "\\"), text)
 
 
 def _report(result: object) -> None:

@@ -16,7 +16,7 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
     "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
-    "execution", "trying", "api", "cli",
+    "execution", "evaluating", "drafting", "trying", "api", "commands", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -30,8 +30,11 @@ TORCH_FREE = (
     "checks",
     "pipeline_checks",
     "execution",
+    "evaluating",
+    "drafting",
     "trying",
     "api",
+    "commands",
     "cli",
     "spmd.launch",
     "spmd.on_ray",

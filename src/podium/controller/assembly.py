@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.cluster import Cluster, Workers
-from podium.controller.evaluation import heldout_limit
-from podium.controller.layout import GRADER, RUNNER, role_names
+from podium.controller.devices import Devices
+from podium.controller.episodes import Episodes
+from podium.controller.evaluation import OnPolicyEvaluator, heldout_limit
+from podium.controller.layout import GRADER, RUNNER, RoleNames
 from podium.controller.ledger import Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, who_leaves
@@ -61,20 +63,21 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
     return Inputs(recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout)
 
 
-async def assemble(
-    inputs: Inputs, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch, stack: ExitStack
-) -> OnPolicyRun[OnPolicyRecipe]:
-    """Builds the run for its program. `stack` closes everything that this function opens."""
-    recipe, folder, saved, step = inputs.recipe, inputs.folder, inputs.saved, inputs.resume_step or 0
-    roles = await _roles(recipe, workers, console.warning)
+async def open_parts(
+    inputs: Inputs, names: RoleNames, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch,
+    stack: ExitStack,
+) -> OnPolicyParts[OnPolicyRecipe]:  # fmt: skip
+    """Opens the parts of a run. `stack` closes everything that this function opens."""
+    recipe, folder, step = inputs.recipe, inputs.folder, inputs.resume_step or 0
+    roles = await _roles(recipe, names, workers, console.warning)
     ledger = Ledger(folder.path / "episodes.sqlite")
     stack.callback(ledger.close)
     ledger.rewind(step)
     log = open_log(stack, recipe, folder, console, step=step)
-    facts, names = roles.policy.facts, role_names(recipe)
+    facts = roles.policy.facts
     if facts.cpu is not None:
         folder.note_cpu_settings(roles.policy.num_ranks, facts.cpu)
-    parts = OnPolicyParts(
+    return OnPolicyParts(
         recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
         prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log, watch=watch,
         stop_requested=folder.stop_file.exists,
@@ -84,8 +87,22 @@ async def assemble(
             offload_optimizer=recipe.rollout.offload_optimizer,
         ),
     )  # fmt: skip
-    console.header(_header(recipe, folder, roles, step))
-    return OnPolicyRun(parts, RunState.begin(recipe, step, saved))
+
+
+def begin_run(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe]) -> OnPolicyRun[OnPolicyRecipe]:
+    """The run for its program, from the step of its checkpoint. Prints the header."""
+    step = inputs.resume_step or 0
+    parts.log.console.header(_header(inputs.recipe, inputs.folder, parts.roles, step))
+    return OnPolicyRun(parts, RunState.begin(inputs.recipe, step, inputs.saved))
+
+
+async def evaluate_once(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe]) -> None:
+    """Evaluates the weights that the learners loaded, and logs it. Saves and trains nothing."""
+    step = inputs.resume_step or 0
+    devices = Devices(parts)
+    episodes = Episodes(parts, devices, RunState.begin(inputs.recipe, step, inputs.saved))
+    evaluation = await OnPolicyEvaluator(parts, devices, episodes).evaluate(step)
+    parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.view.samples)
 
 
 def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwatch) -> RunResult:
@@ -101,8 +118,7 @@ def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwa
     )
 
 
-async def _roles(recipe: OnPolicyRecipe, workers: Workers, warn: Callable[[str], None]) -> Roles:
-    names = role_names(recipe)
+async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, warn: Callable[[str], None]) -> Roles:
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
     functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
     grader = GraderHandle(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread
 from podium.cluster.worker_pool import Timeouts
-from podium.controller.layout import LINK, RUNNER, layout_of, num_learners
+from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp, ray_settings
 from podium.errors import ClusterError, PlacementError, PodiumError, RoleError
@@ -25,6 +25,7 @@ from podium.runs.result import RunResult
 
 if TYPE_CHECKING:
     from podium.controller.assembly import Inputs
+    from podium.controller.parts import OnPolicyParts
     from podium.controller.run import OnPolicyRun
 
 # For the save after a failure of the cluster: workers that live answer within this time.
@@ -54,6 +55,20 @@ def run_controlled(
             raise cause_of(error) from error
 
 
+def evaluate_controlled(
+    recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp | None = None
+) -> None:
+    """Evaluates the held-out prompts with the checkpoint of a step, or with model.path, and logs it in `folder`. Starts
+    only the roles that generate and grade. Ctrl-C stops at once."""
+    with InterruptHandler(None) as interrupts:
+        try:
+            asyncio.run(_evaluate(recipe, folder, resume_step, interrupts, start_up or StartUp()))
+        except asyncio.CancelledError:
+            raise KeyboardInterrupt from None
+        except RoleError as error:
+            raise cause_of(error) from error
+
+
 async def _drive(
     load_program: Callable[[], ControlledProgram],
     recipe: OnPolicyRecipe,
@@ -62,12 +77,58 @@ async def _drive(
     interrupts: InterruptHandler,
     start_up: StartUp,
 ) -> RunResult:
+    _cancel_on_end(interrupts)
+    watch, names = Stopwatch(), role_names(recipe)
+    async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
+        program, inputs, parts = assembled
+        from podium.controller.assembly import begin_run, result_of
+
+        run = begin_run(inputs, parts)
+        try:
+            await program(run)
+            run.require_finished()
+        except Exception as error:
+            await _save_before_failing(run, error, parts.log.console)
+            raise
+        return result_of(run, folder, watch)
+
+
+async def _evaluate(
+    recipe: OnPolicyRecipe,
+    folder: RunFolder,
+    resume_step: int | None,
+    interrupts: InterruptHandler,
+    start_up: StartUp,
+) -> None:
+    _cancel_on_end(interrupts)
+    names = role_names(recipe, evaluates_only=True)
+    async with _assembled(lambda: None, recipe, folder, resume_step, names, Stopwatch(), start_up) as assembled:
+        _, inputs, parts = assembled
+        from podium.controller.assembly import evaluate_once
+
+        await evaluate_once(inputs, parts)
+
+
+def _cancel_on_end(interrupts: InterruptHandler) -> None:
+    """The user's last Ctrl-C cancels this task."""
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
-    watch = Stopwatch()
 
-    def prepare() -> tuple[ControlledProgram, Inputs]:
+
+@asynccontextmanager
+async def _assembled(
+    load_program: Callable[[], First],
+    recipe: OnPolicyRecipe,
+    folder: RunFolder,
+    resume_step: int | None,
+    names: RoleNames,
+    watch: Stopwatch,
+    start_up: StartUp,
+) -> AsyncIterator[tuple[First, Inputs, OnPolicyParts[OnPolicyRecipe]]]:
+    """Opens the cluster, starts the workers and reads the inputs. All of it is closed at the end."""
+
+    def prepare() -> tuple[First, Inputs]:
         """Imports modules and reads data in the controller while the workers start."""
         start_up.tell("controller: importing torch, reading tokenizer and prompts")
         with collector_off():
@@ -85,19 +146,13 @@ async def _drive(
                 if recipe.placement.launcher == "inline":  # its workers would import the same modules at the same time
                     await preparing
                 (program, inputs), workers = await _both(
-                    preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step))
+                    preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step, names))
                 )
                 start_up.tell("ready")
-                from podium.controller.assembly import assemble, result_of
+                from podium.controller.assembly import open_parts
 
-                run = await assemble(inputs, cluster, workers, console, watch, stack)
-            try:
-                await program(run)
-                run.require_finished()
-            except Exception as error:
-                await _save_before_failing(run, error, console)
-                raise
-            return result_of(run, folder, watch)
+                parts = await open_parts(inputs, names, cluster, workers, console, watch, stack)
+            yield program, inputs, parts
 
 
 async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe], error: Exception, console: Console) -> None:
@@ -150,10 +205,12 @@ async def device_kind_of(recipe: OnPolicyRecipe, cluster: Cluster) -> str:
     return device
 
 
-async def _started(recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None) -> Workers:
+async def _started(
+    recipe: OnPolicyRecipe, folder: RunFolder, cluster: Cluster, resume_step: int | None, names: RoleNames
+) -> Workers:
     placement, device = recipe.placement, await device_kind_of(recipe, cluster)
     cpu = folder.cpu_settings(num_learners(recipe))
-    layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu)
+    layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu, names=names)
     timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
     try:
         workers = await cluster.start(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))

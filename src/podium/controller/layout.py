@@ -56,13 +56,16 @@ class RoleNames:
         return (POLICY, GENERATOR, *single, *self.teachers, *models)
 
 
-def role_names(recipe: OnPolicyRecipe) -> RoleNames:
-    """Names of the roles that a recipe needs."""
+def role_names(recipe: OnPolicyRecipe, *, evaluates_only: bool = False) -> RoleNames:
+    """Names of the roles that a recipe needs. An evaluation only generates and grades."""
+    reward_models = tuple((index, f"reward-{index}") for index in recipe.reward_models)
+    if evaluates_only:
+        return RoleNames(critic=None, reference=None, teachers=(), reward_models=reward_models)
     return RoleNames(
         critic=CRITIC if recipe.critic_section is not None else None,
         reference=REFERENCE if recipe.full_algorithm.kl is not None and not reference_is_base(recipe) else None,
         teachers=tuple(f"teacher-{number}" for number in range(len(recipe.teacher_sections))),
-        reward_models=tuple((index, f"reward-{index}") for index in recipe.reward_models),
+        reward_models=reward_models,
     )
 
 
@@ -83,10 +86,17 @@ def num_learners(recipe: OnPolicyRecipe) -> int:
 
 
 def layout_of(
-    recipe: OnPolicyRecipe, folder: RunFolder, *, device: str, resume_step: int | None, cpu: CpuSettings | None = None
+    recipe: OnPolicyRecipe,
+    folder: RunFolder,
+    *,
+    device: str,
+    resume_step: int | None,
+    cpu: CpuSettings | None = None,
+    names: RoleNames | None = None,
 ) -> Layout:
-    """All pools and roles of the run. `cpu`: settings measured by an earlier start, which are reused."""
-    names, ranks = role_names(recipe), num_learners(recipe)
+    """All pools and roles of the run. `cpu`: settings measured by an earlier start, which are reused. `names`: roles
+    beside policy and generator; default: all that the recipe needs."""
+    names, ranks = names or role_names(recipe), num_learners(recipe)
     apart = recipe.placement.devices - ranks
     each = Resources(cpus=_DEVICE_CPUS, gpus=1.0 if device == "cuda" else 0.0)
     pools = [Pool(name=TRAIN, slots=ranks, each=each)]
@@ -194,7 +204,8 @@ def _train_roles(
             begin=_reference_begin(run, resume_step, refreshed=kl.refresh_every is not None),
         )  # fmt: skip
         roles.append(_role(names.reference, Scorer, TRAIN, mesh, spec))
-    for number, (name, teacher) in enumerate(zip(names.teachers, recipe.teacher_sections, strict=True)):
+    for number, name in enumerate(names.teachers):
+        teacher = recipe.teacher_sections[number]
         spec = ScorerSpec(
             model=_section(recipe, teacher.path), folder=local_folder(teacher.path, f"teachers.{number}.path"),
             max_tokens=max_tokens, seed=recipe.run.seed, policy=recipe.model,

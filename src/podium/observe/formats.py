@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 
 def rate(per_second: float) -> str:
@@ -33,6 +34,14 @@ def duration(seconds: float) -> str:
     if hours:
         return f"{hours}:{minutes % 60:02d}:{whole % 60:02d}"
     return f"{minutes}:{whole % 60:02d}"
+
+
+def table(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows with their cells in columns."""
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    return [
+        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def one_line(text: str, *, limit: int = 200) -> str:

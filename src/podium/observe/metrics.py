@@ -18,6 +18,7 @@ from typing import Self
 
 from podium.errors import RunFolderError
 
+_TAIL_BYTES = 1 << 18
 _RESERVED = ("step", "time_s")
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -81,14 +82,27 @@ def read_metrics(path: Path) -> list[StepMetrics]:
     return metrics
 
 
+def read_last_metrics(path: Path) -> list[StepMetrics]:
+    """The last lines of a metrics file of any size; none if there is no file. Lines that are not whole are left out."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return []
+    parsed = (_parsed(line) for line in text.split("\n"))
+    return [metrics for metrics in parsed if metrics is not None]
+
+
 def _line(metrics: StepMetrics) -> str:
     taken = [name for name in _RESERVED if name in metrics.values]
     assert not taken, f"{taken} are fields of StepMetrics, not names of values"
-    values = {name: _written(value) for name, value in metrics.values.items()}
+    values = {name: json_value(value) for name, value in metrics.values.items()}
     return json.dumps({"step": metrics.step, "time_s": metrics.time_s, **values}, allow_nan=False) + "\n"
 
 
-def _written(value: float) -> float | str:
+def json_value(value: float) -> float | str:
+    """The value as JSON can hold it: a non-finite one is a word."""
     if math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

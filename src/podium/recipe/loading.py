@@ -127,6 +127,14 @@ def dump_recipe(recipe: BaseModel) -> str:
     return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+def dump_values(values: Any) -> str:
+    """A value as YAML in one line."""
+    text: str = yaml.dump(
+        values, Dumper=_Dumper, default_flow_style=True, sort_keys=False, allow_unicode=True, width=float("inf")
+    )
+    return text.removesuffix("...\n").strip()
+
+
 def _copied(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _copied(item) for key, item in value.items()}

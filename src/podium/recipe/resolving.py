@@ -79,12 +79,18 @@ def _change(values: Any, path: list[str], change: Callable[[str], str]) -> None:
             values[place] = change(values[place])
 
 
-def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
-    """The recipe's value, or the longest that step and model allow. Micro-batches do not count: they must not change
-    the data."""
+def context_of(model_config: Mapping[str, Any]) -> int | None:
+    """Positions that a model was made for; None: its config does not say."""
     context = model_config.get("max_position_embeddings") or model_config.get("text_config", {}).get(
         "max_position_embeddings"
     )
+    return None if context is None else int(context)
+
+
+def _max_length(recipe: Recipe, model_config: Mapping[str, Any]) -> int:
+    """The recipe's value, or the longest that step and model allow. Micro-batches do not count: they must not change
+    the data."""
+    context = context_of(model_config)
     max_length = recipe.data.max_length
     if max_length is not None:
         if context is not None and max_length > context:

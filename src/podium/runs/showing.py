@@ -10,11 +10,12 @@ from typing import Any
 from podium.errors import RunFolderError
 from podium.observe import read_metrics
 from podium.observe.console import aligned
-from podium.runs.folder import RunFolder, is_held, is_pipeline_folder
+from podium.observe.formats import duration, table, three_digits
+from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import inputs_of, read_note, short
 from podium.runs.pipeline_folder import PipelineFolder
+from podium.runs.standing import HELDOUT, RunStanding, changed_s, mapping_in, moment, standing_of, status_of
 
-_HELDOUT = "heldout/"
 _SHOWN_METRICS = 8
 
 
@@ -29,16 +30,19 @@ def show_lines(path: Path) -> list[str]:
 
 
 def _run_lines(run: RunFolder) -> list[str]:
-    state, recipe = _state(run), run.recipe()
+    state, recipe, standing = mapping_in(run), run.recipe(), standing_of(run)
     lineage = _mapping(state.get("lineage"))
     head = [
         f"run: {run.path}",
         f"program: {recipe.program}",
-        f"status: {_status(run.path, state)}, {_progress(run, state)}",
+        f"status: {_run_status(run, standing)}",
+        f"changed: {moment(changed_s(run.path))}",
+        *_standing_lines(standing),
         *_code_lines(lineage.get("code", ()), state.get("versions", {})),
         f"fingerprint: {short(lineage.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
         *_heldout_lines(run),
         f"checkpoints: {_checkpoints(run)}",
+        *_next_lines(run, standing),
     ]
     return aligned(head) + _descent(lineage)
 
@@ -47,7 +51,7 @@ def _pipeline_lines(folder: PipelineFolder) -> list[str]:
     state = folder.state()
     head = [
         f"pipeline: {folder.path}",
-        f"status: {_status(folder.path, state)}",
+        f"status: {_pipeline_status(folder.path, state)}",
     ]
     rows = [("stage", "program", "status", "steps", "fingerprint", "weights", "parents")]
     details: list[str] = []
@@ -55,21 +59,23 @@ def _pipeline_lines(folder: PipelineFolder) -> list[str]:
     for name in state["order"]:
         run, record = folder.run(name), folder.record(name)
         begun = run.recipe_file.is_file() and (run.path / "run.json").is_file()
-        steps = f"{_step(run, _state(run))}/{run.recipe().steps}" if begun else "-"
+        standing = standing_of(run) if begun else None
+        steps = "-" if standing is None else f"{standing.step}/{standing.num_steps}"
         parents = ", ".join(state["parents"].get(name, ())) or "-"
         program = str(stages[name].get("program")) if name in stages else "-"
         rows.append((name, program, record.status, steps, short(record.fingerprint), short(record.weights), parents))
-        if begun:
-            state_of_run = _state(run)
+        if standing is not None:
+            state_of_run = mapping_in(run)
             lineage = _mapping(state_of_run.get("lineage"))
             facts = [
+                *_standing_lines(standing),
                 *_code_lines(lineage.get("code", ()), state_of_run.get("versions", {})),
                 *_heldout_lines(run),
                 f"checkpoints: {_checkpoints(run)}",
             ]
             details += [f"stage {name}: {run.path}"]
             details += [f"  {line}" for line in [*aligned(facts), *_descent(lineage, deep=False)]]
-    return [*aligned(head), *_table(rows), *details]
+    return [*aligned(head), *table(rows), *details]
 
 
 def _facts(note: Mapping[str, Any]) -> list[str]:
@@ -119,39 +125,53 @@ def _since(code: Mapping[str, Any]) -> str:
     return f" after step {code['after_step']}" if code.get("after_step") else ""
 
 
-def _state(run: RunFolder) -> Mapping[str, Any]:
-    state: Any = run.state()
-    if not isinstance(state, Mapping):
-        raise RunFolderError(f"{run.path / 'run.json'} is damaged (it does not hold an object). Restore it.")
-    return state
-
-
 def _mapping(value: Any) -> Mapping[str, Any]:
     """A recorded lineage may be incomplete or of another version: unreadable parts are not shown."""
     return value if isinstance(value, Mapping) else {}
 
 
-def _status(path: Path, state: Mapping[str, Any]) -> str:
-    status = str(state.get("status"))
-    if status in ("starting", "running") and not is_held(path):
-        return f"interrupted (continue with: podium resume {path})"
-    return status
+def _pipeline_status(path: Path, state: Mapping[str, Any]) -> str:
+    status = status_of(path, state)
+    return f"dead (continue with: podium resume {path})" if status == "dead" else status
 
 
-def _step(run: RunFolder, state: Mapping[str, Any]) -> int:
-    """The last known step: from the metrics of an active run, else from its end."""
-    if state.get("status") in ("finished", "stopped") and "step" in state:
-        return int(state["step"])
-    return max((line.step for line in _metrics(run)), default=0)
+def _run_status(run: RunFolder, standing: RunStanding) -> str:
+    """The status, and for a killed run how to go on."""
+    status = standing.status
+    if status == "dead":
+        resume = f"continue with: podium resume {run.path}"
+        status += f" ({resume if run.saved_steps() else f'no checkpoint: remove {run.path} and train again'})"
+    return f"{status}, step {standing.step} of {standing.num_steps}"
 
 
-def _progress(run: RunFolder, state: Mapping[str, Any]) -> str:
-    return f"step {_step(run, state)} of {run.recipe().steps}"
+def _standing_lines(standing: RunStanding) -> Iterator[str]:
+    """The last step's figures, the speed, and how long a running one still takes."""
+    for figure in standing.figures:
+        yield f"{figure.name}: {figure.value:.4g} at step {figure.step}"
+    seconds = standing.seconds_per_step
+    if seconds:
+        speed = f"{three_digits(seconds)} s/step" if seconds >= 1 else f"{three_digits(1 / seconds)} steps/s"
+        eta = "" if standing.eta_s is None else f", ETA {duration(standing.eta_s)}"
+        yield f"speed: {speed}{eta}"
+
+
+def _next_lines(run: RunFolder, standing: RunStanding) -> Iterator[str]:
+    """Commands that a run in this state is good for."""
+    if not run.saved_steps():
+        return
+    if standing.status in ("stopped", "failed"):
+        yield f"continue: podium resume {run.path}"
+    if run.recipe().data.heldout:
+        yield f"evaluate: podium evaluate {run.path}"
+    yield f"export: podium export {run.path} OUT"
 
 
 def _checkpoints(run: RunFolder) -> str:
     steps = run.saved_steps()
-    return f"step {', '.join(map(str, steps))}" if steps else "none"
+    if not steps:
+        return "none"
+    written = moment((run.checkpoints / f"step-{steps[-1]:08d}").stat().st_mtime)
+    return f"step {', '.join(map(str, steps))} (the newest of {written})"
 
 
 def _heldout_lines(run: RunFolder) -> list[str]:
@@ -159,7 +179,7 @@ def _heldout_lines(run: RunFolder) -> list[str]:
     measured: dict[str, list[tuple[int, float]]] = {}
     for line in _metrics(run):
         for name, value in line.values.items():
-            if name.startswith(_HELDOUT) and not name.endswith("_s"):
+            if name.startswith(HELDOUT) and not name.endswith("_s"):
                 measured.setdefault(name, []).append((line.step, value))
     lines = []
     for name, values in list(measured.items())[:_SHOWN_METRICS]:
@@ -173,10 +193,3 @@ def _metrics(run: RunFolder) -> Sequence[Any]:
         return read_metrics(run.metrics_file) if run.metrics_file.is_file() else ()
     except RunFolderError:
         return ()
-
-
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
-    return [
-        "  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]

@@ -37,7 +37,7 @@ def export_checkpoint(
         raise RunFolderError(f"{out} exists already and is not empty. Give a new folder.")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    recipe, reader = folder.recipe(), _chosen(folder, which)
+    recipe, reader = folder.recipe(), chosen_checkpoint(folder, which)
     if adapter and recipe.model.lora is None:
         raise RunFolderError(f"{folder.path} trained all weights, so it has no adapter. Export it without --adapter.")
     partial = out.with_name(out.name + ".partial")
@@ -54,12 +54,13 @@ def export_checkpoint(
     return reader.step
 
 
-def _chosen(folder: RunFolder, which: Which) -> CheckpointReader:
+def chosen_checkpoint(folder: RunFolder, which: Which) -> CheckpointReader:
+    """The newest checkpoint, the best one, or that of a step."""
     if which == "best":
         best = best_step(saved_steps(folder.checkpoints))
         if best is None:
             raise CheckpointError(
-                f"no checkpoint of {folder.path} has a held-out loss, so none is the best. Export the last one, or "
+                f"no checkpoint of {folder.path} has a held-out loss, so none is the best. Take the last one, or "
                 "train with data.heldout and checkpoint.keep_best."
             )
         return newest_usable(folder.checkpoints, best.step)

@@ -84,8 +84,8 @@ def _console_of(folder: RunFolder, *, main: bool) -> Iterator[None]:
 
 def launch_on_ray(task: RankTask, folder: RunFolder) -> RunResult:
     """Runs the program on the Ray cluster that RAY_ADDRESS or a submitted job names, or on a local one. The first
-    Ctrl-C asks the ranks to save and stop, the second ends them."""
-    interrupts = InterruptHandler(folder.stop_file)
+    Ctrl-C asks the ranks to save and stop, the second ends them. An evaluation ends with the first."""
+    interrupts = InterruptHandler(None if task.evaluates_only else folder.stop_file)
     with interrupts:
         try:
             return asyncio.run(_drive(task, folder, interrupts))

@@ -57,12 +57,13 @@ _DEFAULT_MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankTask:
     """Arguments of every rank: the run, how to load its program by name, and the checkpoint to begin from (None: start
-    from scratch)."""
+    from scratch). With `evaluates_only` the program takes no step: its held-out data is evaluated once."""
 
     recipe: SpmdRecipe
     folder: Path
     resume_step: int | None
     load_program: Callable[[str], SpmdProgram]  # called in the rank: a custom program's function is not pickled
+    evaluates_only: bool = False
 
 
 def run_rank(where: RankPlace, task: RankTask) -> RunResult:
@@ -84,9 +85,12 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
-        stop = stack.enter_context(StopRequest(where, folder.stop_file))
-        run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
-        if mesh.is_main and task.resume_step is not None and where.attempt == 0:
+        # An evaluation has nothing to save, so Ctrl-C ends it at once.
+        stop = None if task.evaluates_only else stack.enter_context(StopRequest(where, folder.stop_file))
+        run = _build(
+            stack, task, folder, mesh, _begin(task, folder, where), lambda: stop is not None and stop.requested
+        )
+        if mesh.is_main and task.resume_step is not None and where.attempt == 0 and not task.evaluates_only:
             set_aside_later(folder.checkpoints, task.resume_step)
         try:
             task.load_program(recipe.program)(run)
@@ -118,13 +122,13 @@ def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointRea
 
 def _build(
     stack: ExitStack,
-    recipe: SpmdRecipe,
+    task: RankTask,
     folder: RunFolder,
     mesh: Mesh,
     checkpoint: CheckpointReader | None,
     stop_requested: Callable[[], bool],
 ) -> SpmdRun[SpmdRecipe]:
-    watch = Stopwatch()
+    recipe, watch = task.recipe, Stopwatch()
     console = open_console(rank=mesh.rank, log_every=recipe.run.log_every)
     stack.callback(console.close)
     model_folder = local_folder(recipe.model.path, "model.path")
@@ -133,7 +137,7 @@ def _build(
         model, trained = _place(recipe, model_folder, mesh, checkpoint)
         optimizer = AdamW(trained, recipe.optimizer)
         engine = TrainEngine(model, trained, optimizer, mesh, recipe.optimizer.clip_norm)
-        progress = _restore(engine, checkpoint) if checkpoint is not None else SpmdProgress()
+        progress = _restore(engine, checkpoint, task) if checkpoint is not None else SpmdProgress()
         settings = _cpu_settings(recipe, folder, engine)
         if recipe.model.self_check:
             dtype = compute_dtype(recipe.model, mesh.device)
@@ -141,7 +145,7 @@ def _build(
         tokenizer = load_tokenizer(recipe.model)
         require_embeddings(tokenizer, model.vocab_size)
         peak = matrix_peak(mesh.device, compute_dtype(recipe.model, mesh.device))
-        loader = stack.enter_context(_loader(recipe, progress.loader))
+        loader = None if task.evaluates_only else stack.enter_context(_loader(recipe, progress.loader))
         max_tokens = _micro_batch(recipe, mesh)
         evaluator = (
             Evaluator(recipe, engine, tokenizer, model_folder, max_tokens=max_tokens) if recipe.data.heldout else None
@@ -157,12 +161,13 @@ def _build(
     )
     stack.callback(writer.settle)
     cost = model_cost(model.hf)
-    console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
+    if not task.evaluates_only:
+        console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
     parts = SpmdParts(
         recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, log=log,
         cost=cost, peak_flops=peak, max_tokens=max_tokens,
         hard_cap=recipe.micro_batch_tokens is not None, stop_requested=stop_requested, watch=watch,
-        check_endings=_endings_check(recipe, tokenizer, model_folder),
+        check_endings=_endings_check(recipe, tokenizer, model_folder), evaluates_only=task.evaluates_only,
     )  # fmt: skip
     return SpmdRun(parts, progress)
 
@@ -185,7 +190,9 @@ def _place(
     return place(section, folder, mesh, seed=seed, checkpoint=checkpoint)
 
 
-def _restore(engine: TrainEngine, checkpoint: CheckpointReader) -> SpmdProgress:
+def _restore(engine: TrainEngine, checkpoint: CheckpointReader, task: RankTask) -> SpmdProgress:
+    if task.evaluates_only:
+        return SpmdProgress(step=checkpoint.step)
     restore_optimizer(engine, checkpoint)
     extras = checkpoint.extras()
     loader = decode(extras.values["loader"], extras.arrays)

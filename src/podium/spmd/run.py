@@ -87,7 +87,7 @@ class SpmdParts(Generic[RecipeT_co]):
     recipe: RecipeT_co
     folder: RunFolder
     engine: TrainEngine
-    loader: StepLoader
+    loader: StepLoader | None  # None: the run only evaluates
     evaluator: Evaluator | None
     writer: CheckpointWriter
     log: RunLog
@@ -98,6 +98,7 @@ class SpmdParts(Generic[RecipeT_co]):
     stop_requested: Callable[[], bool]
     watch: Stopwatch
     check_endings: Callable[[Sequence[Document]], str | None]  # documents -> a warning if none ends with a stop token
+    evaluates_only: bool = False
 
 
 class SpmdRun(Generic[RecipeT_co]):
@@ -151,8 +152,12 @@ class SpmdRun(Generic[RecipeT_co]):
 
     def steps(self, measure: HeldoutMeasure, averages: Averages | None = None) -> Iterator[TrainStep]:
         """Yields the remaining steps. `measure` computes metrics of held-out examples; `averages` turns the sums of a
-        step's tally into metrics."""
+        step's tally into metrics. A run that only evaluates does so once, and yields no step."""
         self._measure, self._averages = measure, averages
+        if self._parts.evaluates_only:
+            self._evaluate()
+            self._is_finished = True
+            return
         if self._milestones.starts_with_evaluation(self._step):
             self._evaluate()
         self._last_record = time.perf_counter()
@@ -215,6 +220,7 @@ class SpmdRun(Generic[RecipeT_co]):
         )
 
     def _next_step(self) -> TrainStep:
+        assert self._parts.loader is not None
         ready = next(self._parts.loader)
         plan = split_step(
             [example.num_inputs for example in ready.examples],
@@ -339,7 +345,7 @@ class SpmdRun(Generic[RecipeT_co]):
             parts.log.console.doing(None)
         if not self._mesh.is_main:
             return
-        if self._milestones.saved_step == self._step and self._step > 0:
+        if self._milestones.saved_step == self._step and self._step > 0 and not parts.evaluates_only:
             parts.writer.grade(self._step, evaluation.heldout_loss)
         values = {f"heldout/{name}": value for name, value in evaluation.measured.items()}
         if evaluation.score is not None:

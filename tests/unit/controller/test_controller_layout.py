@@ -52,6 +52,12 @@ def test_every_role_has_a_name_and_the_policy_is_first() -> None:
     assert names.reward_models == ((0, "reward-0"), (2, "reward-2"))
 
 
+def test_an_evaluation_has_only_the_roles_that_generate_and_grade() -> None:
+    names = role_names(on_policy_recipe(*EVERYTHING), evaluates_only=True)
+
+    assert names.on_devices == ("policy", "generator", "reward-0", "reward-2")
+
+
 def test_teachers_are_numbered() -> None:
     names = role_names(on_policy_recipe("program=on_policy_distill", "teachers=[{path: a}, {path: b}]"))
 

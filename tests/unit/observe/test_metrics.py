@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from podium.errors import RunFolderError
-from podium.observe.metrics import MetricsFile, StepMetrics, read_metrics
+from podium.observe.metrics import MetricsFile, StepMetrics, read_last_metrics, read_metrics
 
 
 def metrics(step: int, **values: float) -> StepMetrics:
@@ -98,6 +98,20 @@ def test_a_run_that_was_stopped_before_its_first_line_can_be_resumed(tmp_path: P
     with MetricsFile.resume(tmp_path / "run" / "metrics.jsonl", step=0) as file:
         file.append(metrics(1, loss=1.0))
     assert steps_in(tmp_path / "run" / "metrics.jsonl") == [1]
+
+
+def test_the_end_of_a_long_file_is_read_without_the_rest(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write(path, *range(1, 10_001))
+    with path.open("a") as file:
+        file.write('{"step": 10001, "time')  # cut short by a crash
+
+    last = read_last_metrics(path)
+
+    assert last[-1] == metrics(10_000, loss=1e-4)
+    assert [each.step for each in last] == list(range(last[0].step, 10_001))
+    assert 100 < len(last) < 10_000
+    assert read_last_metrics(tmp_path / "none.jsonl") == []
 
 
 @given(

@@ -100,9 +100,7 @@ def test_a_run_of_before_there_was_lineage_is_shown_too(recipe: Recipe) -> None:
     lines = show_lines(run.path)
 
     assert "checkpoints: none" in lines
-    assert any(
-        line.startswith("status: ") and "podium resume" in line and line.endswith(", step 0 of 8") for line in lines
-    )
+    assert any(line.startswith("status: ") and "dead" in line and line.endswith(", step 0 of 8") for line in lines)
 
 
 def test_a_run_that_lives_is_not_called_broken_off(recipe: Recipe) -> None:
