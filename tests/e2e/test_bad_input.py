@@ -266,7 +266,7 @@ def test_a_full_disk_at_a_checkpoint_is_reported_and_leaves_the_last_one_usable(
 
     def save(tensors: dict[str, Tensor], path: Path) -> None:
         saved.append(path)
-        if len(saved) == 2:
+        if len(saved) > 1:
             raise OSError(28, "No space left on device")
         real(tensors, path)
 
@@ -275,6 +275,7 @@ def test_a_full_disk_at_a_checkpoint_is_reported_and_leaves_the_last_one_usable(
     outcome = workspace.podium("train", workspace.recipe(checkpoint={"every": 2, "background": False}))
 
     workspace.refused(outcome, "runs/sums/checkpoints", "No space left on device", left=("sums",))
+    monkeypatch.setattr(checkpoint, "save_tensors", real)
     assert workspace.podium("resume", "runs/sums").code == 0
     assert sorted(workspace.metric("sums", "loss")) == [1, 2, 3, 4]
 

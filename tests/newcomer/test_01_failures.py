@@ -144,6 +144,20 @@ def test_an_update_that_fails_before_its_first_optimizer_step_is_repeated(worksp
     assert "step 2 with: podium resume runs/failed" in outcome.err
 
 
+def test_a_run_that_fails_after_its_last_step_is_exported_not_resumed(workspace: Workspace) -> None:
+    (workspace.path / "scores.py").write_text("def score(answer, reference, row):\n    return 1 / 0\n")
+    evaluation = {"generation": {"prompts": 2, "score": "scores.py:score"}}
+    data = {"heldout": [{"path": "train.jsonl"}]}
+
+    outcome = workspace.podium("train", workspace.recipe("failed", steps=2, evaluation=evaluation, data=data))
+
+    assert outcome.code == 2
+    assert "scores.py, line 2" in outcome.err
+    assert "resume" not in outcome.err
+    assert "podium export runs/failed OUT" in outcome.err
+    assert workspace.podium("export", "runs/failed", "out").code == 0
+
+
 @pytest.mark.slow
 @pytest.mark.serial
 def test_a_reward_that_fails_on_ray_costs_no_step(workspace: Workspace) -> None:

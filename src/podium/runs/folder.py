@@ -16,7 +16,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
-from podium.errors import RunFolderError
+from podium.errors import PodiumError, RunFolderError
 from podium.models.cpu_settings import CpuSettings
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
@@ -154,7 +154,7 @@ class RunFolder:
     def end_failed(self, error: BaseException) -> None:
         """Records the failure in run.json, and adds to the error how to continue. Removes the folder of a run that
         failed before its first step, so that its name is free again."""
-        with contextlib.suppress(OSError, RunFolderError, KeyError):
+        with contextlib.suppress(OSError, PodiumError, KeyError):
             if not self.path.exists():
                 return
             if self.status == "starting":
@@ -163,7 +163,9 @@ class RunFolder:
                 return
             self.update(status="failed")
             steps = self.saved_steps()
-            if steps:
+            if steps and steps[-1] >= self.recipe().steps:
+                error.add_note(f"all steps are done and saved: podium export {self.path} OUT")
+            elif steps:
                 error.add_note(f"continue from the checkpoint of step {steps[-1]} with: podium resume {self.path}")
             else:
                 error.add_note(f"{self.path} has no checkpoint to resume from: no step could be saved")
