@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The docs' own environment could not run from its rows, which have no prompt; tools had no state of their own in an
+episode; and `turn.calls` was described nowhere."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import podium
+from helpers.made_batches import make_task
+from helpers.on_policy import rl_recipe
+from helpers.workspace import Workspace
+from podium.environments.chat_format import ToolCall
+from podium.environments.protocol import Turn
+from podium.environments.tools import ToolClass, ToolEnvironment, load_tools
+from podium.errors import RecipeError
+
+DOCS = Path(__file__).parents[2] / "docs" / "environments.md"
+
+
+def block_with(text: str) -> str:
+    """The page's Python block that has this text."""
+    blocks = [block.partition("```")[0] for block in DOCS.read_text(encoding="utf-8").split("```python\n")[1:]]
+    (block,) = [block for block in blocks if text in block]
+    return block
+
+
+def _call(environment: ToolEnvironment, name: str, **arguments: Any) -> str:
+    turn = Turn(number=0, text="", calls=(ToolCall(name=name, arguments=arguments, text=""),))
+    (message,) = asyncio.run(environment.step(turn)).messages
+    return str(message["content"])
+
+
+@pytest.fixture
+def notebook(tmp_path: Path) -> str:
+    (tmp_path / "notebook.py").write_text(block_with("class Notebook"))
+    return f"{tmp_path / 'notebook.py'}:Notebook"
+
+
+def test_a_class_as_a_tool_has_state_of_one_episode(notebook: str) -> None:
+    tools = load_tools([notebook])
+    first, second = ToolEnvironment(tools), ToolEnvironment(tools)
+    for environment in (first, second):
+        observation = asyncio.run(environment.reset(make_task(0, hint="look left")))
+
+    assert [tool["function"]["name"] for tool in observation.tools or ()] == ["read", "write"]
+    assert _call(first, "write", text="then right") == "2 notes"
+    assert _call(first, "read") == '["look left", "then right"]'
+    assert _call(second, "read") == '["look left"]'
+
+
+def test_a_tool_class_that_needs_arguments_is_refused() -> None:
+    class Needy:
+        def __init__(self, where: str) -> None: ...
+
+    with pytest.raises(RecipeError, match=r"environment\.tools\.1.*Needy"):
+        ToolClass.of(Needy, "environment.tools.1")
+
+
+def test_the_instance_of_a_tool_class_is_closed() -> None:
+    closed = []
+
+    class Handle:
+        def look(self) -> str:
+            """Looks."""
+            return "nothing"
+
+        def close(self) -> None:
+            closed.append(self)
+
+    environment = ToolEnvironment([ToolClass.of(Handle, "environment.tools.0")])
+    asyncio.run(environment.close())
+
+    assert len(closed) == 1
+    assert not hasattr(ToolEnvironment([Handle().look]), "close")
+
+
+def test_the_docs_environment_runs_from_rows_without_a_prompt(workspace: Workspace) -> None:
+    (workspace.path / "games.py").write_text(block_with("class HigherLower"))
+    workspace.rows("train.jsonl", [{"seed": number} for number in range(8)])
+    changes = {
+        "environment": {"environment": "games.py:HigherLower", "options": {"largest": 50}, "max_turns": 3},
+        "reward": [],
+        "data": {"heldout": [{"path": "train.jsonl"}]},
+    }
+
+    trial = podium.try_recipe(rl_recipe(workspace, **changes), prompts=2, samples=1)
+    outcome = workspace.podium("train", rl_recipe(workspace, **changes))
+
+    assert [sum(is_policy for is_policy, _ in episode.turns) for episode in trial.episodes] == [3, 3]
+    assert "Guess my number, from 1 to 50." in trial.episodes[0].marked
+    assert outcome.code == 0, outcome.err
+    assert "A number, please." in (workspace.path / "runs/sums/samples.jsonl").read_text()
+
+
+def test_a_row_without_a_prompt_needs_an_environment_that_begins(workspace: Workspace) -> None:
+    (workspace.path / "games.py").write_text(block_with("class HigherLower").replace("return Observation(", "return ("))
+    workspace.rows("train.jsonl", [{"seed": number} for number in range(8)])
+
+    workspace.refused(workspace.podium("train", rl_recipe(workspace)), "train.jsonl", "`prompt`")
+    silent = block_with("class HigherLower").replace("return Observation(", "Observation(")
+    (workspace.path / "games.py").write_text(silent)
+    trial = podium.try_recipe(
+        rl_recipe(workspace, environment={"environment": "games.py:HigherLower"}), prompts=1, samples=1
+    )
+    assert "reset" in str(trial.episodes[0].error)
