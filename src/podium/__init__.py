@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Podium post-trains language models: one user API over SPMD programs and a single controller."""
 
-from podium.api import check, export, generate, resume, show, train, verify
+from podium.api import check, export, generate, metrics, resume, show, train, verify
 from podium.errors import PodiumError
 from podium.recipe import PipelineRecipe, Recipe, load_recipe, parse_recipe
 
@@ -13,6 +13,7 @@ __all__ = [
     "export",
     "generate",
     "load_recipe",
+    "metrics",
     "parse_recipe",
     "resume",
     "show",

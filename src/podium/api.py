@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the command line for Python: train, resume, export, show, check, verify, generate."""
+"""The verbs of the command line for Python: train, resume, export, show, check, verify, generate; and metrics."""
 
 from __future__ import annotations
 
+import json
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from podium.checks import check_recipe, deep_report
+from podium.data.given_rows import write_rows
 from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import ModelError, RecipeError, RunFolderError
 from podium.execution import begin, check_launcher, prepare, refuse_what_breaks_exactness, resume_from
 from podium.models.folder import is_hub_id
+from podium.observe import FrameLibrary, metrics_frame, read_metrics
 from podium.pipeline_checks import check_pipeline
+from podium.python_objects import Given, without_objects
 from podium.recipe import (
     ModelSection,
     PipelineRecipe,
@@ -21,12 +29,14 @@ from podium.recipe import (
     Recipe,
     RolloutSection,
     SourceSection,
-    apply_overrides,
     parse_recipe,
 )
+from podium.recipe.explaining import explained
+from podium.recipe.fields import Section
+from podium.recipe.loading import named_after, not_valid, read_values
 from podium.recipe.pipeline_loading import (
+    is_pipeline,
     load_any_recipe,
-    overridden,
     parse_pipeline,
     resolved_pipeline,
     unmade_stage_recipe,
@@ -45,11 +55,30 @@ if TYPE_CHECKING:
     from podium.spmd.export import ExportDtype, Which
 
 
+RecipeLike = Recipe | PipelineRecipe | Mapping[str, Any] | str | Path
+"""A recipe's file, its values as a dict, or a parsed recipe."""
+Overrides = Sequence[str] | Mapping[str, Any]
+"""`key.path=value` each, or a dict from key paths to values."""
+SectionT = TypeVar("SectionT", bound=Section)
+
+
 def check(
-    recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = (), deep: bool = False
+    recipe: RecipeLike,
+    *,
+    overrides: Overrides = (),
+    deep: bool = False,
+    data: Mapping[str, Any] | None = None,
+    reward: Sequence[Any] | Callable[..., Any] | None = None,
+    environment: Any = None,
+    loggers: Sequence[Any] | None = None,
 ) -> list[str]:
-    """Raises what is wrong with a recipe; returns lines about what was seen."""
-    loaded = _loaded(recipe, overrides)
+    """Raises what is wrong with a recipe; returns lines about what was seen. Objects are given as to `train`."""
+    given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
+    with tempfile.TemporaryDirectory(prefix="podium-check-") as cache:  # a check leaves nothing behind
+        return _checked(_loaded(recipe, overrides, given, cache=Path(cache)), deep=deep)
+
+
+def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool) -> list[str]:
     if isinstance(loaded, PipelineRecipe):
         return check_pipeline(loaded, deep=deep)
     check_recipe(loaded)
@@ -60,21 +89,37 @@ def check(
     return lines + (deep_report(loaded) if deep else [])
 
 
-def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
+def train(
+    recipe: RecipeLike,
+    *,
+    overrides: Overrides = (),
+    data: Mapping[str, Any] | None = None,
+    reward: Sequence[Any] | Callable[..., Any] | None = None,
+    environment: Any = None,
+    loggers: Sequence[Any] | None = None,
+) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
-    pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult."""
-    loaded = _loaded(recipe, overrides)
+    pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult.
+
+    `data` ({"train": ..., "heldout": ...}), `reward`, `environment` and `loggers` replace what the recipe says. Where
+    the recipe has `file.py:function`, they take the function or class itself; for a data source, a list of rows (dicts)
+    or a `datasets.Dataset`. Values of a dict recipe may be such objects too (docs/python.md)."""
+    given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
+    loaded = _loaded(recipe, overrides, given)
     if isinstance(loaded, PipelineRecipe):
         return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded))
     return begin(prepare(loaded))
 
 
-def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
+def resume(
+    folder: str | Path, *, overrides: Overrides = (), step: int | None = None, loggers: Sequence[Any] | None = None
+) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
-    interrupted."""
+    interrupted. `loggers` replace those of the run."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 
+    folder, texts = _path(folder, "folder"), _override_texts(overrides)
     if is_pipeline_folder(folder):
         if step is not None:
             raise RunFolderError(
@@ -82,13 +127,12 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
                 f"`podium resume {folder}/STAGE --step {step}`."
             )
         pipeline = PipelineFolder.open(folder)
-        return _run_pipeline(pipeline.recipe(tuple(overrides)), pipeline)
+        return _run_pipeline(pipeline.recipe(texts), pipeline)
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
-    now = parse_recipe(
-        apply_overrides(opened.recipe().model_dump(mode="json"), overrides), origin=str(opened.recipe_file)
-    )
+    values = Given(loggers=loggers).within(opened.recipe().model_dump(mode="json"))
+    now = parse_recipe(without_objects(values, texts), origin=str(opened.recipe_file))
     if reader.step >= now.steps:
         further = (
             f"train further with --set steps={2 * now.steps}"
@@ -118,16 +162,22 @@ def export(
     or that of `stage`. An adapter is merged into its base, or with `adapter` written alone, as peft loads it."""
     from podium.spmd.export import export_checkpoint
 
-    run = _run_to_export(folder, stage)
+    run, out = _run_to_export(_path(folder, "folder"), stage), _path(out, "out")
     require_what_export_reads(run)
-    step = export_checkpoint(run, Path(out), which=which, dtype=dtype, adapter=adapter)
-    write_note(run, Path(out), step=step)
+    step = export_checkpoint(run, out, which=which, dtype=dtype, adapter=adapter)
+    write_note(run, out, step=step)
     return step
 
 
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
-    return show_lines(Path(folder))
+    return show_lines(_path(folder, "folder"))
+
+
+def metrics(run: str | Path | RunResult, *, library: FrameLibrary | None = None) -> Any:
+    """The metrics of a run (its folder, its metrics.jsonl, or the result of `train`) as a DataFrame with one row per
+    step. `library`: pandas or polars; default: pandas, or polars where there is no pandas."""
+    return metrics_frame(read_metrics(_path(getattr(run, "folder", run), "run")), library)
 
 
 def verify(
@@ -145,19 +195,20 @@ def verify(
     from podium.spmd.verify import verify_rank
 
     check_model_folder(str(model), "MODEL", weights=False, tokenizer=False)
-    section = ModelSection(
-        path=str(model), dtype=dtype, compile="on" if compile else "off", trust_remote_code=trust_remote_code
-    )
-    placement = PlacementSection(devices=devices, device=device)
+    section = _section(
+        ModelSection, path=str(model), dtype=dtype, compile="on" if compile else "off",
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    placement = _section(PlacementSection, devices=devices, device=device)
     return launch(verify_rank, (section, placement), ranks=devices, restarts=0, stop_file=None)
 
 
 def generate(
     model: str | Path,
-    prompts: str | Path | SourceSection,
+    prompts: str | Path | SourceSection | Sequence[Mapping[str, Any]] | Any,
     out: str | Path,
     *,
-    sampling: Sampling,
+    sampling: Sampling | Mapping[str, Any],
     samples: int = 1,
     seed: int = 0,
     limit: int | None = None,
@@ -171,9 +222,12 @@ def generate(
     progress: bool = True,
 ) -> GenerationSummary:
     """Answers every prompt of a file or other data source into the JSONL file `out`; called again after it was broken
-    off, it continues that file. `progress` shows on standard error how far it is."""
+    off, it continues that file. Prompts may also be a list of rows or a `datasets.Dataset`, and `sampling` a dict.
+    `progress` shows on standard error how far it is."""
     folder = _generating_folder(str(model), needs_tokenizer=tokenizer is None)
-    section = ModelSection(
+    out = _path(out, "out").expanduser()
+    section = _section(
+        ModelSection,
         path=str(folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
         chat_template=None if chat_template is None else str(chat_template),
@@ -184,9 +238,9 @@ def generate(
 
     job = GenerationJob(
         model=section,
-        prompts=prompts if isinstance(prompts, SourceSection) else SourceSection(path=str(prompts)),
-        out=Path(out).expanduser(),
-        sampling=sampling,
+        prompts=_prompt_source(prompts, out),
+        out=out,
+        sampling=_sampling(sampling),
         samples=samples,
         seed=seed,
         limit=limit,
@@ -230,16 +284,87 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
     return folder
 
 
-def _loaded(recipe: Recipe | PipelineRecipe | str | Path, overrides: Sequence[str]) -> Recipe | PipelineRecipe:
-    if not isinstance(recipe, Recipe | PipelineRecipe):
-        return load_any_recipe(recipe, overrides)
-    loaded = recipe
-    if overrides or isinstance(recipe, PipelineRecipe):
-        values = overridden(recipe.model_dump(mode="json"), overrides)
-        loaded = parse_pipeline(values) if isinstance(recipe, PipelineRecipe) else parse_recipe(values)
-    if loaded.run.name is None:
+def _loaded(
+    recipe: RecipeLike, overrides: Overrides, given: Given, *, cache: Path | None = None
+) -> Recipe | PipelineRecipe:
+    """`cache`: where files of objects are written, instead of the cache folder of the run."""
+    texts = _override_texts(overrides)
+    if isinstance(recipe, str | Path) and given.is_empty:
+        return load_any_recipe(recipe, texts)
+    if isinstance(recipe, Recipe) and given.is_empty and not texts:
+        return _named(recipe)
+    values, origin = _values_of(recipe)
+    values = without_objects(given.within(values), texts, cache=cache)
+    if isinstance(recipe, str | Path):
+        values = named_after(recipe, values)
+    return _named((parse_pipeline if is_pipeline(values) else parse_recipe)(values, origin=origin))
+
+
+def _values_of(recipe: RecipeLike) -> tuple[Mapping[str, Any], str]:
+    """The keys and values of a recipe, and its name in errors."""
+    match recipe:
+        case str() | Path():
+            return read_values(recipe), str(recipe)
+        case Recipe() | PipelineRecipe():
+            return recipe.model_dump(mode="json"), "the recipe"
+        case Mapping():
+            return recipe, "the recipe"
+        case other:
+            raise RecipeError(
+                f"recipe: expected the path of a YAML file, a dict or a Recipe, found a {type(other).__name__}."
+            )
+
+
+def _named(recipe: Recipe | PipelineRecipe) -> Recipe | PipelineRecipe:
+    if recipe.run.name is None:
         raise RecipeError("run.name: a recipe that was not read from a file needs a name for its run folder.")
-    return loaded
+    return recipe
+
+
+def _override_texts(overrides: Overrides) -> tuple[str, ...]:
+    """Overrides as the command line has them."""
+    if isinstance(overrides, Mapping):
+        try:
+            return tuple(f"{key}={json.dumps(value)}" for key, value in overrides.items())
+        except TypeError as error:
+            raise RecipeError(
+                f"overrides: values are those of YAML ({error}). Put objects into a dict recipe."
+            ) from error
+    if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides):
+        raise RecipeError(f"overrides: expected a list of texts such as 'optimizer.lr=2e-5', found {overrides!r}.")
+    return tuple(overrides)
+
+
+def _path(value: Any, name: str) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise RunFolderError(f"{name}: expected a path, found {value!r}.")
+    return Path(value)
+
+
+def _section(kind: type[SectionT], /, **values: Any) -> SectionT:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise not_valid("what was given", explained(error, kind)) from error
+
+
+def _prompt_source(prompts: Any, out: Path) -> SourceSection:
+    if isinstance(prompts, SourceSection):
+        return prompts
+    if isinstance(prompts, str | os.PathLike):
+        return _section(SourceSection, path=os.fspath(prompts))
+    return _section(SourceSection, path=str(write_rows(prompts, out.parent / ".cache", "prompts")))
+
+
+def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling:
+    from podium.rollout.requests import Sampling
+
+    if isinstance(given, Sampling):
+        return given
+    try:
+        return Sampling(**given)
+    except TypeError as error:
+        raise RecipeError(f"sampling: expected a Sampling, or a dict of its fields ({error}).") from error
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:

@@ -16,7 +16,7 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
     "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
-    "execution", "api", "cli",
+    "python_objects", "execution", "api", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -29,6 +29,7 @@ TORCH_FREE = (
     "environments",
     "checks",
     "pipeline_checks",
+    "python_objects",
     "execution",
     "api",
     "cli",

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom functions by import path: `package.module:function` or `folder/file.py:function`.
 
-`locate` finds a missing function or a syntax error by parsing, without running the file; `load` imports it."""
+`locate` finds a missing function or a syntax error by parsing, without running the file; `load` imports it. A function
+that was given to the Python API as an object and has no import path is in a file of its own: `file.pickle:function`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
+import pickle
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -22,6 +25,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from podium.errors import RecipeError
+
+PICKLED = ".pickle"  # what files of pickled objects end in
+# Import path -> (the object, modification time of its file), of objects that were given in this process.
+_given: dict[str, tuple[Callable[..., Any], int | None]] = {}
 
 
 class Plugin(str):
@@ -71,9 +78,47 @@ def source_file(path: str, key: str) -> Path:
     return _source_file(split_plugin(path)[0], key)
 
 
+def import_path(value: Callable[..., Any]) -> str | None:
+    """The import path of a function or class at the top of a module's file; None: it has none, such as a lambda, or
+    what a notebook or the script that is being run defines."""
+    module, name = sys.modules.get(getattr(value, "__module__", None) or ""), getattr(value, "__qualname__", "")
+    file = getattr(module, "__file__", None)
+    if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not value:
+        return None
+    if file is None or not file.endswith(".py"):
+        return None
+    path = f"{module.__name__}:{name}" if "." in module.__name__ else f"{os.path.abspath(file)}:{name}"
+    try:
+        locate(path, "")
+        return path if os.path.samefile(source_file(path, ""), file) else None
+    except (RecipeError, OSError):
+        return None
+
+
+def give(path: str, value: Callable[..., Any]) -> None:
+    """From now on `load` returns this object for the path in this process, until the path's file changes."""
+    _given[path] = value, _modified_ns(path)
+
+
+def _modified_ns(path: str) -> int | None:
+    try:
+        return source_file(path, "").stat().st_mtime_ns
+    except (RecipeError, OSError):
+        return None
+
+
+def _given_object(path: str) -> Callable[..., Any] | None:
+    value, modified_ns = _given.get(path, (None, None))
+    return value if value is not None and modified_ns == _modified_ns(path) else None
+
+
 def locate(path: str, key: str) -> None:
     """Raises a RecipeError that names `key` if the plug-in cannot be found by parsing."""
+    if _given_object(path) is not None:
+        return
     name, file = split_plugin(path)[1], source_file(path, key)
+    if file.suffix == PICKLED:
+        return
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except SyntaxError as error:
@@ -90,6 +135,8 @@ def locate(path: str, key: str) -> None:
 
 def is_async(path: str, key: str) -> bool | None:
     """Whether the plug-in is an `async def`, by parsing; None if its file does not define it as a function."""
+    if _is_pickled(path):
+        return inspect.iscoroutinefunction(load(path, key))
     function = _function(path, key)
     return None if function is None else isinstance(function, ast.AsyncFunctionDef)
 
@@ -97,6 +144,8 @@ def is_async(path: str, key: str) -> bool | None:
 def takes(path: str, key: str, num_arguments: int) -> bool:
     """Whether the plug-in can be called with this many arguments, by parsing. True if its file does not define it as a
     plain function: loading it then decides."""
+    if _is_pickled(path):
+        return _binds(load(path, key), num_arguments)
     function = _function(path, key)
     if function is None or function.decorator_list:
         return True
@@ -114,10 +163,29 @@ def _function(path: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | N
     return next((node for node in functions if node.name == name), None)
 
 
+def _is_pickled(path: str) -> bool:
+    return split_plugin(path)[0].endswith(PICKLED)
+
+
+def _binds(function: Callable[..., Any], num_arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
+
+
 def load(path: str, key: str) -> Callable[..., Any]:
-    """Loads the plug-in, which runs its file."""
+    """Loads the plug-in, which runs its file. In the process that was given the plug-in as an object, it is that
+    object."""
+    if (given := _given_object(path)) is not None:
+        return given
     locate(path, key)
     module_name, name = split_plugin(path)
+    if _is_pickled(path):
+        return _unpickled(source_file(path, key), key)
     if module_name.endswith(".py"):
         module = _module_of(Path(module_name).resolve())
     else:
@@ -126,6 +194,20 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if not callable(plugin):
         raise RecipeError(f"{key}: {path} is not callable. A plug-in is a function or a class.")
     return plugin  # type: ignore[no-any-return]
+
+
+def _unpickled(file: Path, key: str) -> Callable[..., Any]:
+    try:
+        value = pickle.loads(file.read_bytes())
+    except Exception as error:  # of any kind: it imports what the function uses
+        raise RecipeError(
+            f"{key}: the object in {file} cannot be read here ({type(error).__name__}: {error}). It was written by the "
+            "process that was given it. Use the same Python and the same packages, or put the function into a .py file "
+            "and name it as file.py:function."
+        ) from error
+    if not callable(value):
+        raise RecipeError(f"{key}: {file} holds a {type(value).__name__}, which is not callable.")
+    return value  # type: ignore[no-any-return]
 
 
 def _module_of(file: Path) -> ModuleType:
@@ -148,6 +230,14 @@ def _module_of(file: Path) -> ModuleType:
 
 
 def _source_file(module: str, key: str) -> Path:
+    if module.endswith(PICKLED):
+        file = Path(module)
+        if not file.is_file():
+            raise RecipeError(
+                f"{key}: there is no file {module}. It is for an object that was given in Python: name a function of a "
+                f".py file instead (--set {key}=file.py:function), or give the object again in Python."
+            )
+        return file
     if module.endswith(".py"):
         file = Path(module)
         if not file.is_file():
