@@ -16,6 +16,7 @@ import pickle
 import sys
 import zlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -154,6 +155,40 @@ def takes(path: str, key: str, num_arguments: int) -> bool:
     needs_names = any(default is None for default in given.kw_defaults)
     fits = positional - len(given.defaults) <= num_arguments
     return fits and not needs_names and (num_arguments <= positional or given.vararg is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter that a plug-in can be given by name."""
+
+    name: str
+    is_required: bool
+
+
+def parameters(path: str, key: str) -> tuple[Parameter, ...]:
+    """The named parameters of a plug-in, by parsing. One that its file does not define as a plain function is
+    loaded."""
+    function = None if _is_pickled(path) else _function(path, key)
+    if function is None or function.decorator_list:
+        return _loaded_parameters(load(path, key), path, key)
+    given = function.args
+    if given.posonlyargs:
+        raise RecipeError(f"{key}: {path} has parameters before a /, which cannot be given by name. Remove the /.")
+    num_required = len(given.args) - len(given.defaults)
+    by_place = [Parameter(each.arg, at < num_required) for at, each in enumerate(given.args)]
+    by_name = [
+        Parameter(each.arg, default is None) for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    return (*by_place, *by_name)
+
+
+def _loaded_parameters(function: Callable[..., Any], path: str, key: str) -> tuple[Parameter, ...]:
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{key}: {path} does not say which parameters it takes ({error}).") from error
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(Parameter(each.name, each.default is each.empty) for each in found if each.kind in named)
 
 
 def _function(path: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:

@@ -43,7 +43,7 @@ SHARED |= {"checkpoint", "evaluation", "run"}
 FIXED = SHARED | {"tokens_per_step", "rows_per_step"}
 ON_POLICY = SHARED | {"rollout", "reward", "grading", "algorithm", "environment"}
 SECTIONS: dict[str, set[str]] = {
-    "sft": FIXED | {"rollout"},
+    "sft": FIXED | {"rollout", "algorithm"},
     "dpo": FIXED | {"rollout", "preference"},
     "reward_model": FIXED | {"reward_model"},
     "distill": FIXED | {"rollout", "teachers", "distill"},
@@ -55,6 +55,7 @@ SECTIONS: dict[str, set[str]] = {
 UPDATE = {"reduction", "constant", "epochs", "mini_batches", "mask_truncated"}
 POLICY = UPDATE | {"loss", "clip_low", "clip_high", "dual_clip", "entropy", "kl", "proximal", "correction"}
 ALGORITHM: dict[str, set[str]] = {
+    "sft": {"loss"},
     "grpo": POLICY | {"overlong", "advantage", "gamma", "dynamic_sampling", "max_refills"},
     "ppo": POLICY | {"overlong", "gamma", "lam"},
     "on_policy_distill": POLICY,
