@@ -91,12 +91,12 @@ def test_the_same_rows_are_written_once_and_a_resumed_run_reads_them(workspace: 
     podium.train(sft(workspace.model, run={"name": "again"}))
     assert len(list((workspace.path / "runs" / ".cache").glob("rows-*"))) == 1
     before = workspace.metric("sums", "loss")
-    assert podium.resume(result.folder, step=1).step == 3
+    assert podium.resume(result.folder, step=2).step == 3
     assert workspace.metric("sums", "loss") == before
     changed = next((workspace.path / "runs" / ".cache").glob("rows-*"))
     changed.write_text(changed.read_text().replace("+", "-"))
     with pytest.raises(RecipeError, match=changed.name):
-        podium.resume(result.folder, step=1)
+        podium.resume(result.folder, step=2)
 
 
 def test_a_source_may_have_rows_as_its_path_beside_its_other_keys(workspace: Workspace) -> None:
@@ -164,8 +164,8 @@ def test_an_environment_is_given_as_a_class(workspace: Workspace) -> None:
     from podium.environments.protocol import Outcome
 
     class Echo:
-        async def reset(self, task: Any) -> list[dict[str, str]]:
-            return [{"role": "user", "content": "1+1="}]
+        async def reset(self, task: Any) -> None:
+            return None
 
         async def step(self, turn: Any) -> Outcome:
             return Outcome(reward=1.0, done=True)
@@ -254,7 +254,7 @@ def test_objects_beside_a_recipe_file_or_a_recipe_replace_its_own(workspace: Wor
 
 def test_stages_of_a_pipeline_take_objects(workspace: Workspace) -> None:
     stage = {key: value for key, value in sft(workspace.model).items() if key != "run"}
-    pipeline = {"stages": {"first": stage}, "run": {"name": "both"}}
+    pipeline = {"program": "pipeline", "stages": {"first": stage}, "run": {"name": "both"}}
     assert podium.check(pipeline)
     with pytest.raises(RecipeError, match="stages"):
         podium.check(pipeline, data={"train": ROWS})
@@ -265,7 +265,7 @@ MISTAKES: dict[str, Callable[[Path], object]] = {
     "no file": lambda model: podium.train("none.yaml"),
     "an unknown key": lambda model: podium.train(sft(model, stepz=3)),
     "no name": lambda model: podium.train(sft(model, run={})),
-    "a text for a section": lambda model: podium.train(sft(model, model=5)),
+    "a text for a section": lambda model: podium.train({**sft(model), "model": 5}),
     "no rows": lambda model: podium.train(sft(model, data={"train": []})),
     "a frame": lambda model: podium.train(sft(model, data={"train": pd.DataFrame(ROWS)})),
     "a number as reward": lambda model: podium.check(grpo(model, reward=[3])),
