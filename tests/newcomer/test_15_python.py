@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -192,11 +193,11 @@ def test_a_file_that_changed_is_loaded_again(tmp_path: Path) -> None:
     assert plugins.load(path, "key")("x") == 3.0
 
 
-class Connected:
-    """A logger that holds what no other process can have."""
+@dataclass
+class Remembering:
+    """A logger that is open already."""
 
-    def __init__(self) -> None:
-        self.lock, self.steps = threading.Lock(), []  # type: ignore[var-annotated]
+    steps: list[int]
 
     def log(self, metrics: StepMetrics) -> None:
         self.steps.append(metrics.step)
@@ -204,6 +205,14 @@ class Connected:
     def text(self, step: int, name: str, text: str) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Connected(Remembering):
+    """A logger that holds what no other process can have."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.lock = threading.Lock()
 
 
 def test_an_open_logger_stays_in_this_process_or_is_refused(workspace: Workspace) -> None:
@@ -231,6 +240,19 @@ def test_two_ranks_read_rows_and_functions_of_this_process(workspace: Workspace)
         podium.train(recipe, overrides={"placement.devices": devices})
         found[devices] = list(workspace.metric(f"on-{devices}", "loss").values())
     assert found[2] == pytest.approx(found[1], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_run_on_ray_starts_from_a_notebook_and_grades_with_its_function(workspace: Workspace) -> None:
+    recipe = grpo(workspace.model, placement={"device": "cpu", "launcher": "ray", "threads": 1, "onednn": False})
+    seen: list[int] = []
+
+    async def cell() -> Any:
+        return podium.train(recipe, reward=[digits(0.5)], loggers=[Remembering(seen)])
+
+    result = asyncio.run(cell())
+    assert (result.status, seen) == ("finished", [1, 2])
 
 
 # --- checks and mistakes ---
