@@ -126,6 +126,8 @@ def resume(
                 f"--step: {folder} is a pipeline, and steps are of its stages. Give the stage's own folder: "
                 f"`podium resume {folder}/STAGE --step {step}`."
             )
+        if loggers is not None:
+            raise RunFolderError(f"loggers: {folder} is a pipeline. Give them to one of its stages: {folder}/STAGE.")
         pipeline = PipelineFolder.open(folder)
         return _run_pipeline(pipeline.recipe(texts), pipeline)
     opened = RunFolder.open(folder)
@@ -330,7 +332,8 @@ def _override_texts(overrides: Overrides) -> tuple[str, ...]:
             raise RecipeError(
                 f"overrides: values are those of YAML ({error}). Put objects into a dict recipe."
             ) from error
-    if isinstance(overrides, str) or not all(isinstance(each, str) for each in overrides):
+    is_list = isinstance(overrides, Sequence) and not isinstance(overrides, str)
+    if not is_list or not all(isinstance(each, str) for each in overrides):
         raise RecipeError(f"overrides: expected a list of texts such as 'optimizer.lr=2e-5', found {overrides!r}.")
     return tuple(overrides)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from podium.cluster.pickling import pickled
 from podium.data.given_rows import is_dataset, write_rows
 from podium.errors import RecipeError
@@ -111,7 +113,9 @@ def _spelled_out(values: Any, cache: Path, prefix: str) -> Any:
     result = dict(values)
     if (reward := result.get("reward")) is not None:
         rewards = reward if isinstance(reward, list | tuple) else [reward]
-        result["reward"] = [{"function": each} if callable(each) else each for each in rewards]
+        result["reward"] = [
+            {"function": each} if callable(each) or plugins.Plugin.has_shape(each) else each for each in rewards
+        ]
     if callable(environment := result.get("environment")):
         result["environment"] = {"environment": environment}
     if isinstance(run := result.get("run"), Mapping) and run.get("loggers") is not None:
@@ -168,7 +172,7 @@ def _require_mapping(value: Any, key: str) -> None:
 
 
 class _PluginWriter:
-    """Replaces callables by import paths, and paths of `pathlib` by texts."""
+    """Replaces callables by import paths, and values of `pathlib` and NumPy by plain ones."""
 
     def __init__(self, cache: Path, *, logs_here: bool) -> None:
         self._cache, self._logs_here = cache, logs_here
@@ -181,6 +185,8 @@ class _PluginWriter:
             return [self.replaced(item, f"{key}.{index}") for index, item in enumerate(value)]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
+        if isinstance(value, np.generic):
+            return value.item()
         return self._import_path(value, key) if callable(value) else value
 
     def _import_path(self, value: Callable[..., Any], key: str) -> str:

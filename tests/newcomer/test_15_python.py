@@ -131,7 +131,7 @@ def test_an_on_policy_run_takes_a_reward_and_a_logger_inside_an_event_loop(works
     def log(metrics: StepMetrics) -> None:
         seen.append(metrics.step)
 
-    async def cell() -> podium.api.RunResult:  # type: ignore[name-defined]
+    async def cell() -> Any:
         return podium.train(grpo(workspace.model), reward=[digits(0.5)], loggers=[log])
 
     result = asyncio.run(cell())
@@ -293,6 +293,12 @@ MISTAKES: dict[str, Callable[[Path], object]] = {
     "a number as reward": lambda model: podium.check(grpo(model, reward=[3])),
     "a reward with other parameters": lambda model: podium.train(grpo(model, reward=[lambda wrong: 1.0])),
     "a logger that is none": lambda model: podium.train(sft(model), loggers=[lambda folder: 3]),
+    "no overrides": lambda model: podium.train(sft(model), overrides=5),  # type: ignore[arg-type]
+    "a reward that is no import path": lambda model: podium.check(grpo(model, reward="mine")),
+    "no model": lambda model: podium.train(sft(Path("./none"))),
+    "no model to verify": lambda model: podium.verify("./none"),
+    "no prompts": lambda model: podium.generate(model, [], "out.jsonl", sampling={"max_new_tokens": 3}),
+    "loggers of a pipeline": lambda model: podium.check({"program": "pipeline", "stages": {}}, loggers=[print]),
     "overrides as text": lambda model: podium.train(sft(model), overrides="steps=3"),
     "an object as override": lambda model: podium.train(sft(model), overrides={"steps": object()}),
     "a list of recipes": lambda model: podium.parse_recipe([sft(model)]),  # type: ignore[arg-type]
@@ -312,6 +318,12 @@ MISTAKES: dict[str, Callable[[Path], object]] = {
 def test_every_mistake_is_an_error_of_podium(workspace: Workspace, name: str) -> None:
     with pytest.raises(PodiumError):
         MISTAKES[name](workspace.model)
+
+
+def test_values_may_be_of_numpy_and_pathlib_and_a_reward_may_be_an_import_path(workspace: Workspace) -> None:
+    (workspace.path / "mine.py").write_text("def right(answer, reference): return float(answer == reference)\n")
+    values = grpo(workspace.model, steps=np.int64(2), optimizer={"lr": np.float32(0.5)}, reward="mine.py:right")
+    assert podium.check({**values, "run": {"name": "r", "folder": Path("elsewhere")}})
 
 
 def test_prompts_may_be_rows(workspace: Workspace) -> None:
