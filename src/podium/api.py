@@ -112,29 +112,39 @@ def train(
 
 
 def resume(
-    folder: str | Path, *, overrides: Overrides = (), step: int | None = None, loggers: Sequence[Any] | None = None
+    folder: str | Path,
+    *,
+    overrides: Overrides = (),
+    step: int | None = None,
+    reward: Sequence[Any] | Callable[..., Any] | None = None,
+    environment: Any = None,
+    loggers: Sequence[Any] | None = None,
 ) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
-    interrupted. `loggers` replace those of the run."""
+    interrupted. `reward`, `environment` and `loggers` replace objects that the run was given, such as a reward function
+    in which a mistake was found."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 
     folder, texts = _path(folder, "folder"), _override_texts(overrides)
+    given = Given(reward=reward, environment=environment, loggers=loggers)
     if is_pipeline_folder(folder):
         if step is not None:
             raise RunFolderError(
                 f"--step: {folder} is a pipeline, and steps are of its stages. Give the stage's own folder: "
                 f"`podium resume {folder}/STAGE --step {step}`."
             )
-        if loggers is not None:
-            raise RunFolderError(f"loggers: {folder} is a pipeline. Give them to one of its stages: {folder}/STAGE.")
+        if not given.is_empty:
+            raise RunFolderError(
+                f"reward, environment, loggers: {folder} is a pipeline. Give them to one of its stages: {folder}/STAGE."
+            )
         pipeline = PipelineFolder.open(folder)
         return _run_pipeline(pipeline.recipe(texts), pipeline)
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
-    values = Given(loggers=loggers).within(opened.recipe().model_dump(mode="json"))
-    now = parse_recipe(without_objects(values, texts), origin=str(opened.recipe_file))
+    values = without_objects(given.within_run(opened.recipe().model_dump(mode="json")), texts)
+    now = parse_recipe(values, origin=str(opened.recipe_file))
     if reader.step >= now.steps:
         further = (
             f"train further with --set steps={2 * now.steps}"

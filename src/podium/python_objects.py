@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -59,6 +60,24 @@ class Given:
                 before = result.get(key)
                 result[key] = {**(before if isinstance(before, Mapping) else {}), **section}
         result |= {key: value for key in ("reward", "environment") if (value := getattr(self, key)) is not None}
+        return result
+
+    def within_run(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The values of a run that is resumed, with the code of its rewards and its environment replaced. A function
+        replaces that of the reward at its place, which keeps its other keys."""
+        result = Given(loggers=self.loggers).within(values)
+        if self.reward is not None:
+            before = values.get("reward") or []
+            rewards = self.reward if isinstance(self.reward, list | tuple) else [self.reward]
+            if len(rewards) != len(before):
+                raise RecipeError(f"reward: the run has {len(before)} rewards, and {len(rewards)} are given.")
+            result["reward"] = [
+                {**old, "function": new} if callable(new) else new for old, new in zip(before, rewards, strict=True)
+            ]
+        if self.environment is not None:
+            section = {"environment": self.environment} if callable(self.environment) else self.environment
+            _require_mapping(section, "environment")
+            result["environment"] = {**(values.get("environment") or {}), **section}
         return result
 
 
@@ -176,6 +195,7 @@ class _PluginWriter:
 
     def __init__(self, cache: Path, *, logs_here: bool) -> None:
         self._cache, self._logs_here = cache, logs_here
+        self._taken: dict[Path, Callable[..., Any]] = {}
 
     def replaced(self, value: Any, key: str) -> Any:
         """The value without objects; `key` is its place in the recipe."""
@@ -200,14 +220,13 @@ class _PluginWriter:
             content = pickled(value)
         except Exception as error:  # the pickler runs code of the object
             if key.startswith(_LOGGERS) and self._logs_here:  # a resume in another process is given it again
-                return f"{self._cache / f'{name}-not-saved{plugins.PICKLED}'}:{name}"
+                return f"{self._free(f'{name}-not-saved', value)}:{name}"
             raise RecipeError(
                 f"{key}: {name} cannot be sent to the processes of a run ({type(error).__name__}: {error}). Put it "
                 "into a .py file as a function or class at its top level, or remove what it holds (locks, open files, "
                 "connections): a class can open them when it is made."
             ) from error
-        digest = hashlib.blake2b(content, digest_size=8).hexdigest()
-        file = self._cache / f"{name}-{digest}{plugins.PICKLED}"
+        file = self._free(f"{name}-{hashlib.blake2b(content, digest_size=8).hexdigest()}", value)
         try:
             if not file.is_file():
                 self._cache.mkdir(parents=True, exist_ok=True)
@@ -217,6 +236,14 @@ class _PluginWriter:
         except OSError as error:
             raise RecipeError(f"{key}: {file} cannot be written ({error.strerror or error}). Set run.cache.") from error
         return f"{file}:{name}"
+
+    def _free(self, stem: str, value: Callable[..., Any]) -> Path:
+        """A file for this object alone: two of equal content are two objects, which may change apart."""
+        names = (stem if number == 1 else f"{stem}-{number}" for number in itertools.count(1))
+        files = (self._cache / f"{name}{plugins.PICKLED}" for name in names)
+        file = next(file for file in files if self._taken.get(file, value) is value)
+        self._taken[file] = value
+        return file
 
 
 def _name_of(value: Any) -> str:

@@ -161,6 +161,22 @@ def test_another_process_reads_what_was_given(workspace: Workspace) -> None:
     assert "reward.0.function" in outcome.err
 
 
+def test_a_reward_is_replaced_before_a_run_continues(workspace: Workspace) -> None:
+    recipe = grpo(workspace.model, reward=[{"function": lambda answer, reference: 2.0, "weight": 0.5}])
+    result = podium.train(recipe, overrides={"steps": 1})
+    with pytest.raises(RecipeError, match="reward"):
+        podium.resume(result.folder, overrides={"steps": 2}, reward=[digits(1.0), digits(2.0)])
+    assert podium.resume(result.folder, overrides={"steps": 2}, reward=[digits(1.0)]).step == 2
+    section = podium.load_recipe(result.folder / "recipe.yaml").reward[0]  # type: ignore[attr-defined]
+    assert (section.weight, section.function.name) == (0.5, "reward")
+
+
+def test_two_objects_of_equal_content_stay_two(workspace: Workspace) -> None:
+    first, second, third, fourth = Remembering([]), Remembering([]), Connected(), Connected()
+    podium.train(sft(workspace.model), loggers=[first, second, third, fourth])
+    assert [each.steps for each in (first, second, third, fourth)] == [[1, 2, 3]] * 4
+
+
 def test_an_environment_is_given_as_a_class(workspace: Workspace) -> None:
     from podium.environments.protocol import Outcome
 

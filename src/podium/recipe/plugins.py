@@ -136,7 +136,7 @@ def locate(path: str, key: str) -> None:
 
 def is_async(path: str, key: str) -> bool | None:
     """Whether the plug-in is an `async def`, by parsing; None if its file does not define it as a function."""
-    if _is_pickled(path):
+    if is_pickled(path):
         return inspect.iscoroutinefunction(load(path, key))
     function = _function(path, key)
     return None if function is None else isinstance(function, ast.AsyncFunctionDef)
@@ -145,7 +145,7 @@ def is_async(path: str, key: str) -> bool | None:
 def takes(path: str, key: str, num_arguments: int) -> bool:
     """Whether the plug-in can be called with this many arguments, by parsing. True if its file does not define it as a
     plain function: loading it then decides."""
-    if _is_pickled(path):
+    if is_pickled(path):
         return _binds(load(path, key), num_arguments)
     function = _function(path, key)
     if function is None or function.decorator_list:
@@ -168,7 +168,7 @@ class Parameter:
 def parameters(path: str, key: str) -> tuple[Parameter, ...]:
     """The named parameters of a plug-in, by parsing. One that its file does not define as a plain function is
     loaded."""
-    function = None if _is_pickled(path) else _function(path, key)
+    function = None if is_pickled(path) else _function(path, key)
     if function is None or function.decorator_list:
         return _loaded_parameters(load(path, key), path, key)
     given = function.args
@@ -198,7 +198,8 @@ def _function(path: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | N
     return next((node for node in functions if node.name == name), None)
 
 
-def _is_pickled(path: str) -> bool:
+def is_pickled(path: str) -> bool:
+    """Whether an import path is that of an object in a file of its own."""
     return split_plugin(path)[0].endswith(PICKLED)
 
 
@@ -219,7 +220,7 @@ def load(path: str, key: str) -> Callable[..., Any]:
         return given
     locate(path, key)
     module_name, name = split_plugin(path)
-    if _is_pickled(path):
+    if is_pickled(path):
         return _unpickled(source_file(path, key), key)
     if module_name.endswith(".py"):
         module = _module_of(Path(module_name).resolve())
@@ -269,8 +270,9 @@ def _source_file(module: str, key: str) -> Path:
         file = Path(module)
         if not file.is_file():
             raise RecipeError(
-                f"{key}: there is no file {module}. It is for an object that was given in Python: name a function of a "
-                f".py file instead (--set {key}=file.py:function), or give the object again in Python."
+                f"{key}: there is no file {module}, which is for an object that was given in Python. Put it back; or, "
+                "for a reward, an environment or a logger, give the object again (podium.resume(folder, reward=[...])) "
+                f"or name a function in a file (--set {key}=file.py:function)."
             )
         return file
     if module.endswith(".py"):
