@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -246,6 +247,8 @@ def generate(
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    for name, number in (("samples", samples), ("seed", seed), ("limit", 1 if limit is None else limit)):
+        _require_number(number, name)
     from podium.rollout.jobs import GenerationJob
 
     job = GenerationJob(
@@ -372,12 +375,19 @@ def _prompt_source(prompts: Any, out: Path) -> SourceSection:
 def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling:
     from podium.rollout.requests import Sampling
 
-    if isinstance(given, Sampling):
-        return given
     try:
-        return Sampling(**given)
+        sampling = given if isinstance(given, Sampling) else Sampling(**given)
     except TypeError as error:
         raise RecipeError(f"sampling: expected a Sampling, or a dict of its fields ({error}).") from error
+    for field in dataclasses.fields(sampling):
+        if field.type in ("int", "float"):
+            _require_number(getattr(sampling, field.name), f"sampling.{field.name}")
+    return sampling
+
+
+def _require_number(value: Any, name: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RecipeError(f"{name}: expected a number, found {value!r}.")
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:

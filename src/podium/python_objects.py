@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from podium.cluster.pickling import pickled
 from podium.data.given_rows import is_dataset, write_rows
 from podium.errors import RecipeError
 from podium.observe.loggers import Logger, OpenedLogger
@@ -215,6 +214,8 @@ class _PluginWriter:
         return path
 
     def _file(self, value: Callable[..., Any], key: str) -> str:
+        from podium.cluster.pickling import pickled  # imports the cluster's modules
+
         name = _name_of(value)
         try:
             content = pickled(value)

@@ -313,6 +313,15 @@ MISTAKES: dict[str, Callable[[Path], object]] = {
     "a reward that is no import path": lambda model: podium.check(grpo(model, reward="mine")),
     "no model": lambda model: podium.train(sft(Path("./none"))),
     "no model to verify": lambda model: podium.verify("./none"),
+    "a number as prompts": lambda model: podium.generate(model, 5, "out.jsonl", sampling={"max_new_tokens": 3}),
+    "a text for a number": lambda model: podium.generate(model, ROWS, "o.jsonl", sampling={"max_new_tokens": "3"}),
+    "a text for samples": lambda model: podium.generate(
+        model,
+        ROWS,
+        "o.jsonl",
+        sampling={"max_new_tokens": 3},
+        samples="2",  # type: ignore[arg-type]
+    ),
     "no prompts": lambda model: podium.generate(model, [], "out.jsonl", sampling={"max_new_tokens": 3}),
     "loggers of a pipeline": lambda model: podium.check({"program": "pipeline", "stages": {}}, loggers=[print]),
     "overrides as text": lambda model: podium.train(sft(model), overrides="steps=3"),

@@ -31,6 +31,8 @@ def write_rows(rows: Any, folder: Path, key: str) -> Path:
     every error."""
     if is_dataset(rows):
         return _write_dataset(rows, folder, key)
+    if not isinstance(rows, list | tuple):
+        raise DataError(f"{key}: expected a list of rows (dicts) or a datasets.Dataset, found a {type(rows).__name__}.")
     if not rows:
         raise DataError(f"{key}: the list of rows is empty. Check what fills it.")
     return _stored(folder, ".jsonl", lambda stream: _write_lines(rows, stream, key))
