@@ -103,7 +103,7 @@ def _stored(folder: Path, suffix: str, write: Callable[[BinaryIO], None]) -> Pat
         finally:
             Path(temporary).unlink(missing_ok=True)
     except OSError as error:
-        raise DataError(f"rows cannot be written to {folder}: {error.strerror or error}. Set run.cache.") from error
+        raise DataError(f"rows cannot be written to {folder} ({error.strerror or error}). Use another one.") from error
     return target
 
 
