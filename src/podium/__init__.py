@@ -1,7 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Podium post-trains language models: one user API over SPMD programs and a single controller."""
 
-from podium.api import check, evaluate, export, generate, init, list_runs, resume, show, train, try_recipe, verify
+from podium.api import (
+    check,
+    evaluate,
+    export,
+    generate,
+    init,
+    list_runs,
+    metrics,
+    resume,
+    show,
+    train,
+    try_recipe,
+    verify,
+)
 from podium.errors import PodiumError
 from podium.recipe import PipelineRecipe, Recipe, load_recipe, parse_recipe
 
@@ -16,6 +29,7 @@ __all__ = [
     "init",
     "list_runs",
     "load_recipe",
+    "metrics",
     "parse_recipe",
     "resume",
     "show",

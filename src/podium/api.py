@@ -1,22 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the command line for Python: train, resume, evaluate, export, show, list, check, init, verify,
-generate."""
+"""The verbs of the command line for Python: train, resume, evaluate, try, export, show, list, check, init, verify,
+generate; and metrics."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from pydantic import ValidationError
 
 from podium.checks import check_recipe, deep_report
+from podium.data.given_rows import write_rows
 from podium.data.tokenizer import require_tokenizer_files
 from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import ModelError, RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
 from podium.execution import begin, check_launcher, prepare, refuse_what_breaks_exactness, resume_from
+from podium.given import Overrides, RecipeLike, load_given, override_texts
 from podium.models.folder import is_hub_id
+from podium.observe import FrameLibrary, metrics_frame, read_metrics
 from podium.pipeline_checks import check_pipeline
+from podium.python_objects import Given, without_objects
 from podium.recipe import (
     ModelSection,
     PipelineRecipe,
@@ -24,13 +33,12 @@ from podium.recipe import (
     Recipe,
     RolloutSection,
     SourceSection,
-    apply_overrides,
     parse_recipe,
 )
+from podium.recipe.explaining import explained
+from podium.recipe.fields import Section
+from podium.recipe.loading import not_valid
 from podium.recipe.pipeline_loading import (
-    load_any_recipe,
-    overridden,
-    parse_pipeline,
     resolved_pipeline,
     unmade_stage_recipe,
 )
@@ -51,11 +59,26 @@ if TYPE_CHECKING:
     from podium.spmd.export import ExportDtype, Which
 
 
+SectionT = TypeVar("SectionT", bound=Section)
+
+
 def check(
-    recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = (), deep: bool = False
+    recipe: RecipeLike,
+    *,
+    overrides: Overrides = (),
+    deep: bool = False,
+    data: Mapping[str, Any] | None = None,
+    reward: Sequence[Any] | Callable[..., Any] | None = None,
+    environment: Any = None,
+    loggers: Sequence[Any] | None = None,
 ) -> list[str]:
-    """Raises what is wrong with a recipe; returns lines about what was seen."""
-    loaded = _loaded(recipe, overrides)
+    """Raises what is wrong with a recipe; returns lines about what was seen. Objects are given as to `train`."""
+    given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
+    with tempfile.TemporaryDirectory(prefix="podium-check-") as cache:  # a check leaves nothing behind
+        return _checked(load_given(recipe, overrides, given, cache=Path(cache)), deep=deep)
+
+
+def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool) -> list[str]:
     if isinstance(loaded, PipelineRecipe):
         return check_pipeline(loaded, deep=deep)
     check_recipe(loaded)
@@ -67,9 +90,9 @@ def check(
 
 
 def try_recipe(
-    recipe: Recipe | str | Path,
+    recipe: RecipeLike,
     *,
-    overrides: Sequence[str] = (),
+    overrides: Overrides = (),
     prompts: int = 2,
     samples: int = 2,
     stand_in: bool = False,
@@ -78,41 +101,68 @@ def try_recipe(
     """Generates and grades a few episodes of a recipe in this process, with its real rewards or environment, and trains
     nothing. `stand_in`: a tiny random model has the place of the recipe's own. `warn` gets the warnings of rewards and
     environments."""
-    loaded = _loaded(recipe, overrides)
+    loaded = load_given(recipe, overrides, Given())
     if isinstance(loaded, PipelineRecipe):
         raise RecipeError("program: a pipeline has several recipes. Try the recipe of one stage.")
     return run_trial(loaded, num_prompts=prompts, samples=samples, stand_in=stand_in, warn=warn)
 
 
-def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
+def train(
+    recipe: RecipeLike,
+    *,
+    overrides: Overrides = (),
+    data: Mapping[str, Any] | None = None,
+    reward: Sequence[Any] | Callable[..., Any] | None = None,
+    environment: Any = None,
+    loggers: Sequence[Any] | None = None,
+) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
-    pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult."""
-    loaded = _loaded(recipe, overrides)
+    pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult.
+
+    `data` ({"train": ..., "heldout": ...}), `reward`, `environment` and `loggers` replace what the recipe says. Where
+    the recipe has `file.py:function`, they take the function or class itself; for a data source, a list of rows (dicts)
+    or a `datasets.Dataset`. Values of a dict recipe may be such objects too (docs/python.md)."""
+    given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
+    loaded = load_given(recipe, overrides, given)
     if isinstance(loaded, PipelineRecipe):
         return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded))
     return begin(prepare(loaded))
 
 
-def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
+def resume(
+    folder: str | Path,
+    *,
+    overrides: Overrides = (),
+    step: int | None = None,
+    reward: Sequence[Any] | Callable[..., Any] | None = None,
+    environment: Any = None,
+    loggers: Sequence[Any] | None = None,
+) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
-    interrupted."""
+    interrupted. `reward`, `environment` and `loggers` replace objects that the run was given, such as a reward function
+    in which a mistake was found."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 
+    folder, texts = _path(folder, "folder"), override_texts(overrides)
+    given = Given(reward=reward, environment=environment, loggers=loggers)
     if is_pipeline_folder(folder):
         if step is not None:
             raise RunFolderError(
                 f"--step: {folder} is a pipeline, and steps are of its stages. Give the stage's own folder: "
                 f"`podium resume {folder}/STAGE --step {step}`."
             )
+        if not given.is_empty:
+            raise RunFolderError(
+                f"reward, environment, loggers: {folder} is a pipeline. Give them to one of its stages: {folder}/STAGE."
+            )
         pipeline = PipelineFolder.open(folder)
-        return _run_pipeline(pipeline.recipe(tuple(overrides)), pipeline)
+        return _run_pipeline(pipeline.recipe(texts), pipeline)
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
-    now = parse_recipe(
-        apply_overrides(opened.recipe().model_dump(mode="json"), overrides), origin=str(opened.recipe_file)
-    )
+    values = without_objects(given.within_run(opened.recipe().model_dump(mode="json")), texts)
+    now = parse_recipe(values, origin=str(opened.recipe_file))
     if reader.step >= now.steps:
         further = (
             f"train further with --set steps={2 * now.steps}"
@@ -142,16 +192,22 @@ def export(
     or that of `stage`. An adapter is merged into its base, or with `adapter` written alone, as peft loads it."""
     from podium.spmd.export import export_checkpoint
 
-    run = _run_to_export(folder, stage)
+    run, out = _run_to_export(_path(folder, "folder"), stage), _path(out, "out")
     require_what_export_reads(run)
-    step = export_checkpoint(run, Path(out), which=which, dtype=dtype, adapter=adapter)
-    write_note(run, Path(out), step=step)
+    step = export_checkpoint(run, out, which=which, dtype=dtype, adapter=adapter)
+    write_note(run, out, step=step)
     return step
 
 
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
-    return show_lines(Path(folder))
+    return show_lines(_path(folder, "folder"))
+
+
+def metrics(run: str | Path | RunResult, *, library: FrameLibrary | None = None) -> Any:
+    """The metrics of a run (its folder, its metrics.jsonl, or the result of `train`) as a DataFrame with one row per
+    step. `library`: pandas or polars; default: pandas, or polars where there is no pandas."""
+    return metrics_frame(read_metrics(_path(getattr(run, "folder", run), "run")), library)
 
 
 def list_runs(folder: str | Path = "runs") -> list[str]:
@@ -233,19 +289,20 @@ def verify(
     from podium.spmd.verify import verify_rank
 
     check_model_folder(str(model), "MODEL", weights=False, tokenizer=False)
-    section = ModelSection(
-        path=str(model), dtype=dtype, compile="on" if compile else "off", trust_remote_code=trust_remote_code
-    )
-    placement = PlacementSection(devices=devices, device=device)
+    section = _section(
+        ModelSection, path=str(model), dtype=dtype, compile="on" if compile else "off",
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    placement = _section(PlacementSection, devices=devices, device=device)
     return launch(verify_rank, (section, placement), ranks=devices, restarts=0, stop_file=None)
 
 
 def generate(
     model: str | Path,
-    prompts: str | Path | SourceSection,
+    prompts: str | Path | SourceSection | Sequence[Mapping[str, Any]] | Any,
     out: str | Path,
     *,
-    sampling: Sampling,
+    sampling: Sampling | Mapping[str, Any],
     samples: int = 1,
     seed: int = 0,
     limit: int | None = None,
@@ -259,22 +316,27 @@ def generate(
     progress: bool = True,
 ) -> GenerationSummary:
     """Answers every prompt of a file or other data source into the JSONL file `out`; called again after it was broken
-    off, it continues that file. `progress` shows on standard error how far it is."""
+    off, it continues that file. Prompts may also be a list of rows or a `datasets.Dataset`, and `sampling` a dict.
+    `progress` shows on standard error how far it is."""
     folder = _generating_folder(str(model), needs_tokenizer=tokenizer is None)
-    section = ModelSection(
+    out = _path(out, "out").expanduser()
+    section = _section(
+        ModelSection,
         path=str(folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
         chat_template=None if chat_template is None else str(chat_template),
         dtype=dtype,
         trust_remote_code=trust_remote_code,
     )
+    for name, number in (("samples", samples), ("seed", seed), ("limit", 1 if limit is None else limit)):
+        _require_number(number, name)
     from podium.rollout.jobs import GenerationJob
 
     job = GenerationJob(
         model=section,
-        prompts=prompts if isinstance(prompts, SourceSection) else SourceSection(path=str(prompts)),
-        out=Path(out).expanduser(),
-        sampling=sampling,
+        prompts=_prompt_source(prompts, out),
+        out=out,
+        sampling=_sampling(sampling),
         samples=samples,
         seed=seed,
         limit=limit,
@@ -318,16 +380,43 @@ def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
     return folder
 
 
-def _loaded(recipe: Recipe | PipelineRecipe | str | Path, overrides: Sequence[str]) -> Recipe | PipelineRecipe:
-    if not isinstance(recipe, Recipe | PipelineRecipe):
-        return load_any_recipe(recipe, overrides)
-    loaded = recipe
-    if overrides or isinstance(recipe, PipelineRecipe):
-        values = overridden(recipe.model_dump(mode="json"), overrides)
-        loaded = parse_pipeline(values) if isinstance(recipe, PipelineRecipe) else parse_recipe(values)
-    if loaded.run.name is None:
-        raise RecipeError("run.name: a recipe that was not read from a file needs a name for its run folder.")
-    return loaded
+def _path(value: Any, name: str) -> Path:
+    if not isinstance(value, str | os.PathLike):
+        raise RunFolderError(f"{name}: expected a path, found {value!r}.")
+    return Path(value)
+
+
+def _section(kind: type[SectionT], /, **values: Any) -> SectionT:
+    try:
+        return kind.model_validate(values)
+    except ValidationError as error:
+        raise not_valid("what was given", explained(error, kind)) from error
+
+
+def _prompt_source(prompts: Any, out: Path) -> SourceSection:
+    if isinstance(prompts, SourceSection):
+        return prompts
+    if isinstance(prompts, str | os.PathLike):
+        return _section(SourceSection, path=os.fspath(prompts))
+    return _section(SourceSection, path=str(write_rows(prompts, out.parent / ".cache", "prompts")))
+
+
+def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling:
+    from podium.rollout.requests import Sampling
+
+    try:
+        sampling = given if isinstance(given, Sampling) else Sampling(**given)
+    except TypeError as error:
+        raise RecipeError(f"sampling: expected a Sampling, or a dict of its fields ({error}).") from error
+    for field in dataclasses.fields(sampling):
+        if field.type in ("int", "float"):
+            _require_number(getattr(sampling, field.name), f"sampling.{field.name}")
+    return sampling
+
+
+def _require_number(value: Any, name: str) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise RecipeError(f"{name}: expected a number, found {value!r}.")
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,11 +34,14 @@ from podium.recipe import (
     OnPolicyRecipe,
     Recipe,
     RewardModelRecipe,
+    SftRecipe,
     SourceSection,
     SpmdRecipe,
     TeacherSection,
     plugins,
 )
+from podium.recipe.dense import CustomPreference
+from podium.recipe.losses import PAIR_INPUTS, TOKEN_INPUTS, declared_inputs
 from podium.recipe.programs import wrong_kind
 from podium.recipe.schema import NewTokensSection
 
@@ -100,6 +103,11 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
     if isinstance(recipe, GrpoRecipe | CustomOnPolicyRecipe) and isinstance(recipe.algorithm.advantage, plugins.Plugin):
         estimator = recipe.algorithm.advantage
         yield lambda: _check_estimator(estimator)
+    for key, path, inputs in _losses(recipe):
+        yield partial(_check_loss, path, key, inputs)
+    if isinstance(recipe, DpoRecipe) and isinstance(recipe.preference, CustomPreference):
+        preference = recipe.preference
+        yield lambda: _check_reference(preference)
     for model_beside in _other_models(recipe):
         yield partial(check_model_folder, model_beside.path, model_beside.key, weights=True, tokenizer=False)
         if model_beside.gives_logprobs:
@@ -130,6 +138,44 @@ def _check_estimator(path: str) -> None:
         )
 
 
+def _losses(recipe: Recipe) -> Iterator[tuple[str, str, Mapping[str, str] | None]]:
+    """Custom losses: key, import path, and what they may read by name. None: a loss of PolicyTokens."""
+    if isinstance(recipe, SftRecipe) and isinstance(recipe.algorithm.loss, plugins.Plugin):
+        yield "algorithm.loss", recipe.algorithm.loss, TOKEN_INPUTS
+    if isinstance(recipe, DpoRecipe) and isinstance(recipe.preference, CustomPreference):
+        yield "preference.loss", recipe.preference.loss, PAIR_INPUTS
+    if isinstance(recipe, OnPolicyRecipe) and isinstance(recipe.full_algorithm.loss, plugins.Plugin):
+        yield "algorithm.loss", recipe.full_algorithm.loss, None
+
+
+def _check_loss(path: str, key: str, inputs: Mapping[str, str] | None) -> None:
+    """One that cannot be found is another look's."""
+    try:
+        plugins.locate(path, key)
+    except RecipeError:
+        return
+    if inputs is not None:
+        declared_inputs(path, key, inputs)
+    elif not plugins.takes(path, key, 1):
+        raise RecipeError(
+            f"{key}: {path} cannot be called with one argument. A loss takes PolicyTokens and gives the loss of each "
+            "token."
+        )
+
+
+def _check_reference(preference: CustomPreference) -> None:
+    """That a reference is read where keys of it are set. A loss that is wrong in itself is another look's."""
+    is_read = True
+    with suppress(RecipeError):
+        is_read = preference.reads_reference
+    for key in ("reference", "reference_model"):
+        if not is_read and getattr(preference, key) not in (None, "auto"):
+            raise RecipeError(
+                f"preference.{key}: {preference.loss} does not take reference_chosen_R or reference_rejected_R, so "
+                "nothing would read the reference. Remove the key, or add the parameter."
+            )
+
+
 def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Custom pieces by import path, with their keys."""
     named: list[tuple[str, object]] = [("program", recipe.program)]
@@ -138,6 +184,7 @@ def _plugins(recipe: Recipe) -> Iterator[tuple[str, str]]:
         named.append(("evaluation.generation.score", recipe.generation.score))
     if isinstance(recipe, OnPolicyRecipe):
         named += _on_policy_plugins(recipe)
+    named += [(key, path) for key, path, inputs in _losses(recipe) if inputs is not None]
     return ((key, value) for key, value in named if isinstance(value, plugins.Plugin))
 
 

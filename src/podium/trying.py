@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from podium.checks import check_recipe
+from podium.cluster.blocking import run_to_end
 from podium.errors import RecipeError
 from podium.recipe import OnPolicyRecipe, Recipe
 
@@ -41,7 +41,7 @@ def run_trial(
         assert isinstance(tried, OnPolicyRecipe)
         from podium.controller.trial import try_episodes  # heavy: imported after all cheap checks
 
-        return asyncio.run(try_episodes(tried, num_prompts=num_prompts, samples=samples, warn=warn))
+        return run_to_end(try_episodes(tried, num_prompts=num_prompts, samples=samples, warn=warn))
 
 
 def _with_stand_in(recipe: OnPolicyRecipe, scratch: Path) -> OnPolicyRecipe:

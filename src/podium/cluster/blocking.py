@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs calls that may block for long in threads beside the event loop. Nothing has to join these threads."""
+"""Runs calls that may block for long in threads beside the event loop, and event loops from code that blocks. Nothing
+has to join the threads of calls."""
 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 Result = TypeVar("Result")
 P = ParamSpec("P")
 
+_JOIN_S = 0.2  # how long a signal may wait for its handler
 _running: set[threading.Thread] = set()
 
 
@@ -42,3 +45,26 @@ async def in_thread(call: Callable[P, Result], *args: P.args, **kwargs: P.kwargs
 def is_any_left() -> bool:
     """Whether a call, other than the current one, has not returned yet."""
     return bool(_running - {threading.current_thread()})
+
+
+def run_to_end(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run`. Where an event loop runs in this thread already, as in a notebook, the coroutine gets a thread
+    with a loop of its own, and this thread waits for it. Handlers of signals still run in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(main)
+    promise: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            promise.set_result(asyncio.run(main))
+        except BaseException as error:
+            promise.set_exception(error)
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="podium event loop", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_JOIN_S)
+    return promise.result()

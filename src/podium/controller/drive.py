@@ -9,7 +9,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster import Cluster, Workers, open_inline, open_ray
-from podium.cluster.blocking import in_thread
+from podium.cluster.blocking import in_thread, run_to_end
 from podium.cluster.worker_pool import Timeouts
 from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
@@ -48,7 +48,7 @@ def run_controlled(
     interrupts = InterruptHandler(folder.stop_file)
     with interrupts:
         try:
-            return asyncio.run(_drive(load_program, recipe, folder, resume_step, interrupts, start_up or StartUp()))
+            return run_to_end(_drive(load_program, recipe, folder, resume_step, interrupts, start_up or StartUp()))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
@@ -62,7 +62,7 @@ def evaluate_controlled(
     only the roles that generate and grade. Ctrl-C stops at once."""
     with InterruptHandler(None) as interrupts:
         try:
-            asyncio.run(_evaluate(recipe, folder, resume_step, interrupts, start_up or StartUp()))
+            run_to_end(_evaluate(recipe, folder, resume_step, interrupts, start_up or StartUp()))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:

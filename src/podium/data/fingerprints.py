@@ -32,6 +32,7 @@ _MODEL_SUFFIXES = (
 )  # fmt: skip
 _NOT_THE_MODEL = ("podium.json",)
 _MODULE_PLUGIN = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+_FILE_PLUGIN = re.compile(rf"\.(py|{plugins.PICKLED[1:]}):[A-Za-z_]\w*$")
 _DATA_PATH = re.compile(r"^data\.(train|heldout)\.(\d+)\.path$")
 
 InputKind = Literal["weights", "data", "code", "file"]
@@ -121,7 +122,7 @@ def _other_input(key: str, value: str) -> list[Input]:
         return [Input(key=key, kind="weights" if is_model else "file", path=value, fingerprint=content)]
     if os.path.isabs(value) and os.path.isfile(value):
         return [Input(key=key, kind="file", path=value, fingerprint=files_fingerprint([value]))]
-    if _MODULE_PLUGIN.match(value) or (os.path.isabs(value) and ".py:" in value):
+    if _MODULE_PLUGIN.match(value) or (os.path.isabs(value) and _FILE_PLUGIN.search(value)):
         with contextlib.suppress(RecipeError):
             file = plugins.source_file(value, key)
             return [Input(key=key, kind="code", path=value, fingerprint=files_fingerprint([file]))]

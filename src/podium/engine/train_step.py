@@ -20,7 +20,7 @@ from podium.engine.parameters import TrainedParameter
 from podium.engine.sharding import PackedModel, local_tensor
 from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM
-from podium.models.head import LogitsObjective, Objective, TokenLoss, TokenObjective
+from podium.models.head import EntropyObjective, LogitsObjective, Objective, TokenLoss, TokenObjective
 from podium.models.packing import round_tokens, to_device
 from podium.models.scalar import PackedScalarLM, ScalarObjective
 
@@ -87,7 +87,7 @@ class ObjectiveBatch:
     """A micro-batch and the objective over its trained tokens."""
 
     packed: PackedBatch
-    objective: Objective | LogitsObjective | ScalarObjective
+    objective: Objective | EntropyObjective | LogitsObjective | ScalarObjective
     kind: Literal["objective", "divergence"] = "objective"  # divergence: the objective is one of whole distributions
 
 

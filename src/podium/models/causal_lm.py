@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from podium.errors import ModelError, UnsupportedModelError
 from podium.models.attention import PACKED_ATTENTION, register_packed_attention
 from podium.models.head import (
+    EntropyObjective,
     HeadSpec,
     LogitsObjective,
     Objective,
@@ -57,7 +58,7 @@ class PackedCausalLM(TrainedModule):
     def forward(
         self,
         batch: TokenBatch,
-        loss: TokenLoss | Objective | LogitsObjective | None,
+        loss: TokenLoss | Objective | EntropyObjective | LogitsObjective | None,
         kind: ForwardKind = "loss",
         temperature: float = 1.0,
     ) -> Tensor | ObjectiveOutput | tuple[Tensor]:
@@ -78,7 +79,7 @@ class PackedCausalLM(TrainedModule):
                     hidden_SE, weight_VE, batch.targets_S, batch.weights_S, token_loss, self.head_spec
                 )
             case "objective":
-                objective = cast("Objective", loss)
+                objective = cast("Objective | EntropyObjective", loss)
                 return fused_objective(
                     hidden_SE, weight_VE, batch.targets_S, batch.weights_S, objective, self.head_spec
                 )

@@ -67,6 +67,20 @@ class TokenObjective:
         return self.loss(logprobs_C)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class EntropyObjective:
+    """A loss that may also read the entropy of each token's distribution, as a constant."""
+
+    loss: Callable[[Tensor, Tensor, slice], Tensor]  # log-probs, entropies (zero if not watched), which tokens they are
+    watches_entropy: bool
+    ties_tokens: bool
+    temperature: float = 1.0
+    entropy: float = 0.0
+
+    def __call__(self, logprobs_C: Tensor, entropy_C: Tensor, tokens: slice) -> Tensor:
+        return self.loss(logprobs_C, entropy_C, tokens)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSpec:
     """Parameters that turn a hidden state into log-probs, apart from the weights."""
@@ -89,7 +103,12 @@ def fused_token_loss(
 
 
 def fused_objective(
-    hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, weights_S: Tensor, objective: Objective, spec: HeadSpec
+    hidden_SE: Tensor,
+    weight_VE: Tensor,
+    targets_S: Tensor,
+    weights_S: Tensor,
+    objective: Objective | EntropyObjective,
+    spec: HeadSpec,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns (Σ over tokens of weight · loss, log-probs [S], entropies [S], zero if they are not needed). Only the
     first is differentiable."""
@@ -120,6 +139,19 @@ def target_logprobs(
     return torch.cat(parts) if parts else hidden_SE.new_zeros(0, dtype=torch.float32)
 
 
+def _target_entropies(
+    hidden_SE: Tensor, weight_VE: Tensor, targets_S: Tensor, spec: HeadSpec, temperature: float
+) -> Tensor:
+    """The entropy of each token's distribution, for a loss that needs all of them first."""
+    parts, kernels = [], _kernels(spec)
+    for start in range(0, len(targets_S), spec.chunk_tokens):
+        chunk = slice(start, start + spec.chunk_tokens)
+        logits_CV = _logits(hidden_SE[chunk], weight_VE)
+        log_sum_C = kernels.statistics(logits_CV, targets_S[chunk], spec, temperature)[1]
+        parts.append(kernels.entropy(logits_CV, log_sum_C, spec, temperature))
+    return torch.cat(parts)
+
+
 def next_token_scores(hidden_SE: Tensor, weight_VE: Tensor, spec: HeadSpec) -> Tensor:
     """Float32 logits over the real vocabulary [S, vocab_size]."""
     with torch.no_grad():
@@ -144,7 +176,7 @@ class _FusedHead(torch.autograd.Function):
         weight_VE: Tensor,
         targets_S: Tensor,
         weights_S: Tensor,
-        objective: Objective,
+        objective: Objective | EntropyObjective,
         spec: HeadSpec,
     ) -> tuple[Tensor, Tensor, Tensor]:
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
@@ -157,24 +189,28 @@ class _FusedHead(torch.autograd.Function):
         tied: Tensor | None = None
         if objective.ties_tokens and len(targets_S) > spec.chunk_tokens:  # one chunk holds all there are
             logprobs_S = target_logprobs(hidden_SE, weight_VE, targets_S, spec, temperature)
-            total, tied = _loss_and_gradient(logprobs_S, weights_S, objective, slice(0, len(targets_S)))
+            if isinstance(objective, EntropyObjective) and objective.watches_entropy:
+                entropy_S = _target_entropies(hidden_SE, weight_VE, targets_S, spec, temperature)
+            loss = _loss_of(objective, slice(0, len(targets_S)), entropy_S)
+            total, tied = _loss_and_gradient(logprobs_S, weights_S, loss)
         for start in range(0, len(targets_S), spec.chunk_tokens):
             chunk = slice(start, start + spec.chunk_tokens)
             hidden_CE, targets_C = hidden_SE[chunk], targets_S[chunk]
             logits_CV = _logits(hidden_CE, weight_VE)
             logprobs_C, log_sum_C = kernels.statistics(logits_CV, targets_C, spec, temperature)
+            if objective.watches_entropy:
+                entropy_S[chunk] = entropy_C = kernels.entropy(logits_CV, log_sum_C, spec, temperature)
             if tied is not None:
                 grad_logprobs_C = tied[chunk]
             else:
                 logprobs_S[chunk] = logprobs_C
-                value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], objective, chunk)
+                loss = _loss_of(objective, chunk, entropy_S[chunk])
+                value, grad_logprobs_C = _loss_and_gradient(logprobs_C, weights_S[chunk], loss)
                 total += value
             bend_C: Tensor | None = None
-            if objective.watches_entropy:
-                entropy_S[chunk] = entropy_C = kernels.entropy(logits_CV, log_sum_C, spec, temperature)
-                if objective.entropy:
-                    bend_C = -objective.entropy * weights_S[chunk]
-                    total += (bend_C * entropy_C).sum()
+            if objective.watches_entropy and objective.entropy:
+                bend_C = -objective.entropy * weights_S[chunk]
+                total += (bend_C * entropy_C).sum()
             if not (wants_hidden or wants_weight):
                 continue
             grad_logits_CV = kernels.gradient(
@@ -245,12 +281,17 @@ def _scaled_gradients(ctx: FunctionCtx, grad: Tensor) -> tuple[Tensor | None, Te
     return grad_hidden, grad_weight
 
 
-def _loss_and_gradient(
-    logprobs_C: Tensor, weights_C: Tensor, objective: Objective, tokens: slice
-) -> tuple[Tensor, Tensor]:
+def _loss_of(objective: Objective | EntropyObjective, tokens: slice, entropy_C: Tensor) -> TokenLoss:
+    """The objective of these tokens as a function of their log-probs alone."""
+    if isinstance(objective, EntropyObjective):
+        return lambda logprobs_C: objective(logprobs_C, entropy_C, tokens)
+    return lambda logprobs_C: objective(logprobs_C, tokens)
+
+
+def _loss_and_gradient(logprobs_C: Tensor, weights_C: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
     with torch.enable_grad():
         leaf = logprobs_C.detach().requires_grad_()
-        value = (objective(leaf, tokens) * weights_C).sum()
+        value = (loss(leaf) * weights_C).sum()
     (gradient,) = torch.autograd.grad(value, leaf)
     return value.detach(), gradient
 

@@ -2,6 +2,7 @@
 """Output and records of a run: metrics, loggers, the console, and the time by cause. Torch-free at import."""
 
 from podium.observe.console import Console, EvaluationView, SampleView, StepView
+from podium.observe.frames import FrameLibrary, metrics_frame
 from podium.observe.loggers import Logger, open_loggers
 from podium.observe.metrics import MetricsFile, StepMetrics, read_metrics
 from podium.observe.opening import open_console
@@ -12,6 +13,7 @@ __all__ = [
     "CauseTime",
     "Console",
     "EvaluationView",
+    "FrameLibrary",
     "Logger",
     "MetricsFile",
     "SampleView",
@@ -20,6 +22,7 @@ __all__ = [
     "StepView",
     "Stopwatch",
     "TimeSummary",
+    "metrics_frame",
     "open_console",
     "open_loggers",
     "read_metrics",

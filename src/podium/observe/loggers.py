@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from podium.errors import RecipeError
 from podium.observe.metrics import StepMetrics
@@ -14,7 +16,8 @@ from podium.recipe import plugins
 
 @runtime_checkable
 class Logger(Protocol):
-    """Takes the records of rank 0. A plug-in is any callable that takes the run folder and returns one of these."""
+    """Takes the records of rank 0. A plug-in is any callable that takes the run folder and returns one of these, or a
+    function of the metrics of a step, whose first parameter is called `metrics`."""
 
     def log(self, metrics: StepMetrics) -> None:
         """Logs the metrics of one step."""
@@ -24,6 +27,33 @@ class Logger(Protocol):
 
     def close(self) -> None:
         """Flushes buffered records. Called once, also after a failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedLogger:
+    """The plug-in of a logger that is open already: called with the run folder, it returns the logger."""
+
+    logger: Logger
+
+    def __call__(self, folder: Path) -> Logger:
+        return self.logger
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionLogger:
+    """A function that is called with the metrics of every step, as a logger."""
+
+    function: Callable[[StepMetrics], object]
+
+    def log(self, metrics: StepMetrics) -> None:
+        """Calls the function."""
+        self.function(metrics)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        """Texts are not passed on."""
+
+    def close(self) -> None:
+        """Nothing is buffered."""
 
 
 def open_loggers(names: Sequence[str], folder: Path, *, resume_step: int | None = None) -> list[Logger]:
@@ -44,10 +74,24 @@ def _open(name: str, key: str, folder: Path, resume_step: int | None) -> Logger:
         from podium.observe.tensorboard import TensorBoardLogger
 
         return TensorBoardLogger(folder, resume_step=resume_step)
-    logger = plugins.load(name, key)(folder)
+    plugin = plugins.load(name, key)
+    if _takes_metrics(plugin):
+        return FunctionLogger(plugin)
+    logger = plugin(folder)
     if not isinstance(logger, Logger):
         raise RecipeError(
             f"{key}: {name} returned a {type(logger).__name__}, which is not a logger. It is called with the run "
-            "folder and returns an object with log(metrics), text(step, name, text) and close()."
+            "folder and returns an object with log(metrics), text(step, name, text) and close(). A function that is to "
+            "be called with the metrics of every step has a parameter called `metrics`."
         )
     return logger
+
+
+def _takes_metrics(plugin: Callable[..., Any]) -> bool:
+    """Whether a plug-in is a function of metrics, by the name of its first parameter."""
+    if isinstance(plugin, type):
+        return False
+    try:
+        return next(iter(inspect.signature(plugin).parameters), None) == "metrics"
+    except (TypeError, ValueError):  # it has no signature
+        return False

@@ -18,6 +18,7 @@ from typing import Self
 
 from podium.errors import RunFolderError
 
+METRICS_FILE = "metrics.jsonl"  # in the folder of a run
 _TAIL_BYTES = 1 << 18
 _RESERVED = ("step", "time_s")
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -64,9 +65,19 @@ class MetricsFile:
         self.close()
 
 
-def read_metrics(path: Path) -> list[StepMetrics]:
-    """All lines of a metrics file. A last line that a crash cut short is left out; any other bad line is an error."""
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+def read_metrics(path: str | Path) -> list[StepMetrics]:
+    """All lines of a metrics file, or of that in a run folder. A last line that a crash cut short is left out; any
+    other bad line is an error."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / METRICS_FILE
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    except OSError as error:
+        raise RunFolderError(
+            f"{path} cannot be read ({error.strerror or error}). Give the folder of a run that has taken a step, or "
+            f"its {METRICS_FILE}."
+        ) from error
     while lines and not lines[-1]:
         lines.pop()
     metrics: list[StepMetrics] = []

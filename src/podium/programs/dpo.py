@@ -18,9 +18,11 @@ from podium.data.splitting import split_step
 from podium.engine.scoring import summed_logprobs
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import RowTensors, rows_to_device
+from podium.programs.custom_losses import CustomPairLoss
 from podium.programs.references import References, open_references
 from podium.recipe import DpoRecipe
 from podium.recipe.dense import (
+    CustomPreference,
     ImitatingPreference,
     IpoPreference,
     KtoPreference,
@@ -109,10 +111,13 @@ class PreferenceMethod:
         self._section, self._engine, self._references = section, engine, references
         self._max_tokens, self._max_length = max_tokens, max_length
         self._device = engine.mesh.device
+        self._custom = CustomPairLoss(section, self._device) if isinstance(section, CustomPreference) else None
+        # Metrics that a custom loss reports beside the losses.
+        self._reported = () if self._custom is None else tuple(f"loss/{name}" for name in self._custom.metric_names)
 
     def tally(self) -> Tally:
         """Sums that are collected beside the loss; `averages` turns them into metrics."""
-        return Tally(_PAIR_SUMS if self._section.is_paired else _LABEL_SUMS, self._device)
+        return Tally((*(_PAIR_SUMS if self._section.is_paired else _LABEL_SUMS), *self._reported), self._device)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
         """This rank's micro-batches with their objectives. The reference is computed for one micro-batch at a time.
@@ -146,7 +151,7 @@ class PreferenceMethod:
             bad = sums["reward_undesirable"] / max(1.0, undesirable)
             means = {"reward_desirable": good, "reward_undesirable": bad, "reward_margin": good - bad}
             return {"accuracy": sums["correct"] / count, **means, "kl": sums["kl"] / count}
-        means = {name: sums[name] / count for name in _PAIR_SUMS[1:]}
+        means = {name: sums[name] / count for name in (*_PAIR_SUMS[1:], *self._reported)}
         margin = means["reward_chosen"] - means["reward_rejected"]
         return {"accuracy": sums["correct"] / count, "reward_margin": margin, **means}
 
@@ -156,7 +161,11 @@ class PreferenceMethod:
             assert baseline is not None
             return self._labelled(rows, section, baseline, tally)
         (chosen_R, rejected_R), tokens = rows.logprobs_R, rows.tokens_R
+        reported: tuple[Tensor, ...] = ()
         match section:
+            case CustomPreference():
+                assert self._custom is not None
+                loss_R, reported = self._custom(_named(rows))
             case SigmoidPreference():
                 loss_R = preferences.sigmoid_dpo(
                     chosen_R,
@@ -180,8 +189,9 @@ class PreferenceMethod:
             loss_R = loss_R - section.cross_entropy * chosen_R / tokens[0]
         rewards = self._rewards(rows)
         tally.add(
-            preferences.preferred(*rewards).sum(), rewards[0].sum(), rewards[1].sum(), chosen_R.sum(), rejected_R.sum()
-        )
+            preferences.preferred(*rewards).sum(), rewards[0].sum(), rewards[1].sum(), chosen_R.sum(),
+            rejected_R.sum(), *reported,
+        )  # fmt: skip
         return loss_R
 
     def _labelled(self, rows: RowLogprobs, section: KtoPreference, baseline: Tensor, tally: Tally) -> Tensor:
@@ -228,6 +238,16 @@ class PreferenceMethod:
             policy_D = summed_logprobs(self._engine.language_model, mesh, batch)
             total += (policy_D - self._references(batch)).sum()
         return preferences.kto_baseline(mesh.sum(total), float(len(rows)))
+
+
+def _named(rows: RowLogprobs) -> dict[str, Tensor]:
+    """What there is of pairs, by the names of a custom loss's parameters."""
+    columns = {"{}_R": rows.logprobs_R, "reference_{}_R": rows.references_R, "{}_tokens_R": rows.tokens_R}
+    return {
+        pattern.format(side): values_R
+        for pattern, sides in columns.items()
+        for side, values_R in zip(("chosen", "rejected"), sides, strict=False)
+    }
 
 
 def mismatched(prompt: Example, completion: Example, *, max_length: int) -> Example:

@@ -1,23 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supervised fine-tuning: cross-entropy over the trained tokens. Every rank runs this."""
+"""Supervised fine-tuning: cross-entropy over the trained tokens, or the recipe's own loss. Every rank runs this."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from podium.algorithms.dense import token_cross_entropy
+from podium.data.documents import PackedExamples, SplitExamples
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, TrainEngine
+from podium.models.head import TokenObjective
+from podium.programs.custom_losses import CustomTokenLoss
 from podium.recipe import SftRecipe
+from podium.recipe.algorithm import SftAlgorithm
+from podium.recipe.plugins import Plugin
 from podium.spmd.evaluation import mean_token_loss
 from podium.spmd.run import SpmdRun
 
 
 def sft(run: SpmdRun[SftRecipe]) -> None:
     """One optimizer step per packed step of documents. All ranks have the same number of micro-batches."""
-    for step in run.steps(mean_token_loss(run.engine, token_cross_entropy)):
-        report = run.engine.train_step(
-            step.micro_batches,
-            token_cross_entropy,
+    method = TokenMethod(run.recipe.algorithm, run.engine)
+    for step in run.steps(method.measure):
+        report, _ = run.engine.objective_step(
+            method.batches(step.split),
             # The count over all ranks: they hold unequal shares, a local mean would weigh them wrongly.
             normalizer=step.global_tokens,
             lr=step.lr,
             stop_requested=run.stop_requested,
         )
         run.record(step, report)
+
+
+class TokenMethod:
+    """The recipe's loss of trained tokens, in training and on held-out documents."""
+
+    def __init__(self, section: SftAlgorithm, engine: TrainEngine) -> None:
+        self._engine = engine
+        self._custom = CustomTokenLoss.load(section.loss) if isinstance(section.loss, Plugin) else None
+
+    def batches(self, split: SplitExamples) -> LazyBatches:
+        """This rank's micro-batches with their objectives."""
+
+        def make(batch: PackedExamples) -> ObjectiveBatch:
+            custom, device = self._custom, self._engine.mesh.device
+            objective = TokenObjective(token_cross_entropy) if custom is None else custom.objective(batch, device)
+            return ObjectiveBatch(packed=batch.packed, objective=objective)
+
+        return LazyBatches(split.parts, make)
+
+    def measure(self, split: SplitExamples) -> Mapping[str, float]:
+        """Mean loss per held-out token. Collective."""
+        engine, custom = self._engine, self._custom
+        if custom is None or custom.reads_logprobs_only:
+            return mean_token_loss(engine, custom or token_cross_entropy)(split)
+        num_trained = sum(example.num_trained for example in split.examples)
+        return {"loss": engine.mesh.sum(engine.objective_sum(self.batches(split))).item() / num_trained}

@@ -22,6 +22,14 @@ _WITHOUT_GROUPS = ("reinforce_pp",)
 _DISCOUNTED = ("reinforce_pp",)
 
 
+class SftAlgorithm(Section):
+    """sft: the loss of each trained token (docs/training.md)."""
+
+    loss: Literal["cross_entropy"] | Plugin = Field(
+        "cross_entropy", description="cross_entropy, or `file.py:function` from log-probs to the loss of each token."
+    )
+
+
 class KlSection(Section):
     """Distance from a reference policy, as a term of the loss or of the reward."""
 

@@ -4,10 +4,12 @@ pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from podium.recipe.plugins import is_pickled
 from podium.recipe.recipes import Recipe
 
 # Keys that change speed, place or records, never the resulting weights.
@@ -46,6 +48,9 @@ _ENGINE_SIZES = (
 )
 
 
+_CODE = re.compile(r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+)$")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One key with its old and new value; `breaks` says why exactness would be lost, or is None."""
@@ -63,7 +68,12 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
     """All keys whose values differ."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     return [
-        Change(key=key, old=before.get(key), new=after.get(key), breaks=_reason(key, new))
+        Change(
+            key=key,
+            old=before.get(key),
+            new=after.get(key),
+            breaks=None if _is_fixed_code(key, before.get(key)) else _reason(key, new),
+        )
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
@@ -82,6 +92,12 @@ def _is_harmless(key: str, recipe: Recipe) -> bool:
         return False  # dropout is sampled in every forward, on every rank
     harmless = (*_HARMLESS, "rollout") if recipe.execution == "spmd" else (*_HARMLESS, *_ENGINE_SIZES)
     return any(key == each or key.startswith(each + ".") for each in harmless)
+
+
+def _is_fixed_code(key: str, old: Any) -> bool:
+    """Whether a key replaces code that was given as an object. Files of rewards and environments may be fixed before a
+    run is resumed; the name of a pickled one changes with its content."""
+    return _CODE.match(key) is not None and isinstance(old, str) and is_pickled(old)
 
 
 def _reason(key: str, recipe: Recipe) -> str | None:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag
 
 from podium.recipe.fields import Count, Place, Real, Section
+from podium.recipe.losses import PAIR_INPUTS, declared_inputs, reads_reference
+from podium.recipe.plugins import Plugin
 
 DivergenceName = Literal["forward_kl", "reverse_kl", "jsd"]
 
@@ -29,6 +31,11 @@ class ReferencedPreference(PreferenceSection):
         "adapter's reference is its base, without a second copy. auto: live with adapters, else cached.",
     )
     reference_model: Place | None = Field(None, description="The reference's checkpoint; default: model.path.")
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss compares with the reference. A custom one may not."""
+        return True
 
 
 class ImitatingPreference(PreferenceSection):
@@ -86,9 +93,25 @@ class KtoPreference(ReferencedPreference):
     )
 
 
+class CustomPreference(ReferencedPreference):
+    """A custom loss on pairs."""
+
+    loss: Plugin = Field(description="`file.py:function` from log-probs of pairs to the loss of each pair.")
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """What the loss takes: names of PAIR_INPUTS. Reads the loss's file."""
+        return declared_inputs(self.loss, "preference.loss", PAIR_INPUTS)
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the loss takes a reference's log-probs. Reads the loss's file."""
+        return reads_reference(self.inputs)
+
+
 def _loss_tag(value: Any) -> str:
     loss = value.get("loss", "sigmoid") if isinstance(value, dict) else getattr(value, "loss", "sigmoid")
-    return f"loss={loss}"
+    return "loss=file.py:function" if Plugin.has_shape(loss) else f"loss={loss}"
 
 
 AnyPreference = Annotated[
@@ -96,7 +119,8 @@ AnyPreference = Annotated[
     | Annotated[IpoPreference, Tag("loss=ipo")]
     | Annotated[SimpoPreference, Tag("loss=simpo")]
     | Annotated[OrpoPreference, Tag("loss=orpo")]
-    | Annotated[KtoPreference, Tag("loss=kto")],
+    | Annotated[KtoPreference, Tag("loss=kto")]
+    | Annotated[CustomPreference, Tag("loss=file.py:function")],
     Discriminator(_loss_tag),
 ]
 

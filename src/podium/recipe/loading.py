@@ -52,6 +52,8 @@ def load_recipe(file: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 def read_values(file: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML file, without checks."""
+    if not isinstance(file, str | Path):
+        raise RecipeError(f"expected the path of a recipe, found a {type(file).__name__}.")
     path = Path(file)
     if not path.is_file():
         raise RecipeError(f"there is no recipe {path}. Give the path of a YAML file; `podium schema` prints the keys.")
@@ -78,6 +80,8 @@ def named_after(file: str | Path, values: dict[str, Any]) -> dict[str, Any]:
 
 def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe") -> Recipe:
     """Checks plain values; every problem is listed at once. The result is of the program's own class."""
+    if not isinstance(values, Mapping):
+        raise RecipeError(f"{origin}: expected keys and values, found a {type(values).__name__}.")
     result = recipe_or_problems(values)
     if isinstance(result, Recipe):
         return result

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Custom functions by import path: `package.module:function` or `folder/file.py:function`.
 
-`locate` finds a missing function or a syntax error by parsing, without running the file; `load` imports it."""
+`locate` finds a missing function or a syntax error by parsing, without running the file; `load` imports it. A function
+that was given to the Python API as an object and has no import path is in a file of its own: `file.pickle:function`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,9 @@ import ast
 import importlib
 import importlib.machinery
 import importlib.util
+import inspect
 import os
+import pickle
 import sys
 import zlib
 from collections.abc import Callable, Sequence
@@ -23,6 +26,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from podium.errors import RecipeError
+
+PICKLED = ".pickle"  # what files of pickled objects end in
+# Import path -> (the object, modification time of its file), of objects that were given in this process.
+_given: dict[str, tuple[Callable[..., Any], int | None]] = {}
 
 
 class Plugin(str):
@@ -72,9 +79,47 @@ def source_file(path: str, key: str) -> Path:
     return _source_file(split_plugin(path)[0], key)
 
 
+def import_path(value: Callable[..., Any]) -> str | None:
+    """The import path of a function or class at the top of a module's file; None: it has none, such as a lambda, or
+    what a notebook or the script that is being run defines."""
+    module, name = sys.modules.get(getattr(value, "__module__", None) or ""), getattr(value, "__qualname__", "")
+    file = getattr(module, "__file__", None)
+    if module is None or module.__name__ == "__main__" or getattr(module, name, None) is not value:
+        return None
+    if file is None or not file.endswith(".py"):
+        return None
+    path = f"{module.__name__}:{name}" if "." in module.__name__ else f"{os.path.abspath(file)}:{name}"
+    try:
+        locate(path, "")
+        return path if os.path.samefile(source_file(path, ""), file) else None
+    except (RecipeError, OSError):
+        return None
+
+
+def give(path: str, value: Callable[..., Any]) -> None:
+    """From now on `load` returns this object for the path in this process, until the path's file changes."""
+    _given[path] = value, _modified_ns(path)
+
+
+def _modified_ns(path: str) -> int | None:
+    try:
+        return source_file(path, "").stat().st_mtime_ns
+    except (RecipeError, OSError):
+        return None
+
+
+def _given_object(path: str) -> Callable[..., Any] | None:
+    value, modified_ns = _given.get(path, (None, None))
+    return value if value is not None and modified_ns == _modified_ns(path) else None
+
+
 def locate(path: str, key: str) -> None:
     """Raises a RecipeError that names `key` if the plug-in cannot be found by parsing."""
+    if _given_object(path) is not None:
+        return
     name, file = split_plugin(path)[1], source_file(path, key)
+    if file.suffix == PICKLED:
+        return
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
     except SyntaxError as error:
@@ -91,6 +136,8 @@ def locate(path: str, key: str) -> None:
 
 def is_async(path: str, key: str) -> bool | None:
     """Whether the plug-in is an `async def`, by parsing; None if its file does not define it as a function."""
+    if is_pickled(path):
+        return inspect.iscoroutinefunction(load(path, key))
     function = _function(path, key)
     return None if function is None else isinstance(function, ast.AsyncFunctionDef)
 
@@ -98,6 +145,8 @@ def is_async(path: str, key: str) -> bool | None:
 def takes(path: str, key: str, num_arguments: int) -> bool:
     """Whether the plug-in can be called with this many arguments, by parsing. True if its file does not define it as a
     plain function: loading it then decides."""
+    if is_pickled(path):
+        return _binds(load(path, key), num_arguments)
     function = _function(path, key)
     if function is None or function.decorator_list:
         return True
@@ -109,6 +158,44 @@ def takes(path: str, key: str, num_arguments: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter that a plug-in can be given by name."""
+
+    name: str
+    is_required: bool
+
+
+def parameters(path: str, key: str) -> tuple[Parameter, ...]:
+    """The named parameters of a plug-in, by parsing. One that its file does not define as a plain function is
+    loaded."""
+    function = None if is_pickled(path) else _function(path, key)
+    if function is None or function.decorator_list:
+        return _loaded_parameters(load(path, key), path, key)
+    if function.args.posonlyargs:
+        raise RecipeError(f"{key}: {path} has parameters before a /, which cannot be given by name. Remove the /.")
+    return _parsed_parameters(function)
+
+
+def _parsed_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[Parameter, ...]:
+    given = function.args
+    num_required = len(given.args) - len(given.defaults)
+    by_place = [Parameter(each.arg, at < num_required) for at, each in enumerate(given.args)]
+    by_name = [
+        Parameter(each.arg, default is None) for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    ]
+    return (*by_place, *by_name)
+
+
+def _loaded_parameters(function: Callable[..., Any], path: str, key: str) -> tuple[Parameter, ...]:
+    try:
+        found = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{key}: {path} does not say which parameters it takes ({error}).") from error
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return tuple(Parameter(each.name, each.default is each.empty) for each in found if each.kind in named)
+
+
+@dataclass(frozen=True, slots=True)
 class Outline:
     """What the text of a function says."""
 
@@ -117,21 +204,17 @@ class Outline:
 
 
 def outline(path: str, key: str) -> Outline | None:
-    """The plug-in's outline, by parsing. None if its file does not define it as a plain function."""
-    function = _function(path, key)
+    """The plug-in's outline, by parsing. None if its file does not define it as a plain function: nothing is run."""
+    function = None if is_pickled(path) else _function(path, key)
     if function is None or function.decorator_list:
         return None
-    given = function.args
-    positional = [*given.posonlyargs, *given.args]
-    required = positional[: len(positional) - len(given.defaults)]
-    required += [each for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True) if default is None]
     reads = [
         node.slice.value
         for node in ast.walk(function)
         if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load) and isinstance(node.slice, ast.Constant)
     ]
     return Outline(
-        required=tuple(each.arg for each in required),
+        required=tuple(each.name for each in _parsed_parameters(function) if each.is_required),
         subscripts=tuple(dict.fromkeys(text for text in reads if isinstance(text, str))),
     )
 
@@ -143,10 +226,30 @@ def _function(path: str, key: str) -> ast.FunctionDef | ast.AsyncFunctionDef | N
     return next((node for node in functions if node.name == name), None)
 
 
+def is_pickled(path: str) -> bool:
+    """Whether an import path is that of an object in a file of its own."""
+    return split_plugin(path)[0].endswith(PICKLED)
+
+
+def _binds(function: Callable[..., Any], num_arguments: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(num_arguments))
+    except TypeError:
+        return False
+    except ValueError:  # a function of C without a signature
+        return True
+    return True
+
+
 def load(path: str, key: str) -> Callable[..., Any]:
-    """Loads the plug-in, which runs its file."""
+    """Loads the plug-in, which runs its file. In the process that was given the plug-in as an object, it is that
+    object."""
+    if (given := _given_object(path)) is not None:
+        return given
     locate(path, key)
     module_name, name = split_plugin(path)
+    if is_pickled(path):
+        return _unpickled(source_file(path, key), key)
     if module_name.endswith(".py"):
         module = _module_of(Path(module_name).resolve())
     else:
@@ -155,6 +258,20 @@ def load(path: str, key: str) -> Callable[..., Any]:
     if not callable(plugin):
         raise RecipeError(f"{key}: {path} is not callable. A plug-in is a function or a class.")
     return plugin  # type: ignore[no-any-return]
+
+
+def _unpickled(file: Path, key: str) -> Callable[..., Any]:
+    try:
+        value = pickle.loads(file.read_bytes())
+    except Exception as error:  # of any kind: it imports what the function uses
+        raise RecipeError(
+            f"{key}: the object in {file} cannot be read here ({type(error).__name__}: {error}). It was written by the "
+            "process that was given it. Use the same Python and the same packages, or put the function into a .py file "
+            "and name it as file.py:function."
+        ) from error
+    if not callable(value):
+        raise RecipeError(f"{key}: {file} holds a {type(value).__name__}, which is not callable.")
+    return value  # type: ignore[no-any-return]
 
 
 def _module_of(file: Path) -> ModuleType:
@@ -177,6 +294,15 @@ def _module_of(file: Path) -> ModuleType:
 
 
 def _source_file(module: str, key: str) -> Path:
+    if module.endswith(PICKLED):
+        file = Path(module)
+        if not file.is_file():
+            raise RecipeError(
+                f"{key}: there is no file {module}, which is for an object that was given in Python. Put it back; or, "
+                "for a reward, an environment or a logger, give the object again (podium.resume(folder, reward=[...])) "
+                f"or name a function in a file (--set {key}=file.py:function)."
+            )
+        return file
     if module.endswith(".py"):
         file = Path(module)
         if not file.is_file():

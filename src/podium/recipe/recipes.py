@@ -13,6 +13,7 @@ from podium.recipe.algorithm import (
     GrpoAlgorithm,
     PolicySection,
     PpoAlgorithm,
+    SftAlgorithm,
     UpdateSection,
 )
 from podium.recipe.dense import (
@@ -167,6 +168,7 @@ class SftRecipe(LanguageModelRecipe):
 
     program: Literal["sft"]
     data: DocumentDataSection
+    algorithm: SftAlgorithm = SftAlgorithm()
 
     @property
     def trained(self) -> Literal["assistant", "last_turn", "everything"]:
@@ -201,7 +203,7 @@ class DpoRecipe(LanguageModelRecipe):
         """The source of the reference's log-probs; `base` is an adapter switched off. None: the loss has no
         reference."""
         preference, lora = self.preference, self.model.lora
-        if not isinstance(preference, ReferencedPreference):
+        if not isinstance(preference, ReferencedPreference) or not preference.reads_reference:
             return None
         is_base = lora is not None and lora.adapter is None and preference.reference_model is None
         is_cached = preference.reference == "cached"

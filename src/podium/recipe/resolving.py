@@ -37,6 +37,7 @@ _PLUGINS = (
     "reward.*.function",
     "algorithm.advantage",
     "algorithm.loss",
+    "preference.loss",
     "environment.environment",
     "environment.tools.*",
     "run.loggers.*",

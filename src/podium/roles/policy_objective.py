@@ -10,13 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from podium.algorithms import policy
+from podium.algorithms.custom import call_loss, require_losses
 from podium.algorithms.kl import KlEstimator, kl_estimate
 from podium.algorithms.policy import PolicyTokens
-from podium.errors import RecipeError, what_raised
 from podium.recipe import AlgorithmSection, plugins
 
 Loss = Callable[[PolicyTokens], Tensor]
@@ -82,20 +81,10 @@ def loss_of(algorithm: AlgorithmSection) -> Loss:
 def _custom_loss(function: Callable[..., Any], path: str) -> Loss:
     """A custom loss. It must return one value per token: a single number would count as the loss of each token."""
 
+    where = f"algorithm.loss: {path}"
+
     def loss(tokens: PolicyTokens) -> Tensor:
-        try:
-            loss_S: Tensor = function(tokens)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # the user's code
-            raise RecipeError(f"algorithm.loss: {path} {what_raised(error)}.") from error
-        if not isinstance(loss_S, Tensor) or loss_S.shape != tokens.logprobs_S.shape:
-            given = tuple(loss_S.shape) if isinstance(loss_S, Tensor) else type(loss_S).__name__
-            raise RecipeError(
-                f"algorithm.loss: {path} gave {given} for {len(tokens.logprobs_S)} tokens. It takes PolicyTokens and "
-                "gives one loss for each token; the recipe's reduction adds them up."
-            )
-        return loss_S
+        return require_losses(where, call_loss(where, function, tokens), tokens.logprobs_S, "token")
 
     return loss
 

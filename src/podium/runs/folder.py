@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 from podium.errors import PodiumError, RunFolderError
 from podium.models.cpu_settings import CpuSettings
+from podium.observe.metrics import METRICS_FILE
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
 PIPELINE_STATE = "pipeline.json"
@@ -39,7 +40,7 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         """Metrics, one JSON line per step."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS_FILE
 
     @property
     def samples_file(self) -> Path:

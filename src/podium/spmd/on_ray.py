@@ -25,7 +25,7 @@ from podium.cluster import (
     Workers,
     open_ray,
 )
-from podium.cluster.blocking import in_thread
+from podium.cluster.blocking import in_thread, run_to_end
 from podium.cluster.worker_pool import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
 from podium.observe import StartUpLog, open_console
@@ -88,7 +88,7 @@ def launch_on_ray(task: RankTask, folder: RunFolder) -> RunResult:
     interrupts = InterruptHandler(None if task.evaluates_only else folder.stop_file)
     with interrupts:
         try:
-            return asyncio.run(_drive(task, folder, interrupts))
+            return run_to_end(_drive(task, folder, interrupts))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 

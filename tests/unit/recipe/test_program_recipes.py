@@ -44,7 +44,7 @@ SHARED |= {"checkpoint", "evaluation", "run"}
 FIXED = SHARED | {"tokens_per_step", "rows_per_step"}
 ON_POLICY = SHARED | {"rollout", "reward", "grading", "algorithm", "environment"}
 SECTIONS: dict[str, set[str]] = {
-    "sft": FIXED | {"rollout"},
+    "sft": FIXED | {"rollout", "algorithm"},
     "dpo": FIXED | {"rollout", "preference"},
     "reward_model": FIXED | {"reward_model"},
     "distill": FIXED | {"rollout", "teachers", "distill"},
@@ -56,6 +56,7 @@ SECTIONS: dict[str, set[str]] = {
 UPDATE = {"reduction", "constant", "epochs", "mini_batches", "mask_truncated"}
 POLICY = UPDATE | {"loss", "clip_low", "clip_high", "dual_clip", "entropy", "kl", "proximal", "correction"}
 ALGORITHM: dict[str, set[str]] = {
+    "sft": {"loss"},
     "grpo": POLICY | {"overlong", "advantage", "gamma", "dynamic_sampling", "max_refills"},
     "ppo": POLICY | {"overlong", "gamma", "lam"},
     "on_policy_distill": POLICY,
@@ -219,7 +220,7 @@ def test_a_custom_program_with_fixed_data_has_what_sft_has() -> None:
 
     assert isinstance(recipe, CustomSpmdRecipe)
     assert (recipe.signal, recipe.execution, recipe.teachers, recipe.options) == ("fixed", "spmd", (), {})
-    assert set(CustomSpmdRecipe.model_fields) == SECTIONS["sft"] | {"signal", "teachers", "options"}
+    assert set(CustomSpmdRecipe.model_fields) == SECTIONS["sft"] - {"algorithm"} | {"signal", "teachers", "options"}
     assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
 
 
