@@ -87,8 +87,11 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         new_tokens = model.new_tokens
         yield lambda: _check_new_tokens(new_tokens)
     for key, source in _sources(recipe):
-        look = partial(check_source, shape=shape_of(recipe)) if isinstance(recipe, SpmdRecipe) else check_task_source
-        yield lambda key=key, source=source, look=look: look(source, key)  # type: ignore[misc]
+        skips = recipe.data.on_error == "skip"
+        if isinstance(recipe, SpmdRecipe):
+            yield partial(check_source, source, key, shape_of(recipe), skips=skips)
+        else:
+            yield partial(check_task_source, source, key, skips=skips)
         if source.map is not None:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
     if isinstance(recipe, OnPolicyRecipe):

@@ -23,7 +23,7 @@ from podium.data.kinds import (
 )
 from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools
 from podium.data.rows import Row
-from podium.errors import DataError
+from podium.errors import BadRowError, DataError
 from podium.recipe import plugins
 from podium.recipe.schema import SourceSection
 
@@ -37,6 +37,7 @@ class Dropped(enum.Enum):
     """Why a row gave no document."""
 
     OVERLONG = "longer than data.max_length"
+    NO_ANSWER = "no assistant turn to train on"
     UNTRAINED = "no trained token"
     BY_MAP = "dropped by the source's map"
 
@@ -72,7 +73,7 @@ class DocumentMaker:
     def make(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
     ) -> Made | Dropped:
-        """The row's document, or why there is none. An invalid row raises a DataError that names it."""
+        """The row's document, or why there is none. An invalid row raises a BadRowError that names it."""
         values = named_values(row, columns, map)
         return Dropped.BY_MAP if values is None else self.document(values, columns, row)
 
@@ -81,10 +82,10 @@ class DocumentMaker:
         try:
             marked = self._marked(values, columns, row)
         except ChatTemplateError as error:
-            raise DataError(f"{row.where}: {error}") from error
+            raise BadRowError(f"{row.where}: {error}") from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
-        return self._finished(marked, row)
+        return Dropped.NO_ANSWER if marked is None else self._finished(marked, row)
 
     def prompt_of(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
@@ -98,7 +99,7 @@ class DocumentMaker:
         try:
             parts = self._prompt(values, columns, row)
         except ChatTemplateError as error:
-            raise DataError(f"{row.where}: {error}") from error
+            raise BadRowError(f"{row.where}: {error}") from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
         if parts is None:
@@ -106,7 +107,7 @@ class DocumentMaker:
         tokens, reference = parts
         return Prompt(tokens=np.array(tokens, np.int32), reference=reference, values=values)
 
-    def _marked(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> MarkedChat:
+    def _marked(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> MarkedChat | None:
         match kind_of(values, columns, row):
             case "messages":
                 messages = parse_messages(values["messages"], "messages", row)
@@ -121,14 +122,15 @@ class DocumentMaker:
                 tokens = self._with_end(self._encode(parse_text(values, "text", row)))
                 return MarkedChat(tokens, [True] * len(tokens))
 
-    def _marked_chat(self, messages: list[Message], tools: Tools, first: int) -> MarkedChat:
-        """`first`: messages before it are a prompt, whose assistant turns are not trained."""
+    def _marked_chat(self, messages: list[Message], tools: Tools, first: int) -> MarkedChat | None:
+        """None without an assistant turn to train. `first`: messages before it are a prompt, whose assistant turns are
+        not trained."""
         if self._trained == "everything":
             tokens = self._renderer.tokens(messages, tools, generation_prompt=False)
             return MarkedChat(tokens, [True] * len(tokens))
         turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
         if not turns:
-            return MarkedChat([], [])
+            return None
         return self._renderer.mark(messages, tools, turns[-1:] if self._trained == "last_turn" else turns)
 
     def _marked_completion(self, prompt: str, completion: str) -> MarkedChat:
@@ -204,9 +206,9 @@ def load_map(section: SourceSection, key: str) -> MapFunction | None:
     return plugins.load(section.map, f"{key}.map") if section.map is not None else None
 
 
-def unreadable(row: Row, error: Exception) -> DataError:
+def unreadable(row: Row, error: Exception) -> BadRowError:
     """The error for a row that the tokenizer cannot read."""
-    return DataError(
+    return BadRowError(
         f"{row.where}: the tokenizer cannot read it ({type(error).__name__}: {error}). Halves of surrogate pairs, "
         "as in broken emoji, are the usual reason; fix or drop such rows with the source's `map`."
     )

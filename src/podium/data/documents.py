@@ -41,6 +41,7 @@ class Example:
 
     documents: tuple[Document, ...]
     value: float = 0.0  # values of the row beside its text: a pair's margin, a score, a label (1 or 0)
+    source: int = 0  # position of the row's source in data.train or data.heldout
 
     @property
     def num_inputs(self) -> int:
@@ -103,6 +104,7 @@ class PackedExamples:
     document_S: NDArray[np.int64]  # of each trained token
     places: NDArray[np.int64]  # [R, documents of an example]: positions in `documents`
     values_R: NDArray[np.float32]
+    sources_R: NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -132,4 +134,5 @@ def pack_examples(examples: Sequence[Example]) -> PackedExamples:
         document_S=np.repeat(np.arange(len(flat)), [document.num_trained for document in documents]).astype(np.int64),
         places=place.reshape(len(examples), -1) if examples else np.empty((0, 1), np.int64),
         values_R=np.array([example.value for example in examples], np.float32),
+        sources_R=np.array([example.source for example in examples], np.int64),
     )

@@ -23,6 +23,8 @@ _HARMLESS = (
     "run.cache",
     "data.workers",
     "data.prefetch",
+    "data.on_error",  # a run that reads on has met no bad row, or has skipped it
+    "data.max_skipped_share",
     "data.heldout",
     "model.activation_checkpointing",
     "model.self_check",

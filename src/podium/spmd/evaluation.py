@@ -13,7 +13,8 @@ from typing import Any
 from podium.data.chat import Prompt
 from podium.data.documents import SplitExamples, pack_examples
 from podium.data.examples import ExampleMaker, shape_of
-from podium.data.reading import read_examples, read_prompts
+from podium.data.reading import OrderedRows
+from podium.data.skipping import SkippedRow, SkipPolicy
 from podium.data.splitting import split_step
 from podium.data.tokenizer import answer_text, stop_tokens
 from podium.engine.train_step import TrainEngine
@@ -72,7 +73,10 @@ class Evaluator:
         # Held-out examples that are too long are truncated instead of refused.
         overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong
         maker = ExampleMaker(self._tokenizer, shape_of(recipe), recipe.trained, recipe.data.max_length, overlong)
-        examples = tuple(read_examples(recipe.data.heldout, "data.heldout", maker, recipe.evaluation.max_documents))
+        policy = SkipPolicy.of(recipe.data)
+        rows_of_heldout = OrderedRows(recipe.data.heldout, "data.heldout", policy)
+        examples = tuple(rows_of_heldout.examples(maker, recipe.evaluation.max_documents))
+        self.skipped: list[SkippedRow] = rows_of_heldout.skipper.rows
         plan = split_step(
             [example.num_inputs for example in examples],
             num_ranks=self._mesh.world, max_tokens=max_tokens, hard_cap=False,
@@ -83,9 +87,8 @@ class Evaluator:
         self._answerer: Answerer | None = None
         self._score: Score | None = None
         if self._generation is not None and isinstance(recipe, LanguageModelRecipe):
-            self._prompts = read_prompts(
-                recipe.data.heldout, "data.heldout", maker, self._generation.prompts or _PROMPTS
-            )
+            prompt_rows = OrderedRows(recipe.data.heldout, "data.heldout", policy)
+            self._prompts = prompt_rows.prompts(maker, self._generation.prompts or _PROMPTS)
             self._answerer = Answerer(
                 engine,
                 recipe.model,

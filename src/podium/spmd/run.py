@@ -236,6 +236,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._stopping = self._stopping or report.stop_requested
         if self._mesh.is_main:
             self._publish(step, report, elapsed)
+        self._log.skipped_rows(step.number, step.ready.skipped)
         self._guard.check(step.number, is_skipped=report.skipped > 0, suspect="data")
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
@@ -262,6 +263,7 @@ class SpmdRun(Generic[RecipeT_co]):
             "documents_truncated": float(counts.truncated),
             "documents_dropped": float(counts.dropped_overlong + counts.dropped_untrained + counts.dropped_by_map),
             "epoch": float(min(counts.epochs, default=0)),
+            **({"rows_skipped": float(counts.skipped)} if self.recipe.data.on_error == "skip" else {}),
             **(self._averages(report.sums, step.num_examples) if self._averages is not None else {}),
         }
         if step.number == 1:
@@ -292,6 +294,7 @@ class SpmdRun(Generic[RecipeT_co]):
             "dropped as longer than data.max_length": counts.dropped_overlong,
             "dropped without a trained token": counts.dropped_untrained,
             "dropped by the source's map": counts.dropped_by_map,
+            "skipped because they cannot be used (data.on_error)": counts.skipped,
         }
         for what, count in lost.items():
             if count:
