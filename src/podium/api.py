@@ -46,18 +46,25 @@ if TYPE_CHECKING:
 
 
 def check(
-    recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = (), deep: bool = False
+    recipe: Recipe | PipelineRecipe | str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    deep: bool = False,
+    all_rows: bool = False,
+    progress: bool = True,
 ) -> list[str]:
-    """Raises what is wrong with a recipe; returns lines about what was seen."""
+    """Raises what is wrong with a recipe; returns lines about what was seen. `deep` loads the tokenizer and reads the
+    first rows of every source, `all_rows` reads all of them; `progress` then shows on standard error how far it is."""
     loaded = _loaded(recipe, overrides)
+    stream = sys.stderr if progress else None
     if isinstance(loaded, PipelineRecipe):
-        return check_pipeline(loaded, deep=deep)
+        return check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream)
     check_recipe(loaded)
     lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.steps} steps"]
     if is_hub_id(loaded.model.path):
         lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")
     lines += [f"warning: {text}" for text in recipe_warnings(loaded)]
-    return lines + (deep_report(loaded) if deep else [])
+    return lines + (deep_report(loaded, all_rows=all_rows, progress=stream) if deep or all_rows else [])
 
 
 def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
@@ -69,9 +76,15 @@ def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[s
     return begin(prepare(loaded))
 
 
-def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
+def resume(
+    folder: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    step: int | None = None,
+    accept_changed_data: bool = False,
+) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
-    interrupted."""
+    interrupted. `accept_changed_data`: training data may have changed since then; the lineage records it."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 
@@ -80,6 +93,12 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
             raise RunFolderError(
                 f"--step: {folder} is a pipeline, and steps are of its stages. Give the stage's own folder: "
                 f"`podium resume {folder}/STAGE --step {step}`."
+            )
+        if accept_changed_data:
+            raise RunFolderError(
+                f"--accept-changed-data: {folder} is a pipeline, which runs stages again whose data changed. To go on "
+                f"with a stage as it is, give the stage's own folder: `podium resume {folder}/STAGE "
+                "--accept-changed-data`."
             )
         pipeline = PipelineFolder.open(folder)
         return _run_pipeline(pipeline.recipe(tuple(overrides)), pipeline)
@@ -101,7 +120,7 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
         )
     check_recipe(now)
     prepared = Prepared(recipe=now, model=local_folder(now.model.path, "model.path"))
-    refuse_what_breaks_exactness(before, prepared, opened)
+    refuse_what_breaks_exactness(before, prepared, opened, accept_changed_data=accept_changed_data)
     return resume_from(prepared, opened, reader.step)
 
 

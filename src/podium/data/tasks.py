@@ -225,13 +225,18 @@ def _in_order(
                     yield task
 
 
+def no_task(key: str) -> DataError:
+    """The error for sources whose `map` drops every row."""
+    return DataError(f"{key}: the sources' `map` drops every row, so there is no task. Let it return some rows.")
+
+
 def _all_dropped(key: str, counts: SkipCounts) -> DataError:
     if counts.skipped:
         return DataError(
             f"{key}: there is no task: {counts.skipped} of {counts.read} rows cannot be used. The first: "
             f"{counts.first[0]}"
         )
-    return DataError(f"{key}: the sources' `map` drops every row, so there is no task. Let it return some rows.")
+    return no_task(key)
 
 
 def _reference(values: Mapping[str, Any], row: Row) -> str | None:

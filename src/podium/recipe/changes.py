@@ -4,6 +4,7 @@ pure."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -46,6 +47,7 @@ _ENGINE_SIZES = (
     "rollout.decode",
     "rollout.offload_optimizer",
 )
+_TRAINING_DATA = re.compile(r"^data\.train\.\d+\.(path|format|split|columns|map)(\.|$)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,11 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
+
+
+def is_training_data(key: str) -> bool:
+    """Whether a key says which rows of a source are trained on, and how they are read; not the mix of sources."""
+    return _TRAINING_DATA.match(key) is not None
 
 
 def what_matters(recipe: Recipe) -> dict[str, Any]:
