@@ -18,7 +18,7 @@ from podium.data.dropping import no_trained_token, reasons_of
 from podium.data.examples import shape_of
 from podium.data.prompts import PromptTokenizer
 from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require_usable
-from podium.data.tasks import TaskReader, check_task_source, no_task
+from podium.data.tasks import Task, TaskReader, check_task_source, no_task
 from podium.data.tokenizer import listed_tokens
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
@@ -224,7 +224,10 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
                 reports.append((key, source_rows, partial(_source_report, recipe, key, section, tokenizer)))
             case OnPolicyRecipe():
                 reports.append((key, source_rows, partial(_task_report, recipe, key, section, tokenizer)))
-    source_lines = [line for _, source_rows, report in reports for line in report(source_rows)]
+    source_lines = []
+    for _, source_rows, report in reports:
+        source_lines += report(source_rows)
+        source_lines += [f"  note: {source_rows.note}"] if source_rows.note is not None else []
     shown.close()
     return (
         lines + source_lines + require_usable([(key, source_rows.bad) for key, source_rows, _ in reports], recipe.data)
@@ -251,6 +254,7 @@ def _task_report(
             f"{longest} is the longest sequence. Lower rollout.max_new_tokens, or raise data.max_length as far as the "
             "model allows."
         )
+    _check_tools_shown(recipe, survey.first, tokenizer)
     first = tokenizer.decode(survey.first.encode(encoder).tolist()).replace("\n", "\\n")
     return [
         f"{key}: {survey.num_tasks} prompts read, {survey.num_tokens / survey.num_tasks:.0f} tokens on average and "
@@ -258,6 +262,16 @@ def _task_report(
         "reference answer",
         f"  the first: {first[:_SHOWN_CHARACTERS]}",
     ]
+
+
+def _check_tools_shown(recipe: OnPolicyRecipe, task: Task, tokenizer: Any) -> None:
+    """That the chat template shows the model the tools of the recipe."""
+    from podium.environments.tools import load_tools
+    from podium.environments.transcript import check_tools_shown
+
+    environment = recipe.environment
+    if environment is not None and environment.tools and not environment.hidden_tools and task.messages is not None:
+        check_tools_shown(tokenizer, task.messages, [tool.schema for tool in load_tools(environment.tools)])
 
 
 def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokenizer: Any, rows: SourceRows) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from podium.checks import check_recipe
 from podium.data.fingerprints import files_fingerprint
-from podium.errors import RecipeError, RunFolderError
+from podium.errors import BadRowError, RecipeError, RunFolderError
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.changes import changes, is_training_data, what_matters
 from podium.recipe.resolving import resolved
@@ -201,6 +201,8 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
         except BaseException as error:
             folder.discard_if_never_begun()
             folder.mark_failed(error)
+            if isinstance(error, BadRowError):
+                error.add_note("rows that cannot be used are skipped with: --set data.on_error=skip")
             if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
                 raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and continue.") from error
             raise

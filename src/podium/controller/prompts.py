@@ -105,6 +105,11 @@ class PromptSource:
         skipped = {"prompts/skipped": float(self._cursor.num_skipped)} if self._skips else {}
         return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch), **skipped}
 
+    @property
+    def notes(self) -> list[str]:
+        """What reading changed in the rows so far, for the user."""
+        return self._cursor.notes
+
     def take_skipped(self) -> Sequence[SkippedRow]:
         """The rows that were skipped since the last call, without those of prompts taken ahead."""
         rows = self._cursor.skipped_rows

@@ -21,7 +21,7 @@ from podium.data.kinds import (
     parse_text,
     parse_tools,
 )
-from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools
+from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools, template_error
 from podium.data.rows import Row
 from podium.errors import BadRowError, DataError
 from podium.recipe import plugins
@@ -82,7 +82,7 @@ class DocumentMaker:
         try:
             marked = self._marked(values, columns, row)
         except ChatTemplateError as error:
-            raise BadRowError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
         return Dropped.NO_ANSWER if marked is None else self._finished(marked, row)
@@ -99,7 +99,7 @@ class DocumentMaker:
         try:
             parts = self._prompt(values, columns, row)
         except ChatTemplateError as error:
-            raise BadRowError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
         if parts is None:

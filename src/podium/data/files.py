@@ -15,6 +15,7 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
+from podium.data.null_fields import NullFields
 from podium.data.rows import LinePlace, Row
 from podium.data.storage import open_binary, size_bytes
 from podium.errors import BadRowError, DataError
@@ -239,11 +240,17 @@ class CsvFile:
 
 
 class ParquetFile:
-    """A Parquet file; its row groups are the blocks."""
+    """A Parquet file; its row groups are the blocks. Null fields of messages and tools are left out."""
 
     def __init__(self, name: str, key: str) -> None:
         self.name = name
         self._key = key
+        self._nulls = NullFields(name)
+
+    @property
+    def note(self) -> str | None:
+        """What reading changed in the rows so far."""
+        return self._nulls.note
 
     @cached_property
     def _rows_before(self) -> list[int]:
@@ -264,14 +271,16 @@ class ParquetFile:
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             values = self._parquet(stream).read_row_group(index).to_pylist()
         first = self._rows_before[index] + 1
-        return [Row(row, f"{self.name}, row {first + offset}") for offset, row in enumerate(values)]
+        places = [f"{self.name}, row {first + offset}" for offset in range(len(values))]
+        return [Row(self._nulls.without(row, place), place) for row, place in zip(values, places, strict=True)]
 
     def first_row(self) -> Row | None:
         """The first row, read without the rest of the file."""
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             batches = self._parquet(stream).iter_batches(batch_size=1)
             rows = [row for batch in islice(batches, 1) for row in batch.to_pylist()]
-        return Row(rows[0], f"{self.name}, row 1") if rows else None
+        place = f"{self.name}, row 1"
+        return Row(self._nulls.without(rows[0], place), place) if rows else None
 
     def _parquet(self, stream: Any) -> Any:
         import pyarrow.parquet

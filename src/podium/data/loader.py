@@ -80,13 +80,18 @@ class StepLoader:
         )
         # The same for any number of workers, so that the state after a step is the same too.
         self._chunk_rows = max(1, min(_LARGEST_CHUNK, window // 8))
-        self._spec, self._num_workers = maker_spec, workers
+        self._spec, self._num_workers, self._sources = maker_spec, workers, tuple(sources)
         self._steps: queue.Queue[_Composed | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._doing = "starting"
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._produce, name="podium-loader", daemon=True)
         self._thread.start()
+
+    @property
+    def notes(self) -> list[str]:
+        """What reading changed in the rows so far, for the user."""
+        return [source.note for source in self._sources if source.note is not None]
 
     def __iter__(self) -> Iterator[StepExamples]:
         return self

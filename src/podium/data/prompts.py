@@ -13,7 +13,7 @@ import numpy as np
 from podium.data.chat import load_map
 from podium.data.documents import Tokens
 from podium.data.kinds import Message, named_values, parse_messages, parse_text, parse_tools
-from podium.data.masks import ChatRenderer, ChatTemplateError, Tools
+from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
 from podium.data.rows import Row
 from podium.data.sources import Source, open_source
 from podium.errors import BadRowError, DataError
@@ -116,7 +116,7 @@ class PromptTokenizer:
                 assert text is not None
                 tokens = self._unended(text)
         except ChatTemplateError as error:
-            raise BadRowError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
             raise BadRowError(
                 f"{row.where}: the tokenizer cannot read this prompt ({type(error).__name__}: {error}). Look for "

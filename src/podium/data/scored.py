@@ -11,9 +11,9 @@ import numpy as np
 from podium.data.chat import Dropped, Made, Overlong, unreadable
 from podium.data.documents import Document
 from podium.data.kinds import Message, kind_of, parse_messages, parse_prompt_completion, parse_text, parse_tools
-from podium.data.masks import ChatRenderer, ChatTemplateError, Tools
+from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
 from podium.data.rows import Row
-from podium.errors import BadRowError, DataError
+from podium.errors import DataError
 
 
 class ConversationEncoder:
@@ -54,7 +54,7 @@ class ConversationMaker:
         try:
             tokens = self._tokens(values, columns, row)
         except ChatTemplateError as error:
-            raise BadRowError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
         if not tokens:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from podium.data import hub, storage
-from podium.data.files import DataFile, FileFormat, format_of, known_suffixes, open_file
+from podium.data.files import DataFile, FileFormat, ParquetFile, format_of, known_suffixes, open_file
 from podium.data.rows import Row
 from podium.errors import DataError
 from podium.recipe.schema import SourceSection
@@ -34,6 +34,10 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Changes if the data changed between a run and its resume."""
+
+    @property
+    def note(self) -> str | None:
+        """What reading changed in the rows so far, for the user; None if nothing."""
 
 
 class FilesSource:
@@ -60,6 +64,11 @@ class FilesSource:
             return file.read_block(index - self._blocks_before[position])
         except FileNotFoundError as error:
             raise DataError(f"{self._key}: {file.name} was there at the start and is gone. Put it back.") from error
+
+    @property
+    def note(self) -> str | None:
+        """The first note of a file."""
+        return next((file.note for file in self.files if isinstance(file, ParquetFile) and file.note), None)
 
     def fingerprint(self) -> str:
         """The fingerprint of size, head and tail of each file."""

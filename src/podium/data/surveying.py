@@ -42,6 +42,7 @@ class SourceRows:
     def __init__(self, section: SourceSection, key: str, limit: int | None, progress: RowProgress) -> None:
         self._section, self._key, self._limit, self._progress = section, key, limit, progress
         self.bad = BadRows()
+        self.note: str | None = None  # what reading changed in the rows
 
     def results(self, use: Callable[[Row], T]) -> Iterator[T]:
         """What `use` makes of each row that can be used."""
@@ -63,6 +64,7 @@ class SourceRows:
             for at, row in enumerate(rows):
                 self._progress.show(self._key, self.bad.num_read, (block + at / len(rows)) / source.num_blocks)
                 yield row
+            self.note = source.note
 
 
 @dataclass(slots=True, kw_only=True)

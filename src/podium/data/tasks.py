@@ -128,11 +128,11 @@ class TaskCursor:
         self._next_index, position = (0, None) if state is None else _decoded(state)
         self._skipper = RowSkipper(policy, key, decode_counts({} if state is None else state.get("rows", {})))
         self._reader = TaskReader(sections, key, check)
+        self._sources = [
+            open_source(section, f"{key}.{index}", keep_bad=policy.skips) for index, section in enumerate(sections)
+        ]
         self._stream = MixedStream(
-            [
-                open_source(section, f"{key}.{index}", keep_bad=policy.skips)
-                for index, section in enumerate(sections)
-            ],
+            self._sources,
             [section.weight for section in sections],
             seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows,
             position=position,
@@ -152,6 +152,11 @@ class TaskCursor:
     def skipped_rows(self) -> Sequence[SkippedRow]:
         """Rows that this cursor skipped."""
         return self._skipper.rows
+
+    @property
+    def notes(self) -> list[str]:
+        """What reading changed in the rows so far, for the user."""
+        return [source.note for source in self._sources if source.note is not None]
 
     def state(self) -> dict[str, Any]:
         """The position as plain values, for a checkpoint."""

@@ -35,6 +35,7 @@ _HARMLESS = (
     "grading.timeout_s",
     "grading.max_failed_share",
     "environment.runners",
+    "environment.hidden_tools",
     "environment.concurrency",
 )
 # What generates is harmless where only evaluation does; else its sizes are, and what is sampled is not.

@@ -268,6 +268,8 @@ class SpmdRun(Generic[RecipeT_co]):
         }
         if step.number == 1:
             self._warn_of_endings(step)
+            for note in parts.loader.notes:
+                parts.log.console.note(note)
         if step.number in (1, self.recipe.steps):
             self._warn_of_losses(counts)
         view = StepView(
