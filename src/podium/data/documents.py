@@ -106,6 +106,14 @@ class PackedExamples:
     values_R: NDArray[np.float32]
     sources_R: NDArray[np.int64]
 
+    @property
+    def sources_S(self) -> NDArray[np.int64]:
+        """The source of each trained token."""
+        sources_D = np.zeros(len(self.documents), np.int64)
+        sources_D[self.places] = self.sources_R[:, None]
+        source_S: NDArray[np.int64] = sources_D[self.document_S]
+        return source_S
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SplitExamples:
@@ -114,6 +122,7 @@ class SplitExamples:
 
     examples: tuple[Example, ...]
     rows: tuple[tuple[int, ...], ...]  # of each micro-batch: positions in `examples`
+    sources: tuple[str, ...] = ()  # names of the data's sources, where there are several
 
     @property
     def parts(self) -> tuple[tuple[Example, ...], ...]:

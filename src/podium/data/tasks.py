@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import operator
-import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +12,13 @@ from typing import Any
 
 from podium.data.chat import load_map
 from podium.data.documents import Tokens
-from podium.data.files import format_of
 from podium.data.kinds import Message, named_values
 from podium.data.masks import Tools
 from podium.data.prompts import PromptTokenizer, as_text, completion_text, prompt_parts
 from podium.data.rows import LinePlace, Row
 from podium.data.skipping import RowSkipper, SkipCounts, SkippedRow, SkipPolicy, decode_counts, encode_counts
+from podium.data.source_names import source_names
 from podium.data.sources import first_row, open_source
-from podium.data.storage import is_glob
 from podium.data.stream import MixedStream, SourcePosition, StreamPosition
 from podium.errors import BadRowError, DataError
 from podium.recipe.schema import SourceSection
@@ -87,7 +84,7 @@ class TaskReader:
         self._check = check
         self._columns = [section.columns for section in sections]
         self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
-        self._names = _source_names(sections)
+        self._names = source_names(sections)
 
     def read(self, source: int, row: Row) -> Task | None:
         """The row's task; None if the source's `map` drops it. An invalid row raises a BadRowError that names it."""
@@ -265,21 +262,6 @@ def _as_json(value: Any, name: str, row: Row) -> str:
             f"{row.where}: `{name}` is the reference and neither text nor JSON ({error}). Make it a string with the "
             "source's `map`."
         ) from error
-
-
-def _source_names(sections: Sequence[SourceSection]) -> list[str]:
-    """File names without folder and suffix; sources that would share one also get the folder."""
-    names = [_folder_and_name(section.path) for section in sections]
-    counts = Counter(name for _, name in names)
-    return [f"{folder}/{name}" if counts[name] > 1 and folder else name for folder, name in names]
-
-
-def _folder_and_name(path: str) -> tuple[str, str]:
-    parts = [part for part in path.split("/") if part] or [path]
-    while len(parts) > 1 and is_glob(parts[-1]):  # data/math/*.parquet is math
-        parts.pop()
-    folder, last = parts[-2] if len(parts) > 1 else "", parts[-1]
-    return folder, os.path.splitext(last.removesuffix(".gz"))[0] if format_of(last) is not None else last
 
 
 def _decoded(state: Mapping[str, Any]) -> tuple[int, StreamPosition]:

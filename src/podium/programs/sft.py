@@ -19,5 +19,6 @@ def sft(run: SpmdRun[SftRecipe]) -> None:
             normalizer=step.global_tokens,
             lr=step.lr,
             stop_requested=run.stop_requested,
+            sources=step.sources,
         )
         run.record(step, report)

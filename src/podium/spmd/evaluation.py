@@ -10,21 +10,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from podium.data.chat import Prompt
 from podium.data.documents import SplitExamples, pack_examples
 from podium.data.examples import ExampleMaker, shape_of
 from podium.data.reading import OrderedRows
 from podium.data.skipping import SkippedRow, SkipPolicy
+from podium.data.source_names import mixed_names
 from podium.data.splitting import split_step
 from podium.data.tokenizer import answer_text, stop_tokens
-from podium.engine.train_step import TrainEngine
+from podium.engine.train_step import Tally, TrainEngine
 from podium.errors import RecipeError, what_raised
 from podium.models.head import TokenLoss
+from podium.models.packing import on_device
 from podium.observe import EvaluationView, SampleView
 from podium.recipe import GenerationSection, LanguageModelRecipe, SpmdRecipe
 from podium.recipe.plugins import Plugin
 from podium.recipe.plugins import load as load_plugin
 from podium.spmd.answering import Answerer
+from podium.spmd.by_source import heldout_losses
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 HeldoutMeasure = Callable[[SplitExamples], Mapping[str, float]]
@@ -53,11 +59,30 @@ def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
     """Mean loss per token, as is usual for language models."""
 
     def measure(split: SplitExamples) -> Mapping[str, float]:
-        total = engine.loss_sum([pack_examples(part).packed for part in split.parts], loss)
+        device = engine.mesh.device
+        tally = Tally((), device, split.sources)
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        for part in split.parts:
+            batch = pack_examples(part)
+            source_S = on_device(batch.sources_S, device) if tally.has_sources else None
+            total += engine.loss_sum([batch.packed], _summed_by_source(loss, tally, source_S))
         num_trained = sum(example.num_trained for example in split.examples)
-        return {"loss": engine.mesh.sum(total).item() / num_trained}
+        whole, *rest = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        sums = dict(zip(tally.names, rest, strict=True))
+        return {"loss": whole / num_trained, **heldout_losses(split, sums, "tokens")}
 
     return measure
+
+
+def _summed_by_source(loss: TokenLoss, tally: Tally, source_S: Tensor | None) -> TokenLoss:
+    """The loss of all trained tokens of one micro-batch, which also adds to the sums of their sources."""
+
+    def counted(logprobs_S: Tensor) -> Tensor:
+        loss_S = loss(logprobs_S)
+        tally.add_losses(loss_S, source_S)
+        return loss_S
+
+    return loss if source_S is None else counted
 
 
 class Evaluator:
@@ -82,7 +107,7 @@ class Evaluator:
             num_ranks=self._mesh.world, max_tokens=max_tokens, hard_cap=False,
         )  # fmt: skip
         rows = tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.rank)[0])
-        self._split = SplitExamples(examples=examples, rows=rows)
+        self._split = SplitExamples(examples=examples, rows=rows, sources=mixed_names(recipe.data.heldout))
         self._prompts: list[Prompt] = []
         self._answerer: Answerer | None = None
         self._score: Score | None = None
