@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from podium.data.chat_text import message_text
 from podium.data.documents import Document, Mask, Tokens
 from podium.data.kinds import (
     MapFunction,
@@ -23,6 +24,7 @@ from podium.data.kinds import (
 )
 from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools, template_error
 from podium.data.rows import Row
+from podium.data.tokenizer import answer_text
 from podium.errors import BadRowError, DataError
 from podium.recipe import plugins
 from podium.recipe.schema import SourceSection
@@ -31,6 +33,8 @@ Trained = Literal["assistant", "last_turn", "everything"]
 Overlong = Literal["truncate", "drop", "error"]
 
 _NO_COLUMNS: Mapping[str, str] = {}
+_PromptParts = tuple[list[int], str, tuple[Message, ...] | None]
+"""The prompt's tokens, the answer's text, and the messages before it."""
 
 
 class Dropped(enum.Enum):
@@ -57,6 +61,7 @@ class Prompt:
     tokens: Tokens
     reference: str
     values: Mapping[str, Any]
+    messages: tuple[Message, ...] | None = None  # of a chat: those before the answer
 
 
 class DocumentMaker:
@@ -104,8 +109,8 @@ class DocumentMaker:
             raise unreadable(row, error) from error
         if parts is None:
             return None
-        tokens, reference = parts
-        return Prompt(tokens=np.array(tokens, np.int32), reference=reference, values=values)
+        tokens, reference, messages = parts
+        return Prompt(tokens=np.array(tokens, np.int32), reference=reference, values=values, messages=messages)
 
     def _marked(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> MarkedChat | None:
         match kind_of(values, columns, row):
@@ -144,22 +149,36 @@ class DocumentMaker:
         in_prompt = 0 if self._trained == "everything" else len(before)
         return MarkedChat(tokens, [index >= in_prompt for index in range(len(tokens))])
 
-    def _prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> tuple[list[int], str] | None:
+    def _prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> _PromptParts | None:
         match kind_of(values, columns, row):
             case "messages":
                 messages = parse_messages(values["messages"], "messages", row)
             case "prompt_completion":
                 prompt, completion = parse_prompt_completion(values, row)
                 if isinstance(prompt, str):
-                    return self._prompt_tokens(prompt), str(completion)
+                    return self._prompt_tokens(prompt), str(completion), None
                 messages = [*prompt, *_messages(completion)]
             case "text":
                 return None
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns or turns[-1] == 0:
             return None
-        before = self._renderer.tokens(messages[: turns[-1]], parse_tools(values, row), generation_prompt=True)
-        return before, str(messages[turns[-1]].get("content", ""))
+        last, tools = turns[-1], parse_tools(values, row)
+        before = self._renderer.tokens(messages[:last], tools, generation_prompt=True)
+        return before, self._answer(messages[: last + 1], tools), tuple(messages[:last])
+
+    def _answer(self, messages: list[Message], tools: Tools) -> str:
+        """The text of a chat's last turn. A turn that calls tools is what the model is to write, as the template has
+        it."""
+        turn = messages[-1]
+        if not turn.get("tool_calls"):
+            return str(turn.get("content", ""))
+        try:
+            marked = self._renderer.mark(messages, tools, [len(messages) - 1])
+        except ChatTemplateError:  # training says so; here it is only shown
+            return message_text(turn)
+        written = [token for token, trained in zip(marked.tokens, marked.trained, strict=True) if trained]
+        return answer_text(self._tokenizer, written)
 
     def _finished(self, marked: MarkedChat, row: Row) -> Made | Dropped:
         tokens, trained = np.array(marked.tokens, np.int32), np.array(marked.trained, np.bool_)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from podium.data.chat import load_map
+from podium.data.chat_text import as_text
 from podium.data.documents import Tokens
 from podium.data.kinds import Message, named_values, parse_messages, parse_text, parse_tools
 from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
@@ -129,13 +130,6 @@ class PromptTokenizer:
         end = self._tokenizer.eos_token_id
         # Some tokenizers append their end token to every text, but a text to continue has not ended.
         return tokens[:-1] if tokens and end is not None and tokens[-1] == end else tokens
-
-
-def as_text(messages: Sequence[Message]) -> str:
-    """Readable text: a single question as it is; a longer chat with the role of each message."""
-    if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
 
 
 def _kind(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> str:

@@ -11,10 +11,11 @@ from functools import partial
 from typing import Any
 
 from podium.data.chat import load_map
+from podium.data.chat_text import as_text
 from podium.data.documents import Tokens
 from podium.data.kinds import Message, named_values
 from podium.data.masks import Tools
-from podium.data.prompts import PromptTokenizer, as_text, completion_text, prompt_parts
+from podium.data.prompts import PromptTokenizer, completion_text, prompt_parts
 from podium.data.rows import LinePlace, Row
 from podium.data.skipping import RowSkipper, SkipCounts, SkippedRow, SkipPolicy, decode_counts, encode_counts
 from podium.data.source_names import source_names

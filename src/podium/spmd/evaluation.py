@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from podium.data.chat import Prompt
+from podium.data.chat_text import as_text
 from podium.data.documents import SplitExamples, pack_examples
 from podium.data.examples import ExampleMaker, shape_of
 from podium.data.reading import OrderedRows
@@ -199,11 +200,10 @@ def _checked(score: Any) -> float:
 
 
 def _question(prompt: Prompt, tokenizer: Any) -> str:
-    """The question in readable form: the last message of a chat, or the prompt's text."""
-    messages = prompt.values.get("messages") or prompt.values.get("prompt") or prompt.values.get("chosen")
-    if isinstance(messages, list):
-        questions = [message.get("content") for message in messages if message.get("role") == "user"]
-        if questions and isinstance(questions[-1], str):
-            return questions[-1]
+    """The question in readable form: a chat from its last user message on, with tool calls and results, or the prompt's
+    text."""
+    users = [at for at, message in enumerate(prompt.messages or ()) if message["role"] == "user"]
+    if prompt.messages is not None and users:
+        return as_text(prompt.messages[users[-1] :])
     text: str = tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
     return text
