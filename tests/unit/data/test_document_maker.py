@@ -162,7 +162,10 @@ def test_a_row_that_is_wrong_is_named_with_what_is_wrong(values, message):
 
 
 def test_an_assistant_turn_that_only_calls_tools_needs_no_content_and_nulls_of_columnar_files_are_dropped():
-    template = "{% for m in messages %}{{ m.role }}{% if 'name' in m %}!{% endif %}{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}</s>{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if 'name' in m %}!{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}</s>{% endfor %}"
+    )
     chat = [
         {"role": "user", "content": "2+2?", "name": None, "tool_calls": None},
         {"role": "assistant", "content": None, "tool_calls": [{"name": "calculator"}]},
