@@ -229,9 +229,8 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
         source_lines += report(source_rows)
         source_lines += [f"  note: {source_rows.note}"] if source_rows.note is not None else []
     shown.close()
-    return (
-        lines + source_lines + require_usable([(key, source_rows.bad) for key, source_rows, _ in reports], recipe.data)
-    )
+    bad = [(key, source_rows.bad) for key, source_rows, _ in reports]
+    return lines + source_lines + require_usable(bad, recipe.data)
 
 
 def _task_report(

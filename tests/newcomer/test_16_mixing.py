@@ -14,7 +14,7 @@ import pytest
 from helpers.workspace import Workspace
 from podium.data.documents import Document, Example, SplitExamples, pack_examples
 from podium.data.loader import decode, encode
-from podium.data.source_names import mixed_names, source_names
+from podium.data.source_names import mixed_names
 from podium.data.state import DocumentCounts, LoaderState
 from podium.data.stream import SourcePosition, StreamPosition
 from podium.engine.train_step import source_sum
@@ -76,7 +76,7 @@ def recipe(workspace: Workspace, program: str, **changes: Any) -> str:
 def test_sources_have_unique_names() -> None:
     paths = ["a/chats.jsonl", "b/chats.jsonl", "math/*.parquet", "owner/name", "b/chats.jsonl"]
     sections = [SourceSection(path=path) for path in paths]
-    assert source_names(sections) == ["a/chats", "b/chats", "math", "name", "b/chats-2"]
+    assert mixed_names(sections) == ("a/chats", "b/chats", "math", "name", "b/chats-2")
     assert mixed_names(sections[:1]) == ()
 
 

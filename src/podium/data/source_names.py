@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of data sources in metrics and ledgers: the name of the file, made unique."""
+"""Names of data sources in metrics and ledgers: the names of their files."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from podium.recipe.schema import SourceSection
 
 
 def source_names(sections: Sequence[SourceSection]) -> list[str]:
-    """File names without folder and suffix; sources that would share one also get the folder, then a number."""
+    """File names without folder and suffix; sources that would share one also get the folder."""
     parts = [_folder_and_name(section.path) for section in sections]
     counts = Counter(name for _, name in parts)
-    names = [f"{folder}/{name}" if counts[name] > 1 and folder else name for folder, name in parts]
-    seen: Counter[str] = Counter()
-    unique = []
-    for name in names:
-        seen[name] += 1
-        unique.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
-    return unique
+    return [f"{folder}/{name}" if counts[name] > 1 and folder else name for folder, name in parts]
 
 
 def mixed_names(sections: Sequence[SourceSection]) -> tuple[str, ...]:
-    """The names of several sources; none for a single one, which needs no metrics of its own."""
-    return tuple(source_names(sections)) if len(sections) > 1 else ()
+    """Unique names of several sources: those that still share one also get a number. None for a single source, which
+    needs no metrics of its own."""
+    if len(sections) < 2:
+        return ()
+    seen: Counter[str] = Counter()
+    names = []
+    for name in source_names(sections):
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return tuple(names)
 
 
 def _folder_and_name(path: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from podium.data.examples import MadeExample, SourcesMaker
 from podium.data.prompts import PromptTokenizer
 from podium.data.rows import Row
 from podium.data.skipping import SkipCounts, SkippedRow, SkipPolicy
-from podium.data.sources import open_source
+from podium.data.sources import Source, open_source
 from podium.data.tasks import Task, TaskReader
 from podium.errors import BadRowError, DataError
 from podium.observe.row_progress import RowProgress
@@ -42,7 +42,12 @@ class SourceRows:
     def __init__(self, section: SourceSection, key: str, limit: int | None, progress: RowProgress) -> None:
         self._section, self._key, self._limit, self._progress = section, key, limit, progress
         self.bad = BadRows()
-        self.note: str | None = None  # what reading changed in the rows
+        self._source: Source | None = None
+
+    @property
+    def note(self) -> str | None:
+        """What reading changed in the rows."""
+        return None if self._source is None else self._source.note
 
     def results(self, use: Callable[[Row], T]) -> Iterator[T]:
         """What `use` makes of each row that can be used."""
@@ -58,13 +63,12 @@ class SourceRows:
             yield result
 
     def _rows(self) -> Iterator[Row]:
-        source = open_source(self._section, self._key, keep_bad=True)
+        self._source = source = open_source(self._section, self._key, keep_bad=True)
         for block in range(source.num_blocks):
             rows = source.read_block(block)
             for at, row in enumerate(rows):
                 self._progress.show(self._key, self.bad.num_read, (block + at / len(rows)) / source.num_blocks)
                 yield row
-            self.note = source.note
 
 
 @dataclass(slots=True, kw_only=True)
