@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -67,26 +67,31 @@ def check(
     *,
     overrides: Overrides = (),
     deep: bool = False,
+    all_rows: bool = False,
+    progress: bool = True,
     data: Mapping[str, Any] | None = None,
     reward: Sequence[Any] | Callable[..., Any] | None = None,
     environment: Any = None,
     loggers: Sequence[Any] | None = None,
 ) -> list[str]:
-    """Raises what is wrong with a recipe; returns lines about what was seen. Objects are given as to `train`."""
+    """Raises what is wrong with a recipe; returns lines about what was seen. `deep` loads the tokenizer and reads the
+    first rows of every source, `all_rows` reads all of them; `progress` then shows on standard error how far it is.
+    Objects are given as to `train`."""
     given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
     with tempfile.TemporaryDirectory(prefix="podium-check-") as cache:  # a check leaves nothing behind
-        return _checked(load_given(recipe, overrides, given, cache=Path(cache)), deep=deep)
+        loaded = load_given(recipe, overrides, given, cache=Path(cache))
+        return _checked(loaded, deep=deep, all_rows=all_rows, stream=sys.stderr if progress else None)
 
 
-def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool) -> list[str]:
+def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, stream: TextIO | None) -> list[str]:
     if isinstance(loaded, PipelineRecipe):
-        return check_pipeline(loaded, deep=deep)
+        return check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream)
     check_recipe(loaded)
     lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.steps} steps"]
     if is_hub_id(loaded.model.path):
         lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")
     lines += [f"warning: {text}" for text in recipe_warnings(loaded)]
-    return lines + (deep_report(loaded) if deep else [])
+    return lines + (deep_report(loaded, all_rows=all_rows, progress=stream) if deep or all_rows else [])
 
 
 def try_recipe(
@@ -134,13 +139,15 @@ def resume(
     *,
     overrides: Overrides = (),
     step: int | None = None,
+    accept_changed_data: bool = False,
     reward: Sequence[Any] | Callable[..., Any] | None = None,
     environment: Any = None,
     loggers: Sequence[Any] | None = None,
 ) -> RunResult:
     """Continues a run exactly where its newest (or the given) checkpoint stopped; a pipeline in the stage that was
     interrupted. `reward`, `environment` and `loggers` replace objects that the run was given, such as a reward function
-    in which a mistake was found."""
+    in which a mistake was found. `accept_changed_data`: training data may have changed since then; the lineage records
+    it."""
     from podium.engine.checkpoint import newest_usable
     from podium.models.folder import local_folder
 
@@ -155,6 +162,12 @@ def resume(
         if not given.is_empty:
             raise RunFolderError(
                 f"reward, environment, loggers: {folder} is a pipeline. Give them to one of its stages: {folder}/STAGE."
+            )
+        if accept_changed_data:
+            raise RunFolderError(
+                f"--accept-changed-data: {folder} is a pipeline, which runs stages again whose data changed. To go on "
+                f"with a stage as it is, give the stage's own folder: `podium resume {folder}/STAGE "
+                "--accept-changed-data`."
             )
         pipeline = PipelineFolder.open(folder)
         return _run_pipeline(pipeline.recipe(texts), pipeline)
@@ -175,7 +188,7 @@ def resume(
         )
     check_recipe(now)
     prepared = Prepared(recipe=now, model=local_folder(now.model.path, "model.path"))
-    refuse_what_breaks_exactness(before, prepared, opened)
+    refuse_what_breaks_exactness(before, prepared, opened, accept_changed_data=accept_changed_data)
     return resume_from(prepared, opened, reader.step)
 
 

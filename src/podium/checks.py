@@ -4,25 +4,26 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from podium.data.checking import check_source
 from podium.data.documents import Document
+from podium.data.dropping import no_trained_token, reasons_of
 from podium.data.examples import shape_of
 from podium.data.prompts import PromptTokenizer
-from podium.data.tasks import check_task_source, read_tasks
+from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require_usable
+from podium.data.tasks import Task, TaskReader, check_task_source, no_task, read_tasks
 from podium.data.tokenizer import listed_tokens, marked_text
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks
+from podium.observe.row_progress import RowProgress
 from podium.recipe import (
     CustomOnPolicyRecipe,
     CustomSpmdRecipe,
@@ -90,8 +91,11 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         new_tokens = model.new_tokens
         yield lambda: _check_new_tokens(new_tokens)
     for key, source in _sources(recipe):
-        look = partial(check_source, shape=shape_of(recipe)) if isinstance(recipe, SpmdRecipe) else check_task_source
-        yield lambda key=key, source=source, look=look: look(source, key)  # type: ignore[misc]
+        skips = recipe.data.on_error == "skip"
+        if isinstance(recipe, SpmdRecipe):
+            yield partial(check_source, source, key, shape_of(recipe), skips=skips)
+        else:
+            yield partial(check_task_source, source, key, skips=skips)
         if source.map is not None:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
     if isinstance(recipe, OnPolicyRecipe):
@@ -234,8 +238,9 @@ def _on_policy_models(recipe: OnPolicyRecipe) -> Iterator[_OtherModel]:
         yield _OtherModel(key="algorithm.kl.reference", path=kl.reference, gives_logprobs=True)
 
 
-def deep_report(recipe: Recipe) -> list[str]:
-    """Loads tokenizer and model config and tokenizes the first rows of every source; one line for each."""
+def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | None = None) -> list[str]:
+    """Loads tokenizer and model config and tokenizes the first rows of every source, or all; one line for each.
+    `progress` shows how far it is."""
     from podium.data.tokenizer import load_tokenizer, require_embeddings, require_same_tokens
     from podium.models.causal_lm import load_config
     from podium.models.folder import local_folder, read_config
@@ -260,74 +265,89 @@ def deep_report(recipe: Recipe) -> list[str]:
         from podium.roles.grader import require_scorable_heldout
 
         require_scorable_heldout(recipe, read_tasks(recipe.data.heldout, "data.heldout", _DEEP_ROWS))
+    shown = RowProgress(progress if all_rows else None)
+    reports = []
     for key, section in _sources(recipe):
+        source_rows = SourceRows(section, key, None if all_rows else _DEEP_ROWS, shown)
         match recipe:
             case SpmdRecipe():
-                lines += _source_report(recipe, key, section, tokenizer)
+                reports.append((key, source_rows, partial(_source_report, recipe, key, section, tokenizer)))
             case OnPolicyRecipe():
-                lines += _task_report(recipe, key, section, tokenizer)
-    return lines
+                reports.append((key, source_rows, partial(_task_report, recipe, key, section, tokenizer)))
+    source_lines = []
+    for _, source_rows, report in reports:
+        source_lines += report(source_rows)
+        source_lines += [f"  note: {source_rows.note}"] if source_rows.note is not None else []
+    shown.close()
+    bad = [(key, source_rows.bad) for key, source_rows, _ in reports]
+    return lines + source_lines + require_usable(bad, recipe.data)
 
 
-def _task_report(recipe: OnPolicyRecipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
-    """The first prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
+def _task_report(
+    recipe: OnPolicyRecipe, key: str, section: SourceSection, tokenizer: Any, rows: SourceRows
+) -> list[str]:
+    """The prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
     assert recipe.data.max_length is not None
     encoder = PromptTokenizer(tokenizer)
-    tasks = read_tasks([section], key.rpartition(".")[0], _DEEP_ROWS)
-    lengths = [len(task.encode(encoder)) for task in tasks]
     longest = min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
     room = longest - recipe.rollout.max_new_tokens
-    fitting = sum(length <= room for length in lengths)
-    if not fitting:
+    survey = TaskSurvey.of(rows, TaskReader([section], key.rpartition(".")[0]), encoder, room=room)
+    if survey.first is None:
+        if not survey.bad.num_bad:
+            raise no_task(key)
+        return [f"{key}: {survey.bad.num_read} rows read, no prompt"]
+    if not survey.num_fitting:
         raise RecipeError(
-            f"{key}: none of the first {len(tasks)} prompts of {section.path} leaves room for rollout.max_new_tokens "
-            f"{recipe.rollout.max_new_tokens}: the shortest has {min(lengths)} tokens and {longest} is the longest "
-            "sequence. Lower rollout.max_new_tokens, or raise data.max_length as far as the model allows."
+            f"{key}: none of the first {survey.num_tasks} prompts of {section.path} leaves room for "
+            f"rollout.max_new_tokens {recipe.rollout.max_new_tokens}: the shortest has {survey.shortest} tokens and "
+            f"{longest} is the longest sequence. Lower rollout.max_new_tokens, or raise data.max_length as far as the "
+            "model allows."
         )
-    answered = sum(task.reference is not None for task in tasks)
-    first = tokenizer.decode(tasks[0].encode(encoder).tolist()).replace("\n", "\\n")
+    _check_tools_shown(recipe, survey.first, tokenizer)
+    first = tokenizer.decode(survey.first.encode(encoder).tolist()).replace("\n", "\\n")
     return [
-        f"{key}: {len(tasks)} prompts read, {sum(lengths) / len(tasks):.0f} tokens on average and {max(lengths)} at "
-        f"most, {len(tasks) - fitting} too long, {answered} with a reference answer",
+        f"{key}: {survey.num_tasks} prompts read, {survey.num_tokens / survey.num_tasks:.0f} tokens on average and "
+        f"{survey.longest} at most, {survey.num_tasks - survey.num_fitting} too long, {survey.num_answered} with a "
+        "reference answer",
         f"  the first: {first[:_SHOWN_CHARACTERS]}",
     ]
 
 
-def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
-    """What became of a source's first rows, and one of its documents with the trained part in brackets."""
-    from podium.data.chat import Dropped
+def _check_tools_shown(recipe: OnPolicyRecipe, task: Task, tokenizer: Any) -> None:
+    """That the chat template shows the model the tools of the recipe."""
+    from podium.environments.tools import all_tools, load_tools
+    from podium.environments.transcript import check_tools_shown
+
+    environment = recipe.environment
+    if environment is not None and environment.tools and not environment.hidden_tools and task.messages is not None:
+        check_tools_shown(tokenizer, task.messages, [tool.schema for tool in all_tools(load_tools(environment.tools))])
+
+
+def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokenizer: Any, rows: SourceRows) -> list[str]:
+    """What became of a source's rows, and one of its documents with the trained part in brackets."""
     from podium.data.endings import missing_stop_token
-    from podium.data.examples import MadeExample, MakerSpec
-    from podium.data.sources import open_source
+    from podium.data.examples import MakerSpec
     from podium.data.tokenizer import stop_tokens
     from podium.models.folder import local_folder
 
-    spec = replace(MakerSpec.of(recipe), sections=(section,), key=key.rpartition(".")[0])
-    maker, source = spec.build(), open_source(section, key)
-    rows = islice((row for block in range(source.num_blocks) for row in source.read_block(block)), _DEEP_ROWS)
-    results = [maker.make(0, row) for row in rows]
-    examples = [result for result in results if isinstance(result, MadeExample)]
-    dropped = Counter(result.value for result in results if isinstance(result, Dropped))
-    reasons = ", ".join(f"{count} dropped ({reason})" for reason, count in dropped.items())
-    if not examples:
-        raise RecipeError(
-            f"{key}: none of the first {len(results)} rows of {section.path} gives a document: {reasons}. Check "
-            "data.trained (chats need assistant turns), data.max_length with data.overlong, and the source's `map`."
-        )
-    documents = [document for each in examples for document in each.example.documents]
-    tokens = sum(len(document.tokens) for document in documents)
-    trained = sum(document.num_trained for document in documents)
-    truncated = sum(each.truncated for each in examples)
-    whole = [document for each in examples if not each.truncated for document in each.example.documents]
+    spec = replace(MakerSpec.of(recipe), sections=(section,), key=key.rpartition(".")[0], skips=False)
+    survey = ExampleSurvey.of(rows, spec.build())
+    if not survey.num_documents:
+        if survey.bad.num_bad:
+            return [f"{key}: {survey.bad.num_read} rows read, no document"]
+        raise no_trained_token(f"the first {survey.bad.num_read} rows of {section.path}", survey.dropped, key=key)
     warning = None
     if not isinstance(recipe, RewardModelRecipe):  # which scores texts and learns no token
-        warning = missing_stop_token(whole, tokenizer, stop_tokens(tokenizer, local_folder(recipe.model.path, key)))
+        stops = stop_tokens(tokenizer, local_folder(recipe.model.path, key))
+        warning = missing_stop_token(survey.whole, tokenizer, stops)
     return [
-        f"{key}: {len(results)} rows read, {len(documents)} documents, {tokens / len(documents):.0f} tokens on "
-        f"average, {trained / tokens:.0%} of them trained, {truncated} truncated, {reasons or 'none dropped'}",
+        f"{key}: {survey.bad.num_read} rows read, {survey.num_documents} documents, "
+        f"{survey.num_tokens / survey.num_documents:.0f} tokens on average, "
+        f"{survey.num_trained / survey.num_tokens:.0%} of them trained, {survey.num_truncated} truncated, "
+        f"{reasons_of(survey.dropped) or 'none dropped'}",
         *(
             f"  the first, with what is trained in brackets: {_marked(document, tokenizer)}"
-            for document in examples[0].example.documents
+            for document in survey.first
         ),
         *([f"  warning: {warning}"] if warning is not None else []),
     ]

@@ -62,9 +62,13 @@ def resume(
     overrides: Overrides = None,
     devices: Devices = None,
     step: Annotated[int | None, typer.Option(help="Checkpoint to resume from; default: the newest.")] = None,
+    accept_changed_data: Annotated[
+        bool, typer.Option("--accept-changed-data", help="Go on although files of data.train changed; it is recorded.")
+    ] = False,
 ) -> None:
     """Continue a run exactly where it stopped."""
-    _report(api.resume(run, overrides=_with_devices(overrides, devices), step=step))
+    overrides = _with_devices(overrides, devices)
+    _report(api.resume(run, overrides=overrides, step=step, accept_changed_data=accept_changed_data))
 
 
 @app.command()
@@ -72,9 +76,10 @@ def check(
     recipe: RecipeFile,
     overrides: Overrides = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also load tokenizer and model config, and read data.")] = False,
+    all_rows: Annotated[bool, typer.Option("--all", help="With --deep: read every row, not only the first.")] = False,
 ) -> None:
     """Check schema, files and plug-ins without running anything."""
-    for line in api.check(recipe, overrides=overrides or (), deep=deep):
+    for line in api.check(recipe, overrides=overrides or (), deep=deep, all_rows=all_rows):
         typer.echo(line)
     typer.echo(f"{recipe}: ok")
 

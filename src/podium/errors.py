@@ -17,6 +17,10 @@ class DataError(PodiumError):
     """A data source is missing, empty, malformed, or cannot be tokenized: names file and row."""
 
 
+class BadRowError(DataError):
+    """One row cannot be used, and others may be: `data.on_error: skip` leaves it out. Names file and row."""
+
+
 class ModelError(PodiumError):
     """A model folder is incomplete or its weights do not fit its config."""
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from podium.checks import check_recipe
 from podium.data.fingerprints import files_fingerprint
-from podium.errors import RecipeError, RunFolderError
+from podium.errors import BadRowError, RecipeError, RunFolderError
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
-from podium.recipe.changes import changes, what_matters
+from podium.recipe.changes import changes, is_training_data, what_matters
 from podium.recipe.resolving import resolved
 from podium.recipe.rules import recipe_warnings
 from podium.runs.failing import forget_failures
@@ -99,24 +99,35 @@ def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     return _launch(prepared, recipe, folder, resume_step=step)
 
 
-def refuse_what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFolder) -> None:
-    """Raises where a resumed run would not be the one that was interrupted."""
-    changed = changes(before, now.recipe)
-    breaking = [f"  {change} ({change.breaks})" for change in changed if change.breaks is not None]
-    if not breaking:
+def refuse_what_breaks_exactness(
+    before: Recipe, now: Prepared, folder: RunFolder, *, accept_changed_data: bool = False
+) -> None:
+    """Raises where a resumed run would not be the one that was interrupted. `accept_changed_data`: other training data
+    than before is no reason."""
+    breaking = [
+        (f"  {change} ({change.breaks})", is_training_data(change.key))
+        for change in changes(before, now.recipe)
+        if change.breaks is not None
+    ]
+    if all(is_data for _, is_data in breaking):
         known: Mapping[str, Any] = folder.state().get("files", {})
-        fingerprints = _fingerprints(now)
-        breaking = [
-            f"  {name}: its content is not what the run began with"
-            for name in fingerprints
-            if known.get(name, fingerprints[name]) != fingerprints[name]
+        data = {each.path for each in now.inputs if is_training_data(each.key)}
+        breaking += [
+            (f"  {name}: its content is not what the run began with", name in data)
+            for name, fingerprint in _fingerprints(now).items()
+            if known.get(name, fingerprint) != fingerprint
         ]
-    if breaking:
+    refused = [text for text, is_data in breaking if not (is_data and accept_changed_data)]
+    if refused:
+        advice = "Undo the change, or start a new run with it (model.path may be an export of this one)."
+        if all(is_data for _, is_data in breaking):
+            advice += (
+                f"\nTo go on with the changed data: `podium resume {folder.path} --accept-changed-data`. Rows are then "
+                "read from the same position of the new data."
+            )
         raise RecipeError(
             f"{folder.path} cannot be resumed exactly; this changed since its checkpoint:\n"
-            + "\n".join(breaking)
-            + "\n"
-            "Undo the change, or start a new run with it (model.path may be an export of this one)."
+            + "\n".join([*refused, advice])
         )
 
 
@@ -185,11 +196,14 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
         if resume_step is not None:
             folder.write_recipe(prepared.recipe)
             before = folder.state().get("lineage")
-            folder.update(status="running", lineage=prepared.lineage(before, step=resume_step))
+            lineage = prepared.lineage(before, step=resume_step)
+            folder.update(status="running", files=_fingerprints(prepared), lineage=lineage)
         try:
             yield
         except BaseException as error:
             folder.end_failed(error)
+            if isinstance(error, BadRowError):
+                error.add_note("rows that cannot be used are skipped with: --set data.on_error=skip")
             if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
                 raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and continue.") from error
             raise

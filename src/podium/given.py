@@ -23,7 +23,7 @@ Overrides = Sequence[str] | Mapping[str, Any]
 def load_given(
     recipe: RecipeLike, overrides: Overrides, given: Given, *, cache: Path | None = None
 ) -> Recipe | PipelineRecipe:
-    """The recipe, with objects in the place of some of its parts. `cache`: where files of objects are written, instead of
+    """The recipe, with objects in the place of some of its parts. `cache`: where files of objects are written; default:
     the cache folder of the run."""
     texts = override_texts(overrides)
     if isinstance(recipe, str | Path) and given.is_empty:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import TextIO
+
 from podium.checks import deep_report, problems_of, raise_together
 from podium.errors import PodiumError, RecipeError
 from podium.models.folder import is_hub_id
@@ -12,7 +14,9 @@ from podium.recipe.pipeline_loading import unmade_stage_recipe
 from podium.recipe.rules import recipe_warnings
 
 
-def check_pipeline(pipeline: PipelineRecipe, *, deep: bool) -> list[str]:
+def check_pipeline(
+    pipeline: PipelineRecipe, *, deep: bool, all_rows: bool = False, progress: TextIO | None = None
+) -> list[str]:
     """Raises what is wrong with any stage; returns lines about what was seen. Weights that an earlier stage will make
     cannot be looked at."""
     order = pipeline.order()
@@ -26,7 +30,7 @@ def check_pipeline(pipeline: PipelineRecipe, *, deep: bool) -> list[str]:
     for name in order:
         lines += _stage_lines(pipeline, name)
         if deep:
-            lines += [f"  {line}" for line in _deep_lines(pipeline, name)]
+            lines += [f"  {line}" for line in _deep_lines(pipeline, name, all_rows, progress)]
     return lines
 
 
@@ -40,12 +44,12 @@ def _stage_lines(pipeline: PipelineRecipe, name: str) -> list[str]:
     return lines + [f"  warning: {text}" for text in recipe_warnings(recipe)]
 
 
-def _deep_lines(pipeline: PipelineRecipe, name: str) -> list[str]:
+def _deep_lines(pipeline: PipelineRecipe, name: str, all_rows: bool, progress: TextIO | None) -> list[str]:
     """With the config and tokenizer of the model that the first of its ancestors begins with: training keeps both."""
     recipe = unmade_stage_recipe(pipeline, name)
     model = recipe.model.model_copy(update={"path": _first_model(pipeline, name)})
     try:
-        return deep_report(recipe.model_copy(update={"model": model}))
+        return deep_report(recipe.model_copy(update={"model": model}), all_rows=all_rows, progress=progress)
     except PodiumError as error:
         raise type(error)(f"stages.{name}: {error}") from error
 

@@ -65,7 +65,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     },
     "expert-iteration": {**_INLINE, "program": "expert_iteration", "grading": {"solved_at": 0.3}},
     "tool-agent": {
-        **_INLINE, "environment": {"tools": ["task.py:calculate"], "max_turns": 2},
+        **_INLINE, "environment": {"tools": ["task.py:calculate"], "max_turns": 2, "hidden_tools": True},
         "rollout": {"max_new_tokens": 12},
     },
     "lora-grpo": {**_INLINE, "model": {"lora": {"rank": 4}}},

@@ -21,12 +21,15 @@ from podium.algorithms.values import ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
 from podium.controller.records import StepRecord, step_metrics
+from podium.data.documents import Example, SplitExamples
+from podium.engine.train_step import source_sum
 from podium.programs.distill import DistillMethod
 from podium.programs.dpo import PreferenceMethod
 from podium.programs.reward_model import RewardModelMethod
 from podium.recipe.dense import DistillSection, KtoPreference, RewardModelSection, SigmoidPreference
 from podium.roles.carriers import DistanceNote
 from podium.roles.stages import CriticReport
+from podium.spmd.by_source import heldout_losses, source_metrics
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "podium"
@@ -89,7 +92,7 @@ def step_names() -> set[str]:
         report=make_report(sampling=weights, kl_reference=0.1), kl_coefficient=0.1,
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
         seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6, solved_at=1.0,
-        extra={"prompts/too_long": 0.0, "epoch": 0.0},
+        extra={"prompts/too_long": 0.0, "prompts/skipped": 0.0, "epoch": 0.0},
     )  # fmt: skip
     return set(step_metrics(record))
 
@@ -146,7 +149,9 @@ def test_what_is_made_up_here_has_every_number_that_the_code_can_write(module: A
 
 
 def test_prompts_add_the_numbers_that_the_made_up_step_takes_as_given() -> None:
-    assert set(literals(SOURCE / "controller" / "prompts.py", "metrics")) == {"prompts/too_long", "epoch"}
+    assert set(literals(SOURCE / "controller" / "prompts.py", "metrics")) == {
+        "prompts/too_long", "prompts/skipped", "epoch",
+    }  # fmt: skip
 
 
 def averaged(*methods: Any) -> set[str]:
@@ -162,6 +167,16 @@ def test_every_number_of_all_programs_with_fixed_data_is_defined() -> None:
     written = set(literals(SOURCE / "spmd" / "run.py", "_publish", "_evaluate")) - OF_SAMPLES
     assert "heldout/*" in written
     assert_same(written - {"heldout/*"} | {"heldout/loss"}, defined("Fixed data: every program"))
+
+
+def test_every_number_of_several_sources_is_defined() -> None:
+    split = SplitExamples(
+        examples=tuple(Example(documents=(), source=source) for source in (0, 1)), rows=((0, 1),),
+        sources=("easy", "hard"),
+    )  # fmt: skip
+    sums = {source_sum(name): 1.0 for name in split.sources}
+    written = {*source_metrics(split, sums, "rows"), *heldout(heldout_losses(split, sums, "rows"))}
+    assert_same(written, defined("Fixed data: several sources"))
 
 
 def test_every_number_of_preferences_is_defined() -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from podium.cluster import Cluster, Workers
@@ -20,6 +21,7 @@ from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
 from podium.controller.state import RunState
 from podium.data.prompts import PromptTokenizer
+from podium.data.skipping import RowSkipper, SkippedRow, SkipPolicy
 from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, set_aside_later
@@ -47,6 +49,7 @@ class Inputs:
     saved: Mapping[str, Any]  # the controller's values in the checkpoint
     prompts: PromptSource
     heldout: Sequence[Task]
+    heldout_skipped: Sequence[SkippedRow]
 
 
 def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None) -> Inputs:
@@ -56,11 +59,19 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
         saved = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
         for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
             set_aside_later(part, resume_step)
-    prompts = PromptSource(recipe, PromptTokenizer(load_tokenizer(recipe.model)), saved.get("cursor"))
+    tokenizer = PromptTokenizer(load_tokenizer(recipe.model))
+    prompts = PromptSource(recipe, tokenizer, saved.get("cursor"))
     limit = heldout_limit(recipe.evaluation.generation, recipe.evaluation.max_documents)
-    heldout = read_tasks(recipe.data.heldout, "data.heldout", limit) if recipe.data.heldout else []
+    skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.heldout")
+    heldout: Sequence[Task] = ()
+    if recipe.data.heldout:
+        check = partial(Task.encode, tokenizer=tokenizer) if skipper.skips else None
+        heldout = read_tasks(recipe.data.heldout, "data.heldout", limit, skipper=skipper, check=check)
     require_scorable_heldout(recipe, heldout)
-    return Inputs(recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout)
+    return Inputs(
+        recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout,
+        heldout_skipped=skipper.rows,
+    )  # fmt: skip
 
 
 async def open_parts(
@@ -74,6 +85,7 @@ async def open_parts(
     stack.callback(ledger.close)
     ledger.rewind(step)
     log = open_log(stack, recipe, folder, console, step=step)
+    log.skipped_rows(0, inputs.heldout_skipped)
     facts = roles.policy.facts
     if facts.cpu is not None:
         folder.note_cpu_settings(roles.policy.num_ranks, facts.cpu)

@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from podium.data.prompts import PromptTokenizer
-from podium.data.tasks import IndexedTask, TaskCursor
+from podium.data.skipping import SkippedRow, SkipPolicy
+from podium.data.tasks import IndexedTask, Task, TaskCursor
 from podium.errors import DataError
 from podium.recipe import OnPolicyRecipe
 
@@ -23,6 +24,7 @@ class _Ahead:
     result: list[IndexedTask] | Exception
     state: dict[str, Any]
     metrics: dict[str, float]
+    num_skipped: int  # rows that this process had skipped
 
 
 class PromptSource:
@@ -31,11 +33,14 @@ class PromptSource:
     def __init__(self, recipe: OnPolicyRecipe, tokenizer: PromptTokenizer, state: Mapping[str, Any] | None) -> None:
         data = recipe.data
         assert data.max_length is not None
+        self._tokenizer = tokenizer
         self._cursor = TaskCursor(
             data.train, "data.train", seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
-            state=None if state is None else state["cursor"],
+            state=None if state is None else state["cursor"], policy=SkipPolicy.of(data), check=self._measure,
         )  # fmt: skip
-        self._tokenizer, self._overlong = tokenizer, data.overlong
+        self._length = 0  # of the prompt that was read last
+        self._skips, self._num_named = data.on_error == "skip", 0
+        self._overlong = data.overlong
         self._room = min(recipe.rollout.max_length or data.max_length, data.max_length) - recipe.rollout.max_new_tokens
         self._new_tokens = recipe.rollout.max_new_tokens
         self._left_out = 0 if state is None else int(state["left_out"])
@@ -57,19 +62,22 @@ class PromptSource:
         """Takes the next prompts early, while workers are busy. State and metrics do not change yet. `take` raises an
         error in a prompt later, so that it does not fail the current step."""
         if self._ahead is None:
-            state, metrics = self.state(), self.metrics()
+            state, metrics, num_skipped = self.state(), self.metrics(), len(self._cursor.skipped_rows)
             try:
                 result: list[IndexedTask] | Exception = self._next_prompts(count)
             except Exception as error:  # a source's `map` is the user's code
                 result = error
-            self._ahead = _Ahead(result=result, state=state, metrics=metrics)
+            self._ahead = _Ahead(result=result, state=state, metrics=metrics, num_skipped=num_skipped)
+
+    def _measure(self, task: Task) -> None:
+        self._length = len(task.encode(self._tokenizer))
 
     def _next_prompts(self, count: int) -> list[IndexedTask]:
         taken: list[IndexedTask] = []
         in_a_row = 0
         while len(taken) < count:
             prompt = self._cursor.take(1)[0]
-            length = len(prompt.task.encode(self._tokenizer))
+            length = self._length
             if length <= self._room:
                 taken.append(prompt)
                 self._epoch, in_a_row, self._has_taken = prompt.epoch, 0, True
@@ -94,7 +102,20 @@ class PromptSource:
         """Number of prompts skipped as too long, and the epoch."""
         if self._ahead is not None:
             return self._ahead.metrics
-        return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch)}
+        skipped = {"prompts/skipped": float(self._cursor.num_skipped)} if self._skips else {}
+        return {"prompts/too_long": float(self._left_out), "epoch": float(self._epoch), **skipped}
+
+    @property
+    def notes(self) -> list[str]:
+        """What reading changed in the rows so far, for the user."""
+        return self._cursor.notes
+
+    def take_skipped(self) -> Sequence[SkippedRow]:
+        """The rows that were skipped since the last call, without those of prompts taken ahead."""
+        rows = self._cursor.skipped_rows
+        end = len(rows) if self._ahead is None else self._ahead.num_skipped
+        begin, self._num_named = self._num_named, end
+        return rows[begin:end]
 
     def state(self) -> dict[str, Any]:
         """Position of the next prompts, including those taken ahead."""

@@ -73,6 +73,9 @@ class StepLog:
         await self.written()
         rows = ledger_records(step.sampled, used, step.number)
         self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, rows))
+        parts.log.skipped_rows(step.number, parts.prompts.take_skipped())
+        for note in parts.prompts.notes if step.number == 1 else ():
+            parts.log.console.note(note)
         parts.log.step(_view(step.number, recipe.steps, values), values)
         try:
             self._check(step.number, policy, is_warm_up=critic is not None and policy is None)

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from podium.data.chat_text import message_text
 from podium.data.documents import Document, Mask, Tokens
 from podium.data.kinds import (
     MapFunction,
@@ -21,9 +22,10 @@ from podium.data.kinds import (
     parse_text,
     parse_tools,
 )
-from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools
+from podium.data.masks import ChatRenderer, ChatTemplateError, MarkedChat, Tools, template_error
 from podium.data.rows import Row
-from podium.errors import DataError
+from podium.data.tokenizer import answer_text
+from podium.errors import BadRowError, DataError
 from podium.recipe import plugins
 from podium.recipe.schema import SourceSection
 
@@ -31,12 +33,15 @@ Trained = Literal["assistant", "last_turn", "everything"]
 Overlong = Literal["truncate", "drop", "error"]
 
 _NO_COLUMNS: Mapping[str, str] = {}
+_PromptParts = tuple[list[int], str, tuple[Message, ...] | None]
+"""The prompt's tokens, the answer's text, and the messages before it."""
 
 
 class Dropped(enum.Enum):
     """Why a row gave no document."""
 
     OVERLONG = "longer than data.max_length"
+    NO_ANSWER = "no assistant turn to train on"
     UNTRAINED = "no trained token"
     BY_MAP = "dropped by the source's map"
 
@@ -56,6 +61,7 @@ class Prompt:
     tokens: Tokens
     reference: str
     values: Mapping[str, Any]
+    messages: tuple[Message, ...] | None = None  # of a chat: those before the answer
 
 
 class DocumentMaker:
@@ -72,7 +78,7 @@ class DocumentMaker:
     def make(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
     ) -> Made | Dropped:
-        """The row's document, or why there is none. An invalid row raises a DataError that names it."""
+        """The row's document, or why there is none. An invalid row raises a BadRowError that names it."""
         values = named_values(row, columns, map)
         return Dropped.BY_MAP if values is None else self.document(values, columns, row)
 
@@ -81,10 +87,10 @@ class DocumentMaker:
         try:
             marked = self._marked(values, columns, row)
         except ChatTemplateError as error:
-            raise DataError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
-        return self._finished(marked, row)
+        return Dropped.NO_ANSWER if marked is None else self._finished(marked, row)
 
     def prompt_of(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
@@ -98,15 +104,15 @@ class DocumentMaker:
         try:
             parts = self._prompt(values, columns, row)
         except ChatTemplateError as error:
-            raise DataError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
         if parts is None:
             return None
-        tokens, reference = parts
-        return Prompt(tokens=np.array(tokens, np.int32), reference=reference, values=values)
+        tokens, reference, messages = parts
+        return Prompt(tokens=np.array(tokens, np.int32), reference=reference, values=values, messages=messages)
 
-    def _marked(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> MarkedChat:
+    def _marked(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> MarkedChat | None:
         match kind_of(values, columns, row):
             case "messages":
                 messages = parse_messages(values["messages"], "messages", row)
@@ -121,14 +127,15 @@ class DocumentMaker:
                 tokens = self._with_end(self._encode(parse_text(values, "text", row)))
                 return MarkedChat(tokens, [True] * len(tokens))
 
-    def _marked_chat(self, messages: list[Message], tools: Tools, first: int) -> MarkedChat:
-        """`first`: messages before it are a prompt, whose assistant turns are not trained."""
+    def _marked_chat(self, messages: list[Message], tools: Tools, first: int) -> MarkedChat | None:
+        """None without an assistant turn to train. `first`: messages before it are a prompt, whose assistant turns are
+        not trained."""
         if self._trained == "everything":
             tokens = self._renderer.tokens(messages, tools, generation_prompt=False)
             return MarkedChat(tokens, [True] * len(tokens))
         turns = [index for index in range(first, len(messages)) if messages[index]["role"] == "assistant"]
         if not turns:
-            return MarkedChat([], [])
+            return None
         return self._renderer.mark(messages, tools, turns[-1:] if self._trained == "last_turn" else turns)
 
     def _marked_completion(self, prompt: str, completion: str) -> MarkedChat:
@@ -142,22 +149,36 @@ class DocumentMaker:
         in_prompt = 0 if self._trained == "everything" else len(before)
         return MarkedChat(tokens, [index >= in_prompt for index in range(len(tokens))])
 
-    def _prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> tuple[list[int], str] | None:
+    def _prompt(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> _PromptParts | None:
         match kind_of(values, columns, row):
             case "messages":
                 messages = parse_messages(values["messages"], "messages", row)
             case "prompt_completion":
                 prompt, completion = parse_prompt_completion(values, row)
                 if isinstance(prompt, str):
-                    return self._prompt_tokens(prompt), str(completion)
+                    return self._prompt_tokens(prompt), str(completion), None
                 messages = [*prompt, *_messages(completion)]
             case "text":
                 return None
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns or turns[-1] == 0:
             return None
-        before = self._renderer.tokens(messages[: turns[-1]], parse_tools(values, row), generation_prompt=True)
-        return before, str(messages[turns[-1]].get("content", ""))
+        last, tools = turns[-1], parse_tools(values, row)
+        before = self._renderer.tokens(messages[:last], tools, generation_prompt=True)
+        return before, self._answer(messages[: last + 1], tools), tuple(messages[:last])
+
+    def _answer(self, messages: list[Message], tools: Tools) -> str:
+        """The text of a chat's last turn. A turn that calls tools is what the model is to write, as the template has
+        it."""
+        turn = messages[-1]
+        if not turn.get("tool_calls"):
+            return str(turn.get("content", ""))
+        try:
+            marked = self._renderer.mark(messages, tools, [len(messages) - 1])
+        except ChatTemplateError:  # training says so; here it is only shown
+            return message_text(turn)
+        written = [token for token, trained in zip(marked.tokens, marked.trained, strict=True) if trained]
+        return answer_text(self._tokenizer, written)
 
     def _finished(self, marked: MarkedChat, row: Row) -> Made | Dropped:
         tokens, trained = np.array(marked.tokens, np.int32), np.array(marked.trained, np.bool_)
@@ -204,9 +225,9 @@ def load_map(section: SourceSection, key: str) -> MapFunction | None:
     return plugins.load(section.map, f"{key}.map") if section.map is not None else None
 
 
-def unreadable(row: Row, error: Exception) -> DataError:
+def unreadable(row: Row, error: Exception) -> BadRowError:
     """The error for a row that the tokenizer cannot read."""
-    return DataError(
+    return BadRowError(
         f"{row.where}: the tokenizer cannot read it ({type(error).__name__}: {error}). Halves of surrogate pairs, "
         "as in broken emoji, are the usual reason; fix or drop such rows with the source's `map`."
     )

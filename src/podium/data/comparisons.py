@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from podium.data.kinds import Message, check_values, parse_messages, parse_prompt_completion, quoted
 from podium.data.rows import Row
-from podium.errors import DataError
+from podium.errors import BadRowError
 
 Shape = Literal["documents", "pairs", "labels", "ranked", "scores"]
 """The content of examples: plain documents; chosen and rejected completions; a completion with a label; chosen and
@@ -28,7 +28,7 @@ class Judged:
 
 
 def judged(values: Mapping[str, Any], shape: Shape, row: Row) -> Judged:
-    """Splits the row into texts and judgement. A row that does not fit this shape raises a DataError that names it."""
+    """Splits the row into texts and judgement. A row of another shape raises a BadRowError that names it."""
     match shape:
         case "documents":
             return Judged(texts=(values,))
@@ -52,7 +52,7 @@ def check_judged(values: Mapping[str, Any], columns: Mapping[str, str], shape: S
 def _pair(values: Mapping[str, Any], row: Row) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     for name in ("chosen", "rejected"):
         if values.get(name) is None:
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: expected `prompt`, `chosen` and `rejected`, and there is no `{name}`. The row has: "
                 f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
             )
@@ -67,7 +67,7 @@ def _pair(values: Mapping[str, Any], row: Row) -> tuple[Mapping[str, Any], Mappi
     # Compared as they are read: a column of messages may have fields of nulls that the other one lacks.
     first, second = (_completion(text, name, row) for name, text in zip(("chosen", "rejected"), texts, strict=True))
     if first == second:
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: `chosen` and `rejected` are the same, so there is nothing to prefer. Remove the row, or "
             "drop it with the source's `map`."
         )
@@ -85,7 +85,7 @@ def _require_same_prompt(prompt: Any, shared: list[Message], row: Row) -> None:
     user_texts = [message.get("content") for message in shared if message["role"] == "user"]
     if prompt in user_texts if isinstance(prompt, str) else parse_messages(prompt, "prompt", row) == shared:
         return
-    raise DataError(
+    raise BadRowError(
         f"{row.where}: `chosen` and `rejected` are whole conversations, and `prompt` is not what they begin with. "
         "Leave `prompt` out with the source's `map`, or give completions alone."
     )
@@ -94,7 +94,7 @@ def _require_same_prompt(prompt: Any, shared: list[Message], row: Row) -> None:
 def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]:
     """Whole conversations: they differ in the last turn, and everything before it is their shared prompt."""
     if isinstance(chosen, str) or isinstance(rejected, str):
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: `chosen` or `rejected` is text where a whole conversation is needed, so where the "
             "completion begins is ambiguous. Give a `prompt` column with two texts, or two lists of messages."
         )
@@ -104,13 +104,13 @@ def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]
             (at for at, (one, other) in enumerate(zip(first, second, strict=False)) if one != other),
             min(len(first), len(second)),
         )
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: the prompts of `chosen` and `rejected` differ at message {differing}; a pair compares two "
             "answers to the same conversation. Fix the row, or drop it with the source's `map`."
         )
     for name, messages in (("chosen", first), ("rejected", second)):
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: `{name}` is a whole conversation and must end with an assistant turn that answers what "
                 "comes before it. Give both, or completions alone beside a `prompt`."
             )
@@ -120,7 +120,7 @@ def _shared_prompt(chosen: Any, rejected: Any, row: Row) -> tuple[Any, Any, Any]
 def _completed(values: Mapping[str, Any], row: Row) -> Mapping[str, Any]:
     for name in ("prompt", "completion"):
         if values.get(name) is None:
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: expected `prompt`, `completion` and `label`, and there is no `{name}`. The row has: "
                 f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
             )
@@ -136,13 +136,13 @@ def _completion(text: Mapping[str, Any], name: str, row: Row) -> str | list[Mess
         is_empty = not completion.strip()
     else:
         if completion[0]["role"] != "assistant":
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: `{name}` begins with a turn of {completion[0]['role']}; a completion is what the "
                 "assistant answers. Move what comes before it to the `prompt`."
             )
         is_empty = all(not str(turn.get("content") or "").strip() and not turn.get("tool_calls") for turn in completion)
     if is_empty:
-        raise DataError(f"{row.where}: `{name}` is empty. Remove the row, or drop it with the source's `map`.")
+        raise BadRowError(f"{row.where}: `{name}` is empty. Remove the row, or drop it with the source's `map`.")
     return completion
 
 
@@ -151,12 +151,12 @@ def _label(values: Mapping[str, Any], row: Row) -> float:
     if isinstance(label, str) and label.strip().lower() in ("true", "false"):
         label = label.strip().lower() == "true"  # CSV has no booleans
     if label is None:
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: expected `prompt`, `completion` and `label`, and there is no `label`. The row has: "
             f"{', '.join(values) or 'nothing'}. Rename columns with the source's `columns`."
         )
     if label not in (True, False, 0, 1):
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: `label` must be true (desirable) or false, found {quoted(label)}. Make it so with the "
             "source's `map`."
         )
@@ -168,7 +168,7 @@ def _number(values: Mapping[str, Any], name: str, row: Row, default: float | Non
     if value is None and default is not None:
         return default
     if value is None:
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: there is no `{name}`. The row has: {', '.join(values) or 'nothing'}. Rename the column with "
             "the source's `columns`."
         )
@@ -177,7 +177,7 @@ def _number(values: Mapping[str, Any], name: str, row: Row, default: float | Non
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(value, bool) or not math.isfinite(number):
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: `{name}` must be a finite number, found {quoted(value)}. Rename the column with the "
             "source's `columns`, or fix it with its `map`."
         )

@@ -3,17 +3,19 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import assert_never
 
 from podium.data.chat import Dropped
 from podium.data.documents import Example
-from podium.data.examples import MadeExample
+from podium.data.dropping import no_trained_token
+from podium.data.examples import MadeExample, RowResult
 from podium.data.packing import compose_step
+from podium.data.skipping import SkipCounts, SkippedRow, SkipPolicy
 from podium.data.state import DocumentCounts, LoaderState
 from podium.data.stream import StreamPosition, StreamRow
-from podium.errors import DataError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,8 +37,14 @@ class StepSize:
 class StepComposer:
     """Holds waiting examples. The same chunks always give the same steps."""
 
-    def __init__(self, names: Sequence[str], size: StepSize, window: int, state: LoaderState) -> None:
+    def __init__(
+        self, names: Sequence[str], size: StepSize, window: int, state: LoaderState, policy: SkipPolicy | None = None
+    ) -> None:
         self._names = tuple(names)
+        self._policy = policy or SkipPolicy()
+        self._skipped: list[SkippedRow] = []
+        # Since the epoch of a source began, or the run was resumed in it.
+        self._dropped_in_epoch: list[Counter[Dropped]] = [Counter() for _ in self._names]
         self._size = size
         self._window = window
         self._waiting = list(state.waiting)
@@ -52,17 +60,19 @@ class StepComposer:
             return len(self._waiting) >= self._size.rows
         return len(self._waiting) >= self._window and self._num_waiting_inputs >= self._size.tokens
 
-    def add(self, chunk: RowChunk, examples: Sequence[MadeExample | Dropped]) -> None:
-        """Adds the examples of a chunk, and counts dropped rows."""
+    def add(self, chunk: RowChunk, examples: Sequence[RowResult]) -> None:
+        """Adds the examples of a chunk, and counts dropped and skipped rows."""
         counts = self._counts
         drawn_by_source, epochs = list(counts.drawn), list(counts.epochs)
         num_kept = num_truncated = 0
         dropped = dict.fromkeys(Dropped, 0)
+        skipped: list[SkippedRow] = []
         for each, result in zip(chunk.rows, examples, strict=True):
             if each.epoch != epochs[each.source]:
                 self._require_some_trained(each.source)
                 epochs[each.source] = each.epoch
                 self._made_in_epoch[each.source] = 0
+                self._dropped_in_epoch[each.source].clear()
             drawn_by_source[each.source] += 1
             match result:
                 case MadeExample(example=example, truncated=truncated):
@@ -73,20 +83,34 @@ class StepComposer:
                     num_truncated += truncated
                 case Dropped():
                     dropped[result] += 1
+                    self._dropped_in_epoch[each.source][result] += 1
+                case SkippedRow():
+                    skipped.append(result)
                 case other:
                     assert_never(other)
         self._position = chunk.position
+        self._skipped += skipped
+        skip_counts = SkipCounts(read=counts.read, skipped=counts.skipped, first=counts.first_skipped)
+        skip_counts = skip_counts.add(len(chunk.rows), skipped)
         self._counts = replace(
             counts,
             read=counts.read + len(chunk.rows),
             trained=counts.trained + num_kept,
             truncated=counts.truncated + num_truncated,
             dropped_overlong=counts.dropped_overlong + dropped[Dropped.OVERLONG],
-            dropped_untrained=counts.dropped_untrained + dropped[Dropped.UNTRAINED],
+            dropped_untrained=counts.dropped_untrained + dropped[Dropped.UNTRAINED] + dropped[Dropped.NO_ANSWER],
             dropped_by_map=counts.dropped_by_map + dropped[Dropped.BY_MAP],
             drawn=tuple(drawn_by_source),
             epochs=tuple(epochs),
+            skipped=skip_counts.skipped,
+            first_skipped=skip_counts.first,
         )
+        self._policy.check(skip_counts, "data.train")
+
+    def take_skipped(self) -> tuple[SkippedRow, ...]:
+        """The rows that were skipped since the last call."""
+        skipped, self._skipped = tuple(self._skipped), []
+        return skipped
 
     def take(self) -> tuple[tuple[Example, ...], LoaderState]:
         """The next step's examples, and the state after removing them from the buffer."""
@@ -108,7 +132,7 @@ class StepComposer:
 
     def _require_some_trained(self, source: int) -> None:
         if self._made_in_epoch[source] == 0:
-            raise no_trained_token(self._names[source], self._counts)
+            raise no_trained_token(self._names[source], self._dropped_in_epoch[source], self._counts.first_skipped)
 
 
 def first_state(position: StreamPosition) -> LoaderState:
@@ -116,12 +140,3 @@ def first_state(position: StreamPosition) -> LoaderState:
     zeros = (0,) * len(position.sources)
     counts = DocumentCounts(drawn=zeros, epochs=zeros)
     return LoaderState(position=position, waiting=(), counts=counts, made_in_epoch=zeros)
-
-
-def no_trained_token(name: str, counts: DocumentCounts) -> DataError:
-    """The error for a source whose rows were all dropped."""
-    return DataError(
-        f"no trained token in the whole of {name}: every row was dropped (so far {counts.dropped_untrained} without a "
-        f"trained token, {counts.dropped_overlong} overlong, {counts.dropped_by_map} by the map, over all sources). "
-        "Check data.trained (chats need assistant turns), data.max_length with data.overlong, and the source's `map`."
-    )

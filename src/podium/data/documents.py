@@ -41,6 +41,7 @@ class Example:
 
     documents: tuple[Document, ...]
     value: float = 0.0  # values of the row beside its text: a pair's margin, a score, a label (1 or 0)
+    source: int = 0  # position of the row's source in data.train or data.heldout
 
     @property
     def num_inputs(self) -> int:
@@ -103,6 +104,15 @@ class PackedExamples:
     document_S: NDArray[np.int64]  # of each trained token
     places: NDArray[np.int64]  # [R, documents of an example]: positions in `documents`
     values_R: NDArray[np.float32]
+    sources_R: NDArray[np.int64]
+
+    @property
+    def sources_S(self) -> NDArray[np.int64]:
+        """The source of each trained token."""
+        sources_D = np.zeros(len(self.documents), np.int64)
+        sources_D[self.places] = self.sources_R[:, None]
+        source_S: NDArray[np.int64] = sources_D[self.document_S]
+        return source_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -112,6 +122,7 @@ class SplitExamples:
 
     examples: tuple[Example, ...]
     rows: tuple[tuple[int, ...], ...]  # of each micro-batch: positions in `examples`
+    sources: tuple[str, ...] = ()  # names of the data's sources, where there are several
 
     @property
     def parts(self) -> tuple[tuple[Example, ...], ...]:
@@ -132,4 +143,5 @@ def pack_examples(examples: Sequence[Example]) -> PackedExamples:
         document_S=np.repeat(np.arange(len(flat)), [document.num_trained for document in documents]).astype(np.int64),
         places=place.reshape(len(examples), -1) if examples else np.empty((0, 1), np.int64),
         values_R=np.array([example.value for example in examples], np.float32),
+        sources_R=np.array([example.source for example in examples], np.int64),
     )

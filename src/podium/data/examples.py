@@ -15,8 +15,9 @@ from podium.data.documents import Example
 from podium.data.kinds import MapFunction, named_values
 from podium.data.rows import LinePlace, Row
 from podium.data.scored import ConversationMaker
+from podium.data.skipping import SkippedRow
 from podium.data.tokenizer import load_tokenizer
-from podium.errors import DataError
+from podium.errors import BadRowError
 from podium.recipe import DpoRecipe, ModelSection, RewardModelRecipe, SourceSection, SpmdRecipe
 
 _NO_COLUMNS: Mapping[str, str] = {}
@@ -31,6 +32,10 @@ class MadeExample:
 
     example: Example
     truncated: bool
+
+
+RowResult = MadeExample | Dropped | SkippedRow
+"""The example of a row, or why there is none."""
 
 
 class _TextMaker(Protocol):
@@ -55,7 +60,7 @@ class ExampleMaker:
     def make(
         self, row: Row, columns: Mapping[str, str] = _NO_COLUMNS, map: MapFunction | None = None
     ) -> MadeExample | Dropped:
-        """The row's example, or why there is none. An invalid row raises a DataError that names it."""
+        """The row's example, or why there is none. An invalid row raises a BadRowError that names it."""
         values = named_values(row, columns, map)
         if values is None:
             return Dropped.BY_MAP
@@ -70,7 +75,7 @@ class ExampleMaker:
         if len(documents) == 2 and np.array_equal(documents[0].tokens, documents[1].tokens):
             if truncated:
                 return Dropped.OVERLONG  # the difference was truncated
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: `chosen` and `rejected` are the same once the chat template and tokenizer had them, so "
                 "there is nothing to prefer. Remove the row, or drop it with the source's `map`."
             )
@@ -99,6 +104,7 @@ class MakerSpec:
     max_length: int
     overlong: Overlong
     shape: Shape = "documents"
+    skips: bool = False  # rows that cannot be used are skipped
 
     @classmethod
     def of(cls, recipe: SpmdRecipe) -> MakerSpec:
@@ -107,13 +113,13 @@ class MakerSpec:
         assert data.max_length is not None, "resolved before launch"
         return cls(
             model=recipe.model, sections=data.train, key="data.train", trained=recipe.trained,
-            max_length=data.max_length, overlong=data.overlong, shape=shape_of(recipe),
+            max_length=data.max_length, overlong=data.overlong, shape=shape_of(recipe), skips=data.on_error == "skip",
         )  # fmt: skip
 
     def build(self) -> SourcesMaker:
         """Loads a separate tokenizer and the plug-ins: slow, and once per thread or process."""
         maker = ExampleMaker(load_tokenizer(self.model), self.shape, self.trained, self.max_length, self.overlong)
-        return SourcesMaker(maker, self.sections, self.key)
+        return SourcesMaker(maker, self.sections, self.key, skips=self.skips)
 
 
 def shape_of(recipe: SpmdRecipe) -> Shape:
@@ -134,27 +140,40 @@ class SourcesMaker:
     of a source with a `map` are not cached: the plug-in sees every row in every epoch.
     """
 
-    def __init__(self, maker: ExampleMaker, sections: Sequence[SourceSection], key: str) -> None:
-        self._maker = maker
+    def __init__(
+        self, maker: ExampleMaker, sections: Sequence[SourceSection], key: str, *, skips: bool = False
+    ) -> None:
+        self._maker, self._key, self._skips = maker, key, skips
         self._columns = [section.columns for section in sections]
         self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
-        self._remembered: dict[tuple[int, str | LinePlace], MadeExample | Dropped] = {}
+        self._remembered: dict[tuple[int, str | LinePlace], RowResult] = {}
         self._remembered_tokens = 0
 
-    def make(self, source: int, row: Row) -> MadeExample | Dropped:
+    def make(self, source: int, row: Row) -> RowResult:
         """The example of a row, from the cache if it was made before."""
         if self._maps[source] is not None:
-            return self._maker.make(row, self._columns[source], self._maps[source])
+            return self._made(source, row)
         remembered = self._remembered.get((source, row.place))
         if remembered is not None:
             return remembered
-        parts = self._maker.make(row, self._columns[source])
+        parts = self._made(source, row)
         if self._remembered_tokens < _MOST_REMEMBERED_TOKENS:
             self._remembered[source, row.place] = parts
             self._remembered_tokens += _TOKENS_PER_ENTRY + (
                 parts.example.num_inputs if isinstance(parts, MadeExample) else 0
             )
         return parts
+
+    def _made(self, source: int, row: Row) -> RowResult:
+        try:
+            made = self._maker.make(row, self._columns[source], self._maps[source])
+        except BadRowError as error:
+            if not self._skips:
+                raise
+            return SkippedRow.of(row, f"{self._key}.{source}", error)
+        if isinstance(made, Dropped) or source == 0:
+            return made
+        return replace(made, example=replace(made.example, source=source))
 
     def prompt_of(self, source: int, row: Row) -> Prompt | None:
         """The prompt of a row, or None if it has none."""

@@ -15,9 +15,10 @@ from functools import cached_property
 from itertools import islice
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
+from podium.data.null_fields import NullFields
 from podium.data.rows import LinePlace, Row
 from podium.data.storage import open_binary, size_bytes
-from podium.errors import DataError
+from podium.errors import BadRowError, DataError
 
 FileFormat = Literal["jsonl", "csv", "parquet"]
 
@@ -56,13 +57,16 @@ def known_suffixes() -> str:
     return ", ".join(_SUFFIXES)
 
 
-def open_file(name: str, file_format: FileFormat, key: str, block_bytes: int = BLOCK_BYTES) -> DataFile:
-    """Opens a file with the reader of its format."""
+def open_file(
+    name: str, file_format: FileFormat, key: str, block_bytes: int = BLOCK_BYTES, *, keep_bad: bool = False
+) -> DataFile:
+    """Opens a file with the reader of its format. `keep_bad`: a line that cannot be read becomes a row with a
+    `problem`, and is no error."""
     match file_format:
         case "jsonl":
-            return JsonlFile(name, key, block_bytes)
+            return JsonlFile(name, key, block_bytes, keep_bad=keep_bad)
         case "csv":
-            return CsvFile(name, key, block_bytes)
+            return CsvFile(name, key, block_bytes, keep_bad=keep_bad)
         case "parquet":
             return ParquetFile(name, key)
 
@@ -70,9 +74,10 @@ def open_file(name: str, file_format: FileFormat, key: str, block_bytes: int = B
 class JsonlFile:
     """One JSON object per line. A block is the lines that begin in its range of bytes; a .gz file is one block."""
 
-    def __init__(self, name: str, key: str, block_bytes: int) -> None:
+    def __init__(self, name: str, key: str, block_bytes: int, *, keep_bad: bool = False) -> None:
         self.name = name
         self._key = key
+        self._keep_bad = keep_bad
         self._block_bytes = block_bytes
         self._gzipped = name.endswith(".gz")
 
@@ -124,14 +129,18 @@ class JsonlFile:
             values = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
-            raise DataError(
+            return _bad_row(
+                place,
                 f"{self._key}: {place}: not valid JSON ({reason}). Every line must be one JSON object; fix or remove "
-                "this line."
-            ) from error
+                "this line.",
+                keep=self._keep_bad,
+            )
         if not isinstance(values, dict):
-            raise DataError(
+            return _bad_row(
+                place,
                 f"{self._key}: {place}: a JSON {type(values).__name__}, not an object. Every line must be one object "
-                'such as {"messages": [...]}; a file that is one JSON array has to be written as JSON Lines.'
+                'such as {"messages": [...]}; a file that is one JSON array has to be written as JSON Lines.',
+                keep=self._keep_bad,
             )
         return Row(values, place)
 
@@ -140,9 +149,10 @@ class CsvFile:
     """Comma (or, for .tsv, tab) separated values under a header. Blocks are split between records, so quoted newlines
     stay whole. Finding the splits takes one pass over the file in constant memory."""
 
-    def __init__(self, name: str, key: str, block_bytes: int) -> None:
+    def __init__(self, name: str, key: str, block_bytes: int, *, keep_bad: bool = False) -> None:
         self.name = name
         self._key = key
+        self._keep_bad = keep_bad
         self._block_bytes = block_bytes
         self._delimiter = "\t" if name.removesuffix(".gz").lower().endswith(".tsv") else ","
         csv.field_size_limit(_LONGEST_CSV_FIELD)
@@ -200,12 +210,16 @@ class CsvFile:
         for line, record in records:
             if not record:
                 continue
+            place = f"{self.name}, line {line}"
             if len(record) != len(header):
-                raise DataError(
-                    f"{self._key}: {self.name}, line {line}: {len(record)} fields, and the header has {len(header)} "
-                    f"({', '.join(header)}). Put fields that hold the separator or a newline in double quotes."
+                yield _bad_row(
+                    place,
+                    f"{self._key}: {place}: {len(record)} fields, and the header has {len(header)} "
+                    f"({', '.join(header)}). Put fields that hold the separator or a newline in double quotes.",
+                    keep=self._keep_bad,
                 )
-            yield Row(dict(zip(header, record, strict=True)), f"{self.name}, line {line}")
+                continue
+            yield Row(dict(zip(header, record, strict=True)), place)
 
     def _records(self, lines: Iterable[bytes], first_line: int) -> Iterator[tuple[int, list[str]]]:
         """(number of its first line, fields) of each record."""
@@ -226,11 +240,17 @@ class CsvFile:
 
 
 class ParquetFile:
-    """A Parquet file; its row groups are the blocks."""
+    """A Parquet file; its row groups are the blocks. Null fields of messages and tools are left out."""
 
     def __init__(self, name: str, key: str) -> None:
         self.name = name
         self._key = key
+        self._nulls = NullFields(name)
+
+    @property
+    def note(self) -> str | None:
+        """What reading changed in the rows so far."""
+        return self._nulls.note
 
     @cached_property
     def _rows_before(self) -> list[int]:
@@ -251,20 +271,29 @@ class ParquetFile:
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             values = self._parquet(stream).read_row_group(index).to_pylist()
         first = self._rows_before[index] + 1
-        return [Row(row, f"{self.name}, row {first + offset}") for offset, row in enumerate(values)]
+        places = [f"{self.name}, row {first + offset}" for offset in range(len(values))]
+        return [Row(self._nulls.without(row, place), place) for row, place in zip(values, places, strict=True)]
 
     def first_row(self) -> Row | None:
         """The first row, read without the rest of the file."""
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             batches = self._parquet(stream).iter_batches(batch_size=1)
             rows = [row for batch in islice(batches, 1) for row in batch.to_pylist()]
-        return Row(rows[0], f"{self.name}, row 1") if rows else None
+        place = f"{self.name}, row 1"
+        return Row(self._nulls.without(rows[0], place), place) if rows else None
 
     def _parquet(self, stream: Any) -> Any:
         import pyarrow.parquet
 
         with _broken_parquet(self.name, self._key):
             return pyarrow.parquet.ParquetFile(stream)
+
+
+def _bad_row(place: str | LinePlace, problem: str, *, keep: bool) -> Row:
+    """A row without values that says what is wrong with it, or an error."""
+    if not keep:
+        raise BadRowError(problem)
+    return Row({}, place, problem)
 
 
 @contextmanager

@@ -76,7 +76,7 @@ def folder_fingerprint(folder: Path, *, weights: bool = True) -> str:
 
 def source_fingerprint(section: SourceSection, key: str) -> str:
     """Fingerprint of a data source's rows: the contents of its files, or the fingerprint of `datasets`."""
-    source = open_source(section, key)
+    source = open_source(section, key, keep_bad=True)  # rows are not read here
     if isinstance(source, FilesSource):
         return files_fingerprint([file.name for file in source.files])
     return source.fingerprint()

@@ -8,6 +8,7 @@ import json
 import os
 from typing import Any
 
+from podium.data.null_fields import NullFields
 from podium.data.rows import Row
 from podium.data.storage import open_binary
 from podium.errors import DataError, MissingExtraError
@@ -22,6 +23,12 @@ class DatasetsSource:
     def __init__(self, name: str, dataset: Any) -> None:
         self.name = name
         self._dataset = dataset
+        self._nulls = NullFields(name)
+
+    @property
+    def note(self) -> str | None:
+        """What reading changed in the rows so far."""
+        return self._nulls.note
 
     @property
     def num_blocks(self) -> int:
@@ -33,10 +40,11 @@ class DatasetsSource:
         begin = index * _ROWS_PER_BLOCK
         columns: dict[str, list[Any]] = self._dataset[begin : begin + _ROWS_PER_BLOCK]
         names = list(columns)
-        return [
-            Row(dict(zip(names, values, strict=True)), f"{self.name}, row {begin + offset + 1}")
-            for offset, values in enumerate(zip(*columns.values(), strict=True))
-        ]
+        rows = []
+        for offset, values in enumerate(zip(*columns.values(), strict=True)):
+            place = f"{self.name}, row {begin + offset + 1}"
+            rows.append(Row(self._nulls.without(dict(zip(names, values, strict=True)), place), place))
+        return rows
 
     def fingerprint(self) -> str:
         """The library's own fingerprint, with the number of rows."""
@@ -104,7 +112,8 @@ def first_saved_row(section: SourceSection, key: str) -> Row | None:
             with pyarrow.memory_map(os.path.join(folder, name)) as stream, pyarrow.ipc.open_stream(stream) as batches:
                 for batch in batches:
                     if batch.num_rows:
-                        return Row(batch.slice(0, 1).to_pylist()[0], f"{section.path}, row 1")
+                        place = f"{section.path}, row 1"
+                        return Row(NullFields(section.path).without(batch.slice(0, 1).to_pylist()[0], place), place)
     except (OSError, ValueError, KeyError, pyarrow.ArrowException) as error:
         raise DataError(
             f"{key}: {section.path} is not a whole datasets folder ({error}). Save it again with save_to_disk."

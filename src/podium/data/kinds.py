@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from podium.data.rows import Row
-from podium.errors import DataError, what_raised
+from podium.errors import BadRowError, what_raised
 
 Kind = Literal["messages", "prompt_completion", "text"]
 MapFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
@@ -25,10 +25,12 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 def named_values(row: Row, columns: Mapping[str, str], function: MapFunction | None) -> Mapping[str, Any] | None:
     """The row's values after renaming and the `map` plug-in; None if the plug-in drops the row."""
+    if row.problem is not None:
+        raise BadRowError(row.problem)
     values = dict(row.values)
     for new, old in columns.items():
         if old not in row.values:
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: no column {old!r}, which `columns` reads as {new!r}. "
                 f"The row has: {_listed(row.values)}. Correct the source's `columns`."
             )
@@ -40,12 +42,12 @@ def named_values(row: Row, columns: Mapping[str, str], function: MapFunction | N
     try:
         mapped = function(values)
     except Exception as error:  # the plug-in is the user's code
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: the source's `map` {what_raised(error)}. Fix the function, or let it "
             "return None to drop such a row."
         ) from error
     if mapped is not None and not isinstance(mapped, Mapping):
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: the source's `map` returned a {type(mapped).__name__}. It must return a dict with "
             f"{_EXPECTED}, or None to drop the row."
         )
@@ -61,11 +63,11 @@ def kind_of(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> 
         return present[0]
     if present:
         kinds = " and ".join(name for kind in present for name in _KINDS[kind])
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: the row has {kinds} at once, which is ambiguous. It has: "
             f"{_listed(values)}. Keep one kind with the source's `map`, or name one in its `columns`."
         )
-    raise DataError(
+    raise BadRowError(
         f"{row.where}: expected {_EXPECTED}, found {_listed(values)}.{_hint(values)} Rename columns with the "
         "source's `columns`, or shape the row with its `map`."
     )
@@ -87,7 +89,7 @@ def parse_text(values: Mapping[str, Any], column: str, row: Row) -> str:
     """The text of a column, which must be a string."""
     value = values[column]
     if not isinstance(value, str):
-        raise DataError(f"{row.where}: `{column}` must be a string, found {quoted(value)}.")
+        raise BadRowError(f"{row.where}: `{column}` must be a string, found {quoted(value)}.")
     return value
 
 
@@ -100,7 +102,7 @@ def parse_prompt_completion(
         return prompt, said
     if isinstance(prompt, list | tuple) and isinstance(said, list | tuple):
         return parse_messages(prompt, "prompt", row), parse_messages(said, completion, row)
-    raise DataError(
+    raise BadRowError(
         f"{row.where}: `prompt` and `{completion}` must both be strings or both lists of messages, found "
         f"{quoted(prompt)} and {quoted(said)}."
     )
@@ -109,37 +111,37 @@ def parse_prompt_completion(
 def parse_messages(value: Any, column: str, row: Row) -> list[Message]:
     """The messages without their empty fields (columnar formats fill a field that some message has with null)."""
     if not isinstance(value, list | tuple):
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: `{column}` must be a list of {{role, content}}, found {quoted(value)}."
             + (" CSV cannot hold lists; use JSONL or Parquet." if isinstance(value, str) else "")
         )
     if not value:
-        raise DataError(f"{row.where}: `{column}` is empty. Remove the row, or drop it with the source's `map`.")
+        raise BadRowError(f"{row.where}: `{column}` is empty. Remove the row, or drop it with the source's `map`.")
     return [_parse_message(message, f"{column}[{index}]", row) for index, message in enumerate(value)]
 
 
 def _parse_message(message: Any, name: str, row: Row) -> Message:
     if not isinstance(message, Mapping):
-        raise DataError(f"{row.where}: {name} must be {{role, content}}, found {quoted(message)}.")
+        raise BadRowError(f"{row.where}: {name} must be {{role, content}}, found {quoted(message)}.")
     filled = {key: value for key, value in message.items() if value is not None}
     role, content = filled.get("role"), filled.get("content")
     if role is None:
         hint = " Fields `from` and `value` can be rewritten with the source's `map`." if "from" in filled else ""
-        raise DataError(f"{row.where}: {name} has no `role`, only {_listed(filled)}.{hint}")
+        raise BadRowError(f"{row.where}: {name} has no `role`, only {_listed(filled)}.{hint}")
     if role not in _ROLES:
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: {name}.role is {quoted(role)}; known are {', '.join(_ROLES)}. "
             "Rename it with the source's `map`."
         )
     if isinstance(content, list | tuple | Mapping):
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: {name}.content is a {type(content).__name__} of parts; only text is supported. "
             "Give one string, or join the text parts with the source's `map`."
         )
     if content is None and not (role == "assistant" and filled.get("tool_calls")):
-        raise DataError(f"{row.where}: {name} ({role}) has no `content`. Give a string; it may be empty.")
+        raise BadRowError(f"{row.where}: {name} ({role}) has no `content`. Give a string; it may be empty.")
     if content is not None and not isinstance(content, str):
-        raise DataError(f"{row.where}: {name}.content must be a string, found {quoted(content)}.")
+        raise BadRowError(f"{row.where}: {name}.content must be a string, found {quoted(content)}.")
     return filled
 
 
@@ -150,11 +152,11 @@ def parse_tools(values: Mapping[str, Any], row: Row) -> list[dict[str, Any]] | N
         try:
             tools = json.loads(tools)
         except ValueError as error:
-            raise DataError(f"{row.where}: `tools` is a string and not valid JSON ({error}).") from error
+            raise BadRowError(f"{row.where}: `tools` is a string and not valid JSON ({error}).") from error
     if not tools:
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
-        raise DataError(f"{row.where}: `tools` must be a list of JSON schemas, found {quoted(tools)}.")
+        raise BadRowError(f"{row.where}: `tools` must be a list of JSON schemas, found {quoted(tools)}.")
     return [dict(tool) for tool in tools]
 
 

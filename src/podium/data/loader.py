@@ -16,6 +16,7 @@ from typing import Self
 from podium.data.composing import RowChunk, StepComposer, StepSize, first_state
 from podium.data.documents import Example
 from podium.data.examples import MakerSpec
+from podium.data.skipping import SkippedRow, SkipPolicy
 from podium.data.sources import Source
 from podium.data.state import DocumentCounts, LoaderState, decode, encode
 from podium.data.stream import MixedStream
@@ -37,6 +38,7 @@ class StepExamples:
     examples: tuple[Example, ...]
     state: LoaderState
     wait_s: float  # how long the consumer waited for it
+    skipped: tuple[SkippedRow, ...] = ()  # rows that were skipped since the step before
 
     @property
     def counts(self) -> DocumentCounts:
@@ -49,7 +51,7 @@ class StepExamples:
         return sum(example.num_trained for example in self.examples)
 
 
-_Composed = tuple[tuple[Example, ...], LoaderState]
+_Composed = tuple[tuple[Example, ...], LoaderState, tuple[SkippedRow, ...]]
 
 
 class StepLoader:
@@ -61,6 +63,7 @@ class StepLoader:
     def __init__(
         self, sources: Sequence[Source], maker_spec: MakerSpec, *, seed: int, shuffle: bool, shuffle_rows: int,
         size: StepSize, window: int, workers: int, prefetch: int, state: LoaderState | None = None,
+        policy: SkipPolicy | None = None,
     ) -> None:  # fmt: skip
         assert len(sources) == len(maker_spec.sections)
         if maker_spec.max_length > size.tokens and size.rows is None:
@@ -73,17 +76,22 @@ class StepLoader:
             shuffle_rows=shuffle_rows, position=state.position if state else None,
         )  # fmt: skip
         self._composer = StepComposer(
-            [source.name for source in sources], size, window, state or first_state(self._stream.position)
+            [source.name for source in sources], size, window, state or first_state(self._stream.position), policy
         )
         # The same for any number of workers, so that the state after a step is the same too.
         self._chunk_rows = max(1, min(_LARGEST_CHUNK, window // 8))
-        self._spec, self._num_workers = maker_spec, workers
+        self._spec, self._num_workers, self._sources = maker_spec, workers, tuple(sources)
         self._steps: queue.Queue[_Composed | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()
         self._doing = "starting"
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._produce, name="podium-loader", daemon=True)
         self._thread.start()
+
+    @property
+    def notes(self) -> list[str]:
+        """What reading changed in the rows so far, for the user."""
+        return [source.note for source in self._sources if source.note is not None]
 
     def __iter__(self) -> Iterator[StepExamples]:
         return self
@@ -112,8 +120,8 @@ class StepLoader:
         if isinstance(item, BaseException):
             self._failure = item
             raise item
-        examples, state = item
-        return StepExamples(examples=examples, state=state, wait_s=time.monotonic() - begun_s)
+        examples, state, skipped = item
+        return StepExamples(examples=examples, state=state, wait_s=time.monotonic() - begun_s, skipped=skipped)
 
     def close(self) -> None:
         """Ends the thread and the worker processes; a second call does nothing."""
@@ -143,7 +151,7 @@ class StepLoader:
                     self._add_chunk(maker, under_way)
                     continue
                 self._doing = "packing a step"
-                self._put(self._composer.take())
+                self._put((*self._composer.take(), self._composer.take_skipped()))
         except BaseException as error:
             self._put(error)
         finally:

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.data.kinds import Message
+from podium.data.rows import Row
 from podium.data.tokenizer import special_ids
+from podium.data.tool_probes import ToolProbe
+from podium.errors import BadRowError, DataError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _WAYS_OUT = (
@@ -29,6 +32,16 @@ class ChatTemplateError(Exception):
     """The template refuses a chat, or cannot mark its assistant turns; the caller adds the row."""
 
 
+class HiddenToolsError(ChatTemplateError):
+    """The template leaves tool calls or tools out. Other rows would fare the same: such a row is never skipped."""
+
+
+def template_error(row: Row, error: ChatTemplateError) -> DataError:
+    """The error about a row that the template refuses."""
+    kind = DataError if isinstance(error, HiddenToolsError) else BadRowError
+    return kind(f"{row.where}: {error}")
+
+
 @dataclass(frozen=True, slots=True)
 class MarkedChat:
     """A rendered chat; `trained[i]` says that an assistant turn that is trained wrote token i."""
@@ -42,15 +55,43 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._probe = ToolProbe(self._probed_text)
         self.special_ids = special_ids(tokenizer)
+
+    def require_tools_shown(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raises a HiddenToolsError if the template says nothing about the chat's tools."""
+        if self._probe.hides_tools(messages, tools):
+            raise HiddenToolsError(
+                "the chat template does not show `tools` to the model: with other tools the prompt is the same. Name a "
+                "template that writes them in model.chat_template, or describe the tools by name in a message."
+            )
+
+    def require_tools_rendered(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raises a HiddenToolsError if the template leaves out tool calls, or says nothing about the chat's tools."""
+        part = self._probe.hidden_calls(messages, tools)
+        if part is not None:
+            raise HiddenToolsError(
+                f"the chat template leaves out `tool_calls`: with another {part} of a call the text is the same, so "
+                "the call would not be trained. Name a template that writes tool calls in model.chat_template, or "
+                "write the calls into `content` with the source's `map`."
+            )
+        self.require_tools_shown(messages, tools)
+
+    def _probed_text(self, messages: Sequence[Message], tools: Tools) -> str | None:
+        try:
+            return self.text(messages, tools, generation_prompt=False)
+        except ChatTemplateError:
+            return None
 
     def tokens(self, messages: Sequence[Message], tools: Tools, *, generation_prompt: bool) -> list[int]:
         """The tokens of the rendered chat."""
+        self.require_tools_rendered(messages, tools)
         return self.encode(self.text(messages, tools, generation_prompt=generation_prompt))
 
     def mark(self, messages: Sequence[Message], tools: Tools, turns: Sequence[int]) -> MarkedChat:
         """The chat up to the last of `turns` (positions of assistant messages, in order, no later one left out)."""
         chat = messages[: turns[-1] + 1]
+        self.require_tools_rendered(chat, tools)
         if self._tokenizer.is_fast and _GENERATION.search(self.template(tools)):
             return self._marked_by_template(chat, tools, turns)
         return self._marked_by_prefixes(chat, tools, turns)

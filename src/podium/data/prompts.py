@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 
 from podium.data.chat import load_map
+from podium.data.chat_text import as_text
 from podium.data.documents import Tokens
 from podium.data.kinds import Message, named_values, parse_messages, parse_text, parse_tools
-from podium.data.masks import ChatRenderer, ChatTemplateError, Tools
+from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
 from podium.data.rows import Row
 from podium.data.sources import Source, open_source
-from podium.errors import DataError
+from podium.errors import BadRowError, DataError
 from podium.recipe.schema import SourceSection
 
 _ONE_OF = ("messages", "prompt", "text")
@@ -42,7 +43,7 @@ class PromptRows:
         self._section, self._key = section, key
 
     def read(self, tokenizer: Any, limit: int | None) -> list[PromptRow]:
-        """The prompts of the first `limit` rows (None: all). An invalid row raises a DataError that names it."""
+        """The prompts of the first `limit` rows (None: all). An invalid row raises a BadRowError that names it."""
         encoder = PromptTokenizer(tokenizer)
         function = load_map(self._section, self._key)
         prompts: list[PromptRow] = []
@@ -83,19 +84,21 @@ def prompt_parts(values: Mapping[str, Any], columns: Mapping[str, str], row: Row
         return PromptParts(messages=None, text=text, tools=None, reference=completion_text(completion, row))
     if kind == "prompt" and not isinstance(values["prompt"], list | tuple):
         type_name = type(values["prompt"]).__name__
-        raise DataError(f"{row.where}: `prompt` must be a string or a list of {{role, content}}, found a {type_name}.")
+        raise BadRowError(
+            f"{row.where}: `prompt` must be a string or a list of {{role, content}}, found a {type_name}."
+        )
     messages = parse_messages(values[kind], kind, row)
     reference = completion_text(completion, row)
     if messages[-1]["role"] == "assistant":
         if completion is not None:
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: `prompt` ends in an assistant turn and there is a `completion` too, so which of "
                 "them is the answer is ambiguous. Let `prompt` end in a user or tool turn."
             )
         reference = messages[-1].get("content")
         messages = messages[:-1]
     if not messages:
-        raise DataError(f"{row.where}: `{kind}` has an assistant turn only, and nothing that it answers.")
+        raise BadRowError(f"{row.where}: `{kind}` has an assistant turn only, and nothing that it answers.")
     return PromptParts(messages=messages, text=None, tools=parse_tools(values, row), reference=reference)
 
 
@@ -114,9 +117,9 @@ class PromptTokenizer:
                 assert text is not None
                 tokens = self._unended(text)
         except ChatTemplateError as error:
-            raise DataError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
-            raise DataError(
+            raise BadRowError(
                 f"{row.where}: the tokenizer cannot read this prompt ({type(error).__name__}: {error}). Look for "
                 "broken characters in it (half an emoji, for instance); fix the row or remove it."
             ) from error
@@ -129,13 +132,6 @@ class PromptTokenizer:
         return tokens[:-1] if tokens and end is not None and tokens[-1] == end else tokens
 
 
-def as_text(messages: Sequence[Message]) -> str:
-    """Readable text: a single question as it is; a longer chat with the role of each message."""
-    if len(messages) == 1:
-        return str(messages[0].get("content", ""))
-    return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in messages)
-
-
 def _kind(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> str:
     present = [name for name in _ONE_OF if values.get(name) is not None]
     if len(present) > 1:
@@ -144,12 +140,12 @@ def _kind(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> st
         return present[0]
     columns_found = ", ".join(f"`{name}`" for name, value in values.items() if value is not None) or "nothing"
     if present:
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: the row has {' and '.join(f'`{name}`' for name in present)}, and which of them is the "
             f"prompt is ambiguous. Name one in the source's `columns`: {{{present[0]}: {present[0]}}} (for podium "
             f"generate: --column {present[0]}={present[0]})."
         )
-    raise DataError(
+    raise BadRowError(
         f"{row.where}: expected `messages`, `prompt` or `text`, found {columns_found}. Say which column is the prompt "
         "in the source's `columns`: {prompt: question} (for podium generate: --column prompt=question)."
     )

@@ -3,13 +3,17 @@
 
 from __future__ import annotations
 
+import bisect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from podium.data.storage import open_binary
+from podium.data.storage import open_binary, size_bytes
 
 _COUNTING_CHUNK_BYTES = 1 << 22
+# (file, its size) -> (byte, newlines before it), in order.
+_counted: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class Row:
 
     values: Mapping[str, Any]
     place: str | LinePlace
+    problem: str | None = None  # why the row could not be read; it then has no values
 
     @property
     def where(self) -> str:
@@ -40,12 +45,19 @@ class Row:
 
 
 def _newlines_before(file: str, byte: int) -> int:
-    count, left = 0, byte
+    """Counts from the nearest place before `byte` that was counted already, so that many rows of one large file can be
+    named."""
+    places = _counted.setdefault((file, size_bytes(file)), [(0, 0)])
+    start, count = places[bisect.bisect_right(places, (byte, sys.maxsize)) - 1]
+    left = byte - start
     with open_binary(file) as stream:
+        stream.seek(start)
         while left > 0:
             chunk = stream.read(min(left, _COUNTING_CHUNK_BYTES))
             if not chunk:
                 break
             count += chunk.count(b"\n")
             left -= len(chunk)
+            if left > 0:
+                bisect.insort(places, (byte - left, count))
     return count

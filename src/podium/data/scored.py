@@ -11,7 +11,7 @@ import numpy as np
 from podium.data.chat import Dropped, Made, Overlong, unreadable
 from podium.data.documents import Document
 from podium.data.kinds import Message, kind_of, parse_messages, parse_prompt_completion, parse_text, parse_tools
-from podium.data.masks import ChatRenderer, ChatTemplateError, Tools
+from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
 from podium.data.rows import Row
 from podium.errors import DataError
 
@@ -50,11 +50,11 @@ class ConversationMaker:
         self._overlong = overlong
 
     def document(self, values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> Made | Dropped:
-        """The document of values after renaming. Invalid values raise a DataError that names the row."""
+        """The document of values after renaming. Invalid values raise a BadRowError that names the row."""
         try:
             tokens = self._tokens(values, columns, row)
         except ChatTemplateError as error:
-            raise DataError(f"{row.where}: {error}") from error
+            raise template_error(row, error) from error
         except (TypeError, UnicodeError) as error:
             raise unreadable(row, error) from error
         if not tokens:

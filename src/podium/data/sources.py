@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from podium.data import hub, storage
-from podium.data.files import DataFile, FileFormat, format_of, known_suffixes, open_file
+from podium.data.files import DataFile, FileFormat, ParquetFile, format_of, known_suffixes, open_file
 from podium.data.rows import Row
 from podium.errors import DataError
 from podium.recipe.schema import SourceSection
@@ -34,6 +34,10 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Changes if the data changed between a run and its resume."""
+
+    @property
+    def note(self) -> str | None:
+        """What reading changed in the rows so far, for the user; None if nothing."""
 
 
 class FilesSource:
@@ -61,30 +65,37 @@ class FilesSource:
         except FileNotFoundError as error:
             raise DataError(f"{self._key}: {file.name} was there at the start and is gone. Put it back.") from error
 
+    @property
+    def note(self) -> str | None:
+        """The first note of a file."""
+        return next((file.note for file in self.files if isinstance(file, ParquetFile) and file.note), None)
+
     def fingerprint(self) -> str:
         """The fingerprint of size, head and tail of each file."""
         return storage.fingerprint([file.name for file in self.files])
 
 
-def open_source(section: SourceSection, key: str) -> Source:
-    """Opens the source at `section.path`; `key` is its place in the recipe (`data.train.0`), named in every error."""
+def open_source(section: SourceSection, key: str, *, keep_bad: bool = False) -> Source:
+    """Opens the source at `section.path`; `key` is its place in the recipe (`data.train.0`), named in every error.
+    `keep_bad`: a line that cannot be read becomes a row with a `problem`, and is no error."""
     if _is_dataset(section):
         return hub.open_dataset(section, key)
-    files = _open_files(section, key)
+    files = _open_files(section, key, keep_bad=keep_bad)
     if all(file.first_row() is None for file in files):
         raise _no_rows(section, key)
     return FilesSource(section.path, files, key)
 
 
-def first_row(section: SourceSection, key: str) -> Row | None:
-    """The first row, reading only the beginning; None for a hub id, which would need the network."""
+def first_row(section: SourceSection, key: str, *, keep_bad: bool = False) -> Row | None:
+    """The first row, reading only the beginning; None for a hub id, which would need the network. `keep_bad`: as in
+    `open_source`."""
     if _is_dataset(section):
         hub.require_datasets(section, key)
         if not hub.is_saved_dataset(section.path):
             return None
         row = hub.first_saved_row(section, key)
     else:
-        first_rows = (file.first_row() for file in _open_files(section, key))
+        first_rows = (file.first_row() for file in _open_files(section, key, keep_bad=keep_bad))
         row = next((row for row in first_rows if row is not None), None)
     if row is None:
         raise _no_rows(section, key)
@@ -108,12 +119,12 @@ def _is_dataset(section: SourceSection) -> bool:
     return _HUB_ID.match(path) is not None and not looks_local
 
 
-def _open_files(section: SourceSection, key: str) -> list[DataFile]:
+def _open_files(section: SourceSection, key: str, *, keep_bad: bool = False) -> list[DataFile]:
     names = _list(section, key)
     filled = [name for name in names if storage.size_bytes(name) > 0]
     if not filled:
         raise DataError(f"{key}: {section.path} is empty (0 bytes). Check that what writes it has finished.")
-    return [open_file(name, _format(name, section, key), key) for name in filled]
+    return [open_file(name, _format(name, section, key), key, keep_bad=keep_bad) for name in filled]
 
 
 def _list(section: SourceSection, key: str) -> list[str]:

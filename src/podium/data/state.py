@@ -26,6 +26,8 @@ class DocumentCounts:
     dropped_overlong: int = 0
     dropped_untrained: int = 0
     dropped_by_map: int = 0
+    skipped: int = 0  # rows that cannot be used, with data.on_error skip
+    first_skipped: tuple[str, ...] = ()  # what is wrong with the first of them
     drawn: tuple[int, ...] = ()  # rows by source
     epochs: tuple[int, ...] = ()  # whole passes by source
 
@@ -56,6 +58,7 @@ def encode(state: LoaderState) -> tuple[dict[str, Any], dict[str, NDArray[Any]]]
         "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
         "sizes": np.array([len(example.documents) for example in state.waiting], np.int64),
         "values": np.array([example.value for example in state.waiting], np.float64),
+        "row_sources": np.array([example.source for example in state.waiting], np.int64),
     }
     return values, arrays
 
@@ -69,19 +72,21 @@ def decode(values: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]]) -> Loa
             raise ValueError(f"{len(tokens)} tokens, {len(trained)} marks and boundaries up to {offsets[-1]}")
         documents = [Document(tokens=tokens[begin:end], trained=trained[begin:end]) for begin, end in pairwise(offsets)]
         sizes, marks = arrays["sizes"].tolist(), arrays["values"].tolist()
+        sources = arrays["row_sources"].tolist() if "row_sources" in arrays else [0] * len(sizes)
         if sum(sizes) != len(documents):
             raise ValueError(f"{len(documents)} documents, and examples of {sum(sizes)}")
         rest = iter(documents)
         counts = dict(values["counts"])
-        counts = {**counts, "drawn": tuple(counts["drawn"]), "epochs": tuple(counts["epochs"])}
+        tuples = ("drawn", "epochs", "first_skipped")
+        counts = {**counts, **{name: tuple(counts.get(name, ())) for name in tuples}}
         return LoaderState(
             position=StreamPosition(
                 draw=values["draw"],
                 sources=tuple(SourcePosition(epoch=e, block=b, row=r) for e, b, r in values["sources"]),
             ),
             waiting=tuple(
-                Example(documents=tuple(islice(rest, size)), value=mark)
-                for size, mark in zip(sizes, marks, strict=True)
+                Example(documents=tuple(islice(rest, size)), value=mark, source=source)
+                for size, mark, source in zip(sizes, marks, sources, strict=True)
             ),
             counts=DocumentCounts(**counts),
             made_in_epoch=tuple(values["made_in_epoch"]),

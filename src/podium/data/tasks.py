@@ -5,23 +5,23 @@ from __future__ import annotations
 
 import json
 import operator
-import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from podium.data.chat import load_map
+from podium.data.chat_text import as_text
 from podium.data.documents import Tokens
-from podium.data.files import format_of
 from podium.data.kinds import Message, named_values
 from podium.data.masks import Tools
-from podium.data.prompts import PromptTokenizer, as_text, completion_text, prompt_parts
+from podium.data.prompts import PromptTokenizer, completion_text, prompt_parts
 from podium.data.rows import LinePlace, Row
+from podium.data.skipping import RowSkipper, SkipCounts, SkippedRow, SkipPolicy, decode_counts, encode_counts
+from podium.data.source_names import source_names
 from podium.data.sources import first_row, open_source
-from podium.data.storage import is_glob
 from podium.data.stream import MixedStream, SourcePosition, StreamPosition
-from podium.errors import DataError
+from podium.errors import BadRowError, DataError
 from podium.recipe.schema import SourceSection
 
 # Columns that may hold a row's correct answer; the first one present counts. `answer` comes before `solution`: if a row
@@ -58,7 +58,7 @@ class Task:
         """The chat with the generation prompt, or the text without an end token."""
         tokens = tokenizer.tokens(self.messages, self.text, self.tools, Row(self.row, self.place))
         if len(tokens) == 0:
-            raise DataError(
+            raise BadRowError(
                 f"{self.where}: the prompt is empty, so there is nothing to begin an answer with. Take the row out, or "
                 "drop it with the source's `map`."
             )
@@ -78,15 +78,24 @@ class IndexedTask:
 class TaskReader:
     """Rows of the sources at `key` (`data.train`) as tasks: Podium's own, verl's, and TRL's prompt datasets."""
 
-    def __init__(self, sections: Sequence[SourceSection], key: str) -> None:
+    def __init__(
+        self, sections: Sequence[SourceSection], key: str, check: Callable[[Task], object] | None = None
+    ) -> None:
+        """`check` may raise a BadRowError about a task."""
+        self._check = check
         self._columns = [section.columns for section in sections]
         self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
-        self._names = _source_names(sections)
+        self._names = source_names(sections)
 
     def read(self, source: int, row: Row) -> Task | None:
-        """The row's task; None if the source's `map` drops it. An invalid row raises a DataError that names it."""
+        """The row's task; None if the source's `map` drops it. An invalid row raises a BadRowError that names it."""
         values = named_values(row, self._columns[source], self._maps[source])
-        return None if values is None else self._task(source, values, row)
+        if values is None:
+            return None
+        task = self._task(source, values, row)
+        if self._check is not None:
+            self._check(task)
+        return task
 
     def _task(self, source: int, values: Mapping[str, Any], row: Row) -> Task:
         parts = prompt_parts(values, self._columns[source], row)
@@ -108,14 +117,20 @@ class TaskCursor:
 
     def __init__(
         self, sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool, shuffle_rows: int,
-        state: Mapping[str, Any] | None = None,
+        state: Mapping[str, Any] | None = None, policy: SkipPolicy | None = None,
+        check: Callable[[Task], object] | None = None,
     ) -> None:  # fmt: skip
-        """With the `state` of an earlier cursor it continues there: the same tasks under the same numbers."""
-        self._key = key
+        """With the `state` of an earlier cursor it continues there: the same tasks under the same numbers. A task that
+        `check` raises a BadRowError for is treated as `policy` says, like one that cannot be read."""
+        self._key, policy = key, policy or SkipPolicy()
         self._next_index, position = (0, None) if state is None else _decoded(state)
-        self._reader = TaskReader(sections, key)
+        self._skipper = RowSkipper(policy, key, decode_counts({} if state is None else state.get("rows", {})))
+        self._reader = TaskReader(sections, key, check)
+        self._sources = [
+            open_source(section, f"{key}.{index}", keep_bad=policy.skips) for index, section in enumerate(sections)
+        ]
         self._stream = MixedStream(
-            [open_source(section, f"{key}.{index}") for index, section in enumerate(sections)],
+            self._sources,
             [section.weight for section in sections],
             seed=seed, shuffle=shuffle, shuffle_rows=shuffle_rows,
             position=position,
@@ -126,6 +141,21 @@ class TaskCursor:
         """Whether every row of every source has been read once."""
         return all(place.epoch > 0 for place in self._stream.position.sources)
 
+    @property
+    def num_skipped(self) -> int:
+        """Rows that were skipped since the run began."""
+        return self._skipper.counts.skipped
+
+    @property
+    def skipped_rows(self) -> Sequence[SkippedRow]:
+        """Rows that this cursor skipped."""
+        return self._skipper.rows
+
+    @property
+    def notes(self) -> list[str]:
+        """What reading changed in the rows so far, for the user."""
+        return [source.note for source in self._sources if source.note is not None]
+
     def state(self) -> dict[str, Any]:
         """The position as plain values, for a checkpoint."""
         stream = self._stream.position
@@ -133,64 +163,83 @@ class TaskCursor:
             "next_index": self._next_index,
             "stream_draw": stream.draw,
             "sources": [[place.epoch, place.block, place.row] for place in stream.sources],
+            "rows": encode_counts(self._skipper.counts),
         }
 
     def take(self, count: int) -> list[IndexedTask]:
-        """The next `count` tasks. A row that `map` drops takes no number."""
+        """The next `count` tasks. A row that `map` drops or that is skipped takes no number."""
         return [self._next() for _ in range(count)]
 
     def _next(self) -> IndexedTask:
         before = [place.epoch for place in self._stream.position.sources]
         while True:
             drawn = self._stream.draw()
-            task = self._reader.read(drawn.source, drawn.row)
+            task = self._skipper.attempt(drawn.source, drawn.row, partial(self._reader.read, drawn.source, drawn.row))
             if task is not None:
                 break
             # Two whole passes over every source without one task: there will never be one.
             after = self._stream.position.sources
             if all(now.epoch >= then + 2 for now, then in zip(after, before, strict=True)):
-                raise _all_dropped(self._key)
+                raise _all_dropped(self._key, self._skipper.counts)
         self._next_index += 1
         return IndexedTask(prompt_index=self._next_index - 1, epoch=drawn.epoch, task=task)
 
 
-def read_tasks(sections: Sequence[SourceSection], key: str, limit: int | None) -> list[Task]:
-    """The first `limit` tasks (None: all) in file order: held-out prompts."""
+def read_tasks(
+    sections: Sequence[SourceSection], key: str, limit: int | None, *, skipper: RowSkipper | None = None,
+    check: Callable[[Task], object] | None = None,
+) -> list[Task]:  # fmt: skip
+    """The first `limit` tasks (None: all) in file order: held-out prompts. `skipper` decides about rows that cannot be
+    read, or that `check` raises a BadRowError for; without it they are errors."""
+    skipper = skipper or RowSkipper(SkipPolicy(), key)
     tasks: list[Task] = []
-    for task in _in_order(sections, key):
+    for task in _in_order(sections, key, skipper, check):
         tasks.append(task)
         if len(tasks) == limit:
             break
     if not tasks:
-        raise _all_dropped(key)
+        raise _all_dropped(key, skipper.counts)
     return tasks
 
 
-def check_task_source(section: SourceSection, key: str) -> None:
+def check_task_source(section: SourceSection, key: str, *, skips: bool = False) -> None:
     """Raises the error that a run would raise about the first row. Reads only the beginning, needs no tokenizer, uses
-    no network for a hub id, and does not run a `map`."""
-    row = first_row(section, key)
+    no network for a hub id, and does not run a `map`. `skips`: a run that skips bad rows may begin with one."""
+    row = first_row(section, key, keep_bad=skips)
     if row is None or section.map is not None:
         return
     try:
         TaskReader([section], key).read(0, row)
-    except DataError as error:
-        raise DataError(f"{key}: {error}") from error
+    except BadRowError as error:
+        if not skips:
+            raise BadRowError(f"{key}: {error}") from error
 
 
-def _in_order(sections: Sequence[SourceSection], key: str) -> Iterator[Task]:
-    reader = TaskReader(sections, key)
+def _in_order(
+    sections: Sequence[SourceSection], key: str, skipper: RowSkipper, check: Callable[[Task], object] | None
+) -> Iterator[Task]:
+    reader = TaskReader(sections, key, check)
     for index, section in enumerate(sections):
-        source = open_source(section, f"{key}.{index}")
+        source = open_source(section, f"{key}.{index}", keep_bad=skipper.skips)
         for block in range(source.num_blocks):
             for row in source.read_block(block):
-                task = reader.read(index, row)
+                task = skipper.attempt(index, row, partial(reader.read, index, row))
                 if task is not None:
                     yield task
 
 
-def _all_dropped(key: str) -> DataError:
+def no_task(key: str) -> DataError:
+    """The error for sources whose `map` drops every row."""
     return DataError(f"{key}: the sources' `map` drops every row, so there is no task. Let it return some rows.")
+
+
+def _all_dropped(key: str, counts: SkipCounts) -> DataError:
+    if counts.skipped:
+        return DataError(
+            f"{key}: there is no task: {counts.skipped} of {counts.read} rows cannot be used. The first: "
+            f"{counts.first[0]}"
+        )
+    return no_task(key)
 
 
 def _reference(values: Mapping[str, Any], row: Row) -> str | None:
@@ -210,25 +259,10 @@ def _as_json(value: Any, name: str, row: Row) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
-        raise DataError(
+        raise BadRowError(
             f"{row.where}: `{name}` is the reference and neither text nor JSON ({error}). Make it a string with the "
             "source's `map`."
         ) from error
-
-
-def _source_names(sections: Sequence[SourceSection]) -> list[str]:
-    """File names without folder and suffix; sources that would share one also get the folder."""
-    names = [_folder_and_name(section.path) for section in sections]
-    counts = Counter(name for _, name in names)
-    return [f"{folder}/{name}" if counts[name] > 1 and folder else name for folder, name in names]
-
-
-def _folder_and_name(path: str) -> tuple[str, str]:
-    parts = [part for part in path.split("/") if part] or [path]
-    while len(parts) > 1 and is_glob(parts[-1]):  # data/math/*.parquet is math
-        parts.pop()
-    folder, last = parts[-2] if len(parts) > 1 else "", parts[-1]
-    return folder, os.path.splitext(last.removesuffix(".gz"))[0] if format_of(last) is not None else last
 
 
 def _decoded(state: Mapping[str, Any]) -> tuple[int, StreamPosition]:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Protocol
 
-from podium.data.chat import Dropped
-from podium.data.examples import MadeExample, MakerSpec
+from podium.data.examples import MakerSpec, RowResult
 from podium.data.rows import Row
 from podium.errors import DataError
 
@@ -31,7 +30,7 @@ class ChunkMaker(Protocol):
     def submit(self, rows: RowsOfSources) -> None:
         """Queues a chunk of rows."""
 
-    def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
+    def result(self, is_stopped: Callable[[], bool]) -> list[RowResult] | None:
         """The oldest chunk's documents; None if stopped while waiting."""
 
     def close(self) -> None:
@@ -51,9 +50,9 @@ class InlineMaker:
         """Queues a chunk of rows."""
         self._waiting.append(rows)
 
-    def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
+    def result(self, is_stopped: Callable[[], bool]) -> list[RowResult] | None:
         """Makes the oldest chunk now."""
-        examples: list[MadeExample | Dropped] = []
+        examples: list[RowResult] = []
         for source, row in self._waiting.popleft():
             if is_stopped():
                 return None
@@ -95,7 +94,7 @@ class TokenizerPool:
             raise self._died(number) from error
         self._num_submitted += 1
 
-    def result(self, is_stopped: Callable[[], bool]) -> list[MadeExample | Dropped] | None:
+    def result(self, is_stopped: Callable[[], bool]) -> list[RowResult] | None:
         """Waits for the oldest chunk; None if stopped while waiting."""
         number = self._num_received % self.capacity
         pipe, process = self._pipes[number], self._processes[number]
@@ -109,7 +108,7 @@ class TokenizerPool:
             self._num_received += 1
             if isinstance(answer, BaseException):
                 raise answer
-            examples: list[MadeExample | Dropped] = answer
+            examples: list[RowResult] = answer
             return examples
         return None
 

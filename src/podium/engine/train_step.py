@@ -5,10 +5,12 @@ split."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -21,7 +23,7 @@ from podium.engine.sharding import PackedModel, local_tensor
 from podium.errors import UnsupportedModelError
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import EntropyObjective, LogitsObjective, Objective, TokenLoss, TokenObjective
-from podium.models.packing import round_tokens, to_device
+from podium.models.packing import on_device, round_tokens, to_device
 from podium.models.scalar import PackedScalarLM, ScalarObjective
 
 _PATTERNS = 1021  # a prime; sums of it over all ranks are exact in float32
@@ -42,13 +44,52 @@ class Tally:
     """Sums that objectives collect beside the loss, over the micro-batches of a step. The report has them for all
     ranks. They stay on the device until it is read."""
 
-    def __init__(self, names: Sequence[str], device: torch.device) -> None:
-        self.names = tuple(names)
+    def __init__(self, names: Sequence[str], device: torch.device, sources: Sequence[str] = ()) -> None:
+        """`sources`: names of the data's sources, where there are several; their losses are summed too."""
+        self._num_names = len(names)
+        self.names = (*names, *(source_sum(source) for source in sources))
         self.sums_M = torch.zeros(len(self.names), dtype=torch.float32, device=device)
+
+    @property
+    def has_sources(self) -> bool:
+        """Whether losses are summed by source."""
+        return len(self.names) > self._num_names
 
     def add(self, *sums: Tensor) -> None:
         """Adds to the sum of each name."""
-        self.sums_M += torch.stack([each.detach().float() for each in sums])
+        self.sums_M[: self._num_names] += torch.stack([each.detach().float() for each in sums])
+
+    def add_losses(self, loss_N: Tensor, source_N: Tensor | None) -> None:
+        """Adds losses of tokens or rows to the sums of their sources; nothing without several sources."""
+        if self.has_sources and source_N is not None:
+            self.sums_M[self._num_names :].index_add_(0, source_N, loss_N.detach().float())
+
+
+def source_sum(source: str) -> str:
+    """The name of a source's loss in a tally."""
+    return f"source/{source}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenSources:
+    """Which source each trained token of a step comes from."""
+
+    names: tuple[str, ...]
+    of_micro_batches: tuple[NDArray[np.int64], ...]  # [S] each: positions in `names`
+
+
+def by_source(objective: TokenObjective | EntropyObjective, tally: Tally, source_S: Tensor) -> EntropyObjective:
+    """The same objective, whose losses are also summed by source. `source_S`: of each trained token."""
+
+    def loss(logprobs_C: Tensor, entropy_C: Tensor, tokens: slice) -> Tensor:
+        if isinstance(objective, EntropyObjective):
+            loss_C = objective(logprobs_C, entropy_C, tokens)
+        else:
+            loss_C = objective(logprobs_C, tokens)
+        tally.add_losses(loss_C, source_S[tokens])
+        return loss_C
+
+    return EntropyObjective(loss=loss, watches_entropy=objective.watches_entropy, ties_tokens=objective.ties_tokens)
 
 
 class PendingReport:
@@ -150,10 +191,19 @@ class TrainEngine:
         normalizer: float,
         lr: float,
         stop_requested: bool = False,
+        sources: TokenSources | None = None,
     ) -> PendingReport:
-        """Forward and backward over this rank's micro-batches (equal in number on all ranks), then one update."""
-        batches = _of_tokens(micro_batches, loss)
-        return self.objective_step(batches, normalizer=normalizer, lr=lr, stop_requested=stop_requested)[0]
+        """Forward and backward over this rank's micro-batches (equal in number on all ranks), then one update.
+        `sources`: where the tokens come from; the report then has the sum of the loss of each source."""
+        batches, tally = _of_tokens(micro_batches, loss), None
+        if sources is not None:
+            device = self.mesh.device
+            tally = Tally((), device, sources.names)
+            batches = [
+                replace(batch, objective=by_source(TokenObjective(loss), tally, on_device(source_S, device)))
+                for batch, source_S in zip(batches, sources.of_micro_batches, strict=True)
+            ]
+        return self.objective_step(batches, normalizer=normalizer, lr=lr, stop_requested=stop_requested, tally=tally)[0]
 
     def objective_step(
         self,

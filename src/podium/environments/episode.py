@@ -331,6 +331,8 @@ class _Running:
         self._num_prompt_messages = len(self._messages)
         tools = self._task.tools if observation.tools is None else observation.tools
         with _guarded():
+            if text is None:
+                self._tokenizer.require_tools_shown(self._messages, tools)
             transcript = Transcript(self._tokenizer, self._messages if text is None else text, tools)
         if self._room(transcript) < 1:
             raise _EpisodeError(

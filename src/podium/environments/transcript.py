@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from podium.data.documents import Mask, Tokens
 from podium.data.kinds import Message
-from podium.data.masks import ChatRenderer, ChatTemplateError, Tools
+from podium.data.masks import ChatRenderer, ChatTemplateError, HiddenToolsError, Tools
 from podium.data.prompts import PromptTokenizer
 from podium.data.rows import Row
 from podium.data.tokenizer import answer_text
@@ -178,8 +178,9 @@ class TurnTokenizer:
     """Tokens of turns and text of answers, with one tokenizer. Shared by the episodes of a thread; tokenizers are not
     thread-safe."""
 
-    def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Any, tool_format: ToolFormat | None = None, *, hidden_tools: bool = False) -> None:
+        """`hidden_tools`: the template need not show tools to the model."""
+        self._tokenizer, self._hidden_tools = tokenizer, hidden_tools
         self._renderer = ChatRenderer(tokenizer)
         self._prompts = PromptTokenizer(tokenizer)
         self._stand_in_tokens = self._renderer.encode(_STAND_IN)
@@ -215,6 +216,11 @@ class TurnTokenizer:
     def render(self, messages: Sequence[Message], tools: Tools) -> str:
         """The chat as the template renders it, up to the generation prompt."""
         return self._renderer.text(messages, tools, generation_prompt=True)
+
+    def require_tools_shown(self, messages: Sequence[Message], tools: Tools) -> None:
+        """Raises a ChatTemplateError if the template says nothing about the tools of an episode."""
+        if not self._hidden_tools:
+            self._renderer.require_tools_shown(messages, tools)
 
     def form_before(self, role: str, tools: Tools) -> StandIn:
         """The form of an assistant turn before a message of `role`. Raises a ChatTemplateError if no form lets the
@@ -331,6 +337,17 @@ class TurnTokenizer:
     def _texts_of_special(self) -> dict[int, str]:
         ids = sorted(self._renderer.special_ids)
         return {id: str(text) for id, text in zip(ids, self._tokenizer.convert_ids_to_tokens(ids), strict=True)}
+
+
+def check_tools_shown(tokenizer: Any, messages: Sequence[Message], tools: Tools) -> None:
+    """Called before a run with tools: raises a ModelError if the chat template says nothing about them in this
+    prompt."""
+    try:
+        ChatRenderer(tokenizer).require_tools_shown(messages, tools)
+    except HiddenToolsError as error:
+        raise ModelError(
+            f"model.chat_template: {error} If the model needs no description, set environment.hidden_tools to true."
+        ) from error
 
 
 def check_template(tokenizer: Any, *, role: str = "tool", tools: Tools = None) -> None:

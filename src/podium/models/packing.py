@@ -90,13 +90,13 @@ def to_device(batch: PackedBatch, device: torch.device, *, multiple: int = 1) ->
     trained = np.flatnonzero(batch.weights_T)
     on_cuda = device.type == "cuda"
     return TokenBatch(
-        tokens_T=_moved(tokens.astype(np.int64), device),
-        positions_T=_moved(positions.astype(np.int64), device),
-        trained_S=_moved(trained, device),
-        targets_S=_moved(batch.targets_T[trained].astype(np.int64), device),
-        weights_S=_moved(batch.weights_T[trained], device),
+        tokens_T=on_device(tokens.astype(np.int64), device),
+        positions_T=on_device(positions.astype(np.int64), device),
+        trained_S=on_device(trained, device),
+        targets_S=on_device(batch.targets_T[trained].astype(np.int64), device),
+        weights_S=on_device(batch.weights_T[trained], device),
         packing=Packing(
-            boundaries=_moved(offsets, device),
+            boundaries=on_device(offsets, device),
             longest=int(np.diff(offsets).max()),
             runs=() if on_cuda else runs_of(offsets),
         ),
@@ -112,6 +112,7 @@ class RowTensors:
     first_R: Tensor  # the first trained token of each row's first document
     counts_D: Tensor  # trained tokens of each document
     values_R: Tensor
+    sources_R: Tensor
 
     def of_documents(self, values_D: Tensor) -> tuple[Tensor, ...]:
         """Numbers of documents by place in the row: chosen and rejected, or the only one."""
@@ -130,15 +131,17 @@ class RowTensors:
 def rows_to_device(batch: PackedExamples, device: torch.device) -> RowTensors:
     """Called before the forward pass: a copy in its middle would make the host wait for the device."""
     return RowTensors(
-        document_S=_moved(batch.document_S, device),
-        places=tuple(_moved(column, device) for column in batch.places.T),
-        first_R=_moved(np.searchsorted(batch.document_S, batch.places[:, 0]), device),
-        counts_D=_moved(np.array([document.num_trained for document in batch.documents], np.int64), device),
-        values_R=_moved(batch.values_R, device),
+        document_S=on_device(batch.document_S, device),
+        places=tuple(on_device(column, device) for column in batch.places.T),
+        first_R=on_device(np.searchsorted(batch.document_S, batch.places[:, 0]), device),
+        counts_D=on_device(np.array([document.num_trained for document in batch.documents], np.int64), device),
+        values_R=on_device(batch.values_R, device),
+        sources_R=on_device(batch.sources_R, device),
     )
 
 
-def _moved(array: np.ndarray, device: torch.device) -> Tensor:
+def on_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """Copies an array without waiting for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,9 +13,11 @@ from torch import Tensor
 
 from podium.data.documents import PackedExamples, SplitExamples
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
+from podium.models.packing import on_device
 from podium.programs.teachers import Target, Teachers, open_teachers
 from podium.recipe import DistillRecipe
 from podium.recipe.dense import DistillSection
+from podium.spmd.by_source import heldout_losses
 from podium.spmd.run import SpmdRun
 
 
@@ -23,7 +25,7 @@ def distill(run: SpmdRun[DistillRecipe]) -> None:
     """One optimizer step per packed step of documents."""
     method = DistillMethod(run.recipe.distill, run.engine, open_teachers(run))
     for step in run.steps(method.measure, method.averages):
-        tally = method.tally()
+        tally = method.tally(step.split.sources)
         report, _ = run.engine.objective_step(
             method.batches(step.split, tally),
             normalizer=step.global_tokens,
@@ -45,6 +47,7 @@ class DistillObjective:
     targets_S: Tensor  # token ids of the data
     share: float
     tally: Tally
+    sources_S: Tensor | None  # of each token; None without several sources
 
     def __call__(self, logits_CV: Tensor, tokens: slice) -> Tensor:
         far_C, agreement = self.target.compare(logits_CV, tokens)
@@ -52,7 +55,9 @@ class DistillObjective:
         entropy_C = -logprobs_CV.gather(1, self.targets_S[tokens, None]).squeeze(1)
         count = torch.tensor(len(far_C), device=far_C.device)
         self.tally.add(count, far_C.sum(), entropy_C.sum(), agreement)
-        return (1 - self.share) * far_C + self.share * entropy_C if self.share else far_C
+        loss_C = (1 - self.share) * far_C + self.share * entropy_C if self.share else far_C
+        self.tally.add_losses(loss_C, None if self.sources_S is None else self.sources_S[tokens])
+        return loss_C
 
 
 class DistillMethod:
@@ -61,9 +66,9 @@ class DistillMethod:
     def __init__(self, section: DistillSection, engine: TrainEngine, teachers: Teachers) -> None:
         self._section, self._engine, self._teachers = section, engine, teachers
 
-    def tally(self) -> Tally:
+    def tally(self, sources: Sequence[str] = ()) -> Tally:
         """Sums that are collected beside the loss; `averages` turns them into metrics."""
-        return Tally(_SUMS, self._engine.mesh.device)
+        return Tally(_SUMS, self._engine.mesh.device, sources)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
         """This rank's micro-batches with their objectives. Live teachers are queried for one micro-batch at a time.
@@ -76,6 +81,7 @@ class DistillMethod:
                 targets_S=torch.from_numpy(batch.packed.targets_T[batch.packed.weights_T > 0]).long().to(device),
                 share=self._section.cross_entropy,
                 tally=tally,
+                sources_S=on_device(batch.sources_S, device) if tally.has_sources else None,
             )
             return ObjectiveBatch(packed=batch.packed, objective=objective, kind="divergence")
 
@@ -87,8 +93,9 @@ class DistillMethod:
 
     def measure(self, split: SplitExamples) -> Mapping[str, float]:
         """Loss and averages of held-out documents. Collective."""
-        tally, engine = self.tally(), self._engine
+        tally, engine = self.tally(split.sources), self._engine
         total = engine.objective_sum(self.batches(split, tally))
-        sums = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
-        averages = self.averages(dict(zip(tally.names, sums[1:], strict=True)), len(split.examples))
-        return {"loss": sums[0] / sums[1], **averages}
+        loss, *rest = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        sums = dict(zip(tally.names, rest, strict=True))
+        averages = self.averages(sums, len(split.examples))
+        return {"loss": loss / sums["tokens"], **averages, **heldout_losses(split, sums, "tokens")}

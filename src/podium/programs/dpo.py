@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,6 +31,7 @@ from podium.recipe.dense import (
     SigmoidPreference,
     SimpoPreference,
 )
+from podium.spmd.by_source import heldout_losses
 from podium.spmd.run import SpmdRun
 
 
@@ -42,7 +43,7 @@ def dpo(run: SpmdRun[DpoRecipe]) -> None:
         run.recipe.preference, run.engine, open_references(run), max_tokens=run.max_tokens, max_length=max_length
     )
     for step in run.steps(method.measure, method.averages):
-        tally = method.tally()
+        tally = method.tally(step.split.sources)
         report, _ = run.engine.objective_step(
             method.batches(step.split, tally),
             # The count over all ranks: they hold unequal shares, a local mean would weigh them wrongly.
@@ -67,6 +68,7 @@ class RowLogprobs:
     references_R: tuple[Tensor, ...]  # empty without a reference
     tokens_R: tuple[Tensor, ...]
     values_R: Tensor
+    sources_R: Tensor
 
 
 RowLoss = Callable[[RowLogprobs], Tensor]
@@ -91,6 +93,7 @@ class PreferenceObjective:
             references_R=() if self.references_D is None else rows.of_documents(self.references_D),
             tokens_R=rows.of_documents(rows.counts_D),
             values_R=rows.values_R,
+            sources_R=rows.sources_R,
         )
         return rows.spread(self.loss(seen), logprobs_C)
 
@@ -115,9 +118,10 @@ class PreferenceMethod:
         # Metrics that a custom loss reports beside the losses.
         self._reported = () if self._custom is None else tuple(f"loss/{name}" for name in self._custom.metric_names)
 
-    def tally(self) -> Tally:
+    def tally(self, sources: Sequence[str] = ()) -> Tally:
         """Sums that are collected beside the loss; `averages` turns them into metrics."""
-        return Tally((*(_PAIR_SUMS if self._section.is_paired else _LABEL_SUMS), *self._reported), self._device)
+        names = (*(_PAIR_SUMS if self._section.is_paired else _LABEL_SUMS), *self._reported)
+        return Tally(names, self._device, sources)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
         """This rank's micro-batches with their objectives. The reference is computed for one micro-batch at a time.
@@ -136,12 +140,11 @@ class PreferenceMethod:
 
     def measure(self, split: SplitExamples) -> Mapping[str, float]:
         """Loss and averages of held-out rows. Collective."""
-        tally, engine = self.tally(), self._engine
+        tally, engine = self.tally(split.sources), self._engine
         total = engine.objective_sum(self.batches(split, tally))
-        sums = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
-        count = len(split.examples)
-        averages = self.averages(dict(zip(tally.names, sums[1:], strict=True)), count)
-        return {"loss": sums[0] / count, **averages}
+        loss, *rest = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        sums, count = dict(zip(tally.names, rest, strict=True)), len(split.examples)
+        return {"loss": loss / count, **self.averages(sums, count), **heldout_losses(split, sums, "rows")}
 
     def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
         """Accuracy and rewards of a step or of held-out rows."""
@@ -192,6 +195,7 @@ class PreferenceMethod:
             preferences.preferred(*rewards).sum(), rewards[0].sum(), rewards[1].sum(), chosen_R.sum(),
             rejected_R.sum(), *reported,
         )  # fmt: skip
+        tally.add_losses(loss_R, rows.sources_R)
         return loss_R
 
     def _labelled(self, rows: RowLogprobs, section: KtoPreference, baseline: Tensor, tally: Tally) -> Tensor:
@@ -202,10 +206,12 @@ class PreferenceMethod:
             ((ratio_R > baseline) == desirable_R).sum(), desirable_R.sum(), (reward_R * desirable_R).sum(),
             (reward_R * ~desirable_R).sum(), baseline * len(reward_R),
         )  # fmt: skip
-        return preferences.kto(
+        loss_R = preferences.kto(
             ratio_R, desirable_R, baseline, beta=section.beta,
             desirable_weight=section.desirable_weight, undesirable_weight=section.undesirable_weight,
         )  # fmt: skip
+        tally.add_losses(loss_R, rows.sources_R)
+        return loss_R
 
     def _rewards(self, rows: RowLogprobs) -> tuple[Tensor, ...]:
         """Implicit reward of each document. For ipo, which averages, it is per token."""

@@ -17,7 +17,8 @@ from podium.data.document_store import DocumentStore, document_key
 from podium.data.documents import Document, Example, PackedExamples, pack_examples
 from podium.data.examples import ExampleMaker, MakerSpec
 from podium.data.fingerprints import files_fingerprint, source_fingerprint, text_fingerprint
-from podium.data.reading import iterate_examples
+from podium.data.reading import OrderedRows
+from podium.data.skipping import SkipPolicy
 from podium.data.splitting import split_step
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.mesh import Mesh
@@ -101,10 +102,10 @@ def _documents(recipe: SpmdRecipe) -> Iterator[Document]:
     spec, tokenizer = MakerSpec.of(recipe), load_tokenizer(recipe.model)
     # Held-out documents that are too long are truncated instead of refused.
     lenient: Overlong = "truncate" if spec.overlong == "error" else spec.overlong
-    data = recipe.data
+    data, policy = recipe.data, SkipPolicy.of(recipe.data)
     for part, sections, overlong in (("train", data.train, spec.overlong), ("heldout", data.heldout, lenient)):
         maker = ExampleMaker(tokenizer, spec.shape, spec.trained, spec.max_length, overlong)
-        for example in iterate_examples(sections, f"data.{part}", maker):
+        for example in OrderedRows(sections, f"data.{part}", policy).iterate(maker):
             yield from example.documents
 
 

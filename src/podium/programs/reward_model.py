@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,10 +23,11 @@ from podium.algorithms.reward_models import (
     regression_statistics,
 )
 from podium.data.documents import PackedExamples, SplitExamples, pack_examples
-from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine, source_sum
 from podium.models.packing import RowTensors, round_tokens, rows_to_device, to_device
 from podium.recipe import RewardModelRecipe
 from podium.recipe.dense import RewardModelSection
+from podium.spmd.by_source import heldout_losses
 from podium.spmd.run import SpmdRun
 
 
@@ -34,7 +35,7 @@ def reward_model(run: SpmdRun[RewardModelRecipe]) -> None:
     """One optimizer step per step of rows; both sides of a pair go through one packed forward."""
     method = RewardModelMethod(run.recipe.reward_model, run.engine)
     for step in run.steps(method.measure, method.averages):
-        tally = method.tally()
+        tally = method.tally(step.split.sources)
         report, _ = run.engine.objective_step(
             method.batches(step.split, tally),
             normalizer=step.num_examples,
@@ -61,7 +62,9 @@ class RewardObjective:
         rows = self.rows
         if not len(rows.counts_D):
             return values_S  # no row and no value, but part of the graph: this rank still joins in the backward pass
-        return rows.spread(self._loss(rows.of_documents(values_S), rows.values_R), values_S)
+        loss_R = self._loss(rows.of_documents(values_S), rows.values_R)
+        self.tally.add_losses(loss_R, rows.sources_R)
+        return rows.spread(loss_R, values_S)
 
     def _loss(self, scores: tuple[Tensor, ...], values_R: Tensor) -> Tensor:
         if self.section.learns == "pairs":
@@ -80,9 +83,9 @@ class RewardModelMethod:
         self._section, self._engine = section, engine
         self._is_paired = section.learns == "pairs"
 
-    def tally(self) -> Tally:
+    def tally(self, sources: Sequence[str] = ()) -> Tally:
         """Sums that are collected beside the loss; `averages` turns them into metrics."""
-        return Tally(_PAIR_SUMS if self._is_paired else _SCORE_SUMS, self._engine.mesh.device)
+        return Tally(_PAIR_SUMS if self._is_paired else _SCORE_SUMS, self._engine.mesh.device, sources)
 
     def batches(self, split: SplitExamples, tally: Tally) -> LazyBatches:
         """This rank's micro-batches with their objectives."""
@@ -96,7 +99,7 @@ class RewardModelMethod:
 
     def averages(self, sums: Mapping[str, float], count: int) -> Mapping[str, float]:
         """Metrics of a step."""
-        means = {name: value / count for name, value in sums.items()}
+        means = {name: sums[name] / count for name in self.tally().names}
         if not self._is_paired:
             return means
         margin = means["score_chosen"] - means["score_rejected"]
@@ -113,7 +116,19 @@ class RewardModelMethod:
         by_row = {row: values for rank_rows, scores in gathered for row, values in zip(rank_rows, scores, strict=True)}
         scores_RN = torch.tensor([by_row[row] for row in range(len(split.examples))], dtype=torch.float64)
         values_R = torch.tensor([example.value for example in split.examples], dtype=torch.float64)
-        return self._pairs(scores_RN, values_R) if self._is_paired else self._regression(scores_RN[:, 0], values_R)
+        measured = self._pairs(scores_RN, values_R) if self._is_paired else self._regression(scores_RN[:, 0], values_R)
+        return {**measured, **self._by_source(split, scores_RN, values_R)}
+
+    def _by_source(self, split: SplitExamples, scores_RN: Tensor, values_R: Tensor) -> Mapping[str, float]:
+        if self._is_paired:
+            chosen_R, rejected_R = scores_RN.T
+            loss_R = bradley_terry(chosen_R, rejected_R, values_R, center=self._section.center)
+        else:
+            loss_R = regression(scores_RN[:, 0], values_R)
+        sources_R = np.array([example.source for example in split.examples])
+        names = {source_sum(name): at for at, name in enumerate(split.sources)}
+        sums = {name: loss_R[torch.from_numpy(sources_R == at)].sum().item() for name, at in names.items()}
+        return heldout_losses(split, sums, "rows")
 
     def _pairs(self, scores_RN: Tensor, margins_R: Tensor) -> Mapping[str, float]:
         chosen_R, rejected_R = scores_RN.T

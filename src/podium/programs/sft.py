@@ -7,8 +7,9 @@ from collections.abc import Mapping
 
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import PackedExamples, SplitExamples
-from podium.engine.train_step import LazyBatches, ObjectiveBatch, TrainEngine
+from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TokenSources, TrainEngine, by_source
 from podium.models.head import TokenObjective
+from podium.models.packing import on_device
 from podium.programs.custom_losses import CustomTokenLoss
 from podium.recipe import SftRecipe
 from podium.recipe.algorithm import SftAlgorithm
@@ -21,12 +22,14 @@ def sft(run: SpmdRun[SftRecipe]) -> None:
     """One optimizer step per packed step of documents. All ranks have the same number of micro-batches."""
     method = TokenMethod(run.recipe.algorithm, run.engine)
     for step in run.steps(method.measure):
+        tally = method.tally(step.sources)
         report, _ = run.engine.objective_step(
-            method.batches(step.split),
+            method.batches(step.split, step.sources, tally),
             # The count over all ranks: they hold unequal shares, a local mean would weigh them wrongly.
             normalizer=step.global_tokens,
             lr=step.lr,
             stop_requested=run.stop_requested,
+            tally=tally,
         )
         run.record(step, report)
 
@@ -38,12 +41,21 @@ class TokenMethod:
         self._engine = engine
         self._custom = CustomTokenLoss.load(section.loss) if isinstance(section.loss, Plugin) else None
 
-    def batches(self, split: SplitExamples) -> LazyBatches:
-        """This rank's micro-batches with their objectives."""
+    def tally(self, sources: TokenSources | None) -> Tally | None:
+        """Sums of the losses of each source, where the data has several."""
+        return None if sources is None else Tally((), self._engine.mesh.device, sources.names)
+
+    def batches(
+        self, split: SplitExamples, sources: TokenSources | None = None, tally: Tally | None = None
+    ) -> LazyBatches:
+        """This rank's micro-batches with their objectives. `tally` sums the losses of `sources`."""
+        of_micro_batches = iter(() if sources is None else sources.of_micro_batches)
 
         def make(batch: PackedExamples) -> ObjectiveBatch:
             custom, device = self._custom, self._engine.mesh.device
             objective = TokenObjective(token_cross_entropy) if custom is None else custom.objective(batch, device)
+            if tally is not None:
+                objective = by_source(objective, tally, on_device(next(of_micro_batches), device))
             return ObjectiveBatch(packed=batch.packed, objective=objective)
 
         return LazyBatches(split.parts, make)

@@ -25,6 +25,8 @@ _HARMLESS = (
     "run.cache",
     "data.workers",
     "data.prefetch",
+    "data.on_error",  # a run that reads on has met no bad row, or has skipped it
+    "data.max_skipped_share",
     "data.heldout",
     "model.activation_checkpointing",
     "model.self_check",
@@ -34,6 +36,7 @@ _HARMLESS = (
     "grading.timeout_s",
     "grading.max_failed_share",
     "environment.runners",
+    "environment.hidden_tools",
     "environment.concurrency",
 )
 # What generates is harmless where only evaluation does; else its sizes are, and what is sampled is not.
@@ -46,6 +49,7 @@ _ENGINE_SIZES = (
     "rollout.decode",
     "rollout.offload_optimizer",
 )
+_TRAINING_DATA = re.compile(r"^data\.train\.\d+\.(path|format|split|columns|map)(\.|$)")
 
 
 _CODE = re.compile(r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+)$")
@@ -77,6 +81,11 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
+
+
+def is_training_data(key: str) -> bool:
+    """Whether a key says which rows of a source are trained on, and how they are read; not the mix of sources."""
+    return _TRAINING_DATA.match(key) is not None
 
 
 def what_matters(recipe: Recipe) -> dict[str, Any]:

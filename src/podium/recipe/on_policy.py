@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Discriminator, Field, Tag
 
-from podium.recipe.fields import CheckpointSource, Count, NonNegative, Place, Real, Section, Text
+from podium.recipe.fields import CheckpointSource, Count, NonNegative, Place, Real, Section, Switch, Text
 from podium.recipe.plugins import Plugin
 from podium.recipe.schema import EngineSection
 
@@ -151,6 +151,7 @@ class EnvironmentSection(Section):
 
     environment: Plugin | None = Field(None, description="`file.py:Class` with async reset and step.")
     tools: tuple[Plugin, ...] = Field((), description="Python functions that the model may call.")
+    hidden_tools: Switch = Field(False, description="Allow a chat template that does not show the tools to the model.")
     max_turns: Count = Field(8, description="Answers of the model in one episode.")
     max_episode_tokens: Count | None = Field(
         None, description="Tokens behind the prompt, the environment's too; default: what the engine's context allows."

@@ -97,6 +97,15 @@ class DataSection(Section):
         None, description="Longest document in tokens; default: what fits the step and the model."
     )
     overlong: Literal["truncate", "drop", "error"] = Field("truncate", description="What happens to longer documents.")
+    on_error: Literal["fail", "skip"] = Field(
+        "fail", description="Rows that cannot be read, tokenized or rendered end the run, or are skipped and named."
+    )
+    max_skipped_share: Real = Field(
+        0.01,
+        ge=0,
+        le=1,
+        description="on_error skip: a larger share of skipped rows ends the run; the first 1000 rows count together.",
+    )
     shuffle: Switch = True
     shuffle_rows: Count = Field(65_536, description="Rows that are shuffled together; larger files stream by this.")
 

@@ -27,7 +27,7 @@ from podium.environments.episode import (
 )
 from podium.environments.hosted_episodes import EnvironmentHost
 from podium.environments.output_cap import OutputCap
-from podium.environments.transcript import TurnTokenizer, check_template
+from podium.environments.transcript import TurnTokenizer, check_template, check_tools_shown
 from podium.models.folder import local_folder
 from podium.recipe import EnvironmentSection, ModelSection
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
@@ -63,7 +63,7 @@ class EpisodeRunner:
         self._output = OutputCap(f"the environment of {context.worker}")
         self._host = EnvironmentHost(spec.environment, output=self._output)  # starts while the tokenizer is read
         tokenizer = load_tokenizer(spec.model)
-        self._tokenizer = TurnTokenizer(tokenizer)
+        self._tokenizer = TurnTokenizer(tokenizer, hidden_tools=spec.environment.hidden_tools)
         self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
         self._is_checked = False
@@ -97,7 +97,11 @@ class EpisodeRunner:
         section = self._spec.environment
         tools = self._host.tool_schemas if section.tools else None
         role = str(section.options.get("role", "tool")) if section.tools else "user"
-        check_template(load_tokenizer(self._spec.model), role=role, tools=tools)
+        tokenizer = load_tokenizer(self._spec.model)
+        check_template(tokenizer, role=role, tools=tools)
+        if tools and not section.hidden_tools:
+            messages = next(prompt.task.messages for prompt in shard.prompts if prompt.task.messages is not None)
+            check_tools_shown(tokenizer, messages, tools)
         self._is_checked = True
 
     async def _blocks(self, shard: PromptShard, plan: SamplingPlan) -> AsyncGenerator[Computed[TrajectoryBlock], None]:

@@ -10,7 +10,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -46,6 +46,11 @@ class RunFolder:
     def samples_file(self) -> Path:
         """Answers of evaluations, one JSON line each."""
         return self.path / "samples.jsonl"
+
+    @property
+    def skipped_file(self) -> Path:
+        """Rows that were skipped (data.on_error: skip), one JSON line each."""
+        return self.path / "skipped_rows.jsonl"
 
     @property
     def checkpoints(self) -> Path:
@@ -188,12 +193,13 @@ class RunFolder:
         names = (path.name.removeprefix("step-") for path in self.checkpoints.glob("step-*"))
         return sorted(int(name) for name in names if name.isdigit())
 
-    def forget_samples_after(self, step: int) -> None:
-        """Removes samples of later steps: a resumed run evaluates them again."""
-        if self.samples_file.exists():
-            lines = self.samples_file.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-            write_atomically(self.samples_file, "".join(kept_lines))
+    def forget_after(self, step: int) -> None:
+        """Removes samples and skipped rows of later steps: a resumed run writes them again."""
+        for file in (self.samples_file, self.skipped_file):
+            if file.exists():
+                lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+                kept_lines = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+                write_atomically(file, "".join(kept_lines))
 
     def cpu_settings(self, num_ranks: int) -> CpuSettings | None:
         """CPU settings of a run on this many ranks, if it has begun. A resumed run keeps them: the number of threads
@@ -209,9 +215,18 @@ class RunFolder:
 
     def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
         """Appends the answers of one evaluation to samples.jsonl."""
-        with self.samples_file.open("a", encoding="utf-8") as file:
-            for row in rows:
-                file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
+        _append(self.samples_file, step, rows)
+
+    def skipped_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Appends rows to skipped_rows.jsonl."""
+        _append(self.skipped_file, step, rows)
+
+    def skipped_places(self) -> set[str]:
+        """Files and lines of all rows that were skipped so far."""
+        if not self.skipped_file.exists():
+            return set()
+        lines = self.skipped_file.read_text(encoding="utf-8").splitlines()
+        return {str(json.loads(line)["place"]) for line in lines}
 
 
 def is_pipeline_folder(path: str | Path) -> bool:
@@ -264,6 +279,12 @@ def is_held(path: Path) -> bool:
         return True
     except OSError:
         return False
+
+
+def _append(path: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -25,6 +25,7 @@ from podium.data.fingerprints import (
 from podium.errors import RunFolderError
 from podium.models.folder import local_folder
 from podium.recipe import Recipe
+from podium.recipe.changes import is_training_data
 from podium.runs.folder import RunFolder, write_atomically
 
 NOTE = "podium.json"
@@ -51,7 +52,7 @@ class Prepared:
 
     def lineage(self, before: Mapping[str, Any] | None = None, *, step: int = 0) -> dict[str, Any]:
         """Lineage for run.json. `before`: the lineage of a run that continues after `step`. Different code may have
-        produced its earlier steps."""
+        produced its earlier steps, or (`podium resume --accept-changed-data`) other training data."""
         codes = list((before or {}).get("code", ()))
         now = code_version()
         if not codes or {**codes[-1], "after_step": 0} != {**now, "after_step": 0}:
@@ -61,7 +62,19 @@ class Prepared:
             "code": codes,
             "inputs": [each.values() for each in self.inputs],
             "ancestors": self._ancestors(),
+            **self._changed_data(before or {}, step),
         }
+
+    def _changed_data(self, before: Mapping[str, Any], step: int) -> dict[str, Any]:
+        """Training data that changed between parts of a run, with both fingerprints; nothing if none did."""
+        changed = list(before.get("changed_data", ()))
+        known = {each["key"]: each for each in inputs_of(before)}
+        for each in self.inputs:
+            old = known.get(each.key)
+            if old is not None and old["fingerprint"] != each.fingerprint and is_training_data(each.key):
+                entry = {"after_step": step, "key": each.key, "path": each.path}
+                changed.append(entry | {"old": old["fingerprint"], "new": each.fingerprint})
+        return {"changed_data": changed} if changed else {}
 
     def _ancestors(self) -> dict[str, Any]:
         """Fingerprint of weights -> note of the run that produced them, for all ancestors of these weights. Flat,

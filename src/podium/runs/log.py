@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
+from podium.data.skipping import SkippedRow
 from podium.observe import (
     Console,
     EvaluationView,
@@ -22,6 +23,9 @@ from podium.recipe import Recipe
 from podium.runs.folder import RunFolder
 from podium.runs.result import end_status
 
+# How many skipped rows the console names.
+_SHOWN_SKIPPED = 5
+
 
 def open_log(
     stack: ExitStack, recipe: Recipe, folder: RunFolder, console: Console, *, step: int, is_main: bool = True
@@ -35,7 +39,7 @@ def open_log(
         for logger in loggers:
             stack.callback(logger.close)
         metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step))
-        folder.forget_samples_after(step)
+        folder.forget_after(step)
     return RunLog(recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step)
 
 
@@ -56,6 +60,7 @@ class RunLog:
         self._metrics, self._loggers, self.console = metrics, loggers, console
         self._began_s, self._first_step = time.perf_counter(), first_step
         self.last_loss: float | None = None
+        self._skipped_places: set[str] | None = None  # read when a row is skipped
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Writes to the metrics file and all loggers."""
@@ -84,6 +89,22 @@ class RunLog:
             text = "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in view.samples)
             for logger in self._loggers:
                 logger.text(view.step, "samples", text)
+
+    def skipped_rows(self, step: int, rows: Sequence[SkippedRow]) -> None:
+        """Names rows that were skipped up to `step`: all in the run folder, the first on the console. A row that is
+        skipped again in a later epoch is named once."""
+        if not rows or self._metrics is None:
+            return
+        if self._skipped_places is None:
+            self._skipped_places = self._folder.skipped_places()
+        known = self._skipped_places
+        new = {row.place: row for row in rows if row.place not in known}
+        for row in list(new.values())[: max(0, _SHOWN_SKIPPED - len(known))]:
+            self.console.warning(f"skipped a row (data.on_error): {row.problem}")
+        if len(known) < _SHOWN_SKIPPED < len(known) + len(new):
+            self.console.warning(f"further skipped rows are named in {self._folder.skipped_file} only")
+        known |= new.keys()
+        self._folder.skipped_rows(step, [row.values() for row in new.values()])
 
     def finish(self, step: int) -> None:
         """Logs the end of the run: all steps are done, or a stop was requested."""

@@ -40,6 +40,7 @@ def _run_lines(run: RunFolder) -> list[str]:
         *_standing_lines(standing),
         *_code_lines(lineage.get("code", ()), state.get("versions", {})),
         f"fingerprint: {short(lineage.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
+        *_changed_data_lines(lineage),
         *_heldout_lines(run),
         f"checkpoints: {_checkpoints(run)}",
         *_next_lines(run, standing),
@@ -83,6 +84,7 @@ def _facts(note: Mapping[str, Any]) -> list[str]:
         f"made by: {note.get('program')}, step {note.get('step')} of {note.get('run')}",
         f"fingerprint: {short(note.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
         *_code_lines(note.get("code", ()), {}),
+        *_changed_data_lines(note),
     ]
 
 
@@ -119,6 +121,16 @@ def _code_lines(codes: Sequence[Mapping[str, Any]], versions: Mapping[str, str])
     others = [f"{name} {number}" for name, number in versions.items() if name != "podium"]
     if others:
         yield f"versions: {', '.join(others)}"
+
+
+def _changed_data_lines(lineage: Mapping[str, Any]) -> Iterator[str]:
+    """Training data that was replaced during the run."""
+    for each in lineage.get("changed_data", ()):
+        if isinstance(each, Mapping):
+            yield (
+                f"changed data: {each.get('key')} after step {each.get('after_step')}: fingerprint "
+                f"{short(each.get('old'))} -> {short(each.get('new'))}"
+            )
 
 
 def _since(code: Mapping[str, Any]) -> str:

@@ -10,20 +10,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from podium.data.chat import Prompt
+from podium.data.chat_text import as_text
 from podium.data.documents import SplitExamples, pack_examples
 from podium.data.examples import ExampleMaker, shape_of
-from podium.data.reading import read_examples, read_prompts
+from podium.data.reading import OrderedRows
+from podium.data.skipping import SkippedRow, SkipPolicy
+from podium.data.source_names import mixed_names
 from podium.data.splitting import split_step
 from podium.data.tokenizer import answer_text, stop_tokens
-from podium.engine.train_step import TrainEngine
+from podium.engine.train_step import Tally, TrainEngine
 from podium.errors import RecipeError, what_raised
 from podium.models.head import TokenLoss
+from podium.models.packing import on_device
 from podium.observe import EvaluationView, SampleView
 from podium.recipe import GenerationSection, LanguageModelRecipe, SpmdRecipe
 from podium.recipe.plugins import Plugin
 from podium.recipe.plugins import load as load_plugin
 from podium.spmd.answering import Answerer
+from podium.spmd.by_source import heldout_losses
 
 Score = Callable[[str, str, Mapping[str, Any]], float]
 HeldoutMeasure = Callable[[SplitExamples], Mapping[str, float]]
@@ -52,11 +60,30 @@ def mean_token_loss(engine: TrainEngine, loss: TokenLoss) -> HeldoutMeasure:
     """Mean loss per token, as is usual for language models."""
 
     def measure(split: SplitExamples) -> Mapping[str, float]:
-        total = engine.loss_sum([pack_examples(part).packed for part in split.parts], loss)
+        device = engine.mesh.device
+        tally = Tally((), device, split.sources)
+        total = torch.zeros((), dtype=torch.float32, device=device)
+        for part in split.parts:
+            batch = pack_examples(part)
+            source_S = on_device(batch.sources_S, device) if tally.has_sources else None
+            total += engine.loss_sum([batch.packed], _summed_by_source(loss, tally, source_S))
         num_trained = sum(example.num_trained for example in split.examples)
-        return {"loss": engine.mesh.sum(total).item() / num_trained}
+        whole, *rest = engine.mesh.sum(torch.cat([total[None], tally.sums_M])).tolist()
+        sums = dict(zip(tally.names, rest, strict=True))
+        return {"loss": whole / num_trained, **heldout_losses(split, sums, "tokens")}
 
     return measure
+
+
+def _summed_by_source(loss: TokenLoss, tally: Tally, source_S: Tensor | None) -> TokenLoss:
+    """The loss of all trained tokens of one micro-batch, which also adds to the sums of their sources."""
+
+    def counted(logprobs_S: Tensor) -> Tensor:
+        loss_S = loss(logprobs_S)
+        tally.add_losses(loss_S, source_S)
+        return loss_S
+
+    return loss if source_S is None else counted
 
 
 class Evaluator:
@@ -72,20 +99,22 @@ class Evaluator:
         # Held-out examples that are too long are truncated instead of refused.
         overlong = "truncate" if recipe.data.overlong == "error" else recipe.data.overlong
         maker = ExampleMaker(self._tokenizer, shape_of(recipe), recipe.trained, recipe.data.max_length, overlong)
-        examples = tuple(read_examples(recipe.data.heldout, "data.heldout", maker, recipe.evaluation.max_documents))
+        policy = SkipPolicy.of(recipe.data)
+        rows_of_heldout = OrderedRows(recipe.data.heldout, "data.heldout", policy)
+        examples = tuple(rows_of_heldout.examples(maker, recipe.evaluation.max_documents))
+        self.skipped: list[SkippedRow] = rows_of_heldout.skipper.rows
         plan = split_step(
             [example.num_inputs for example in examples],
             num_ranks=self._mesh.world, max_tokens=max_tokens, hard_cap=False,
         )  # fmt: skip
         rows = tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.rank)[0])
-        self._split = SplitExamples(examples=examples, rows=rows)
+        self._split = SplitExamples(examples=examples, rows=rows, sources=mixed_names(recipe.data.heldout))
         self._prompts: list[Prompt] = []
         self._answerer: Answerer | None = None
         self._score: Score | None = None
         if self._generation is not None and isinstance(recipe, LanguageModelRecipe):
-            self._prompts = read_prompts(
-                recipe.data.heldout, "data.heldout", maker, self._generation.prompts or _PROMPTS
-            )
+            prompt_rows = OrderedRows(recipe.data.heldout, "data.heldout", policy)
+            self._prompts = prompt_rows.prompts(maker, self._generation.prompts or _PROMPTS)
             self._answerer = Answerer(
                 engine,
                 recipe.model,
@@ -171,11 +200,10 @@ def _checked(score: Any) -> float:
 
 
 def _question(prompt: Prompt, tokenizer: Any) -> str:
-    """The question in readable form: the last message of a chat, or the prompt's text."""
-    messages = prompt.values.get("messages") or prompt.values.get("prompt") or prompt.values.get("chosen")
-    if isinstance(messages, list):
-        questions = [message.get("content") for message in messages if message.get("role") == "user"]
-        if questions and isinstance(questions[-1], str):
-            return questions[-1]
+    """The question in readable form: a chat from its last user message on, with tool calls and results, or the prompt's
+    text."""
+    users = [at for at, message in enumerate(prompt.messages or ()) if message["role"] == "user"]
+    if prompt.messages is not None and users:
+        return as_text(prompt.messages[users[-1] :])
     text: str = tokenizer.decode(prompt.tokens.tolist(), skip_special_tokens=True)
     return text

@@ -16,6 +16,7 @@ from podium.data.documents import Document
 from podium.data.endings import missing_stop_token
 from podium.data.examples import MakerSpec
 from podium.data.loader import LoaderState, StepLoader, StepSize, decode
+from podium.data.skipping import SkipPolicy
 from podium.data.sources import open_source
 from podium.data.tokenizer import load_tokenizer, require_embeddings, stop_tokens
 from podium.engine.checkpoint import (
@@ -160,6 +161,8 @@ def _build(
         timeout_s=recipe.checkpoint.timeout_s,
     )
     stack.callback(writer.settle)
+    if evaluator is not None:
+        log.skipped_rows(0, evaluator.skipped)
     cost = model_cost(model.hf)
     if not task.evaluates_only:
         console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
@@ -206,11 +209,14 @@ def _restore(engine: TrainEngine, checkpoint: CheckpointReader, task: RankTask) 
 
 def _loader(recipe: SpmdRecipe, state: LoaderState | None) -> StepLoader:
     data = recipe.data
-    sources = [open_source(section, f"data.train.{index}") for index, section in enumerate(data.train)]
+    policy = SkipPolicy.of(data)
+    sources = [
+        open_source(section, f"data.train.{index}", keep_bad=policy.skips) for index, section in enumerate(data.train)
+    ]
     return StepLoader(
         sources, MakerSpec.of(recipe), seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
         size=StepSize(tokens=recipe.tokens_per_step, rows=recipe.rows_per_step), window=data.packing_window,
-        workers=data.workers, prefetch=data.prefetch, state=state,
+        workers=data.workers, prefetch=data.prefetch, state=state, policy=policy,
     )  # fmt: skip
 
 

@@ -16,13 +16,15 @@ import numpy as np
 import torch
 
 from podium.data.documents import Document, PackedBatch, SplitExamples, pack_examples
+from podium.data.examples import shape_of
 from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLoader, encode
+from podium.data.source_names import mixed_names
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter, Extras
 from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards
 from podium.engine.schedule import learning_rate
-from podium.engine.train_step import PendingReport, StepReport, TrainEngine
+from podium.engine.train_step import PendingReport, StepReport, TokenSources, TrainEngine
 from podium.errors import TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import StepView, Stopwatch
@@ -32,6 +34,7 @@ from podium.runs.guards import DivergenceGuard
 from podium.runs.log import RunLog
 from podium.runs.milestones import Milestones
 from podium.runs.result import RunResult, end_status, left_early
+from podium.spmd.by_source import Unit, source_metrics
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
 
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
@@ -63,6 +66,14 @@ class TrainStep:
     def micro_batches(self) -> tuple[PackedBatch, ...]:
         """This rank's packed micro-batches."""
         return tuple(pack_examples(part).packed for part in self.split.parts)
+
+    @property
+    def sources(self) -> TokenSources | None:
+        """The sources of this rank's trained tokens; None if the data has a single source."""
+        if not self.split.sources:
+            return None
+        parts = tuple(pack_examples(part).sources_S for part in self.split.parts)
+        return TokenSources(names=self.split.sources, of_micro_batches=parts)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -117,6 +128,8 @@ class SpmdRun(Generic[RecipeT_co]):
         self._evaluation: Evaluation | None = None
         self._is_finished = False
         self._recorded_updates = 0  # optimizer steps of the engine when the last step was recorded
+        self._source_names = mixed_names(parts.recipe.data.train)
+        self._unit: Unit = "tokens" if shape_of(parts.recipe) == "documents" else "rows"
         recipe, folder, self._log = parts.recipe, parts.folder, parts.log
         self._milestones = Milestones(recipe, progress.step, evaluates=parts.evaluator is not None)
         self._guard = DivergenceGuard(
@@ -238,6 +251,7 @@ class SpmdRun(Generic[RecipeT_co]):
             split=SplitExamples(
                 examples=ready.examples,
                 rows=tuple(tuple(part.tolist()) for part in plan.rows(self._mesh.rank)[0]),
+                sources=self._source_names,
             ),
             imbalance=plan.imbalance,
         )
@@ -266,6 +280,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._stopping = self._stopping or report.stop_requested
         if self._mesh.is_main:
             self._publish(step, report, elapsed)
+        self._log.skipped_rows(step.number, step.ready.skipped)
         self._guard.check(step.number, is_skipped=report.skipped > 0, suspect="data")
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
@@ -292,10 +307,15 @@ class SpmdRun(Generic[RecipeT_co]):
             "documents_truncated": float(counts.truncated),
             "documents_dropped": float(counts.dropped_overlong + counts.dropped_untrained + counts.dropped_by_map),
             "epoch": float(min(counts.epochs, default=0)),
+            **({"rows_skipped": float(counts.skipped)} if self.recipe.data.on_error == "skip" else {}),
             **(self._averages(report.sums, step.num_examples) if self._averages is not None else {}),
+            **source_metrics(step.split, report.sums, self._unit),
         }
         if step.number == 1:
             self._warn_of_endings(step)
+            assert parts.loader is not None
+            for note in parts.loader.notes:
+                parts.log.console.note(note)
         if step.number in (1, self.recipe.steps):
             self._warn_of_losses(counts)
         view = StepView(
@@ -322,6 +342,7 @@ class SpmdRun(Generic[RecipeT_co]):
             "dropped as longer than data.max_length": counts.dropped_overlong,
             "dropped without a trained token": counts.dropped_untrained,
             "dropped by the source's map": counts.dropped_by_map,
+            "skipped because they cannot be used (data.on_error)": counts.skipped,
         }
         for what, count in lost.items():
             if count:

@@ -143,4 +143,4 @@ def test_a_prompt_of_messages_is_not_trained_even_where_the_assistant_speaks_in_
 
 def test_a_chat_without_answer_has_nothing_trained():
     row = Row({"messages": TWO_TURNS[:1]}, "row 1")
-    assert DocumentMaker(byte_tokenizer(CHATML), "assistant", 1000, "error").make(row) is Dropped.UNTRAINED
+    assert DocumentMaker(byte_tokenizer(CHATML), "assistant", 1000, "error").make(row) is Dropped.NO_ANSWER

@@ -165,7 +165,10 @@ def test_a_row_that_is_wrong_is_named_with_what_is_wrong(values, message):
 
 
 def test_an_assistant_turn_that_only_calls_tools_needs_no_content_and_nulls_of_columnar_files_are_dropped():
-    template = "{% for m in messages %}{{ m.role }}{% if 'name' in m %}!{% endif %}{{ m.content }}</s>{% endfor %}"
+    template = (
+        "{% for m in messages %}{{ m.role }}{% if 'name' in m %}!{% endif %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.name }}{% endfor %}</s>{% endfor %}"
+    )
     chat = [
         {"role": "user", "content": "2+2?", "name": None, "tool_calls": None},
         {"role": "assistant", "content": None, "tool_calls": [{"name": "calculator"}]},
@@ -173,7 +176,7 @@ def test_an_assistant_turn_that_only_calls_tools_needs_no_content_and_nulls_of_c
     tokenizer = byte_tokenizer(template)
     made = maker(tokenizer, "everything").make(row(messages=chat))
     assert isinstance(made, Made)
-    assert text_of(tokenizer, made.document) == "user2+2?</s>assistant</s>"
+    assert text_of(tokenizer, made.document) == "user2+2?</s>assistantcalculator</s>"
 
 
 def test_the_prompt_of_a_chat_is_everything_before_the_last_answer_with_the_cue_to_answer():

@@ -15,7 +15,7 @@ from podium.data.documents import Document, Example, SplitExamples, pack_example
 from podium.data.examples import ExampleMaker, MadeExample, MakerSpec, shape_of
 from podium.data.loader import StepLoader
 from podium.data.packing import compose_step
-from podium.data.reading import read_examples, read_prompts
+from podium.data.reading import OrderedRows
 from podium.data.rows import Row
 from podium.data.sources import open_source
 from podium.data.state import decode, encode
@@ -280,7 +280,7 @@ def test_steps_of_rows_have_so_many_and_every_row_once_an_epoch(folder):
 def test_held_out_pairs_are_read_in_file_order_and_give_prompts(folder):
     sections = [SourceSection(path=str(folder / "pairs.jsonl"))]
     reading = maker("ranked", max_length=50)
-    examples = read_examples(sections, "data.heldout", reading, 3)
+    examples = OrderedRows(sections, "data.heldout").examples(reading, 3)
     assert [example.value for example in examples] == [0.0, 0.25, 0.5]
-    prompts = read_prompts(sections, "data.heldout", reading, 2)
+    prompts = OrderedRows(sections, "data.heldout").prompts(reading, 2)
     assert [byte_tokenizer(CHATML).decode(prompt.tokens) for prompt in prompts] == ["0: ", "1: "]

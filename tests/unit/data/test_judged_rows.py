@@ -11,7 +11,7 @@ from podium.data.chat import Dropped
 from podium.data.checking import check_source
 from podium.data.comparisons import check_judged, judged
 from podium.data.examples import ExampleMaker, MadeExample
-from podium.data.reading import read_examples
+from podium.data.reading import OrderedRows
 from podium.data.rows import Row
 from podium.data.scored import ConversationEncoder
 from podium.errors import DataError
@@ -161,7 +161,9 @@ def test_pairs_of_parquet_and_labels_of_csv_are_read_as_they_are_written(tmp_pat
 
     def values(name, shape):
         maker = ExampleMaker(tokenizer, shape, "assistant", 100, "truncate")
-        return [each.value for each in read_examples([SourceSection(path=str(tmp_path / name))], "d", maker, None)]
+        return [
+            each.value for each in OrderedRows([SourceSection(path=str(tmp_path / name))], "d").examples(maker, None)
+        ]
 
     assert values("p.parquet", "ranked") == [0.5, 0.0]
     assert values("l.csv", "labels") == [1.0, 0.0]

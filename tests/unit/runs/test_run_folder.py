@@ -161,7 +161,7 @@ def test_samples_of_later_steps_and_a_torn_line_are_forgotten_on_resume(recipe: 
     with folder.samples_file.open("a", encoding="utf-8") as file:
         file.write('{"step": 1, "pro')
 
-    folder.forget_samples_after(4)
+    folder.forget_after(4)
 
     steps = [json.loads(line)["step"] for line in folder.samples_file.read_text(encoding="utf-8").splitlines()]
     assert steps == [2, 4]
