@@ -21,7 +21,7 @@ from podium.recipe import (
     Recipe,
     RolloutSection,
     SourceSection,
-    apply_overrides,
+    load_recipe,
     parse_recipe,
 )
 from podium.recipe.pipeline_loading import (
@@ -53,20 +53,23 @@ def check(
     if isinstance(loaded, PipelineRecipe):
         return check_pipeline(loaded, deep=deep)
     check_recipe(loaded)
-    lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.steps} steps"]
+    lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.length}"]
     if is_hub_id(loaded.model.path):
         lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")
     lines += [f"warning: {text}" for text in recipe_warnings(loaded)]
     return lines + (deep_report(loaded) if deep else [])
 
 
-def train(recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = ()) -> RunResult:
+def train(
+    recipe: Recipe | PipelineRecipe | str | Path, *, overrides: Sequence[str] = (), overwrite: bool = False
+) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
-    pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult."""
+    pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult.
+    `overwrite` removes an earlier run or pipeline of that name first."""
     loaded = _loaded(recipe, overrides)
     if isinstance(loaded, PipelineRecipe):
-        return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded))
-    return begin(prepare(loaded))
+        return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded), overwrite=overwrite)
+    return begin(prepare(loaded), overwrite=overwrite)
 
 
 def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | None = None) -> RunResult:
@@ -86,9 +89,7 @@ def resume(folder: str | Path, *, overrides: Sequence[str] = (), step: int | Non
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
-    now = parse_recipe(
-        apply_overrides(opened.recipe().model_dump(mode="json"), overrides), origin=str(opened.recipe_file)
-    )
+    now = load_recipe(opened.recipe_file, overrides)
     if reader.step >= now.steps:
         further = (
             f"train further with --set steps={2 * now.steps}"
@@ -235,14 +236,14 @@ def _loaded(recipe: Recipe | PipelineRecipe | str | Path, overrides: Sequence[st
         return load_any_recipe(recipe, overrides)
     loaded = recipe
     if overrides or isinstance(recipe, PipelineRecipe):
-        values = overridden(recipe.model_dump(mode="json"), overrides)
+        values = overridden(recipe.stored_values(), overrides)
         loaded = parse_pipeline(values) if isinstance(recipe, PipelineRecipe) else parse_recipe(values)
     if loaded.run.name is None:
         raise RecipeError("run.name: a recipe that was not read from a file needs a name for its run folder.")
     return loaded
 
 
-def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
+def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: bool = False) -> RunResult:
     """Looks at all stages first, so that a mistake in the last one is reported before the first one runs."""
     from podium.engine.checkpoint import newest_usable
     from podium.spmd.launch import place_under_torchrun
@@ -255,6 +256,8 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
     check_pipeline(recipe, deep=False)
     for name in recipe.order():
         check_launcher(unmade_stage_recipe(recipe, name), None)
+    if overwrite:
+        folder.remove()
     from podium.programs.pipeline import Verbs, run_pipeline  # heavy: imported after all cheap checks
 
     verbs = Verbs(

@@ -17,7 +17,7 @@ from podium.data.checking import check_source
 from podium.data.documents import Document
 from podium.data.examples import shape_of
 from podium.data.prompts import PromptTokenizer
-from podium.data.tasks import check_task_source, read_tasks
+from podium.data.tasks import check_task_source, prompt_room, read_tasks
 from podium.data.tokenizer import listed_tokens
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
@@ -220,12 +220,11 @@ def deep_report(recipe: Recipe) -> list[str]:
 
 def _task_report(recipe: OnPolicyRecipe, key: str, section: SourceSection, tokenizer: Any) -> list[str]:
     """The first prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
-    assert recipe.data.max_length is not None
     encoder = PromptTokenizer(tokenizer)
     tasks = read_tasks([section], key.rpartition(".")[0], _DEEP_ROWS)
     lengths = [len(task.encode(encoder)) for task in tasks]
-    longest = min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
-    room = longest - recipe.rollout.max_new_tokens
+    room = prompt_room(recipe)
+    longest = room + recipe.rollout.max_new_tokens
     fitting = sum(length <= room for length in lengths)
     if not fitting:
         raise RecipeError(

@@ -58,9 +58,16 @@ def root(
 
 
 @app.command()
-def train(recipe: RecipeFile, overrides: Overrides = None, devices: Devices = None) -> None:
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    devices: Devices = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove an earlier run of this name first, unless it is still running.")
+    ] = False,
+) -> None:
     """Run a recipe from its beginning; of a pipeline, the stages that changed or did not end."""
-    _report(api.train(recipe, overrides=_with_devices(overrides, devices)))
+    _report(api.train(recipe, overrides=_with_devices(overrides, devices), overwrite=overwrite))
 
 
 @app.command()
@@ -78,10 +85,11 @@ def resume(
 def check(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    devices: Devices = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also load tokenizer and model config, and read data.")] = False,
 ) -> None:
     """Check schema, files and plug-ins without running anything."""
-    for line in api.check(recipe, overrides=overrides or (), deep=deep):
+    for line in api.check(recipe, overrides=_with_devices(overrides, devices), deep=deep):
         typer.echo(line)
     typer.echo(f"{recipe}: ok")
 

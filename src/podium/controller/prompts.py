@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from podium.data.prompts import PromptTokenizer
-from podium.data.tasks import IndexedTask, TaskCursor
+from podium.data.tasks import IndexedTask, TaskCursor, prompt_room
 from podium.errors import DataError
 from podium.recipe import OnPolicyRecipe
 
@@ -30,13 +30,12 @@ class PromptSource:
 
     def __init__(self, recipe: OnPolicyRecipe, tokenizer: PromptTokenizer, state: Mapping[str, Any] | None) -> None:
         data = recipe.data
-        assert data.max_length is not None
         self._cursor = TaskCursor(
             data.train, "data.train", seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
             state=None if state is None else state["cursor"],
         )  # fmt: skip
         self._tokenizer, self._overlong = tokenizer, data.overlong
-        self._room = min(recipe.rollout.max_length or data.max_length, data.max_length) - recipe.rollout.max_new_tokens
+        self._room = prompt_room(recipe)
         self._new_tokens = recipe.rollout.max_new_tokens
         self._left_out = 0 if state is None else int(state["left_out"])
         self._epoch = 0

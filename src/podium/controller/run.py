@@ -195,7 +195,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             "skipped_in_a_row": self._log.skipped_in_a_row,
             "version": self._state.version,
             "episodes": parts.ledger.count(),
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": self.recipe.stored_values(),
         }
         await self._devices.enter("save")
         with parts.watch.span("checkpoint"):

@@ -15,6 +15,8 @@ from podium.data.state import DocumentCounts, LoaderState
 from podium.data.stream import StreamPosition, StreamRow
 from podium.errors import DataError
 
+_LARGEST_CHUNK = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowChunk:
@@ -109,6 +111,11 @@ class StepComposer:
     def _require_some_trained(self, source: int) -> None:
         if self._made_in_epoch[source] == 0:
             raise no_trained_token(self._names[source], self._counts)
+
+
+def chunk_rows(window: int) -> int:
+    """Rows that are read and tokenized together, for a packing window."""
+    return max(1, min(_LARGEST_CHUNK, window // 8))
 
 
 def first_state(position: StreamPosition) -> LoaderState:

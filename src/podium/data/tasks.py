@@ -22,7 +22,7 @@ from podium.data.sources import first_row, open_source
 from podium.data.storage import is_glob
 from podium.data.stream import MixedStream, SourcePosition, StreamPosition
 from podium.errors import DataError
-from podium.recipe.schema import SourceSection
+from podium.recipe import OnPolicyRecipe, SourceSection
 
 # Columns that may hold a row's correct answer; the first one present counts. `answer` comes before `solution`: if a row
 # has both, the solution is the derivation and the answer the result.
@@ -157,7 +157,7 @@ class TaskCursor:
 def read_tasks(sections: Sequence[SourceSection], key: str, limit: int | None) -> list[Task]:
     """The first `limit` tasks (None: all) in file order: held-out prompts."""
     tasks: list[Task] = []
-    for task in _in_order(sections, key):
+    for task in tasks_in_order(sections, key):
         tasks.append(task)
         if len(tasks) == limit:
             break
@@ -178,7 +178,15 @@ def check_task_source(section: SourceSection, key: str) -> None:
         raise DataError(f"{key}: {error}") from error
 
 
-def _in_order(sections: Sequence[SourceSection], key: str) -> Iterator[Task]:
+def prompt_room(recipe: OnPolicyRecipe) -> int:
+    """The longest prompt, in tokens, that leaves room for an answer. The recipe is resolved."""
+    longest = recipe.data.max_length
+    assert longest is not None, "resolved before launch"
+    return min(recipe.rollout.max_length or longest, longest) - recipe.rollout.max_new_tokens
+
+
+def tasks_in_order(sections: Sequence[SourceSection], key: str) -> Iterator[Task]:
+    """All tasks, source by source, as their files have them."""
     reader = TaskReader(sections, key)
     for index, section in enumerate(sections):
         source = open_source(section, f"{key}.{index}")

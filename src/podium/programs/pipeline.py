@@ -20,7 +20,7 @@ from podium.data.fingerprints import folder_fingerprint, recipe_fingerprint
 from podium.errors import RunStoppedError
 from podium.observe import Stopwatch
 from podium.observe.console import PlainConsole
-from podium.recipe import PipelineRecipe, Recipe
+from podium.recipe import PipelineRecipe, Recipe, parse_recipe
 from podium.recipe.pipeline_loading import stage_recipe
 from podium.runs.folder import RunFolder
 from podium.runs.lineage import Prepared, read_note, short
@@ -168,7 +168,8 @@ def _relocate(run: RunFolder, recipe: Recipe) -> None:
     """Points the run at the present paths of base model, tokenizer and new tokens, which an export reads again. They
     may have moved since; the fingerprint shows that they are the same."""
     if run.recipe_file.is_file() and run.recipe().model != recipe.model:
-        run.write_recipe(run.recipe().model_copy(update={"model": recipe.model}))
+        values = {**run.recipe().stored_values(), "model": recipe.stored_values()["model"]}
+        run.write_recipe(parse_recipe(values))
 
 
 def _export(folder: PipelineFolder, name: str, record: StageRecord, verbs: Verbs) -> None:

@@ -46,6 +46,10 @@ _ENGINE_SIZES = (
 )
 
 
+# A resolved recipe has these as `steps` and `optimizer.warmup_steps`.
+_RESOLVED = ("epochs", "optimizer.warmup_ratio")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One key with its old and new value; `breaks` says why exactness would be lost, or is None."""
@@ -63,16 +67,24 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
     """All keys whose values differ."""
     before, after = _flat(old.model_dump(mode="json")), _flat(new.model_dump(mode="json"))
     return [
-        Change(key=key, old=before.get(key), new=after.get(key), breaks=_reason(key, new))
+        Change(key=key, old=before.get(key), new=after.get(key), breaks=reason_against(key, new))
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
     ]
 
 
 def what_matters(recipe: Recipe) -> dict[str, Any]:
-    """Key path -> value, of every key that affects the resulting weights."""
+    """Key path -> value, of every key that affects the resulting weights. An option from an environment variable counts
+    as the reference that was written: options are where secrets are, and a new password is no other recipe."""
     flat = _flat(recipe.model_dump(mode="json"))
-    return {key: value for key, value in flat.items() if not _is_harmless(key, recipe)}
+    flat |= {key: text for key, text in written_options(recipe).items() if key in flat}
+    return {key: value for key, value in flat.items() if key not in _RESOLVED and not _is_harmless(key, recipe)}
+
+
+def written_options(recipe: Recipe) -> dict[str, str]:
+    """Key path -> reference to environment variables, of values in the `options` of plug-ins."""
+    written = {".".join(map(str, parts)): (parts, text) for parts, text in recipe.references.items()}
+    return {key: text for key, (parts, text) in written.items() if "options" in parts}
 
 
 def _is_harmless(key: str, recipe: Recipe) -> bool:
@@ -84,7 +96,8 @@ def _is_harmless(key: str, recipe: Recipe) -> bool:
     return any(key == each or key.startswith(each + ".") for each in harmless)
 
 
-def _reason(key: str, recipe: Recipe) -> str | None:
+def reason_against(key: str, recipe: Recipe) -> str | None:
+    """Why a resumed run would differ from an uninterrupted one if this key had another value; None: it would not."""
     if _is_harmless(key, recipe):
         return None
     if key == "steps":

@@ -12,7 +12,7 @@ import importlib.util
 import os
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +22,10 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
 from podium.errors import RecipeError
+
+
+# JSON schema of an import path.
+PLUGIN_SCHEMA: Mapping[str, str] = {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
 
 
 class Plugin(str):
@@ -57,7 +61,7 @@ class Plugin(str):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
+        return dict(PLUGIN_SCHEMA)
 
 
 def split_plugin(path: str) -> tuple[str, str]:

@@ -66,14 +66,15 @@ class RunFolder:
         return self.path / "run.json"
 
     @classmethod
-    def _of(cls, recipe: Recipe) -> RunFolder:
+    def of(cls, recipe: Recipe) -> RunFolder:
+        """The folder that a recipe names."""
         assert recipe.run.name is not None
         return cls(path=Path(recipe.run.folder) / recipe.run.name)
 
     @classmethod
     def check_free(cls, recipe: Recipe) -> None:
         """Raises an error if another run uses the recipe's folder."""
-        folder = cls._of(recipe)
+        folder = cls.of(recipe)
         if not folder.path.exists() or folder._was_never_begun():
             return
         begun = any(folder.checkpoints.glob("step-*"))
@@ -89,7 +90,7 @@ class RunFolder:
         """Creates a folder with the recipe, the run's lineage, and fingerprints of the files that must not change
         before a resume. Never overwrites a run that has begun, only the remains of a killed start."""
         cls.check_free(recipe)
-        folder = cls._of(recipe)
+        folder = cls.of(recipe)
         path = folder.path
         if folder._was_never_begun():
             shutil.rmtree(path)
@@ -119,9 +120,10 @@ class RunFolder:
             raise RunFolderError(f"{path} is not a run folder: it has no recipe.yaml and run.json.")
         return folder
 
-    def recipe(self) -> Recipe:
-        """The run's resolved recipe."""
-        return load_recipe(self.recipe_file)
+    def recipe(self, *, needs_environment: bool = True) -> Recipe:
+        """The run's resolved recipe. Without `needs_environment` it can be read where environment variables of the run
+        are missing."""
+        return load_recipe(self.recipe_file, needs_environment=needs_environment)
 
     def state(self) -> dict[str, Any]:
         """The content of run.json."""
@@ -145,6 +147,20 @@ class RunFolder:
     def write_recipe(self, recipe: Recipe) -> None:
         """Replaces the run's recipe file."""
         write_atomically(self.recipe_file, dump_recipe(recipe))
+
+    def remove(self) -> None:
+        """Removes the folder of an earlier run; nothing if there is none. A folder that is not a run's is refused, and
+        one that a process runs now."""
+        if not os.path.lexists(self.path):
+            return
+        is_run = self.recipe_file.is_file() and self._state_file.is_file() and not is_pipeline_folder(self.path)
+        if self.path.is_symlink() or not is_run:
+            raise RunFolderError(
+                f"--overwrite: {self.path} is not the folder of a run (recipe.yaml and run.json), so it is left as it "
+                "is. Remove it yourself, or choose another name with --set run.name=..."
+            )
+        with self.held():
+            shutil.rmtree(self.path)
 
     def discard_if_never_begun(self) -> None:
         """Removes the folder of a run that failed before its first step, so that its name is free again."""

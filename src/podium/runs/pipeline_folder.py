@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -76,6 +77,17 @@ class PipelineFolder:
         if not is_pipeline_folder(path):
             raise RunFolderError(f"{path} is not the folder of a pipeline: it has no {PIPELINE_STATE}.")
         return cls(path=Path(path))
+
+    def remove(self) -> None:
+        """Removes the folder of an earlier pipeline with all its stages; nothing if there is none. One that a process
+        runs now is refused, whole or a single stage of it."""
+        if not is_pipeline_folder(self.path):
+            return
+        with held(self.path), contextlib.ExitStack() as stages:
+            for stage in self.path.iterdir():
+                if (stage / "run.json").is_file():
+                    stages.enter_context(held(stage))
+            shutil.rmtree(self.path)
 
     def recipe(self, overrides: tuple[str, ...] = ()) -> PipelineRecipe:
         """The recipe of the last run, with its `--set` changes."""

@@ -29,7 +29,7 @@ def show_lines(path: Path) -> list[str]:
 
 
 def _run_lines(run: RunFolder) -> list[str]:
-    state, recipe = _state(run), run.recipe()
+    state, recipe = _state(run), run.recipe(needs_environment=False)
     lineage = _mapping(state.get("lineage"))
     head = [
         f"run: {run.path}",
@@ -55,7 +55,7 @@ def _pipeline_lines(folder: PipelineFolder) -> list[str]:
     for name in state["order"]:
         run, record = folder.run(name), folder.record(name)
         begun = run.recipe_file.is_file() and (run.path / "run.json").is_file()
-        steps = f"{_step(run, _state(run))}/{run.recipe().steps}" if begun else "-"
+        steps = f"{_step(run, _state(run))}/{run.recipe(needs_environment=False).steps}" if begun else "-"
         parents = ", ".join(state["parents"].get(name, ())) or "-"
         program = str(stages[name].get("program")) if name in stages else "-"
         rows.append((name, program, record.status, steps, short(record.fingerprint), short(record.weights), parents))
@@ -146,7 +146,7 @@ def _step(run: RunFolder, state: Mapping[str, Any]) -> int:
 
 
 def _progress(run: RunFolder, state: Mapping[str, Any]) -> str:
-    return f"step {_step(run, state)} of {run.recipe().steps}"
+    return f"step {_step(run, state)} of {run.recipe(needs_environment=False).steps}"
 
 
 def _checkpoints(run: RunFolder) -> str:

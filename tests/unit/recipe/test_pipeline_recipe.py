@@ -195,7 +195,8 @@ def test_mistakes_of_all_stages_are_reported_at_once_and_those_of_the_defaults_o
     assert found == [
         "stages.b.model: there is no stage 'c'. There are: a, b, d.",
         "defaults.optimizer.lr: input should be greater than 0, found -1.0. (This is so in stage a, b.)",
-        "stages.b.steps: input should be greater than or equal to 1, found 0.",
+        "stages.b.steps: input should be greater than or equal to 1, found 0. (Optimizer steps, or rounds of "
+        "generating and updating. The data repeats.)",
     ]
 
 
