@@ -79,8 +79,7 @@ def _measured(recipe: SpmdRecipe, sources: list[Source]) -> _Lengths:
         for block in range(source.num_blocks):
             for row in source.read_block(block):
                 result = maker.make(index, row)
-                made = isinstance(result, MadeExample)
-                lengths[index, row.place] = result.example.num_inputs if made else result
+                lengths[index, row.place] = result if isinstance(result, Dropped) else result.example.num_inputs
     return lengths
 
 

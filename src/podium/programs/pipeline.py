@@ -157,18 +157,25 @@ def _facts(folder: PipelineFolder, name: str, prepared: Prepared, record: StageR
     return StageFacts(
         record=record,
         fingerprint=prepared.fingerprint,
-        folder_fingerprint=recipe_fingerprint(run.recipe(), prepared.inputs) if begun else None,
+        folder_fingerprint=_folder_fingerprint(run, prepared) if begun else None,
         saved_step=max(run.saved_steps(), default=None),
         steps=prepared.recipe.steps,
         export_fingerprint=folder_fingerprint(export) if is_exported else None,
     )
 
 
+def _folder_fingerprint(run: RunFolder, prepared: Prepared) -> str:
+    """Of the recipe in a stage's folder, on the present content. It may be of an earlier file, with other environment
+    variables."""
+    return recipe_fingerprint(run.recipe(needs_environment=False), prepared.inputs)
+
+
 def _relocate(run: RunFolder, recipe: Recipe) -> None:
     """Points the run at the present paths of base model, tokenizer and new tokens, which an export reads again. They
     may have moved since; the fingerprint shows that they are the same."""
-    if run.recipe_file.is_file() and run.recipe().model != recipe.model:
-        values = {**run.recipe().stored_values(), "model": recipe.stored_values()["model"]}
+    before = run.recipe() if run.recipe_file.is_file() else None
+    if before is not None and before.model != recipe.model:
+        values = {**before.stored_values(), "model": recipe.stored_values()["model"]}
         run.write_recipe(parse_recipe(values))
 
 

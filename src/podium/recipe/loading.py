@@ -21,7 +21,6 @@ from podium.recipe.rules import steps_problem
 from podium.recipe.shorthands import in_full
 from podium.recipe.variables import KeyParts, WholeRecipe, plain, put, references_of, resolve, value_at
 
-
 # Top-level keys that begin so are left out: a place for anchors, as in compose files.
 EXTENSION = "x-"
 _MERGE = "tag:yaml.org,2002:merge"

@@ -72,11 +72,14 @@ def _refuse_unknown_stage(override: str, stages: Sequence[str]) -> None:
         raise RecipeError(f"--set {override}: there is no stage {name!r}. {hint}")
 
 
-def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> PipelineRecipe:
+def parse_pipeline(
+    values: Mapping[str, Any], *, origin: str = "the recipe", needs_environment: bool = True
+) -> PipelineRecipe:
     """Checks plain values: the pipeline's own keys, the references between stages, and each stage as a recipe. Lists
     all problems at once, with their keys."""
     given = without_extensions(values)
-    run, missing = resolve({"run": given.get("run", {})}, os.environ)  # stages are resolved one by one, as recipes
+    # Stages are resolved one by one, as recipes.
+    run, missing = resolve({"run": given.get("run", {})}, os.environ, keeps_missing=not needs_environment)
     if missing:
         raise not_valid(origin, missing)
     try:
@@ -85,7 +88,11 @@ def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> 
         raise not_valid(origin, explained(error, PipelineRecipe)) from None
     merged = {name: pipeline.merged(name) for name in pipeline.stages}
     problems = [(name, f"{key}: {text}") for name, key, text in reference_problems(merged)]
-    problems += [(name, line) for name, stage in merged.items() for line in _stage_problems(pipeline, name, stage)]
+    problems += [
+        (name, line)
+        for name, stage in merged.items()
+        for line in _stage_problems(pipeline, name, stage, needs_environment=needs_environment)
+    ]
     if problems:
         raise not_valid(origin, _located(pipeline, problems))
     return pipeline
@@ -149,7 +156,9 @@ def _partial(part: Any) -> Any:
     return result
 
 
-def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any]) -> list[str]:
+def _stage_problems(
+    pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any], *, needs_environment: bool
+) -> list[str]:
     run = stage.get("run")
     lines = [
         f"run.{key}: a stage's folder is {name}/ in that of the pipeline. Remove it; the pipeline's own is run.{key}."
@@ -159,7 +168,7 @@ def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any
     if stage.get("program") == "pipeline":
         return [*lines, "program: a stage is a recipe, and this is a pipeline. Write its stages out in this one."]
     places = {each.stage: _NOT_YET_MADE + each.stage for each in references(stage)}
-    result = recipe_or_problems(pipeline.placed(name, places))
+    result = recipe_or_problems(pipeline.placed(name, places), needs_environment=needs_environment)
     return lines if isinstance(result, Recipe) else [*lines, *result]
 
 

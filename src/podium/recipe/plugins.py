@@ -23,7 +23,6 @@ from pydantic_core import CoreSchema, core_schema
 
 from podium.errors import RecipeError
 
-
 # JSON schema of an import path.
 PLUGIN_SCHEMA: Mapping[str, str] = {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
 

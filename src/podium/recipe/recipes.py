@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, JsonValue, model_validator
+from pydantic.config import JsonDict
 
 from podium.recipe.algorithm import (
     AlgorithmSection,
@@ -64,6 +65,11 @@ _DOCUMENT_COLUMNS = frozenset({"messages", "prompt", "completion", "text"})
 _PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected", "tools"})
 
 
+def _without_default(schema: JsonDict) -> None:
+    """For a key whose default only means that it is not given."""
+    del schema["default"]
+
+
 class Recipe(WholeRecipe):
     """What all recipes share. `parse_recipe` and `load_recipe` give the class of the program."""
 
@@ -79,7 +85,7 @@ class Recipe(WholeRecipe):
     steps: Count = Field(
         0,
         validate_default=False,
-        json_schema_extra=lambda schema: schema.pop("default"),  # it is no value: either this or epochs is given
+        json_schema_extra=_without_default,
         description="Optimizer steps, or rounds of generating and updating. The data repeats.",
     )
     epochs: Real | None = Field(

@@ -75,8 +75,8 @@ def resolve(
             return text
 
         def value_of(match: re.Match[str]) -> str:
-            name, default = match[1], match[2]
-            value = environment.get(name, default)
+            name = match[1]
+            value: str | None = environment.get(name, match[2])
             if value is not None:
                 return value
             problems.append(

@@ -107,11 +107,11 @@ def write_note(run: RunFolder, out: Path, *, step: int) -> None:
 
 def _stored_path(run: RunFolder) -> str:
     """The run's folder, with the name of an environment variable and not its value."""
-    recipe = run.recipe(needs_environment=False)
-    folder, name = recipe.written("run.folder"), recipe.written("run.name")
-    if folder is None and name is None:
-        return str(run.path.absolute())
-    return os.path.join(folder or run.path.absolute().parent, name or run.path.name)
+    path, folder, name = run.path.absolute(), None, None
+    if run.recipe_file.is_file():
+        recipe = run.recipe(needs_environment=False)
+        folder, name = recipe.written("run.folder"), recipe.written("run.name")
+    return os.path.join(folder or path.parent, name or path.name)
 
 
 def require_what_export_reads(run: RunFolder) -> None:

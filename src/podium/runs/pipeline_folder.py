@@ -89,15 +89,17 @@ class PipelineFolder:
                     stages.enter_context(held(stage))
             shutil.rmtree(self.path)
 
-    def recipe(self, overrides: tuple[str, ...] = ()) -> PipelineRecipe:
-        """The recipe of the last run, with its `--set` changes."""
+    def recipe(self, overrides: tuple[str, ...] = (), *, needs_environment: bool = True) -> PipelineRecipe:
+        """The recipe of the last run, with its `--set` changes. Without `needs_environment` it can be read where
+        environment variables of the run are missing."""
         for text in overrides:
             if text.startswith("defaults"):
                 raise RecipeError(
                     f"--set {text}: {self.recipe_file} has the defaults written into every stage. Set stages.NAME.KEY, "
                     "or change your own file and `podium train` it again."
                 )
-        return parse_pipeline(overridden(read_values(self.recipe_file), overrides), origin=str(self.recipe_file))
+        values = overridden(read_values(self.recipe_file), overrides)
+        return parse_pipeline(values, origin=str(self.recipe_file), needs_environment=needs_environment)
 
     def create_and_hold(self) -> contextlib.AbstractContextManager[None]:
         """Creates the folder if needed, and locks it against other processes."""

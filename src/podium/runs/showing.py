@@ -51,7 +51,7 @@ def _pipeline_lines(folder: PipelineFolder) -> list[str]:
     ]
     rows = [("stage", "program", "status", "steps", "fingerprint", "weights", "parents")]
     details: list[str] = []
-    stages = folder.recipe().stages
+    stages = folder.recipe(needs_environment=False).stages
     for name in state["order"]:
         run, record = folder.run(name), folder.record(name)
         begun = run.recipe_file.is_file() and (run.path / "run.json").is_file()
