@@ -98,8 +98,8 @@ class RunFolder:
             folder.checkpoints.mkdir(parents=True)
             folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
             folder.update(
-                status="starting", versions=_versions(), program=recipe.program, files=dict(files or {}),
-                lineage=dict(lineage or {}),
+                status="starting", versions=_versions(), program=recipe.written("program") or recipe.program,
+                files=dict(files or {}), lineage=dict(lineage or {}),
             )  # fmt: skip
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)

@@ -96,10 +96,10 @@ def test_a_misplaced_key_is_reported_with_its_right_place(override: str, complai
     ("override", "complaint"),
     [
         ("learning_rate=1e-3", "Podium's name for it is optimizer.lr."),
-        ("num_train_epochs=3", "Podium's name for it is steps (count the steps you want; the data repeats)."),
+        ("num_train_epochs=3", "Podium's name for it is epochs (the same number, in place of `steps`)."),
         ("gradient_accumulation_steps=4", "micro_batch_tokens"),
         ("optimizer.max_grad_norm=1", "optimizer.clip_norm"),
-        ("data.validation=[]", "Podium's name for it is heldout."),
+        ("data.validation=[]", "Podium's name for it is data.heldout (files, or hub ids)."),
     ],
 )
 def test_a_name_that_other_trainers_use_is_translated(override: str, complaint: str) -> None:
