@@ -29,13 +29,13 @@ from podium.runs.folder import RunFolder
 SECRET = "hush-7f3a"
 
 MERGED = """
-x-base: &base {lr: 1e-3, schedule: linear}
+x-base: &base {lr: 1.0e-3, schedule: linear}
 x-data:
   deep: &source {<<: &plain {path: a.jsonl, weight: 2}, weight: 3}
 program: sft
 model: models/base
 data: {train: [{<<: *source, path: b.jsonl}, *plain]}
-optimizer: {<<: *base, lr: 2e-3}
+optimizer: {<<: *base, lr: 2.0e-3}
 steps: 10
 """
 
@@ -57,6 +57,7 @@ def _refused(*overrides: str, **values: Any) -> str:
 
 def test_merge_keys_and_a_place_for_anchors(tmp_path: Path) -> None:
     recipe = load_recipe(_file(tmp_path, MERGED))
+    jsonschema.Draft202012Validator(recipe_schema()).validate(yaml.safe_load(MERGED))
 
     assert (recipe.optimizer.lr, recipe.optimizer.schedule) == (2e-3, "linear")
     assert [(source.path, source.weight) for source in recipe.data.train] == [("b.jsonl", 3), ("a.jsonl", 2)]
@@ -122,10 +123,13 @@ def test_a_missing_variable_is_refused_with_key_and_variable(monkeypatch: pytest
 
 
 def test_a_refused_value_is_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SECRET", SECRET)
-    message = _refused("optimizer.schedule=${env:SECRET}", "run.loggers=${env:SECRET}")
-
-    assert SECRET not in message
+    for secret in (SECRET, SECRET * 20):
+        monkeypatch.setenv("SECRET", secret)
+        message = _refused(
+            "optimizer.schedule=${env:SECRET}", "run.loggers=${env:SECRET}", "placement=${env:SECRET}", "steps=0",
+            "tokens_per_step=${env:SECRET}", "data.train.0.map=${env:SECRET}", "run.seed=${env:NUMBER:1.5}",
+        )  # fmt: skip
+        assert SECRET not in message
     assert "${env:SECRET}" in message
 
 

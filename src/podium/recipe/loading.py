@@ -120,21 +120,23 @@ def recipe_or_problems(values: Mapping[str, Any], *, needs_environment: bool = T
     result = _validated(plain(values), references)
     if isinstance(result, Recipe):
         return result.with_references(references)
-    unset = resolve(values, os.environ)[1]
-    return unset or [_without_values(line, values, references) for line in result]
+    return resolve(values, os.environ)[1] or result  # a variable that is not set is the cause of what follows
 
 
-def _validated(values: dict[str, Any], references: Mapping[KeyParts, str]) -> Recipe | list[str]:
+def _validated(
+    values: dict[str, Any], references: Mapping[KeyParts, str], *, reads_texts: bool = True
+) -> Recipe | list[str]:
     kind = recipe_class(values)
     if kind is None:
         return [program_problem(values), *_missing(values)]
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        typed = _typed(values, references, error)
+        typed = _typed(values, references, error) if reads_texts else None
         if typed is not None:
-            return _validated(typed, {})
-        lines = explained(error, kind)
+            return _validated(typed, references, reads_texts=False)
+        written = {".".join(map(str, parts)): text for parts, text in references.items()}
+        lines = explained(error, kind, written)
         return list(dict.fromkeys([*lines, *_length_problem(values)]))
 
 
@@ -155,16 +157,6 @@ def _read_text(text: str) -> Any:
         return yaml.load(text, Loader=_StrictLoader)
     except (yaml.YAMLError, RecipeError):
         return text
-
-
-def _without_values(line: str, values: Mapping[str, Any], references: Mapping[KeyParts, str]) -> str:
-    """A problem's line with what was written in place of the value of an environment variable."""
-    for parts, text in references.items():
-        value = str(value_at(values, parts))
-        if line.startswith(".".join(map(str, parts)) + ":") and value:
-            key, colon, problem = line.partition(":")
-            line = key + colon + problem.replace(repr(value), repr(text))
-    return line
 
 
 def _missing(values: Mapping[str, Any]) -> list[str]:

@@ -370,7 +370,7 @@ KEYS: Mapping[str, tuple[KeyHint, ...]] = _SIZES | _LENGTHS | _OPTIMIZER | _ALGO
 WITHOUT: Mapping[str, str] = {
     **dict.fromkeys(
         ("tensor_model_parallel_size", "tensor_parallel_size", "vllm_tensor_parallel_size", "pipeline_parallel_size"),
-        "Podium shards weights over devices and does not split layers. Remove it",
+        "runs shard weights over devices and do not split layers. Remove it",
     ),
     **dict.fromkeys(
         ("deepspeed", "zero_stage", "fsdp", "fsdp_config", "strategy", "param_offload", "fsdp_size"),
@@ -378,7 +378,7 @@ WITHOUT: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("flash_attn", "attn_implementation", "use_remove_padding", "use_flash_attention_2"),
-        "batches are always packed without padding, and attention is chosen by device. Remove it",
+        "batches are always packed without padding. Remove it",
     ),
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), "weights are not quantized. Remove it"),
     **dict.fromkeys(
@@ -401,9 +401,8 @@ SECTIONS = (
 """Sections of other projects whose keys have their places elsewhere."""
 
 PROGRAMS: Mapping[str, ProgramHint] = {
-    **dict.fromkeys(("finetune", "finetuning", "supervised", "instruct", "lm"), ProgramHint(program="sft")),
+    **dict.fromkeys(("finetune", "finetuning", "supervised", "instruct"), ProgramHint(program="sft")),
     **{name: ProgramHint(program="dpo", keys={"preference.loss": name}) for name in ("kto", "orpo", "simpo", "ipo")},
-    "cpo": ProgramHint(program="dpo", keys={"preference.loss": "simpo", "preference.cross_entropy": "1"}),
     "preference": ProgramHint(program="dpo"),
     **dict.fromkeys(
         ("rm", "reward", "rewardmodel", "rewardmodeling", "bradleyterry"), ProgramHint(program="reward_model")
@@ -411,7 +410,7 @@ PROGRAMS: Mapping[str, ProgramHint] = {
     **dict.fromkeys(
         ("opd", "onpolicydistillation", "onpolicydistill", "gkd", "minillm"), ProgramHint(program="on_policy_distill")
     ),
-    **dict.fromkeys(("kd", "distillation", "knowledgedistillation", "seqkd"), ProgramHint(program="distill")),
+    **dict.fromkeys(("kd", "distillation", "knowledgedistillation"), ProgramHint(program="distill")),
     **dict.fromkeys(
         ("raft", "rft", "rejectionsampling", "bestofn", "star", "restem", "expertiteration"),
         ProgramHint(program="expert_iteration"),
@@ -431,7 +430,6 @@ PROGRAMS: Mapping[str, ProgramHint] = {
     "dapo": ProgramHint(program="grpo", keys={"algorithm.dynamic_sampling": "true", "algorithm.clip_high": "0.28"}),
     "gspo": ProgramHint(program="grpo", keys={"algorithm.loss": "sequence_clipped"}),
     "cispo": ProgramHint(program="grpo", keys={"algorithm.loss": "clipped_weights"}),
-    "rl": ProgramHint(program="grpo"),
 }
 """Name of a method or trainer, in small letters and without signs between them -> program."""
 
