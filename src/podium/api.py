@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Literal
 from podium.checks import check_recipe, deep_report
 from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import ModelError, RecipeError, RunFolderError
-from podium.execution import begin, check_launcher, prepare, refuse_what_breaks_exactness, resume_from
+from podium.execution import (
+    begin,
+    check_launcher,
+    prepare,
+    refuse_inputs_inside,
+    refuse_what_breaks_exactness,
+    resume_from,
+)
 from podium.models.folder import is_hub_id
 from podium.pipeline_checks import check_pipeline
 from podium.recipe import (
@@ -257,6 +264,8 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: 
     for name in recipe.order():
         check_launcher(unmade_stage_recipe(recipe, name), None)
     if overwrite:
+        for name in recipe.order():
+            refuse_inputs_inside(unmade_stage_recipe(recipe, name), folder.path)
         folder.remove()
     from podium.programs.pipeline import Verbs, run_pipeline  # heavy: imported after all cheap checks
 

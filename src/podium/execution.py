@@ -17,9 +17,9 @@ from podium.data.fingerprints import files_fingerprint, text_fingerprint
 from podium.errors import RecipeError, RunFolderError
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.changes import changes, reason_against, what_matters
-from podium.recipe.resolving import resolved, with_steps
+from podium.recipe.resolving import RecipeT, resolved, with_steps
 from podium.recipe.rules import recipe_warnings
-from podium.recipe.variables import KeyParts
+from podium.recipe.variables import KeyParts, texts_of
 from podium.runs.folder import RunFolder
 from podium.runs.lineage import NOTE, Prepared
 
@@ -41,11 +41,22 @@ def prepare(recipe: Recipe) -> Prepared:
     check_recipe(recipe)
     model = local_folder(recipe.model.path, "model.path")
     recipe = resolved(recipe, read_config(model, "model.path"))
-    if recipe.epochs is not None:
-        from podium.data.epochs import steps_of_epochs  # needs a tokenizer: only for recipes that ask
+    return Prepared(recipe=_counted(recipe) if recipe.epochs is not None else recipe, model=model)
 
-        recipe = with_steps(recipe, steps_of_epochs(recipe))
-    return Prepared(recipe=recipe, model=model)
+
+def _counted(recipe: RecipeT) -> RecipeT:
+    """A recipe of epochs as one of steps. It reads all training data, so it says so."""
+    from podium.data.epochs import steps_of_epochs
+    from podium.observe import open_console
+    from podium.spmd.launch import place_under_torchrun
+
+    under = place_under_torchrun()
+    console = open_console(rank=0 if under is None else under.rank)
+    console.note(f"epochs: counting the rows of data.train, for the steps of {recipe.length}")
+    counted = with_steps(recipe, steps_of_epochs(recipe))
+    console.note(f"epochs: {recipe.length} are {counted.length}")
+    console.close()
+    return counted
 
 
 def check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
@@ -133,13 +144,18 @@ def refuse_what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFolde
 def _remove_earlier(prepared: Prepared) -> None:
     """Removes the folder of an earlier run of the recipe's name, unless the recipe reads from it."""
     folder = RunFolder.of(prepared.recipe)
-    for each in prepared.inputs:
-        if Path(each.path).absolute().is_relative_to(folder.path.absolute()):
-            raise RunFolderError(
-                f"--overwrite: {each.key} is {each.stored_path}, in the folder {folder.path} that would be removed. "
-                "Move it elsewhere, or choose another name with --set run.name=..."
-            )
+    refuse_inputs_inside(prepared.recipe, folder.path)
     folder.remove()
+
+
+def refuse_inputs_inside(recipe: Recipe, folder: Path) -> None:
+    """Raises where a recipe reads from a folder that is to be removed."""
+    for parts, text in texts_of(recipe.model_dump(mode="json")):
+        if parts[0] != "run" and "\0" not in text and Path(text).resolve().is_relative_to(folder.resolve()):
+            raise RunFolderError(
+                f"--overwrite: {'.'.join(map(str, parts))} is in the folder {folder} that would be removed. Move it "
+                "elsewhere, or choose another name with --set run.name=..."
+            )
 
 
 def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe, *, overwrite: bool) -> RunResult:

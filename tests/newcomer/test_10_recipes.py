@@ -309,8 +309,10 @@ def test_epochs_over_fixed_data_are_counted_as_the_loader_packs(workspace: Works
         steps=None, epochs=epochs, checkpoint={"every": 2, "keep": 99}, optimizer={"warmup_ratio": 0.1}
     )
     assert f"{epochs:g} epochs" in workspace.podium("check", recipe).out
-    assert workspace.podium("train", recipe).code == 0
+    outcome = workspace.podium("train", recipe)
     stored = RunFolder.open("runs/sums").recipe()
+    assert outcome.code == 0
+    assert f"{epochs:g} epochs are {stored.steps} steps" in outcome.out
     rows = workspace.metric("sums", "rows")
 
     assert (stored.steps, stored.epochs) == (len(rows), None)
@@ -389,6 +391,8 @@ def test_overwrite_removes_an_earlier_pipeline(workspace: Workspace) -> None:
     with RunFolder.open("runs/one/a").held():
         workspace.refused(workspace.podium("train", "one.yaml", "--overwrite"), "another process", left=("one",))
     assert "not run again" in workspace.podium("train", "one.yaml").out
+    own = ("--overwrite", "--set", "stages.a.model.path=runs/one/a/export")
+    workspace.refused(workspace.podium("train", "one.yaml", *own), "model.path", left=("one",))
     assert "not run again" not in workspace.podium("train", "one.yaml", "--overwrite").out
     workspace.refused(
         workspace.podium("train", "sums.yaml", "--overwrite", "--set", "run.name=one"), "runs/one", left=("one",)

@@ -95,7 +95,7 @@ def resolve(
 
 def references_of(values: Mapping[str, Any]) -> dict[KeyParts, str]:
     """Where resolved values came from: the path to each, and what was written there."""
-    return {parts: text.reference for parts, text in _texts(values) if isinstance(text, FromEnvironment)}
+    return {parts: text.reference for parts, text in texts_of(values) if isinstance(text, FromEnvironment)}
 
 
 def plain(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -130,12 +130,13 @@ def _replaced(value: Any, text_of: Callable[[KeyParts, str], str], parts: KeyPar
     return value
 
 
-def _texts(value: Any, parts: KeyParts = ()) -> Iterator[tuple[KeyParts, str]]:
+def texts_of(value: Any, parts: KeyParts = ()) -> Iterator[tuple[KeyParts, str]]:
+    """All texts in nested values, with the path to each."""
     if isinstance(value, str):
         yield parts, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _texts(item, (*parts, key))
+            yield from texts_of(item, (*parts, key))
     elif isinstance(value, list):
         for index, item in enumerate(value):
-            yield from _texts(item, (*parts, index))
+            yield from texts_of(item, (*parts, index))
