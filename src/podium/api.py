@@ -20,7 +20,14 @@ from podium.data.tokenizer import require_tokenizer_files
 from podium.drafting.draft import DraftRequest, draft_recipe
 from podium.errors import ModelError, RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
-from podium.execution import begin, check_launcher, prepare, refuse_what_breaks_exactness, resume_from
+from podium.execution import (
+    begin,
+    check_launcher,
+    prepare,
+    refuse_inputs_inside,
+    refuse_what_breaks_exactness,
+    resume_from,
+)
 from podium.given import Overrides, RecipeLike, load_given, override_texts
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
@@ -87,7 +94,7 @@ def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, str
     if isinstance(loaded, PipelineRecipe):
         return check_pipeline(loaded, deep=deep or all_rows, all_rows=all_rows, progress=stream)
     check_recipe(loaded)
-    lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.steps} steps"]
+    lines = [f"program {loaded.program}: {loaded.execution} execution, {loaded.length}"]
     if is_hub_id(loaded.model.path):
         lines.append(f"model.path: there is no folder {loaded.model.path}; taken as a hub id, not looked up")
     lines += [f"warning: {text}" for text in recipe_warnings(loaded)]
@@ -116,6 +123,7 @@ def train(
     recipe: RecipeLike,
     *,
     overrides: Overrides = (),
+    overwrite: bool = False,
     data: Mapping[str, Any] | None = None,
     reward: Sequence[Any] | Callable[..., Any] | None = None,
     environment: Any = None,
@@ -123,6 +131,7 @@ def train(
 ) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
     pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult.
+    `overwrite` removes an earlier run or pipeline of that name first.
 
     `data` ({"train": ..., "heldout": ...}), `reward`, `environment` and `loggers` replace what the recipe says. Where
     the recipe has `file.py:function`, they take the function or class itself; for a data source, a list of rows (dicts)
@@ -130,8 +139,8 @@ def train(
     given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
     loaded = load_given(recipe, overrides, given)
     if isinstance(loaded, PipelineRecipe):
-        return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded))
-    return begin(prepare(loaded))
+        return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded), overwrite=overwrite)
+    return begin(prepare(loaded), overwrite=overwrite)
 
 
 def resume(
@@ -174,7 +183,7 @@ def resume(
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
-    values = without_objects(given.within_run(opened.recipe().model_dump(mode="json")), texts)
+    values = without_objects(given.within_run(opened.recipe(needs_environment=False).stored_values()), texts)
     now = parse_recipe(values, origin=str(opened.recipe_file))
     if reader.step >= now.steps:
         further = (
@@ -432,7 +441,7 @@ def _require_number(value: Any, name: str) -> None:
         raise RecipeError(f"{name}: expected a number, found {value!r}.")
 
 
-def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
+def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: bool = False) -> RunResult:
     """Looks at all stages first, so that a mistake in the last one is reported before the first one runs."""
     from podium.engine.checkpoint import newest_usable
     from podium.spmd.launch import place_under_torchrun
@@ -445,6 +454,10 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder) -> RunResult:
     check_pipeline(recipe, deep=False)
     for name in recipe.order():
         check_launcher(unmade_stage_recipe(recipe, name), None)
+    if overwrite:
+        for name in recipe.order():
+            refuse_inputs_inside(unmade_stage_recipe(recipe, name), folder.path)
+        folder.remove()
     from podium.programs.pipeline import Verbs, run_pipeline  # heavy: imported after all cheap checks
 
     verbs = Verbs(

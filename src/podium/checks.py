@@ -17,7 +17,7 @@ from podium.data.dropping import no_trained_token, reasons_of
 from podium.data.examples import shape_of
 from podium.data.prompts import PromptTokenizer
 from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require_usable
-from podium.data.tasks import Task, TaskReader, check_task_source, no_task, read_tasks
+from podium.data.tasks import Task, TaskReader, check_task_source, no_task, prompt_room, read_tasks
 from podium.data.tokenizer import listed_tokens, marked_text
 from podium.environments.rewards import check_rewards
 from podium.errors import PodiumError, RecipeError
@@ -287,10 +287,9 @@ def _task_report(
     recipe: OnPolicyRecipe, key: str, section: SourceSection, tokenizer: Any, rows: SourceRows
 ) -> list[str]:
     """The prompts of a source: how long they are, whether answers fit behind them, what is known to be right."""
-    assert recipe.data.max_length is not None
     encoder = PromptTokenizer(tokenizer)
-    longest = min(recipe.rollout.max_length or recipe.data.max_length, recipe.data.max_length)
-    room = longest - recipe.rollout.max_new_tokens
+    room = prompt_room(recipe)
+    longest = room + recipe.rollout.max_new_tokens
     survey = TaskSurvey.of(rows, TaskReader([section], key.rpartition(".")[0]), encoder, room=room)
     if survey.first is None:
         if not survey.bad.num_bad:

@@ -51,9 +51,16 @@ def root(
 
 
 @app.command()
-def train(recipe: RecipeFile, overrides: Overrides = None, devices: Devices = None) -> None:
+def train(
+    recipe: RecipeFile,
+    overrides: Overrides = None,
+    devices: Devices = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Remove an earlier run of this name first, unless it is still running.")
+    ] = False,
+) -> None:
     """Run a recipe from its beginning; of a pipeline, the stages that changed or did not end."""
-    _report(api.train(recipe, overrides=_with_devices(overrides, devices)))
+    _report(api.train(recipe, overrides=_with_devices(overrides, devices), overwrite=overwrite))
 
 
 @app.command()
@@ -75,11 +82,12 @@ def resume(
 def check(
     recipe: RecipeFile,
     overrides: Overrides = None,
+    devices: Devices = None,
     deep: Annotated[bool, typer.Option("--deep", help="Also load tokenizer and model config, and read data.")] = False,
     all_rows: Annotated[bool, typer.Option("--all", help="With --deep: read every row, not only the first.")] = False,
 ) -> None:
     """Check schema, files and plug-ins without running anything."""
-    for line in api.check(recipe, overrides=overrides or (), deep=deep, all_rows=all_rows):
+    for line in api.check(recipe, overrides=_with_devices(overrides, devices), deep=deep, all_rows=all_rows):
         typer.echo(line)
     typer.echo(f"{recipe}: ok")
 

@@ -57,7 +57,7 @@ def evaluate_run(path: str | Path, *, which: Which = "last", overrides: Sequence
     The metrics are those of the evaluation in training at that step."""
     run = RunFolder.open(path)
     reader: CheckpointReader | None = None
-    values = run.recipe().model_dump(mode="json")
+    values = run.recipe().stored_values()
     if which != 0:
         from podium.spmd.export import chosen_checkpoint
 

@@ -5,18 +5,21 @@ ended."""
 from __future__ import annotations
 
 import errno
+import json
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from podium.checks import check_recipe
-from podium.data.fingerprints import files_fingerprint
+from podium.data.fingerprints import files_fingerprint, text_fingerprint
 from podium.errors import BadRowError, RecipeError, RunFolderError
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
-from podium.recipe.changes import changes, is_training_data, what_matters
-from podium.recipe.resolving import resolved
+from podium.recipe.changes import changes, is_training_data, reason_against, what_matters
+from podium.recipe.resolving import RecipeT, resolved, with_steps
 from podium.recipe.rules import recipe_warnings
+from podium.recipe.variables import KeyParts, texts_of
 from podium.runs.failing import forget_failures
 from podium.runs.folder import RunFolder
 from podium.runs.lineage import NOTE, Prepared
@@ -38,7 +41,23 @@ def prepare(recipe: Recipe) -> Prepared:
 
     check_recipe(recipe)
     model = local_folder(recipe.model.path, "model.path")
-    return Prepared(recipe=resolved(recipe, read_config(model, "model.path")), model=model)
+    recipe = resolved(recipe, read_config(model, "model.path"))
+    return Prepared(recipe=_counted(recipe) if recipe.epochs is not None else recipe, model=model)
+
+
+def _counted(recipe: RecipeT) -> RecipeT:
+    """A recipe of epochs as one of steps. It reads all training data, so it says so."""
+    from podium.data.epochs import steps_of_epochs
+    from podium.observe import open_console
+    from podium.spmd.launch import place_under_torchrun
+
+    under = place_under_torchrun()
+    console = open_console(rank=0 if under is None else under.rank)
+    console.note(f"epochs: counting the rows of data.train, for the steps of {recipe.length}")
+    counted = with_steps(recipe, steps_of_epochs(recipe))
+    console.note(f"epochs: {recipe.length} are {counted.length}")
+    console.close()
+    return counted
 
 
 def check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
@@ -62,11 +81,12 @@ def check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
         )
 
 
-def begin(prepared: Prepared) -> RunResult:
-    """Runs a recipe from its beginning."""
+def begin(prepared: Prepared, *, overwrite: bool = False) -> RunResult:
+    """Runs a recipe from its beginning. `overwrite` removes an earlier run of that name first, when all that can be
+    checked has been."""
     recipe = prepared.recipe
     if isinstance(recipe, OnPolicyRecipe):
-        return _train_controlled(prepared, recipe)
+        return _train_controlled(prepared, recipe, overwrite=overwrite)
     assert isinstance(recipe, SpmdRecipe)
     from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
@@ -77,6 +97,8 @@ def begin(prepared: Prepared) -> RunResult:
     path = Path(recipe.run.folder) / recipe.run.name
     check_launcher(recipe, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
+        if overwrite:
+            _remove_earlier(prepared)
         _show_warnings(recipe)
         folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
@@ -114,7 +136,7 @@ def refuse_what_breaks_exactness(
         data = {each.path for each in now.inputs if is_training_data(each.key)}
         breaking += [
             (f"  {name}: its content is not what the run began with", name in data)
-            for name, fingerprint in _fingerprints(now).items()
+            for name, fingerprint in _fingerprints(now, before.references).items()
             if known.get(name, fingerprint) != fingerprint
         ]
     refused = [text for text, is_data in breaking if not (is_data and accept_changed_data)]
@@ -131,11 +153,30 @@ def refuse_what_breaks_exactness(
         )
 
 
-def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
+def _remove_earlier(prepared: Prepared) -> None:
+    """Removes the folder of an earlier run of the recipe's name, unless the recipe reads from it."""
+    folder = RunFolder.of(prepared.recipe)
+    refuse_inputs_inside(prepared.recipe, folder.path)
+    folder.remove()
+
+
+def refuse_inputs_inside(recipe: Recipe, folder: Path) -> None:
+    """Raises where a recipe reads from a folder that is to be removed."""
+    for parts, text in texts_of(recipe.model_dump(mode="json")):
+        if parts[0] != "run" and "\0" not in text and Path(text).resolve().is_relative_to(folder.resolve()):
+            raise RunFolderError(
+                f"--overwrite: {'.'.join(map(str, parts))} is in the folder {folder} that would be removed. Move it "
+                "elsewhere, or choose another name with --set run.name=..."
+            )
+
+
+def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe, *, overwrite: bool) -> RunResult:
     from podium.controller.start_up import early_start
     from podium.spmd.launch import place_under_torchrun
 
     check_launcher(recipe, place_under_torchrun())
+    if overwrite:
+        _remove_earlier(prepared)
     RunFolder.check_free(recipe)
     _show_warnings(recipe)
     with early_start(recipe) as start_up:
@@ -209,19 +250,44 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
             raise
 
 
-def _fingerprints(prepared: Prepared) -> dict[str, str]:
-    """Of what a resumed run must find as it was: data with its `map`, weights, config, tokenizer, new tokens."""
+def _fingerprints(prepared: Prepared, written: Mapping[KeyParts, str] | None = None) -> dict[str, str]:
+    """Of what a resumed run must find as it was: data with its `map`, weights, config, tokenizer, new tokens, and
+    values of environment variables. `written`: the references to those when the run began."""
     recipe = prepared.recipe
     # Weights too: references, teachers and the base of an adapter are read again, and are in no checkpoint of the run.
     # Code of rewards and environments may be fixed: what it raised is often why a run is resumed.
     matters = what_matters(recipe)
     read = [each for each in prepared.inputs if each.key in matters]
-    fingerprints = {each.path: each.fingerprint for each in read if each.kind != "code" or each.key.startswith("data.")}
+    counted = [each for each in read if each.kind != "code" or each.key.startswith("data.")]
+    fingerprints = {each.stored_path: each.fingerprint for each in counted}
     tokenizer = Path(recipe.model.tokenizer) if recipe.model.tokenizer else prepared.model
     files = [prepared.model / "config.json", *(tokenizer.glob("*") if tokenizer.is_dir() else ())]
     if recipe.model.chat_template is not None:
         files.append(Path(recipe.model.chat_template))
     for file in files:
         if file.is_file() and file.suffix not in _NOT_THE_TOKENIZERS and file.name != NOTE:
-            fingerprints[str(file.resolve())] = files_fingerprint([file])
-    return fingerprints
+            fingerprints[_stored_name(file, recipe)] = files_fingerprint([file])
+    references = recipe.references if written is None else written
+    return fingerprints | _environment_fingerprints(prepared, references)
+
+
+def _stored_name(file: Path, recipe: Recipe) -> str:
+    """A file as it is named in run.json: not by the value of an environment variable."""
+    for key in ("model.chat_template", "model.tokenizer", "model.path"):
+        written, value = recipe.written(key), getattr(recipe.model, key.removeprefix("model."))
+        if written is not None and value is not None and file.is_relative_to(value):
+            return os.path.normpath(os.path.join(written, file.relative_to(value)))
+    return str(file.resolve())
+
+
+def _environment_fingerprints(prepared: Prepared, written: Mapping[KeyParts, str]) -> dict[str, str]:
+    """Of values at keys that refer to environment variables, where another value would change the steps. What a
+    variable names is an input and has a fingerprint of its own; options may be secrets, which may be replaced."""
+    recipe, matters = prepared.recipe, what_matters(prepared.recipe)
+    inputs = {each.key for each in prepared.inputs}
+    keys = {".".join(map(str, parts)): text for parts, text in written.items() if "options" not in parts}
+    return {
+        f"{key} ({text})": text_fingerprint(json.dumps(matters[key]))
+        for key, text in keys.items()
+        if key in matters and key not in inputs and reason_against(key, recipe) is not None
+    }

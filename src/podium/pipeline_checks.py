@@ -36,7 +36,7 @@ def check_pipeline(
 
 def _stage_lines(pipeline: PipelineRecipe, name: str) -> list[str]:
     recipe = unmade_stage_recipe(pipeline, name)
-    lines = [f"stage {name}: program {recipe.program}, {recipe.execution} execution, {recipe.steps} steps"]
+    lines = [f"stage {name}: program {recipe.program}, {recipe.execution} execution, {recipe.length}"]
     stage_references = references(pipeline.merged(name))
     lines += [f"  {each.key}: what stage {each.stage} makes" for each in stage_references]
     if "model.path" not in {each.key for each in stage_references} and is_hub_id(recipe.model.path):

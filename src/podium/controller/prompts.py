@@ -9,7 +9,7 @@ from typing import Any
 
 from podium.data.prompts import PromptTokenizer
 from podium.data.skipping import SkippedRow, SkipPolicy
-from podium.data.tasks import IndexedTask, Task, TaskCursor
+from podium.data.tasks import IndexedTask, Task, TaskCursor, prompt_room
 from podium.errors import DataError
 from podium.recipe import OnPolicyRecipe
 
@@ -32,7 +32,6 @@ class PromptSource:
 
     def __init__(self, recipe: OnPolicyRecipe, tokenizer: PromptTokenizer, state: Mapping[str, Any] | None) -> None:
         data = recipe.data
-        assert data.max_length is not None
         self._tokenizer = tokenizer
         self._cursor = TaskCursor(
             data.train, "data.train", seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
@@ -41,7 +40,7 @@ class PromptSource:
         self._length = 0  # of the prompt that was read last
         self._skips, self._num_named = data.on_error == "skip", 0
         self._overlong = data.overlong
-        self._room = min(recipe.rollout.max_length or data.max_length, data.max_length) - recipe.rollout.max_new_tokens
+        self._room = prompt_room(recipe)
         self._new_tokens = recipe.rollout.max_new_tokens
         self._left_out = 0 if state is None else int(state["left_out"])
         self._epoch = 0

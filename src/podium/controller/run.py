@@ -213,7 +213,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         values = {
             **self._resume_values,
             "episodes": parts.ledger.count(),
-            "recipe": self.recipe.model_dump(mode="json"),
+            "recipe": self.recipe.stored_values(),
         }
         await self._devices.enter("save")
         with parts.watch.span("checkpoint"):

@@ -17,6 +17,8 @@ from podium.data.skipping import SkipCounts, SkippedRow, SkipPolicy
 from podium.data.state import DocumentCounts, LoaderState
 from podium.data.stream import StreamPosition, StreamRow
 
+_LARGEST_CHUNK = 64
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowChunk:
@@ -133,6 +135,11 @@ class StepComposer:
     def _require_some_trained(self, source: int) -> None:
         if self._made_in_epoch[source] == 0:
             raise no_trained_token(self._names[source], self._dropped_in_epoch[source], self._counts.first_skipped)
+
+
+def chunk_rows(window: int) -> int:
+    """Rows that are read and tokenized together, for a packing window."""
+    return max(1, min(_LARGEST_CHUNK, window // 8))
 
 
 def first_state(position: StreamPosition) -> LoaderState:

@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,10 +46,16 @@ class Input:
     kind: InputKind
     path: str
     fingerprint: str
+    written: str | None = None  # the path as the recipe has it, if it refers to an environment variable
+
+    @property
+    def stored_path(self) -> str:
+        """The path as it is written to disk: with the name of an environment variable, not its value."""
+        return self.path if self.written is None else self.written
 
     def values(self) -> dict[str, str]:
         """The fields as plain values for JSON."""
-        return asdict(self)
+        return {"key": self.key, "kind": self.kind, "path": self.stored_path, "fingerprint": self.fingerprint}
 
 
 def text_fingerprint(text: str) -> str:
@@ -98,7 +104,7 @@ def recipe_inputs(recipe: Recipe, model: Path) -> tuple[Input, ...]:
             inputs.append(Input(key=key, kind="data", path=value, fingerprint=content))
         elif not key.startswith("run."):
             inputs += _other_input(key, value)
-    return tuple(inputs)
+    return tuple(replace(each, written=recipe.written(each.key)) for each in inputs)
 
 
 def recipe_fingerprint(recipe: Recipe, inputs: Iterable[Input]) -> str:

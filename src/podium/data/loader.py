@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from podium.data.composing import RowChunk, StepComposer, StepSize, first_state
+from podium.data.composing import RowChunk, StepComposer, StepSize, chunk_rows, first_state
 from podium.data.documents import Example
 from podium.data.examples import MakerSpec
 from podium.data.skipping import SkippedRow, SkipPolicy
@@ -28,7 +28,6 @@ __all__ = ["DocumentCounts", "LoaderState", "StepExamples", "StepLoader", "StepS
 _LOG = logging.getLogger(__name__)
 _POLL_S = 0.2
 _WARN_AFTER_S = 60.0
-_LARGEST_CHUNK = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -79,7 +78,7 @@ class StepLoader:
             [source.name for source in sources], size, window, state or first_state(self._stream.position), policy
         )
         # The same for any number of workers, so that the state after a step is the same too.
-        self._chunk_rows = max(1, min(_LARGEST_CHUNK, window // 8))
+        self._chunk_rows = chunk_rows(window)
         self._spec, self._num_workers, self._sources = maker_spec, workers, tuple(sources)
         self._steps: queue.Queue[_Composed | BaseException] = queue.Queue(maxsize=prefetch)
         self._stop = threading.Event()

@@ -22,7 +22,7 @@ from podium.data.source_names import source_names
 from podium.data.sources import first_row, open_source
 from podium.data.stream import MixedStream, SourcePosition, StreamPosition
 from podium.errors import BadRowError, DataError
-from podium.recipe.schema import SourceSection
+from podium.recipe import OnPolicyRecipe, SourceSection
 
 # Columns that may hold a row's correct answer; the first one present counts. `answer` comes before `solution`: if a row
 # has both, the solution is the derivation and the answer the result.
@@ -193,7 +193,7 @@ def read_tasks(
     read, or that `check` raises a BadRowError for; without it they are errors."""
     skipper = skipper or RowSkipper(SkipPolicy(), key)
     tasks: list[Task] = []
-    for task in _in_order(sections, key, skipper, check):
+    for task in tasks_in_order(sections, key, skipper, check):
         tasks.append(task)
         if len(tasks) == limit:
             break
@@ -215,9 +215,17 @@ def check_task_source(section: SourceSection, key: str, *, skips: bool = False) 
             raise BadRowError(f"{key}: {error}") from error
 
 
-def _in_order(
+def prompt_room(recipe: OnPolicyRecipe) -> int:
+    """The longest prompt, in tokens, that leaves room for an answer. The recipe is resolved."""
+    longest = recipe.data.max_length
+    assert longest is not None, "resolved before launch"
+    return min(recipe.rollout.max_length or longest, longest) - recipe.rollout.max_new_tokens
+
+
+def tasks_in_order(
     sections: Sequence[SourceSection], key: str, skipper: RowSkipper, check: Callable[[Task], object] | None
 ) -> Iterator[Task]:
+    """All tasks, source by source, as their files have them."""
     reader = TaskReader(sections, key, check)
     for index, section in enumerate(sections):
         source = open_source(section, f"{key}.{index}", keep_bad=skipper.skips)

@@ -20,7 +20,7 @@ from podium.data.fingerprints import folder_fingerprint, recipe_fingerprint
 from podium.errors import RunStoppedError
 from podium.observe import Stopwatch
 from podium.observe.console import PlainConsole
-from podium.recipe import PipelineRecipe, Recipe
+from podium.recipe import PipelineRecipe, Recipe, parse_recipe
 from podium.recipe.pipeline_loading import stage_recipe
 from podium.runs.folder import RunFolder
 from podium.runs.lineage import Prepared, read_note, short
@@ -157,18 +157,26 @@ def _facts(folder: PipelineFolder, name: str, prepared: Prepared, record: StageR
     return StageFacts(
         record=record,
         fingerprint=prepared.fingerprint,
-        folder_fingerprint=recipe_fingerprint(run.recipe(), prepared.inputs) if begun else None,
+        folder_fingerprint=_folder_fingerprint(run, prepared) if begun else None,
         saved_step=max(run.saved_steps(), default=None),
         steps=prepared.recipe.steps,
         export_fingerprint=folder_fingerprint(export) if is_exported else None,
     )
 
 
+def _folder_fingerprint(run: RunFolder, prepared: Prepared) -> str:
+    """Of the recipe in a stage's folder, on the present content. It may be of an earlier file, with other environment
+    variables."""
+    return recipe_fingerprint(run.recipe(needs_environment=False), prepared.inputs)
+
+
 def _relocate(run: RunFolder, recipe: Recipe) -> None:
     """Points the run at the present paths of base model, tokenizer and new tokens, which an export reads again. They
     may have moved since; the fingerprint shows that they are the same."""
-    if run.recipe_file.is_file() and run.recipe().model != recipe.model:
-        run.write_recipe(run.recipe().model_copy(update={"model": recipe.model}))
+    before = run.recipe() if run.recipe_file.is_file() else None
+    if before is not None and before.model != recipe.model:
+        values = {**before.stored_values(), "model": recipe.stored_values()["model"]}
+        run.write_recipe(parse_recipe(values))
 
 
 def _export(folder: PipelineFolder, name: str, record: StageRecord, verbs: Verbs) -> None:

@@ -55,6 +55,10 @@ _TRAINING_DATA = re.compile(r"^data\.train\.\d+\.(path|format|split|columns|map)
 _CODE = re.compile(r"^(reward\.\d+\.function|environment\.environment|environment\.tools\.\d+)$")
 
 
+# A resolved recipe has these as `steps` and `optimizer.warmup_steps`.
+_RESOLVED = ("epochs", "optimizer.warmup_ratio")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
     """One key with its old and new value; `breaks` says why exactness would be lost, or is None."""
@@ -76,7 +80,7 @@ def changes(old: Recipe, new: Recipe) -> list[Change]:
             key=key,
             old=before.get(key),
             new=after.get(key),
-            breaks=None if _is_fixed_code(key, before.get(key)) else _reason(key, new),
+            breaks=None if _is_fixed_code(key, before.get(key)) else reason_against(key, new),
         )
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key)
@@ -89,9 +93,17 @@ def is_training_data(key: str) -> bool:
 
 
 def what_matters(recipe: Recipe) -> dict[str, Any]:
-    """Key path -> value, of every key that affects the resulting weights."""
+    """Key path -> value, of every key that affects the resulting weights. An option from an environment variable counts
+    as the reference that was written: options are where secrets are, and a new password is no other recipe."""
     flat = _flat(recipe.model_dump(mode="json"))
-    return {key: value for key, value in flat.items() if not _is_harmless(key, recipe)}
+    flat |= {key: text for key, text in written_options(recipe).items() if key in flat}
+    return {key: value for key, value in flat.items() if key not in _RESOLVED and not _is_harmless(key, recipe)}
+
+
+def written_options(recipe: Recipe) -> dict[str, str]:
+    """Key path -> reference to environment variables, of values in the `options` of plug-ins."""
+    written = {".".join(map(str, parts)): (parts, text) for parts, text in recipe.references.items()}
+    return {key: text for key, (parts, text) in written.items() if "options" in parts}
 
 
 def _is_harmless(key: str, recipe: Recipe) -> bool:
@@ -109,7 +121,8 @@ def _is_fixed_code(key: str, old: Any) -> bool:
     return _CODE.match(key) is not None and isinstance(old, str) and is_pickled(old)
 
 
-def _reason(key: str, recipe: Recipe) -> str | None:
+def reason_against(key: str, recipe: Recipe) -> str | None:
+    """Why a resumed run would differ from an uninterrupted one if this key had another value; None: it would not."""
     if _is_harmless(key, recipe):
         return None
     if key == "steps":

@@ -3,12 +3,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Discriminator, Field, Tag
+from pydantic.json_schema import JsonSchemaValue
 
-from podium.recipe.fields import CheckpointSource, Count, NonNegative, Place, Real, Section, Switch, Text
-from podium.recipe.plugins import Plugin
+from podium.recipe.fields import (
+    Count,
+    NonNegative,
+    OneOrMore,
+    PathSection,
+    Place,
+    Real,
+    Section,
+    Shorthand,
+    Switch,
+    Text,
+)
+from podium.recipe.plugins import PLUGIN_SCHEMA, Plugin
 from podium.recipe.schema import EngineSection
 
 VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length"]
@@ -32,7 +44,9 @@ class RolloutSection(EngineSection):
     samples_per_prompt: Count = Field(8, description="Episodes of one prompt; together they are a group.")
     max_new_tokens: Count = Field(256, description="Longest answer (of one turn).")
     temperature: Real = Field(1.0, gt=0, description="Of sampling, and of the learner's log-probs.")
-    stop: tuple[str, ...] = Field((), description="Texts that end an answer, beside the tokenizer's end tokens.")
+    stop: Annotated[tuple[str, ...], OneOrMore()] = Field(
+        (), description="Texts that end an answer, beside the tokenizer's end tokens."
+    )
 
     @property
     def truncation(self) -> Truncation:
@@ -99,6 +113,20 @@ def _reward_tag(value: Any) -> str | None:
     return f"reward={named[0]}" if len(named) == 1 else None
 
 
+class RewardByName(Shorthand):
+    """A reward by its function or verifier alone. A folder is not enough: it might be misspelt for one of them."""
+
+    def in_full(self, value: Any) -> Any:
+        """`{function: ...}` or `{verifier: ...}`, for a text that is one of them."""
+        if value in get_args(VerifierName):
+            return {"verifier": value}
+        return {"function": value} if Plugin.has_shape(value) else value
+
+    def short_schema(self, schema: JsonSchemaValue) -> JsonSchemaValue:
+        """A verifier's name, or an import path."""
+        return {"anyOf": [{"enum": list(get_args(VerifierName))}, dict(PLUGIN_SCHEMA)]}
+
+
 AnyReward = Annotated[
     Annotated[FunctionReward, Tag("reward=function")]
     | Annotated[VerifierReward, Tag("reward=verifier")]
@@ -108,7 +136,9 @@ AnyReward = Annotated[
         custom_error_type="reward_source",
         custom_error_message="Needs exactly one of function, verifier and model",
     ),
+    RewardByName(),
 ]
+Rewards = Annotated[tuple[AnyReward, ...], OneOrMore()]
 
 
 class GradingSection(Section):
@@ -139,18 +169,23 @@ class CriticSection(Section):
     warmup_steps: NonNegative = Field(0, description="First steps that train the critic only.")
 
 
-class TeacherSection(CheckpointSource):
+class TeacherSection(PathSection):
     """A model whose distribution the student or policy is drawn towards."""
 
     path: Place
     weight: Real = Field(1.0, gt=0, description="Relative to the other teachers.")
 
 
+Teachers = Annotated[tuple[TeacherSection, ...], OneOrMore()]
+
+
 class EnvironmentSection(Section):
     """Episodes of several turns: a custom environment, or tools that the model may call."""
 
     environment: Plugin | None = Field(None, description="`file.py:Class` with async reset and step.")
-    tools: tuple[Plugin, ...] = Field((), description="Python functions that the model may call.")
+    tools: Annotated[tuple[Plugin, ...], OneOrMore()] = Field(
+        (), description="Python functions that the model may call."
+    )
     hidden_tools: Switch = Field(False, description="Allow a chat template that does not show the tools to the model.")
     max_turns: Count = Field(8, description="Answers of the model in one episode.")
     max_episode_tokens: Count | None = Field(

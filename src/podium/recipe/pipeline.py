@@ -12,11 +12,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, StringConstraints
 
 from podium.recipe.fields import Place, Section
+from podium.recipe.shorthands import in_full
+from podium.recipe.variables import WholeRecipe
 
 # No dot: `--set stages.NAME.key` and ${stage.NAME} are split at dots.
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]*"
 _REFERENCE = re.compile(rf"^\$\{{stage\.({NAME})\}}$")
-_LIKE_A_REFERENCE = re.compile(r"^\s*\$\{|\$\{\s*stage")
+_LIKE_A_REFERENCE = re.compile(r"^\s*\$\{(?!env)|\$\{\s*stage")
 
 # Keys that may name a checkpoint. A reward model scores texts and cannot generate any.
 _TAKES_SCORES = re.compile(r"^(reward\.\d+\.model|critic\.path|model\.tokenizer)$")
@@ -36,7 +38,7 @@ class PipelineRunSection(Section):
     folder: Place = "runs"
 
 
-class PipelineRecipe(Section):
+class PipelineRecipe(WholeRecipe):
     """Recipes that run one after the other. `${stage.NAME}` stands for the folder of weights that a stage exports."""
 
     program: Literal["pipeline"]
@@ -50,7 +52,7 @@ class PipelineRecipe(Section):
 
     def merged(self, stage: str) -> dict[str, Any]:
         """A stage's own keys over the defaults."""
-        return _merged(written_out(self.defaults), written_out(self.stages[stage]))
+        return _merged(in_full(self.defaults), in_full(self.stages[stage]))
 
     def parents(self) -> dict[str, tuple[str, ...]]:
         """Stage -> the stages whose weights it reads, in the order of their names in it."""
@@ -184,12 +186,6 @@ def _texts(value: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from _texts(item, f"{prefix}{index}.")
-
-
-def written_out(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`model: PATH` written out, so that a default of another key of the section is kept."""
-    model = values.get("model")
-    return {**values, "model": {"path": model}} if isinstance(model, str) else dict(values)
 
 
 def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:

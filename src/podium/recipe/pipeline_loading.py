@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,21 @@ from pydantic import TypeAdapter, ValidationError
 from podium.errors import RecipeError
 from podium.recipe.explaining import explained
 from podium.recipe.loading import (
+    EXTENSION,
     apply_overrides,
     named_after,
     not_valid,
     parse_recipe,
     read_values,
     recipe_or_problems,
+    without_extensions,
 )
-from podium.recipe.pipeline import NAME, PipelineRecipe, reference_problems, references, written_out
+from podium.recipe.pipeline import NAME, PipelineRecipe, reference_problems, references
 from podium.recipe.programs import BUILT_IN, CUSTOM, AnyRecipe
 from podium.recipe.recipes import Recipe
 from podium.recipe.resolving import located
+from podium.recipe.shorthands import in_full
+from podium.recipe.variables import plain, references_of, resolve
 
 _DEVICES = "placement.devices="
 # It has the form of a hub id, so no check looks for it on this machine.
@@ -67,16 +72,27 @@ def _refuse_unknown_stage(override: str, stages: Sequence[str]) -> None:
         raise RecipeError(f"--set {override}: there is no stage {name!r}. {hint}")
 
 
-def parse_pipeline(values: Mapping[str, Any], *, origin: str = "the recipe") -> PipelineRecipe:
+def parse_pipeline(
+    values: Mapping[str, Any], *, origin: str = "the recipe", needs_environment: bool = True
+) -> PipelineRecipe:
     """Checks plain values: the pipeline's own keys, the references between stages, and each stage as a recipe. Lists
     all problems at once, with their keys."""
+    given = without_extensions(values)
+    # Stages are resolved one by one, as recipes.
+    run, missing = resolve({"run": given.get("run", {})}, os.environ, keeps_missing=not needs_environment)
+    if missing:
+        raise not_valid(origin, missing)
     try:
-        pipeline = PipelineRecipe.model_validate(values)
+        pipeline = PipelineRecipe.model_validate({**given, **plain(run)}).with_references(references_of(run))
     except ValidationError as error:
         raise not_valid(origin, explained(error, PipelineRecipe)) from None
     merged = {name: pipeline.merged(name) for name in pipeline.stages}
     problems = [(name, f"{key}: {text}") for name, key, text in reference_problems(merged)]
-    problems += [(name, line) for name, stage in merged.items() for line in _stage_problems(pipeline, name, stage)]
+    problems += [
+        (name, line)
+        for name, stage in merged.items()
+        for line in _stage_problems(pipeline, name, stage, needs_environment=needs_environment)
+    ]
     if problems:
         raise not_valid(origin, _located(pipeline, problems))
     return pipeline
@@ -104,8 +120,7 @@ def resolved_pipeline(pipeline: PipelineRecipe) -> PipelineRecipe:
         for key in ("name", "folder"):
             del values["run"][key]
         stages[name] = _with_references(values)
-    run = pipeline.run.model_dump(mode="json")
-    return parse_pipeline({"program": "pipeline", "stages": stages, "run": run})
+    return parse_pipeline({"program": "pipeline", "stages": stages, "run": pipeline.stored_values()["run"]})
 
 
 def recipe_schema() -> dict[str, Any]:
@@ -119,6 +134,8 @@ def recipe_schema() -> dict[str, Any]:
     stage = {"anyOf": [{"$ref": f"#/$defs/{name}{_PARTIAL}"} for name in kinds]}
     keys["stages"] |= {"patternProperties": {f"^{NAME}$": stage}, "additionalProperties": False}
     keys["defaults"] = stage
+    for name in (*kinds, "PipelineRecipe"):
+        parts[name]["patternProperties"] = {f"^{EXTENSION}": True}
     return {"title": "Recipe", **schema}
 
 
@@ -139,7 +156,9 @@ def _partial(part: Any) -> Any:
     return result
 
 
-def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any]) -> list[str]:
+def _stage_problems(
+    pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any], *, needs_environment: bool
+) -> list[str]:
     run = stage.get("run")
     lines = [
         f"run.{key}: a stage's folder is {name}/ in that of the pipeline. Remove it; the pipeline's own is run.{key}."
@@ -149,7 +168,7 @@ def _stage_problems(pipeline: PipelineRecipe, name: str, stage: Mapping[str, Any
     if stage.get("program") == "pipeline":
         return [*lines, "program: a stage is a recipe, and this is a pipeline. Write its stages out in this one."]
     places = {each.stage: _NOT_YET_MADE + each.stage for each in references(stage)}
-    result = recipe_or_problems(pipeline.placed(name, places))
+    result = recipe_or_problems(pipeline.placed(name, places), needs_environment=needs_environment)
     return lines if isinstance(result, Recipe) else [*lines, *result]
 
 
@@ -158,7 +177,7 @@ def _located(pipeline: PipelineRecipe, problems: Sequence[tuple[str, str]]) -> l
     taken: dict[str, list[str]] = {}
     for name, line in problems:
         key, colon, text = line.partition(":")
-        own, shared = written_out(pipeline.stages[name]), written_out(pipeline.defaults)
+        own, shared = in_full(pipeline.stages[name]), in_full(pipeline.defaults)
         if colon and _depth(shared, key) > _depth(own, key):
             taken.setdefault(f"defaults.{key}:{text}", []).append(name)
             continue

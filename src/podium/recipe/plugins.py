@@ -15,7 +15,7 @@ import os
 import pickle
 import sys
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -30,6 +30,8 @@ from podium.errors import RecipeError
 PICKLED = ".pickle"  # what files of pickled objects end in
 # Import path -> (the object, modification time of its file), of objects that were given in this process.
 _given: dict[str, tuple[Callable[..., Any], int | None]] = {}
+# JSON schema of an import path.
+PLUGIN_SCHEMA: Mapping[str, str] = {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
 
 
 class Plugin(str):
@@ -65,7 +67,7 @@ class Plugin(str):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
+        return dict(PLUGIN_SCHEMA)
 
 
 def split_plugin(path: str) -> tuple[str, str]:

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Tag
 
 from podium.errors import ProgramError
+from podium.recipe.migration import ProgramHint, program_hint
 from podium.recipe.plugins import Plugin
 from podium.recipe.recipes import (
     CustomOnPolicyRecipe,
@@ -94,9 +95,16 @@ def program_problem(values: Mapping[str, Any]) -> str:
         if values.get("signal") is None:
             return f"signal: required, and missing. A custom program says {both}."
         return f"signal: {values['signal']!r} is not a signal. A custom program says {both}."
+    hint = program_hint(str(program), BUILT_IN)
     near = difflib.get_close_matches(str(program), BUILT_IN, n=1, cutoff=0.6)
-    guess = f"Did you mean {near[0]}? " if near else ""
+    guess = _instead(hint) if hint is not None else f"Did you mean {near[0]}? " if near else ""
     return (
         f"program: {program!r} is not a program. {guess}There are {', '.join(BUILT_IN)}; a custom one is "
         "file.py:function."
     )
+
+
+def _instead(hint: ProgramHint) -> str:
+    """What to write for the name of another project's method or trainer."""
+    keys = " and ".join(f"`{key}: {value}`" for key, value in hint.keys.items())
+    return f"Write `program: {hint.program}`{f' with {keys}' if keys else ''}. "

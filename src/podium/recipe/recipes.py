@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import ConfigDict, Field, JsonValue, model_validator
+from pydantic.config import JsonDict
 
 from podium.recipe.algorithm import (
     AlgorithmSection,
@@ -23,14 +25,15 @@ from podium.recipe.dense import (
     RewardModelSection,
     SigmoidPreference,
 )
-from podium.recipe.fields import Count, Section
+from podium.recipe.fields import Count, Real
 from podium.recipe.on_policy import (
-    AnyReward,
     CriticSection,
     EnvironmentSection,
     GradingSection,
     ModelReward,
+    Rewards,
     RolloutSection,
+    Teachers,
     TeacherSection,
     TruncatedRolloutSection,
 )
@@ -56,14 +59,22 @@ from podium.recipe.schema import (
     SpmdPlacementSection,
 )
 from podium.recipe.spmd_rules import distill_rules, length_rules, reward_model_rules
+from podium.recipe.variables import WholeRecipe
 
 Execution = Literal["spmd", "controlled"]
 _DOCUMENT_COLUMNS = frozenset({"messages", "prompt", "completion", "text"})
 _PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected", "tools"})
 
 
-class Recipe(Section):
+def _without_default(schema: JsonDict) -> None:
+    """For a key whose default only means that it is not given."""
+    del schema["default"]
+
+
+class Recipe(WholeRecipe):
     """What all recipes share. `parse_recipe` and `load_recipe` give the class of the program."""
+
+    model_config = ConfigDict(json_schema_extra={"anyOf": [{"required": ["steps"]}, {"required": ["epochs"]}]})
 
     execution: ClassVar[Execution]  # every rank runs the program, or a controller does
     learns_dropout: ClassVar[bool] = False  # its loss compares log-probs with none that were computed without dropout
@@ -72,7 +83,17 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     optimizer: OptimizerSection
-    steps: Count
+    steps: Count = Field(
+        0,
+        validate_default=False,
+        json_schema_extra=_without_default,
+        description="Optimizer steps, or rounds of generating and updating. The data repeats.",
+    )
+    epochs: Real | None = Field(
+        None,
+        gt=0,
+        description="Passes over the rows of data.train, instead of steps, which are counted before the run begins.",
+    )
     micro_batch_tokens: Count | None = Field(
         None,
         description="Most tokens of one forward on one rank. Changes speed and memory, never the result. "
@@ -82,6 +103,18 @@ class Recipe(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     evaluation: EvaluationSection = EvaluationSection()
     run: RunSection = RunSection()
+
+    def stored_values(self) -> dict[str, Any]:
+        """The values as they are written to disk: `${env:NAME}` and not the variable's value."""
+        values = super().stored_values()
+        if self.steps == 0:
+            del values["steps"]  # they are not counted yet
+        return values
+
+    @property
+    def length(self) -> str:
+        """Steps or epochs as a text."""
+        return f"{self.steps} steps" if self.epochs is None else f"{self.epochs:g} epochs"
 
     @property
     def columns(self) -> frozenset[str]:
@@ -98,6 +131,8 @@ class Recipe(Section):
     def _needs_a_mapping(cls, value: Any) -> Any:
         if value is None:
             raise ValueError("the recipe is empty")
+        if isinstance(value, Mapping) and "steps" in value and value["steps"] is None:
+            return {key: item for key, item in value.items() if key != "steps"}
         return value
 
     @property
@@ -241,7 +276,7 @@ class DistillRecipe(LanguageModelRecipe):
 
     program: Literal["distill"]
     data: DocumentDataSection
-    teachers: tuple[TeacherSection, ...] = Field(min_length=1, description="Models to learn from: {path: FOLDER}.")
+    teachers: Teachers = Field(min_length=1, description="Models to learn from: {path: FOLDER}.")
     distill: DistillSection = DistillSection()
 
     @property
@@ -264,7 +299,7 @@ class CustomSpmdRecipe(LanguageModelRecipe):
         description="fixed: the data is known in advance, and every rank runs the program."
     )
     data: DocumentDataSection
-    teachers: tuple[TeacherSection, ...] = ()
+    teachers: Teachers = ()
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
 
     @property
@@ -287,7 +322,7 @@ class OnPolicyRecipe(Recipe):
     placement: OnPolicyPlacementSection = OnPolicyPlacementSection()
     evaluation: OnPolicyEvaluationSection = OnPolicyEvaluationSection()
     rollout: RolloutSection = RolloutSection()
-    reward: tuple[AnyReward, ...] = Field((), description="What makes an episode good.")
+    reward: Rewards = Field((), description="What makes an episode good.")
     grading: GradingSection = GradingSection()
     algorithm: UpdateSection = UpdateSection()
     environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
@@ -364,7 +399,7 @@ class OnPolicyDistillRecipe(OnPolicyRecipe):
 
     program: Literal["on_policy_distill"]
     algorithm: PolicySection = PolicySection()
-    teachers: tuple[TeacherSection, ...] = Field(min_length=1, description="Models to learn from: {path: FOLDER}.")
+    teachers: Teachers = Field(min_length=1, description="Models to learn from: {path: FOLDER}.")
 
     @property
     def teacher_sections(self) -> tuple[TeacherSection, ...]:
@@ -390,7 +425,7 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
     rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection | None = None
-    teachers: tuple[TeacherSection, ...] = ()
+    teachers: Teachers = ()
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
 
     @property

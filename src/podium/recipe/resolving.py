@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -11,6 +12,7 @@ from podium.errors import RecipeError
 from podium.recipe import plugins
 from podium.recipe.loading import parse_recipe
 from podium.recipe.recipes import Recipe, SpmdRecipe
+from podium.recipe.variables import put, value_at
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
 
@@ -47,22 +49,51 @@ _CONTEXT = 16_384
 
 
 def resolved(recipe: RecipeT, model_config: Mapping[str, Any]) -> RecipeT:
-    """The recipe that is saved in the run folder. Resolving again changes nothing."""
+    """The recipe that is saved in the run folder, but for steps that are still to be counted. Resolving again changes
+    nothing."""
     values = located(recipe)
     values["data"]["max_length"] = _max_length(recipe, model_config)
+    if recipe.steps > 0:
+        values["optimizer"] |= _warmup(recipe, recipe.steps)
+    return _same_program(recipe, values)
+
+
+def with_steps(recipe: RecipeT, steps: int) -> RecipeT:
+    """The recipe of a run of `epochs`, once their steps are counted. Only the steps are stored, so that a resumed run
+    has the same number."""
+    values = recipe.stored_values()
+    optimizer = values["optimizer"] | _warmup(recipe, steps)
+    return _same_program(recipe, {**values, "steps": steps, "epochs": None, "optimizer": optimizer})
+
+
+def _warmup(recipe: Recipe, steps: int) -> dict[str, Any]:
+    """`optimizer.warmup_ratio` as steps; empty if there is none. At least one step has the full rate."""
+    ratio = recipe.optimizer.warmup_ratio
+    if ratio is None:
+        return {}
+    return {"warmup_steps": min(math.ceil(ratio * steps), steps - 1), "warmup_ratio": None}
+
+
+def _same_program(recipe: RecipeT, values: dict[str, Any]) -> RecipeT:
     result = parse_recipe(values)
     assert isinstance(result, type(recipe)), "the program stays"
     return result
 
 
 def located(recipe: Recipe) -> dict[str, Any]:
-    """The recipe's values with local paths in full."""
+    """The recipe's values with local paths in full, as they are stored. In a text that refers to an environment
+    variable only what stands before the reference is known here."""
     values: dict[str, Any] = recipe.model_dump(mode="json")
     for key in _PATHS:
         _change(values, key.split("."), _absolute)
     for key in _PLUGINS:
         _change(values, key.split("."), _absolute_plugin)
-    return values
+    stored = recipe.stored_values()
+    for parts, text in recipe.references.items():
+        became_absolute = value_at(values, parts) != value_at(recipe.model_dump(mode="json"), parts)
+        is_relative = became_absolute and not text.startswith("${env:")
+        put(values, parts, os.path.join(os.getcwd(), text) if is_relative else text)
+    return {key: values[key] for key in stored}
 
 
 def _change(values: Any, path: list[str], change: Callable[[str], str]) -> None:

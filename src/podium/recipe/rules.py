@@ -14,7 +14,14 @@ if TYPE_CHECKING:
 
 def shared_rules(recipe: Recipe) -> list[str]:
     """Violated rules of all programs that span several keys."""
-    return [*_model(recipe), *_dropout(recipe), *_schedule(recipe), *_evaluation(recipe), *_names(recipe)]
+    return [
+        *_length(recipe),
+        *_model(recipe),
+        *_dropout(recipe),
+        *_schedule(recipe),
+        *_evaluation(recipe),
+        *_names(recipe),
+    ]
 
 
 def recipe_warnings(recipe: Recipe) -> list[str]:
@@ -25,6 +32,21 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
     if isinstance(recipe.program, Plugin) and recipe.execution == "controlled" and not recipe.gives_rewards:
         warnings.append("reward: there is none, so step.rewards_N is 0 for every episode of the program.")
     return warnings
+
+
+def steps_problem(*, has_steps: bool, has_epochs: bool) -> str | None:
+    """What is wrong with having both of `steps` and `epochs`, or none of them."""
+    if has_steps and has_epochs:
+        return "epochs: the run's length is `steps` or `epochs`, and both are given. Remove one of them."
+    if not has_steps and not has_epochs:
+        return "steps: required, and missing. Give the number of steps, or of `epochs` over data.train."
+    return None
+
+
+def _length(recipe: Recipe) -> Iterator[str]:
+    problem = steps_problem(has_steps=recipe.steps > 0, has_epochs=recipe.epochs is not None)
+    if problem is not None:
+        yield problem
 
 
 def _model(recipe: Recipe) -> Iterator[str]:
@@ -56,7 +78,12 @@ def _dropout(recipe: Recipe) -> Iterator[str]:
 
 def _schedule(recipe: Recipe) -> Iterator[str]:
     optimizer = recipe.optimizer
-    if optimizer.warmup_steps >= recipe.steps and optimizer.warmup_steps > 0:
+    if optimizer.warmup_steps > 0 and optimizer.warmup_ratio is not None:
+        yield (
+            "optimizer.warmup_ratio: warm-up is `warmup_steps` or `warmup_ratio`, and both are given. Remove one of "
+            "them."
+        )
+    if optimizer.warmup_steps >= recipe.steps > 0 and optimizer.warmup_steps > 0:
         yield (
             f"optimizer.warmup_steps: {optimizer.warmup_steps} is not below steps {recipe.steps}, so the full "
             f"learning rate would never be reached. Lower it to {recipe.steps // 10} or raise steps."

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints
 
-from podium.recipe.fields import CheckpointSource, Count, NonNegative, Place, Real, Section, Switch, Text
+from podium.recipe.fields import Count, NonNegative, OneOrMore, PathSection, Place, Real, Section, Switch, Text
 from podium.recipe.plugins import Plugin
 
 
@@ -17,7 +17,7 @@ class LoraSection(Section):
     rank: Count = 16
     alpha: Real = Field(32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
     dropout: Real = Field(0.0, ge=0, lt=1)
-    targets: Literal["all-linear"] | tuple[Text, ...] = Field(
+    targets: Annotated[Literal["all-linear"] | tuple[Text, ...], OneOrMore(not_an_item=("all-linear",))] = Field(
         "all-linear", description="Names of linear layers, such as [q_proj, v_proj]; all-linear: all but the head."
     )
     rank_stabilized: Switch = Field(False, description="Scale by alpha / sqrt(rank) instead.")
@@ -29,7 +29,7 @@ class LoraSection(Section):
 class NewTokensSection(Section):
     """Tokens that the tokenizer gets beside its own, such as the items of a catalogue."""
 
-    tokens: tuple[Text, ...] = Field((), description="The tokens themselves.")
+    tokens: Annotated[tuple[Text, ...], OneOrMore()] = Field((), description="The tokens themselves.")
     file: Place | None = Field(None, description="A text file with one token a line, beside or instead of `tokens`.")
     special: Switch = Field(False, description="Special tokens are left out of decoded text.")
     init: Literal["pieces", "mean"] = Field(
@@ -39,7 +39,7 @@ class NewTokensSection(Section):
     )
 
 
-class ModelSection(CheckpointSource):
+class ModelSection(PathSection):
     """Which model is trained, and how it computes."""
 
     path: Place = Field(description="Folder of a Hugging Face checkpoint, or a hub id.")
@@ -75,7 +75,7 @@ class ModelSection(CheckpointSource):
         return self.model_copy(update=changes)
 
 
-class SourceSection(Section):
+class SourceSection(PathSection):
     """One data source."""
 
     path: Place = Field(description="File, glob, folder, fsspec URL, or Hugging Face datasets id.")
@@ -91,8 +91,8 @@ class SourceSection(Section):
 class DataSection(Section):
     """Which rows are read. On-policy programs read prompts."""
 
-    train: tuple[SourceSection, ...] = Field(min_length=1)
-    heldout: tuple[SourceSection, ...] = ()
+    train: Annotated[tuple[SourceSection, ...], Field(min_length=1), OneOrMore()]
+    heldout: Annotated[tuple[SourceSection, ...], OneOrMore()] = ()
     max_length: Count | None = Field(
         None, description="Longest document in tokens; default: what fits the step and the model."
     )
@@ -134,6 +134,9 @@ class OptimizerSection(Section):
     lr: Real = Field(gt=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: NonNegative = 0
+    warmup_ratio: Real | None = Field(
+        None, ge=0, lt=1, description="Share of all steps that warm up, instead of warmup_steps."
+    )
     final_lr_ratio: Real = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
     betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: Real = Field(1e-8, gt=0)
@@ -294,5 +297,5 @@ class RunSection(Section):
         None, description="Where what is computed once before training is kept for other runs; default: folder/.cache."
     )
     seed: NonNegative = 0
-    loggers: tuple[Literal["tensorboard"] | Plugin, ...] = ()
+    loggers: Annotated[tuple[Literal["tensorboard"] | Plugin, ...], OneOrMore()] = ()
     log_every: Count = 1

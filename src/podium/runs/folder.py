@@ -72,14 +72,15 @@ class RunFolder:
         return self.path / "run.json"
 
     @classmethod
-    def _of(cls, recipe: Recipe) -> RunFolder:
+    def of(cls, recipe: Recipe) -> RunFolder:
+        """The folder that a recipe names."""
         assert recipe.run.name is not None
         return cls(path=Path(recipe.run.folder) / recipe.run.name)
 
     @classmethod
     def check_free(cls, recipe: Recipe) -> None:
         """Raises an error if another run uses the recipe's folder."""
-        folder = cls._of(recipe)
+        folder = cls.of(recipe)
         if not folder.path.exists() or folder._was_never_begun():
             return
         if is_held(folder.path):
@@ -100,7 +101,7 @@ class RunFolder:
         """Creates a folder with the recipe, the run's lineage, and fingerprints of the files that must not change
         before a resume. Never overwrites a run that has begun, only the remains of a killed start."""
         cls.check_free(recipe)
-        folder = cls._of(recipe)
+        folder = cls.of(recipe)
         path = folder.path
         if folder._was_never_begun():
             shutil.rmtree(path)
@@ -108,8 +109,8 @@ class RunFolder:
             folder.checkpoints.mkdir(parents=True)
             folder.recipe_file.write_text(dump_recipe(recipe), encoding="utf-8")
             folder.update(
-                status="starting", versions=_versions(), program=recipe.program, files=dict(files or {}),
-                lineage=dict(lineage or {}),
+                status="starting", versions=_versions(), program=recipe.written("program") or recipe.program,
+                files=dict(files or {}), lineage=dict(lineage or {}),
             )  # fmt: skip
         except OSError as error:
             shutil.rmtree(path, ignore_errors=True)
@@ -130,9 +131,10 @@ class RunFolder:
             raise RunFolderError(f"{path} is not a run folder: it has no recipe.yaml and run.json.")
         return folder
 
-    def recipe(self) -> Recipe:
-        """The run's resolved recipe."""
-        return load_recipe(self.recipe_file)
+    def recipe(self, *, needs_environment: bool = True) -> Recipe:
+        """The run's resolved recipe. Without `needs_environment` it can be read where environment variables of the run
+        are missing."""
+        return load_recipe(self.recipe_file, needs_environment=needs_environment)
 
     def state(self) -> dict[str, Any]:
         """The content of run.json."""
@@ -157,6 +159,20 @@ class RunFolder:
         """Replaces the run's recipe file."""
         write_atomically(self.recipe_file, dump_recipe(recipe))
 
+    def remove(self) -> None:
+        """Removes the folder of an earlier run; nothing if there is none. A folder that is not a run's is refused, and
+        one that a process runs now."""
+        if not os.path.lexists(self.path):
+            return
+        is_run = self.recipe_file.is_file() and self._state_file.is_file() and not is_pipeline_folder(self.path)
+        if self.path.is_symlink() or not is_run:
+            raise RunFolderError(
+                f"--overwrite: {self.path} is not the folder of a run (recipe.yaml and run.json), so it is left as it "
+                "is. Remove it yourself, or choose another name with --set run.name=..."
+            )
+        with self.held():
+            shutil.rmtree(self.path)
+
     def end_failed(self, error: BaseException) -> None:
         """Records the failure in run.json, and adds to the error how to continue. Removes the folder of a run that
         failed before its first step, so that its name is free again."""
@@ -169,7 +185,7 @@ class RunFolder:
                 return
             self.update(status="failed")
             steps = self.saved_steps()
-            if steps and steps[-1] >= self.recipe().steps:
+            if steps and steps[-1] >= self.recipe(needs_environment=False).steps:
                 error.add_note(f"all steps are done and saved: podium export {self.path} OUT")
             elif steps:
                 error.add_note(f"continue from the checkpoint of step {steps[-1]} with: podium resume {self.path}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -109,7 +110,7 @@ def write_note(run: RunFolder, out: Path, *, step: int) -> None:
     state = run.state()
     note = {
         "format": _FORMAT,
-        "run": str(run.path.absolute()),
+        "run": _stored_path(run),
         "program": state.get("program"),
         "step": step,
         **state.get("lineage", {}),
@@ -117,11 +118,20 @@ def write_note(run: RunFolder, out: Path, *, step: int) -> None:
     write_atomically(out / NOTE, json.dumps(note, indent=1))
 
 
+def _stored_path(run: RunFolder) -> str:
+    """The run's folder, with the name of an environment variable and not its value."""
+    path, folder, name = run.path.absolute(), None, None
+    if run.recipe_file.is_file():
+        recipe = run.recipe(needs_environment=False)
+        folder, name = recipe.written("run.folder"), recipe.written("run.name")
+    return os.path.join(folder or path.parent, name or path.name)
+
+
 def require_what_export_reads(run: RunFolder) -> None:
     """Checks files that are not in a checkpoint but are read again: the base of an adapter and the list of new tokens.
     Raises an error if they differ from those of the training run, because the exported weights would then match no
     trained model."""
-    model = run.recipe().model
+    model = run.recipe(needs_environment=False).model
     known = {each["key"]: each["fingerprint"] for each in inputs_of(run.state().get("lineage", {}))}
     inputs: dict[str, tuple[str, str]] = {}
     if model.lora is not None:

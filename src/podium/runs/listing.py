@@ -41,7 +41,7 @@ def _row(path: Path) -> Row:
 
 def _run_row(path: Path) -> Row:
     run = RunFolder.open(path)
-    standing, program = standing_of(run), run.recipe().program
+    standing, program = standing_of(run), run.recipe(needs_environment=False).program
     steps = f"{standing.step}/{standing.num_steps}"
     return (path.name, program, standing.status, steps, *_figures(standing), moment(changed_s(path)))
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -77,15 +78,28 @@ class PipelineFolder:
             raise RunFolderError(f"{path} is not the folder of a pipeline: it has no {PIPELINE_STATE}.")
         return cls(path=Path(path))
 
-    def recipe(self, overrides: tuple[str, ...] = ()) -> PipelineRecipe:
-        """The recipe of the last run, with its `--set` changes."""
+    def remove(self) -> None:
+        """Removes the folder of an earlier pipeline with all its stages; nothing if there is none. One that a process
+        runs now is refused, whole or a single stage of it."""
+        if not is_pipeline_folder(self.path):
+            return
+        with held(self.path), contextlib.ExitStack() as stages:
+            for stage in self.path.iterdir():
+                if (stage / "run.json").is_file():
+                    stages.enter_context(held(stage))
+            shutil.rmtree(self.path)
+
+    def recipe(self, overrides: tuple[str, ...] = (), *, needs_environment: bool = True) -> PipelineRecipe:
+        """The recipe of the last run, with its `--set` changes. Without `needs_environment` it can be read where
+        environment variables of the run are missing."""
         for text in overrides:
             if text.startswith("defaults"):
                 raise RecipeError(
                     f"--set {text}: {self.recipe_file} has the defaults written into every stage. Set stages.NAME.KEY, "
                     "or change your own file and `podium train` it again."
                 )
-        return parse_pipeline(overridden(read_values(self.recipe_file), overrides), origin=str(self.recipe_file))
+        values = overridden(read_values(self.recipe_file), overrides)
+        return parse_pipeline(values, origin=str(self.recipe_file), needs_environment=needs_environment)
 
     def create_and_hold(self) -> contextlib.AbstractContextManager[None]:
         """Creates the folder if needed, and locks it against other processes."""

@@ -30,7 +30,7 @@ def show_lines(path: Path) -> list[str]:
 
 
 def _run_lines(run: RunFolder) -> list[str]:
-    state, recipe, standing = mapping_in(run), run.recipe(), standing_of(run)
+    state, recipe, standing = mapping_in(run), run.recipe(needs_environment=False), standing_of(run)
     lineage = _mapping(state.get("lineage"))
     head = [
         f"run: {run.path}",
@@ -56,7 +56,7 @@ def _pipeline_lines(folder: PipelineFolder) -> list[str]:
     ]
     rows = [("stage", "program", "status", "steps", "fingerprint", "weights", "parents")]
     details: list[str] = []
-    stages = folder.recipe().stages
+    stages = folder.recipe(needs_environment=False).stages
     for name in state["order"]:
         run, record = folder.run(name), folder.record(name)
         begun = run.recipe_file.is_file() and (run.path / "run.json").is_file()
@@ -173,7 +173,7 @@ def _next_lines(run: RunFolder, standing: RunStanding) -> Iterator[str]:
         return
     if standing.status in ("stopped", "failed"):
         yield f"continue: podium resume {run.path}"
-    if run.recipe().data.heldout:
+    if run.recipe(needs_environment=False).data.heldout:
         yield f"evaluate: podium evaluate {run.path}"
     yield f"export: podium export {run.path} OUT"
 

@@ -73,7 +73,7 @@ def standing_of(run: RunFolder) -> RunStanding:
     return RunStanding(
         status=status_of(run.path, state),
         step=step_of(state, lines),
-        num_steps=run.recipe().steps,
+        num_steps=run.recipe(needs_environment=False).steps,
         figures=figures,
         heldout=heldout,
         seconds_per_step=sum(line.values["step_s"] for line in recent) / len(recent) if recent else None,

@@ -37,7 +37,7 @@ def export_checkpoint(
         raise RunFolderError(f"{out} exists already and is not empty. Give a new folder.")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    recipe, reader = folder.recipe(), chosen_checkpoint(folder, which)
+    recipe, reader = folder.recipe(needs_environment=False), chosen_checkpoint(folder, which)
     if adapter and recipe.model.lora is None:
         raise RunFolderError(f"{folder.path} trained all weights, so it has no adapter. Export it without --adapter.")
     partial = out.with_name(out.name + ".partial")

@@ -385,7 +385,7 @@ class SpmdRun(Generic[RecipeT_co]):
                     "skipped_in_a_row": self._guard.in_a_row,
                     "updates": self._step - self._skipped,
                     "missed_updates": self.engine.optimizer.missed_updates(),
-                    "recipe": self.recipe.model_dump(mode="json"),
+                    "recipe": self.recipe.stored_values(),
                 },
                 arrays=arrays,
             )

@@ -30,7 +30,8 @@ def test_the_schema_has_every_program_and_forbids_unknown_keys() -> None:
 
     for kind in (*BUILT_IN.values(), *CUSTOM.values()):
         assert parts[kind.__name__]["properties"].keys() == kind.model_fields.keys()
-        assert {"program", "model", "data", "optimizer", "steps"} <= set(parts[kind.__name__]["required"])
+        assert {"program", "model", "data", "optimizer"} <= set(parts[kind.__name__]["required"])
+        assert parts[kind.__name__]["anyOf"] == [{"required": ["steps"]}, {"required": ["epochs"]}]
         assert "required" not in parts[f"{kind.__name__}InStage"]
     assert all(part["additionalProperties"] is False for part in parts.values() if part.get("type") == "object")
     assert parts["OptimizerSection"]["properties"]["schedule"]["enum"] == ["constant", "linear", "cosine"]

@@ -39,7 +39,7 @@ from podium.recipe.programs import BUILT_IN
 from podium.recipe.resolving import resolved
 from podium.recipe.rules import recipe_warnings
 
-SHARED = {"program", "model", "data", "optimizer", "steps", "micro_batch_tokens", "placement"}
+SHARED = {"program", "model", "data", "optimizer", "steps", "epochs", "micro_batch_tokens", "placement"}
 SHARED |= {"checkpoint", "evaluation", "run"}
 FIXED = SHARED | {"tokens_per_step", "rows_per_step"}
 ON_POLICY = SHARED | {"rollout", "reward", "grading", "algorithm", "environment"}

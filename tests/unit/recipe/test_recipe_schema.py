@@ -103,7 +103,7 @@ def test_a_misplaced_key_is_reported_with_its_right_place(override: str, suggest
     ("override", "suggested"),
     [
         ("learning_rate=1e-3", "optimizer.lr"),
-        ("num_train_epochs=3", "steps"),
+        ("num_train_epochs=3", "epochs"),
         ("gradient_accumulation_steps=4", "micro_batch_tokens"),
         ("optimizer.max_grad_norm=1", "optimizer.clip_norm"),
         ("data.validation=[]", "heldout"),
