@@ -4,21 +4,16 @@ generate; and metrics."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TextIO, TypeVar
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from podium.checks import check_recipe, deep_report
-from podium.data.given_rows import write_rows
-from podium.data.tokenizer import require_tokenizer_files
 from podium.drafting.draft import DraftRequest, draft_recipe
-from podium.errors import ModelError, RecipeError, RunFolderError
+from podium.errors import RecipeError, RunFolderError
 from podium.evaluating import EvaluationResult, evaluate_model, evaluate_run
 from podium.execution import (
     begin,
@@ -28,6 +23,7 @@ from podium.execution import (
     refuse_what_breaks_exactness,
     resume_from,
 )
+from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
 from podium.given import Overrides, RecipeLike, load_given, override_texts
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
@@ -42,9 +38,6 @@ from podium.recipe import (
     SourceSection,
     parse_recipe,
 )
-from podium.recipe.explaining import explained
-from podium.recipe.fields import Section
-from podium.recipe.loading import not_valid
 from podium.recipe.pipeline_loading import (
     resolved_pipeline,
     unmade_stage_recipe,
@@ -64,9 +57,6 @@ if TYPE_CHECKING:
     from podium.rollout.requests import Sampling
     from podium.runs.result import RunResult
     from podium.spmd.export import ExportDtype, Which
-
-
-SectionT = TypeVar("SectionT", bound=Section)
 
 
 def check(
@@ -311,11 +301,11 @@ def verify(
     from podium.spmd.verify import verify_rank
 
     check_model_folder(str(model), "MODEL", weights=False, tokenizer=False)
-    section = _section(
+    section = section_of(
         ModelSection, path=str(model), dtype=dtype, compile="on" if compile else "off",
         trust_remote_code=trust_remote_code,
     )  # fmt: skip
-    placement = _section(PlacementSection, devices=devices, device=device)
+    placement = section_of(PlacementSection, devices=devices, device=device)
     return launch(verify_rank, (section, placement), ranks=devices, restarts=0, stop_file=None)
 
 
@@ -340,9 +330,9 @@ def generate(
     """Answers every prompt of a file or other data source into the JSONL file `out`; called again after it was broken
     off, it continues that file. Prompts may also be a list of rows or a `datasets.Dataset`, and `sampling` a dict.
     `progress` shows on standard error how far it is."""
-    folder = _generating_folder(str(model), needs_tokenizer=tokenizer is None)
+    folder = generating_folder(str(model), needs_tokenizer=tokenizer is None)
     out = _path(out, "out").expanduser()
-    section = _section(
+    section = section_of(
         ModelSection,
         path=str(folder),
         tokenizer=None if tokenizer is None else str(tokenizer),
@@ -351,14 +341,14 @@ def generate(
         trust_remote_code=trust_remote_code,
     )
     for name, number in (("samples", samples), ("seed", seed), ("limit", 1 if limit is None else limit)):
-        _require_number(number, name)
+        require_number(number, name)
     from podium.rollout.jobs import GenerationJob
 
     job = GenerationJob(
         model=section,
-        prompts=_prompt_source(prompts, out),
+        prompts=prompt_source(prompts, out),
         out=out,
-        sampling=_sampling(sampling),
+        sampling=sampling_of(sampling),
         samples=samples,
         seed=seed,
         limit=limit,
@@ -372,73 +362,10 @@ def generate(
     return generate_file(job, rows, stream=sys.stderr if progress else None)
 
 
-def _generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
-    """The model's folder, fetched where it is a hub id; what lacks something to generate with is refused."""
-    from podium.models.folder import check_model_folder, check_speaks, local_folder
-
-    given = Path(model)
-    if (given / "recipe.yaml").is_file() or (given / "checkpoint.json").is_file():
-        run = given if (given / "recipe.yaml").is_file() else given.parent.parent
-        raise RunFolderError(
-            f"MODEL: {model} belongs to a run of Podium and is not a Hugging Face checkpoint. Export it first with "
-            f"`podium export {run} OUT`, then give OUT."
-        )
-    check_model_folder(model, "MODEL", weights=False, tokenizer=False)
-    check_speaks(model, "MODEL")
-    folder = local_folder(model, "MODEL")
-    if not list(folder.glob("*.safetensors")):
-        raise ModelError(
-            f"MODEL: {model} has no *.safetensors weights to generate with. Convert other weights with transformers' "
-            "save_pretrained."
-        )
-    if needs_tokenizer:
-        try:
-            require_tokenizer_files(str(folder), "MODEL")
-        except ModelError as error:
-            raise ModelError(
-                f"MODEL: {model} has no tokenizer, and prompts are text. Save one there with "
-                "tokenizer.save_pretrained, or give --tokenizer a folder or hub id that has one."
-            ) from error
-    return folder
-
-
 def _path(value: Any, name: str) -> Path:
     if not isinstance(value, str | os.PathLike):
         raise RunFolderError(f"{name}: expected a path, found {value!r}.")
     return Path(value)
-
-
-def _section(kind: type[SectionT], /, **values: Any) -> SectionT:
-    try:
-        return kind.model_validate(values)
-    except ValidationError as error:
-        raise not_valid("what was given", explained(error, kind)) from error
-
-
-def _prompt_source(prompts: Any, out: Path) -> SourceSection:
-    if isinstance(prompts, SourceSection):
-        return prompts
-    if isinstance(prompts, str | os.PathLike):
-        return _section(SourceSection, path=os.fspath(prompts))
-    return _section(SourceSection, path=str(write_rows(prompts, out.parent / ".cache", "prompts")))
-
-
-def _sampling(given: Sampling | Mapping[str, Any]) -> Sampling:
-    from podium.rollout.requests import Sampling
-
-    try:
-        sampling = given if isinstance(given, Sampling) else Sampling(**given)
-    except TypeError as error:
-        raise RecipeError(f"sampling: expected a Sampling, or a dict of its fields ({error}).") from error
-    for field in dataclasses.fields(sampling):
-        if field.type in ("int", "float"):
-            _require_number(getattr(sampling, field.name), f"sampling.{field.name}")
-    return sampling
-
-
-def _require_number(value: Any, name: str) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        raise RecipeError(f"{name}: expected a number, found {value!r}.")
 
 
 def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: bool = False) -> RunResult:

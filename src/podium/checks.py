@@ -16,6 +16,7 @@ from podium.data.documents import Document
 from podium.data.dropping import no_trained_token, reasons_of
 from podium.data.examples import shape_of
 from podium.data.prompts import PromptTokenizer
+from podium.data.skipping import RowSkipper, SkipPolicy
 from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require_usable
 from podium.data.tasks import Task, TaskReader, check_task_source, no_task, prompt_room, read_tasks
 from podium.data.tokenizer import listed_tokens, marked_text
@@ -94,8 +95,8 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
         skips = recipe.data.on_error == "skip"
         if isinstance(recipe, SpmdRecipe):
             yield partial(check_source, source, key, shape_of(recipe), skips=skips)
-        else:
-            yield partial(check_task_source, source, key, skips=skips)
+        elif isinstance(recipe, OnPolicyRecipe):
+            yield partial(check_task_source, source, key, skips=skips, needs_prompt=recipe.needs_prompts)
         if source.map is not None:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
     if isinstance(recipe, OnPolicyRecipe):
@@ -264,7 +265,11 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
     if isinstance(recipe, OnPolicyRecipe) and recipe.data.heldout:
         from podium.roles.grader import require_scorable_heldout
 
-        require_scorable_heldout(recipe, read_tasks(recipe.data.heldout, "data.heldout", _DEEP_ROWS))
+        skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.heldout")
+        heldout = read_tasks(
+            recipe.data.heldout, "data.heldout", _DEEP_ROWS, skipper=skipper, needs_prompt=recipe.needs_prompts
+        )
+        require_scorable_heldout(recipe, heldout)
     shown = RowProgress(progress if all_rows else None)
     reports = []
     for key, section in _sources(recipe):
@@ -290,7 +295,8 @@ def _task_report(
     encoder = PromptTokenizer(tokenizer)
     room = prompt_room(recipe)
     longest = room + recipe.rollout.max_new_tokens
-    survey = TaskSurvey.of(rows, TaskReader([section], key.rpartition(".")[0]), encoder, room=room)
+    reader = TaskReader([section], key.rpartition(".")[0], needs_prompt=recipe.needs_prompts)
+    survey = TaskSurvey.of(rows, reader, encoder, room=room)
     if survey.first is None:
         if not survey.bad.num_bad:
             raise no_task(key)

@@ -16,7 +16,7 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
     "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
-    "python_objects", "given", "execution", "evaluating", "drafting", "trying", "api", "commands", "cli",
+    "python_objects", "given", "generating", "execution", "evaluating", "drafting", "trying", "api", "commands", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -31,6 +31,7 @@ TORCH_FREE = (
     "pipeline_checks",
     "python_objects",
     "given",
+    "generating",
     "execution",
     "evaluating",
     "drafting",

@@ -66,7 +66,9 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
     heldout: Sequence[Task] = ()
     if recipe.data.heldout:
         check = partial(Task.encode, tokenizer=tokenizer) if skipper.skips else None
-        heldout = read_tasks(recipe.data.heldout, "data.heldout", limit, skipper=skipper, check=check)
+        heldout = read_tasks(recipe.data.heldout, "data.heldout", limit, skipper=skipper, check=check,
+            needs_prompt=recipe.needs_prompts,
+        )  # fmt: skip
     require_scorable_heldout(recipe, heldout)
     return Inputs(
         recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout,

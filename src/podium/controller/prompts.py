@@ -36,6 +36,7 @@ class PromptSource:
         self._cursor = TaskCursor(
             data.train, "data.train", seed=recipe.run.seed, shuffle=data.shuffle, shuffle_rows=data.shuffle_rows,
             state=None if state is None else state["cursor"], policy=SkipPolicy.of(data), check=self._measure,
+            needs_prompt=recipe.needs_prompts,
         )  # fmt: skip
         self._length = 0  # of the prompt that was read last
         self._skips, self._num_named = data.on_error == "skip", 0

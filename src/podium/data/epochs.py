@@ -49,8 +49,9 @@ def _count_prompts(recipe: OnPolicyRecipe) -> int:
     lengths: list[int] = []
     skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.train")
     for _ in tasks_in_order(
-        recipe.data.train, "data.train", skipper, lambda task: lengths.append(len(task.encode(encoder)))
-    ):
+        recipe.data.train, "data.train", skipper, lambda task: lengths.append(len(task.encode(encoder))),
+        needs_prompt=recipe.needs_prompts,
+    ):  # fmt: skip
         pass
     return max(1, sum(length <= room for length in lengths))  # the run itself says if there is none
 

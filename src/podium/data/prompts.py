@@ -75,6 +75,11 @@ class PromptParts:
     reference: str | None
 
 
+def has_prompt(values: Mapping[str, Any]) -> bool:
+    """Whether a row has a column that may be its prompt."""
+    return any(values.get(name) is not None for name in _ONE_OF)
+
+
 def prompt_parts(values: Mapping[str, Any], columns: Mapping[str, str], row: Row) -> PromptParts:
     """The question and the answer in the data; an assistant turn at the end of a chat is the answer."""
     kind = _kind(values, columns, row)

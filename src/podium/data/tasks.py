@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from podium.data.chat import load_map
 from podium.data.chat_text import as_text
 from podium.data.documents import Tokens
 from podium.data.kinds import Message, named_values
 from podium.data.masks import Tools
-from podium.data.prompts import PromptTokenizer, completion_text, prompt_parts
+from podium.data.prompts import PromptParts, PromptTokenizer, completion_text, has_prompt, prompt_parts
 from podium.data.rows import LinePlace, Row
 from podium.data.skipping import RowSkipper, SkipCounts, SkippedRow, SkipPolicy, decode_counts, encode_counts
 from podium.data.source_names import source_names
@@ -34,7 +36,7 @@ class Task:
     """A row as a task: the prompt, the correct answer, and everything that a reward may read. Picklable."""
 
     source: str  # the row's `data_source`, or the name of its file
-    messages: tuple[Message, ...] | None  # exactly one of messages and text
+    messages: tuple[Message, ...] | None  # one of messages and text; neither: an environment begins the episode
     text: str | None
     tools: Tools
     reference: str | None  # values that are not text in the data are JSON here
@@ -49,13 +51,17 @@ class Task:
     @property
     def prompt_text(self) -> str:
         """The prompt as readable text."""
-        if self.messages is not None:
-            return as_text(self.messages)
-        assert self.text is not None
-        return self.text
+        return as_text(self.messages) if self.messages is not None else self.text or ""
+
+    @property
+    def has_prompt(self) -> bool:
+        """Whether the row has a prompt."""
+        return self.messages is not None or self.text is not None
 
     def encode(self, tokenizer: PromptTokenizer) -> Tokens:
-        """The chat with the generation prompt, or the text without an end token."""
+        """The chat with the generation prompt, or the text without an end token; nothing without a prompt."""
+        if not self.has_prompt:
+            return np.empty(0, np.int32)
         tokens = tokenizer.tokens(self.messages, self.text, self.tools, Row(self.row, self.place))
         if len(tokens) == 0:
             raise BadRowError(
@@ -79,10 +85,11 @@ class TaskReader:
     """Rows of the sources at `key` (`data.train`) as tasks: Podium's own, verl's, and TRL's prompt datasets."""
 
     def __init__(
-        self, sections: Sequence[SourceSection], key: str, check: Callable[[Task], object] | None = None
-    ) -> None:
-        """`check` may raise a BadRowError about a task."""
-        self._check = check
+        self, sections: Sequence[SourceSection], key: str, check: Callable[[Task], object] | None = None, *,
+        needs_prompt: bool = True,
+    ) -> None:  # fmt: skip
+        """`check` may raise a BadRowError about a task. Without `needs_prompt`, a row may have no prompt."""
+        self._check, self._needs_prompt = check, needs_prompt
         self._columns = [section.columns for section in sections]
         self._maps = [load_map(section, f"{key}.{index}") for index, section in enumerate(sections)]
         self._names = source_names(sections)
@@ -98,7 +105,10 @@ class TaskReader:
         return task
 
     def _task(self, source: int, values: Mapping[str, Any], row: Row) -> Task:
-        parts = prompt_parts(values, self._columns[source], row)
+        if self._needs_prompt or has_prompt(values):
+            parts = prompt_parts(values, self._columns[source], row)
+        else:
+            parts = PromptParts(messages=None, text=None, tools=None, reference=None)
         reference = _reference(values, row)
         name = values.get("data_source")
         return Task(
@@ -118,14 +128,14 @@ class TaskCursor:
     def __init__(
         self, sections: Sequence[SourceSection], key: str, *, seed: int, shuffle: bool, shuffle_rows: int,
         state: Mapping[str, Any] | None = None, policy: SkipPolicy | None = None,
-        check: Callable[[Task], object] | None = None,
+        check: Callable[[Task], object] | None = None, needs_prompt: bool = True,
     ) -> None:  # fmt: skip
         """With the `state` of an earlier cursor it continues there: the same tasks under the same numbers. A task that
         `check` raises a BadRowError for is treated as `policy` says, like one that cannot be read."""
         self._key, policy = key, policy or SkipPolicy()
         self._next_index, position = (0, None) if state is None else _decoded(state)
         self._skipper = RowSkipper(policy, key, decode_counts({} if state is None else state.get("rows", {})))
-        self._reader = TaskReader(sections, key, check)
+        self._reader = TaskReader(sections, key, check, needs_prompt=needs_prompt)
         self._sources = [
             open_source(section, f"{key}.{index}", keep_bad=policy.skips) for index, section in enumerate(sections)
         ]
@@ -187,13 +197,13 @@ class TaskCursor:
 
 def read_tasks(
     sections: Sequence[SourceSection], key: str, limit: int | None, *, skipper: RowSkipper | None = None,
-    check: Callable[[Task], object] | None = None,
+    check: Callable[[Task], object] | None = None, needs_prompt: bool = True,
 ) -> list[Task]:  # fmt: skip
     """The first `limit` tasks (None: all) in file order: held-out prompts. `skipper` decides about rows that cannot be
     read, or that `check` raises a BadRowError for; without it they are errors."""
     skipper = skipper or RowSkipper(SkipPolicy(), key)
     tasks: list[Task] = []
-    for task in tasks_in_order(sections, key, skipper, check):
+    for task in tasks_in_order(sections, key, skipper, check, needs_prompt=needs_prompt):
         tasks.append(task)
         if len(tasks) == limit:
             break
@@ -202,14 +212,14 @@ def read_tasks(
     return tasks
 
 
-def check_task_source(section: SourceSection, key: str, *, skips: bool = False) -> None:
+def check_task_source(section: SourceSection, key: str, *, skips: bool = False, needs_prompt: bool = True) -> None:
     """Raises the error that a run would raise about the first row. Reads only the beginning, needs no tokenizer, uses
     no network for a hub id, and does not run a `map`. `skips`: a run that skips bad rows may begin with one."""
     row = first_row(section, key, keep_bad=skips)
     if row is None or section.map is not None:
         return
     try:
-        TaskReader([section], key).read(0, row)
+        TaskReader([section], key, needs_prompt=needs_prompt).read(0, row)
     except BadRowError as error:
         if not skips:
             raise BadRowError(f"{key}: {error}") from error
@@ -223,10 +233,11 @@ def prompt_room(recipe: OnPolicyRecipe) -> int:
 
 
 def tasks_in_order(
-    sections: Sequence[SourceSection], key: str, skipper: RowSkipper, check: Callable[[Task], object] | None
-) -> Iterator[Task]:
+    sections: Sequence[SourceSection], key: str, skipper: RowSkipper, check: Callable[[Task], object] | None, *,
+    needs_prompt: bool,
+) -> Iterator[Task]:  # fmt: skip
     """All tasks, source by source, as their files have them."""
-    reader = TaskReader(sections, key, check)
+    reader = TaskReader(sections, key, check, needs_prompt=needs_prompt)
     for index, section in enumerate(sections):
         source = open_source(section, f"{key}.{index}", keep_bad=skipper.skips)
         for block in range(source.num_blocks):

@@ -325,6 +325,11 @@ class _Running:
         messages, text = observation.messages, observation.text
         if messages is None and text is None:
             messages, text = self._task.messages, self._task.text
+            if not self._task.has_prompt:
+                raise _EpisodeError(
+                    "reset returned neither messages nor text, and the row has no prompt, so the model has nothing to "
+                    "answer."
+                )
         if messages is not None and text is not None:
             raise _EpisodeError("reset returned both messages and text; an episode begins with one of them.")
         self._messages += self._as_messages(messages if messages is not None else str(text), "reset")

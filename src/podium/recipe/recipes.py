@@ -328,6 +328,11 @@ class OnPolicyRecipe(Recipe):
     environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
 
     @property
+    def needs_prompts(self) -> bool:
+        """Whether every row needs a prompt. A custom environment may begin an episode by itself."""
+        return self.environment is None or self.environment.environment is None
+
+    @property
     def columns(self) -> frozenset[str]:
         """Columns of prompts, and those that rewards may read."""
         return _DOCUMENT_COLUMNS | {"reference", "data_source", "tools"}

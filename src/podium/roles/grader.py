@@ -12,6 +12,7 @@ import numpy as np
 
 from podium.cluster import WorkerContext
 from podium.data.kinds import Message
+from podium.data.skipping import RowSkipper, SkipPolicy
 from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.environments.grading import Grade
@@ -73,7 +74,11 @@ def require_scorable_heldout(recipe: OnPolicyRecipe, heldout: Sequence[Task]) ->
     if not rewards:
         rewards, key = recipe.reward, "reward"
     if heldout and rewards:
-        require_scorable(rewards, key, heldout, read_tasks(recipe.data.train, "data.train", _FEW_ROWS))
+        skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.train")
+        train = read_tasks(
+            recipe.data.train, "data.train", _FEW_ROWS, skipper=skipper, needs_prompt=recipe.needs_prompts
+        )
+        require_scorable(rewards, key, heldout, train)
 
 
 class Grader:
@@ -118,7 +123,7 @@ class Grader:
         if len(text.turns) < 2:
             return None
         other = "tool" if self._spec.tools else "user"
-        question: list[Message] = [{"role": "user", "content": str(task.text)}]
+        question: list[Message] = [{"role": "user", "content": task.text}] if task.text is not None else []
         spoken: list[Message] = [
             {"role": "assistant" if is_policy else other, "content": said} for is_policy, said in text.turns
         ]
