@@ -194,7 +194,7 @@ def test_a_pipeline_that_is_killed_in_a_stage_continues_in_it(workspace: Workspa
         wait_until((workspace.path / "here").exists, "step 3 of the second stage")
         refused = workspace.podium("train", waiting)
         assert refused.code == 2, refused
-        assert "another process" in refused.err
+        assert "process " in refused.err
         os.kill(process.pid, signal.SIGKILL)
         process.wait(30)
     shown = workspace.podium("show", "runs/chain")

@@ -364,7 +364,7 @@ def test_overwrite_removes_an_earlier_run_and_nothing_else(workspace: Workspace)
     assert not (workspace.path / "runs/sums/mine.txt").exists()
 
     with RunFolder.open("runs/sums").held():
-        workspace.refused(workspace.podium("train", recipe, "--overwrite"), "another process", left=("sums",))
+        workspace.refused(workspace.podium("train", recipe, "--overwrite"), "process ", left=("sums",))
     workspace.refused(
         workspace.podium("train", recipe, "--overwrite", "--set", "optimizer.lr=-1"), "optimizer.lr", left=("sums",)
     )
@@ -389,7 +389,7 @@ def test_overwrite_removes_an_earlier_pipeline(workspace: Workspace) -> None:
     _file(workspace.path, yaml.safe_dump({"program": "pipeline", "stages": {"a": stage}}), "one.yaml")
     assert workspace.podium("train", "one.yaml").code == 0
     with RunFolder.open("runs/one/a").held():
-        workspace.refused(workspace.podium("train", "one.yaml", "--overwrite"), "another process", left=("one",))
+        workspace.refused(workspace.podium("train", "one.yaml", "--overwrite"), "process ", left=("one",))
     assert "not run again" in workspace.podium("train", "one.yaml").out
     own = ("--overwrite", "--set", "stages.a.model.path=runs/one/a/export")
     workspace.refused(workspace.podium("train", "one.yaml", *own), "model.path", left=("one",))

@@ -92,9 +92,9 @@ def test_the_docs_environment_runs_from_rows_without_a_prompt(workspace: Workspa
     outcome = workspace.podium("train", rl_recipe(workspace, **changes))
 
     assert [sum(is_policy for is_policy, _ in episode.turns) for episode in trial.episodes] == [3, 3]
-    assert "Guess my number, from 1 to 50." in trial.episodes[0].marked
+    assert "from 1 to 50" in trial.episodes[0].marked
     assert outcome.code == 0, outcome.err
-    assert "A number, please." in (workspace.path / "runs/sums/samples.jsonl").read_text()
+    assert "number please" in (workspace.path / "runs/sums/samples.jsonl").read_text()
 
 
 def test_a_row_without_a_prompt_needs_an_environment_that_begins(workspace: Workspace) -> None:

@@ -74,14 +74,14 @@ def test_a_full_disk_ends_the_run_and_the_last_checkpoint_resumes(
 
     plain = checkpoint.save_tensors  # type: ignore[attr-defined]
 
-    def full_at_step_6(tensors: object, path: Path) -> None:
-        if "00000006" in str(path):
+    def full_from_step_6_on(tensors: object, path: Path) -> None:
+        if "00000003" not in str(path):
             raise OSError(28, "No space left on device")
         plain(tensors, path)  # type: ignore[arg-type]
 
     recipe = tiny_recipe(tiny_folder, data, tmp_path, "full", checkpoint={"background": True})
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "save_tensors", full_at_step_6)
+        patched.setattr(checkpoint, "save_tensors", full_from_step_6_on)
         with pytest.raises(CheckpointError, match="No space left on device"):
             api.train(recipe)
     result = api.resume(tmp_path / "full")

@@ -20,7 +20,8 @@ from podium.spmd.run import SpmdRun
 
 def sft(run: SpmdRun[SftRecipe]) -> None:
     """One optimizer step per packed step of documents. All ranks have the same number of micro-batches."""
-    method = TokenMethod(run.recipe.algorithm, run.engine)
+    # A custom program may hand its run on to this one.
+    method = TokenMethod(getattr(run.recipe, "algorithm", SftAlgorithm()), run.engine)
     for step in run.steps(method.measure):
         tally = method.tally(step.sources)
         report, _ = run.engine.objective_step(

@@ -57,7 +57,7 @@ def _inner_hints(path: Sequence[str], value: Any, root: type[Recipe]) -> Iterato
     for name, item in value.items():
         inner = [*path, str(name)]
         below = list(_inner_hints(inner, item, root))
-        text = _foreign(inner, root)
+        text = None if owners_of(inner) else _foreign(inner, root)  # of another program here, not of another project
         if below:
             yield from below
         elif text is not None:

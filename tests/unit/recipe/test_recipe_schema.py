@@ -106,7 +106,7 @@ def test_a_misplaced_key_is_reported_with_its_right_place(override: str, suggest
         ("num_train_epochs=3", "epochs"),
         ("gradient_accumulation_steps=4", "micro_batch_tokens"),
         ("optimizer.max_grad_norm=1", "optimizer.clip_norm"),
-        ("data.validation=[]", "heldout"),
+        ("data.validation=[]", "data.heldout"),
     ],
 )
 def test_a_name_that_other_trainers_use_is_translated(override: str, suggested: str) -> None:
