@@ -80,7 +80,7 @@ class FunctionReward(RewardSection):
 class VerifierReward(RewardSection):
     """One of the verifiers that Podium ships."""
 
-    verifier: VerifierName
+    verifier: VerifierName = Field(description="Name of the verifier; see docs/rewards.md for what each accepts.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
 
 
@@ -142,7 +142,7 @@ class CriticSection(Section):
 class TeacherSection(CheckpointSource):
     """A model whose distribution the student or policy is drawn towards."""
 
-    path: Place
+    path: Place = Field(description="Folder of a Hugging Face checkpoint, or a hub id.")
     weight: Real = Field(1.0, gt=0, description="Relative to the other teachers.")
 
 

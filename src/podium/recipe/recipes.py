@@ -71,7 +71,9 @@ class Recipe(Section):
     model: ModelSection
     data: DataSection
     optimizer: OptimizerSection
-    steps: Count
+    steps: Count = Field(
+        description="Fixed data: optimizer steps. On-policy: rounds of generating and updating. The data repeats."
+    )
     micro_batch_tokens: Count | None = Field(
         None,
         description="Most tokens of one forward on one rank. Changes speed and memory, never the result. "
@@ -262,7 +264,7 @@ class CustomSpmdRecipe(LanguageModelRecipe):
         description="fixed: the data is known in advance, and every rank runs the program."
     )
     data: DocumentDataSection
-    teachers: tuple[TeacherSection, ...] = ()
+    teachers: tuple[TeacherSection, ...] = Field((), description="Frozen models that the program may use.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
 
     @property
@@ -388,7 +390,7 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
     rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection | None = None
-    teachers: tuple[TeacherSection, ...] = ()
+    teachers: tuple[TeacherSection, ...] = Field((), description="Frozen models that the program may use.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
 
     @property
