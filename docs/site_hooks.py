@@ -28,7 +28,7 @@ _SOURCES = "source"  # folder of the site in which files of the repository are s
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds a page for every file or folder of the repository that a page links to."""
-    from mkdocs.structure.files import File
+    from mkdocs.structure.files import File, InclusionLevel
 
     docs = Path(config.docs_dir)
     linked: set[str] = set()
@@ -38,7 +38,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             linked.update(path for each in targets if (path := repository_path(each, file.src_uri, docs)))
     for path in sorted(linked):
         content = shown(docs.parent / path, path)
-        files.append(File.generated(config, page_of(path), content=content))
+        level = InclusionLevel.NOT_IN_NAV
+        files.append(File.generated(config, page_of(path), content=content, inclusion=level))
     return files
 
 
