@@ -38,4 +38,4 @@ def test_the_tutorial_works_from_the_first_page_to_the_last(tmp_path: Path) -> N
             assert done.returncode == 0, f"{page.name}: {done.args[-1]}\n{done.stdout}\n{done.stderr}"
 
     runs = {each.name for each in (tmp_path / "tutorial" / "runs").iterdir() if each.name != ".cache"}
-    assert runs == {"sft", "slow", "grpo", "agent-sft", "agent", "two-ranks", "on-ray", "better_half"}
+    assert runs == {"sft", "grpo", "agent-sft", "agent", "two-ranks", "on-ray", "better_half"}
