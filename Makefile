@@ -76,13 +76,13 @@ format: $(INSTALLED)
 	$(BIN)/ruff format .
 
 docs: docs-reference  ## the site in site/; a broken link or an unknown reference is an error
-	$(BIN)/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 docs-reference: $(INSTALLED)  ## docs/recipe_reference.md, from the recipe's classes
 	$(BIN)/python docs/make_recipe_reference.py
 
 docs-serve: $(INSTALLED)  ## the site on localhost, rebuilt while you write
-	$(BIN)/mkdocs serve
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
 
 clean:
 	rm -rf demo tutorial site runs .mypy_cache .pytest_cache .ruff_cache .hypothesis

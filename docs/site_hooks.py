@@ -4,6 +4,7 @@
 - A link to a file or folder of the repository outside of docs/ leads to a page of the site that shows it.
 - Lists and tables may follow a paragraph at once, and code may be part of a list. Python-Markdown wants blank lines and
   four spaces there.
+- A pipe in the code of a table is escaped for GitHub, and must not be for Python-Markdown.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 _LINK = re.compile(r"(?<=\]\()([^)\s]+)(?=\))")
 _FENCE = re.compile(r"^ *(```+|~~~+)")
+_CODE = re.compile(r"`[^`]*`")
 _ITEM = re.compile(r"^([-*]|\d+\.) ")
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".md": "markdown"}
 _SOURCES = "source"  # folder of the site in which files of the repository are shown
@@ -101,7 +103,7 @@ def for_python_markdown(markdown: str, rewrite: Callable[[str], str] = str) -> s
             begins = (is_item and not in_list) or (is_row and not before.startswith("|"))
             result += [""] if (begins and before) or (was_code and indent and line.strip()) else []
             in_list = is_item or (in_list and (not line.strip() or line.startswith(" ") or bool(before)))
-            result.append(rewrite(line))
+            result.append(rewrite(_CODE.sub(lambda code: code[0].replace("\\|", "|"), line) if is_row else line))
         was_code = is_code
     return "\n".join(result)
 

@@ -45,6 +45,10 @@ def test_code_of_a_list_item_is_indented_by_four(hooks: ModuleType) -> None:
     assert hooks.for_python_markdown(page) == "- one:\n\n    ```python\n    a = 1\n    ```\n\n- two\n"
 
 
+def test_pipes_in_the_code_of_a_table_are_not_escaped(hooks: ModuleType) -> None:
+    assert hooks.for_python_markdown("| `a\\|b` | c\\|d |") == "| `a|b` | c\\|d |"
+
+
 def test_code_is_left_as_it_is(hooks: ModuleType) -> None:
     page = "Text\n```yaml\nreward:\n- a\n```\n"
     assert hooks.for_python_markdown(page, str.upper) == "TEXT\n```yaml\nreward:\n- a\n```\n"
