@@ -43,8 +43,8 @@ def write_files(page: Path, folder: Path) -> list[Path]:
 
 
 def follow(page: Path, folder: Path, *, timeout_s: float) -> Iterator[subprocess.CompletedProcess[str]]:
-    """Does what a page says, in its order: writes its files below a folder and runs its commands there. Yields the result
-    of each block of commands."""
+    """Does what a page says, in its order: writes its files below a folder and runs its commands there. Yields what
+    each block of commands gave."""
     for block in blocks_of(page):
         if block.title:
             _write(folder / block.title, block.text)
