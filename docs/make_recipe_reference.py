@@ -162,7 +162,8 @@ def _objects(part: Mapping[str, Any], schema: Mapping[str, Any]) -> list[Any]:
     if "$ref" in part:
         return _objects(schema[part["$ref"].rpartition("/")[2]], schema)
     branches = [*part.get("anyOf", ()), *part.get("oneOf", ())]
-    return [part] if "properties" in part else [each for branch in branches for each in _objects(branch, schema)]
+    found = [part] if "properties" in part else [each for branch in branches for each in _objects(branch, schema)]
+    return list({id(each): each for each in found}.values())  # two branches may hold the same section
 
 
 def _inside(value: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
@@ -182,35 +183,37 @@ def _form(part: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> str:
     for name, value in part["properties"].items():
         if "const" in value:
             return f"{name}: {value['const']}"
-    return next(
-        name for name in part["required"] if all(name not in each["properties"] for each in forms if each is not part)
-    )
+    others = [each["properties"] for each in forms if each is not part]
+    own = (name for name in part.get("required", ()) if all(name not in each for each in others))
+    return next(own, part["title"])
 
 
 def _keys(part: Mapping[str, Any], path: str, schema: Mapping[str, Any]) -> Iterator[Key]:
     for name, value in part["properties"].items():
+        if name == "program":
+            yield Key(name, "program", "*required*", "Which program runs, see above.")
+            continue
         if "const" in value and path:
             continue  # the heading has it
         inner, is_list = _inside(value)
         sections = [] if _is_stage(value) else _objects(inner, schema)
-        own = value.get("description") or (sections[0].get("description", "") if len(sections) == 1 else "")
-        if name == "program":
-            yield Key(name, "program", "*required*", "Which program runs, see above.")
+        default = _default(value, name in part.get("required", ()), sections)
+        if not sections:
+            yield Key(name, type_text(value, schema), default, value.get("description", ""))
             continue
+        of_section = sections[0].get("description", "") if len(sections) == 1 else _forms_text(sections)
         yield Key(
-            name=name + "[]" * (is_list and bool(sections)),
-            type=_link(f"{path}.{name}".lstrip(".") + "[]" * is_list, is_list, sections)
-            if sections
-            else type_text(value, schema),
-            default=_default(value, name in part.get("required", ()), sections),
-            description=own or _forms_text(sections),
-            is_section=bool(sections),
+            name=name + "[]" * is_list,
+            type=_link(f"{path}.{name}".lstrip(".") + "[]" * is_list, is_list, sections),
+            default=default,
+            description=value.get("description") or of_section,
+            is_section=True,
         )
 
 
 def _forms_text(sections: Sequence[Mapping[str, Any]]) -> str:
-    forms = [f"`{_form(each, sections)}`" for each in sections] if len(sections) > 1 else []
-    return f"Its keys depend on its form: {', '.join(forms)}." if forms else ""
+    forms = ", ".join(f"`{_form(each, sections)}`" for each in sections)
+    return f"Its keys depend on its form: {forms}."
 
 
 def _link(path: str, is_list: bool, sections: Sequence[Mapping[str, Any]]) -> str:
