@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-vllm test-verl test-all lint types format clean
+.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-vllm test-verl test-all lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -75,8 +75,17 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+docs: docs-reference  ## the site in site/; a broken link or an unknown reference is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+
+docs-reference: $(INSTALLED)  ## docs/recipe_reference.md, from the recipe's classes
+	$(BIN)/python docs/make_recipe_reference.py
+
+docs-serve: $(INSTALLED)  ## the site on localhost, rebuilt while you write
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs serve
+
 clean:
-	rm -rf demo runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf demo tutorial site runs .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 TRL_VENV ?= .venv-trl
 TRL_INSTALLED := $(TRL_VENV)/.installed

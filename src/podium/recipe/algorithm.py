@@ -33,8 +33,10 @@ class SftAlgorithm(Section):
 class KlSection(Section):
     """Distance from a reference policy, as a term of the loss or of the reward."""
 
-    coefficient: Real = Field(gt=0)
-    where: Literal["loss", "reward"] = "loss"
+    coefficient: Real = Field(gt=0, description="Weight of the KL term; with `target`, the first value.")
+    where: Literal["loss", "reward"] = Field(
+        "loss", description="Add the KL to the loss of each token, or subtract it from the rewards."
+    )
     estimator: Literal["k1", "k2", "k3", "k3_straight"] | None = Field(
         None, description="Default: k3_straight in the loss (k3's value, k2's unbiased gradient), k1 in the reward."
     )
@@ -62,21 +64,23 @@ class CorrectionSection(Section):
             description="Truncate the importance weight at `cap` (TIS), or leave out what lies outside [low, cap].",
         )
     )
-    cap: Real = Field(2.0, gt=0)
+    cap: Real = Field(2.0, gt=0, description="Largest importance weight.")
     low: Real = Field(0.0, ge=0, description="Of the masked kinds.")
 
 
 class OverlongSection(Section):
     """A penalty that grows linearly over the last tokens before rollout.max_new_tokens (DAPO)."""
 
-    buffer_tokens: Count
-    penalty: Real = Field(1.0, gt=0)
+    buffer_tokens: Count = Field(description="Tokens before max_new_tokens over which the penalty grows.")
+    penalty: Real = Field(1.0, gt=0, description="The penalty of an answer of max_new_tokens.")
 
 
 class UpdateSection(Section):
     """What every on-policy update has."""
 
-    reduction: ReductionName = "token_mean"
+    reduction: ReductionName = Field(
+        "token_mean", description="How losses of tokens become one number; see docs/methods.md for the formulas."
+    )
     constant: Real | None = Field(
         None, gt=0, description="Tokens that reduction `constant` divides each episode by; default: max_new_tokens."
     )

@@ -139,7 +139,9 @@ class RewardModelSection(Section):
 class DistillSection(Section):
     """distill: how the student's distribution is drawn to the teachers' at every trained token of the data."""
 
-    divergence: DivergenceName = "forward_kl"
+    divergence: DivergenceName = Field(
+        "forward_kl", description="KL(teacher, student), KL(student, teacher), or a Jensen-Shannon mixture of both."
+    )
     jsd_beta: Real | None = Field(
         None,
         gt=0,

@@ -94,7 +94,7 @@ class FunctionReward(RewardSection):
 class VerifierReward(RewardSection):
     """One of the verifiers that Podium ships."""
 
-    verifier: VerifierName
+    verifier: VerifierName = Field(description="Name of the verifier; see docs/rewards.md for what each accepts.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
 
 
@@ -172,7 +172,7 @@ class CriticSection(Section):
 class TeacherSection(PathSection):
     """A model whose distribution the student or policy is drawn towards."""
 
-    path: Place
+    path: Place = Field(description="Folder of a Hugging Face checkpoint, or a hub id.")
     weight: Real = Field(1.0, gt=0, description="Relative to the other teachers.")
 
 

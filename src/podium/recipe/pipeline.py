@@ -35,7 +35,7 @@ class PipelineRunSection(Section):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None, description="Name of the pipeline's folder; default: the recipe file's name."
     )
-    folder: Place = "runs"
+    folder: Place = Field("runs", description="Folder that holds the pipeline's folder.")
 
 
 class PipelineRecipe(WholeRecipe):

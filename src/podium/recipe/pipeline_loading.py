@@ -133,7 +133,7 @@ def recipe_schema() -> dict[str, Any]:
     parts |= {f"{name}{_PARTIAL}": _partial(part) for name, part in parts.items() if name != "PipelineRecipe"}
     stage = {"anyOf": [{"$ref": f"#/$defs/{name}{_PARTIAL}"} for name in kinds]}
     keys["stages"] |= {"patternProperties": {f"^{NAME}$": stage}, "additionalProperties": False}
-    keys["defaults"] = stage
+    keys["defaults"] = {**stage, "description": keys["defaults"]["description"]}
     for name in (*kinds, "PipelineRecipe"):
         parts[name]["patternProperties"] = {f"^{EXTENSION}": True}
     return {"title": "Recipe", **schema}

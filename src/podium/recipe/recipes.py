@@ -87,7 +87,7 @@ class Recipe(WholeRecipe):
         0,
         validate_default=False,
         json_schema_extra=_without_default,
-        description="Optimizer steps, or rounds of generating and updating. The data repeats.",
+        description="Fixed data: optimizer steps. On-policy: rounds of generating and updating. The data repeats.",
     )
     epochs: Real | None = Field(
         None,
@@ -299,7 +299,7 @@ class CustomSpmdRecipe(LanguageModelRecipe):
         description="fixed: the data is known in advance, and every rank runs the program."
     )
     data: DocumentDataSection
-    teachers: Teachers = ()
+    teachers: Teachers = Field((), description="Frozen models that the program may use.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
 
     @property
@@ -430,7 +430,7 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
     rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     critic: CriticSection | None = None
-    teachers: Teachers = ()
+    teachers: Teachers = Field((), description="Frozen models that the program may use.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")
 
     @property

@@ -14,9 +14,11 @@ from podium.recipe.plugins import Plugin
 class LoraSection(Section):
     """Low-rank adapters: the base stays frozen in the compute dtype, only the adapter is trained and saved."""
 
-    rank: Count = 16
+    rank: Count = Field(16, description="Rows of A and columns of B: the size of the adapter of one layer.")
     alpha: Real = Field(32.0, gt=0, description="The adapter's product is scaled by alpha / rank.")
-    dropout: Real = Field(0.0, ge=0, lt=1)
+    dropout: Real = Field(
+        0.0, ge=0, lt=1, description="Dropout on the adapter's input during training; sft and reward_model only."
+    )
     targets: Annotated[Literal["all-linear"] | tuple[Text, ...], OneOrMore(not_an_item=("all-linear",))] = Field(
         "all-linear", description="Names of linear layers, such as [q_proj, v_proj]; all-linear: all but the head."
     )
@@ -79,7 +81,9 @@ class SourceSection(PathSection):
     """One data source."""
 
     path: Place = Field(description="File, glob, folder, fsspec URL, or Hugging Face datasets id.")
-    format: Literal["auto", "jsonl", "parquet", "csv", "datasets"] = "auto"
+    format: Literal["auto", "jsonl", "parquet", "csv", "datasets"] = Field(
+        "auto", description="Format of the files; auto tells by their names."
+    )
     split: Text = Field("train", description="Split of a Hugging Face dataset.")
     weight: Real = Field(1.0, gt=0, description="Share of the documents drawn, relative to the other sources.")
     columns: dict[str, str] = Field(
@@ -91,8 +95,12 @@ class SourceSection(PathSection):
 class DataSection(Section):
     """Which rows are read. On-policy programs read prompts."""
 
-    train: Annotated[tuple[SourceSection, ...], Field(min_length=1), OneOrMore()]
-    heldout: Annotated[tuple[SourceSection, ...], OneOrMore()] = ()
+    train: Annotated[tuple[SourceSection, ...], Field(min_length=1), OneOrMore()] = Field(
+        description="Sources to train on, mixed by their weights."
+    )
+    heldout: Annotated[tuple[SourceSection, ...], OneOrMore()] = Field(
+        (), description="Sources of evaluations, which are never trained on."
+    )
     max_length: Count | None = Field(
         None, description="Longest document in tokens; default: what fits the step and the model."
     )
@@ -106,7 +114,7 @@ class DataSection(Section):
         le=1,
         description="on_error skip: a larger share of skipped rows ends the run; the first 1000 rows count together.",
     )
-    shuffle: Switch = True
+    shuffle: Switch = Field(True, description="Read rows in a random order, which the seed determines.")
     shuffle_rows: Count = Field(65_536, description="Rows that are shuffled together; larger files stream by this.")
 
 
@@ -131,15 +139,19 @@ class DocumentDataSection(PackedDataSection):
 class OptimizerSection(Section):
     """AdamW and its schedule."""
 
-    lr: Real = Field(gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    warmup_steps: NonNegative = 0
+    lr: Real = Field(gt=0, description="Learning rate, after the warm-up.")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        "constant", description="How the learning rate changes from the end of the warm-up to the last step."
+    )
+    warmup_steps: NonNegative = Field(0, description="Steps over which the learning rate rises linearly from 0.")
     warmup_ratio: Real | None = Field(
         None, ge=0, lt=1, description="Share of all steps that warm up, instead of warmup_steps."
     )
     final_lr_ratio: Real = Field(0.0, ge=0, le=1, description="Where linear and cosine end, as a share of lr.")
-    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: Real = Field(1e-8, gt=0)
+    betas: tuple[Annotated[Real, Field(ge=0, lt=1)], Annotated[Real, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="Decay rates of AdamW's two moments."
+    )
+    eps: Real = Field(1e-8, gt=0, description="Added to the denominator of AdamW.")
     weight_decay: Real = Field(0.0, ge=0, description="Not applied to biases, norms and other vectors.")
     clip_norm: Real | None = Field(1.0, gt=0, description="Global gradient norm; null switches clipping off.")
     max_skipped_in_a_row: Count = Field(
@@ -153,7 +165,7 @@ class PlacementSection(Section):
     devices: Count = Field(
         1, description="Devices of this machine, or of the Ray cluster. Under torchrun its world size is used instead."
     )
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Kind of device; auto: CUDA where there is one.")
     timeout_s: Real = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
     heartbeat_timeout_s: Real = Field(
         60.0,
@@ -235,8 +247,8 @@ class EvaluationSection(Section):
     """Held-out loss or score, during the run and at its end."""
 
     every: Count | None = Field(None, description="Steps between evaluations; default: only at the end.")
-    at_start: Switch = False
-    max_documents: Count | None = None
+    at_start: Switch = Field(False, description="Also evaluate before the first step.")
+    max_documents: Count | None = Field(None, description="Most held-out documents of one evaluation; default: all.")
 
 
 class GeneratedEvaluationSection(EvaluationSection):
@@ -292,10 +304,12 @@ class RunSection(Section):
     name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] | None = Field(
         None, description="Name of the run folder; default: the recipe file's name."
     )
-    folder: Place = "runs"
+    folder: Place = Field("runs", description="Folder that holds the run folders.")
     cache: Place | None = Field(
         None, description="Where what is computed once before training is kept for other runs; default: folder/.cache."
     )
-    seed: NonNegative = 0
-    loggers: Annotated[tuple[Literal["tensorboard"] | Plugin, ...], OneOrMore()] = ()
-    log_every: Count = 1
+    seed: NonNegative = Field(0, description="Seed of all random numbers of the run.")
+    loggers: Annotated[tuple[Literal["tensorboard"] | Plugin, ...], OneOrMore()] = Field(
+        (), description="Where metrics go beside metrics.jsonl: `tensorboard`, or `file.py:Class`."
+    )
+    log_every: Count = Field(1, description="Steps between lines on the console.")
