@@ -41,6 +41,9 @@ _SERVER_TITLES = (
 )
 _HELPER_OPTION = b"--worker-type="
 _PORT_LOOK_S = 0.01
+AUTH_MODE = "RAY_AUTH_MODE"
+# What a server answers to a missing or wrong token; an id that no cluster has; how long the answer may take.
+_TOKEN_REFUSED, _NO_CLUSTER, _TOKEN_S = "InvalidAuthToken", "00" * 28, 3.0
 
 
 def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Callable[[], bool]) -> None:
@@ -94,6 +97,39 @@ def outer_address() -> str:
     import ray
 
     return str(ray._private.services.node_ip_address_from_perspective())
+
+
+def is_token_refused(address: str) -> bool:
+    """Whether the Ray at this address asks for a token, and this process sends none or another one. Ray itself reports
+    a failed connection after 20 s."""
+    import ray
+
+    try:
+        client = ray._raylet.GcsClient(address=address, cluster_id=_NO_CLUSTER)
+        client.internal_kv_get(b"podium", None, timeout=_TOKEN_S)
+    except ray.exceptions.AuthenticationError as error:
+        return _TOKEN_REFUSED in str(error)  # a cluster that accepts the token refuses the id instead
+    except Exception:  # anything else is reported when Ray connects
+        return False
+    return False
+
+
+def has_token() -> bool:
+    """Whether RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token gives a token."""
+    import ray
+
+    return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def set_auth_mode(mode: str | None) -> None:
+    """Sets RAY_AUTH_MODE for this process and its children; None: as if it had never been set. Ray reads it once, so
+    its settings are read again."""
+    import ray
+
+    os.environ.pop(AUTH_MODE, None)
+    if mode is not None:
+        os.environ[AUTH_MODE] = mode
+    ray._raylet.Config.initialize("")
 
 
 def death_reason(error: BaseException) -> str:
