@@ -32,6 +32,12 @@ class Comparison:
     largest: float
     mean: float
     dtype: torch.dtype
+    config_only: str | None = None  # folder without *.safetensors: only its config was used, with random weights
+
+    @property
+    def has_random_weights(self) -> bool:
+        """Whether random weights were compared, because the folder has none that Podium reads."""
+        return self.config_only is not None
 
     @property
     def agrees(self) -> bool:
@@ -40,6 +46,8 @@ class Comparison:
 
     def __str__(self) -> str:
         verdict = "agrees" if self.agrees else "DIFFERS"
+        if self.has_random_weights:
+            verdict += f" (random weights: {self.config_only} has no *.safetensors)"
         kind = str(self.dtype).removeprefix("torch.")
         return (
             f"{self.architecture} {verdict}: log-probs differ by {self.largest:.2e} at most and {self.mean:.2e} on "

@@ -5,6 +5,7 @@ ranks."""
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +23,8 @@ from podium.spmd.launch import RankPlace
 
 
 def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSection) -> Comparison:
-    """Collective. transformers itself loads the reference, so loading is checked too."""
+    """Collective. transformers itself loads the reference, so loading is checked too. A folder without weights is
+    compared with random ones, and the result says so."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     check_devices(placement, where.local_world)
@@ -32,7 +34,8 @@ def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSec
     dtype = compute_dtype(section, mesh.device)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            if not list(folder.glob("*.safetensors")):
+            config_only = None if any(folder.glob("*.safetensors")) else str(section.path)
+            if config_only is not None:
                 folder = _with_random_weights(folder, Path(scratch), section.trust_remote_code)
             model, _ = place(section, folder, mesh, seed=0)
             reference = transformers.AutoModelForCausalLM.from_pretrained(
@@ -48,7 +51,8 @@ def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSec
             theirs = torch.cat(
                 [reference(input_ids=batch.tokens_T[None, start:stop]).logits[0] for start, stop in pairwise(bounds)]
             )
-        return compare(type(reference).__name__, ours, theirs[:, : model.vocab_size], dtype)
+        comparison = compare(type(reference).__name__, ours, theirs[:, : model.vocab_size], dtype)
+        return replace(comparison, config_only=config_only)
     finally:
         leave(mesh)
 
