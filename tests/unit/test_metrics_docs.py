@@ -25,6 +25,7 @@ from podium.programs.distill import DistillMethod
 from podium.programs.dpo import PreferenceMethod
 from podium.programs.reward_model import RewardModelMethod
 from podium.recipe.dense import DistillSection, KtoPreference, RewardModelSection, SigmoidPreference
+from podium.recipe.solving import Solving
 from podium.roles.carriers import DistanceNote
 from podium.roles.stages import CriticReport
 
@@ -88,7 +89,8 @@ def step_names() -> set[str]:
         step=1, lr=1e-3, graded=graded, used=graded, distance=distance,
         report=make_report(sampling=weights, kl_reference=0.1), kl_coefficient=0.1,
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
-        seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6, solved_at=1.0,
+        seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6,
+        solving=Solving(reward=None, at=1.0),
         extra={"prompts/too_long": 0.0, "epoch": 0.0},
     )  # fmt: skip
     return set(step_metrics(record))

@@ -37,7 +37,7 @@ from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
-from podium.observe import Stopwatch, open_console
+from podium.observe import Console, Stopwatch, open_console, open_run_console
 from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.runs.failing import all_failed_after
 from podium.runs.folder import RunFolder
@@ -85,7 +85,9 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
     transformers.logging.disable_progress_bar()
     with ExitStack() as stack:
         stop = stack.enter_context(StopRequest(where, folder.stop_file))
-        run = _build(stack, recipe, folder, mesh, _begin(task, folder, where), lambda: stop.requested)
+        console = _console(where, recipe, folder)
+        stack.callback(console.close)
+        run = _build(stack, recipe, folder, mesh, console, _begin(task, folder, where), lambda: stop.requested)
         if mesh.is_main and task.resume_step is not None and where.attempt == 0:
             set_aside_later(folder.checkpoints, task.resume_step)
         try:
@@ -116,17 +118,23 @@ def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointRea
     return newest_usable(folder.checkpoints, task.resume_step) if task.resume_step is not None else None
 
 
+def _console(where: RankPlace, recipe: SpmdRecipe, folder: RunFolder) -> Console:
+    """The console of a rank. Everything that it shows is in the run's console.log too."""
+    if where.is_followed:
+        return open_console(rank=where.rank, log_every=recipe.run.log_every)
+    return open_run_console(rank=where.rank, log_every=recipe.run.log_every, file=folder.console_file)
+
+
 def _build(
     stack: ExitStack,
     recipe: SpmdRecipe,
     folder: RunFolder,
     mesh: Mesh,
+    console: Console,
     checkpoint: CheckpointReader | None,
     stop_requested: Callable[[], bool],
 ) -> SpmdRun[SpmdRecipe]:
     watch = Stopwatch()
-    console = open_console(rank=mesh.rank, log_every=recipe.run.log_every)
-    stack.callback(console.close)
     model_folder = local_folder(recipe.model.path, "model.path")
     with watch.span("start-up"):
         torch.set_num_threads(recipe.placement.threads or 1)
