@@ -80,9 +80,16 @@ def test_one_informative_group_is_enough() -> None:
 
 
 def test_a_run_that_learned_before_is_given_ten_steps() -> None:
-    steps = [graded(0.0, 1.0, uniform=0.5)] + [graded(1.0, 1.0, uniform=1.0)] * 11
+    steps = [graded(0.0, 1.0, uniform=0.5)] + [graded(0.0, 0.0, uniform=1.0)] * 11
 
     assert list(warnings(grpo(), steps)) == [11]
+
+
+def test_a_run_that_has_learned_it_all_is_left_alone() -> None:
+    learning = [graded(0.0, 1.0, uniform=0.5)]
+
+    assert not warnings(grpo(), learning + [graded(1.0, 1.0, uniform=1.0)] * 30)
+    assert not warnings(grpo(), learning + [graded(0.0, 1.0, uniform=1.0)] * 30)
 
 
 def test_methods_that_do_not_compare_groups_learn_from_prompts_of_equal_rewards() -> None:

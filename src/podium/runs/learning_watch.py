@@ -11,8 +11,8 @@ from podium.recipe.algorithm import GrpoAlgorithm
 
 # Steps in a row from which on equal rewards are no accident: at the beginning, and in a run that has learned before.
 _FIRST_STEPS, _LATER_STEPS = 3, 10
-# A learning rate far above what any method uses.
-_LARGEST_LR = 0.1
+# Learning rates above what any method uses, and so far above that weights do not survive them.
+_LARGE_LR, _HUGE_LR = 0.1, 1.0
 # Below this temperature the samples of a prompt are mostly the same.
 _LOW_TEMPERATURE = 0.3
 # From this share of truncated answers on, the limit is a likely cause.
@@ -32,7 +32,7 @@ class _InARow:
 
     def is_long(self, lr: float) -> bool:
         """Whether this is no accident. With a huge learning rate it never is."""
-        return self.count >= (_LATER_STEPS if self.seen_other and lr < _LARGEST_LR else _FIRST_STEPS)
+        return self.count >= (_LATER_STEPS if self.seen_other and lr < _HUGE_LR else _FIRST_STEPS)
 
 
 class LearningWatch:
@@ -82,13 +82,16 @@ class LearningWatch:
         self._equal.add(low == high and self._reward in (None, low))
         self._reward = low
         self._uniform.add(metrics.get("groups/uniform", 0.0) == 1.0)
-        if self._equal.is_long(lr):
+        is_success = self._equal.seen_other and metrics.get("groups/solve_rate") == 1.0  # the run has learned it all
+        if self._equal.is_long(lr) and not is_success:
             steps = _steps(step, self._equal.count)
             return "rewards", (
                 f"{steps}: every episode has the same total reward, {low:g}, so the rewards do not say which answer is "
                 "better. " + " ".join(self._why_equal(metrics))
             )
-        if self._compares_groups and self._samples > 1 and self._uniform.is_long(lr):
+        # Later a policy that is nearly always right gives such groups too.
+        is_from_the_start = not self._uniform.seen_other and self._uniform.is_long(lr)
+        if self._compares_groups and self._samples > 1 and is_from_the_start:
             steps = _steps(step, self._uniform.count)
             return "rewards", (
                 f"{steps}: the {self._samples} episodes of each prompt have equal rewards, so all advantages are 0 and "
@@ -157,7 +160,7 @@ def _of_rate(metrics: Mapping[str, float]) -> list[str]:
     lr = metrics.get("lr", 0.0)
     if lr == 0.0:
         return ["The learning rate of these steps is 0: look at optimizer.lr and optimizer.schedule."]
-    if lr < _LARGEST_LR:
+    if lr < _LARGE_LR:
         return []
     return [
         f"The learning rate of this step is {lr:g}. Usual rates are 1e-6 to 1e-3: an earlier step has probably "
