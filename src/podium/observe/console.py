@@ -72,12 +72,17 @@ class StepView:
 
     def fitting_facts(self, width: int) -> list[tuple[str, str]]:
         """The facts that fit this many columns, joined by two spaces; less important ones are left out first."""
-        facts = self.facts()
-        for dropped in _DROPPED_FIRST:
-            if sum(len(label) + len(value) + 3 for label, value in facts) - 2 <= width:
-                break
-            facts = [(label, value) for label, value in facts if label != dropped]
-        return facts
+        lengths = {label: len(label) + len(value) + 3 for label, value in self.facts()}
+        room, left_out = width + 2 - sum(lengths.values()), set[str]()
+        for label in _DROPPED_FIRST:
+            if room < 0 and label in lengths:
+                left_out.add(label)
+                room += lengths[label]
+        for label in reversed(_DROPPED_FIRST):  # a short one may fit in the place of a long one
+            if label in left_out and lengths[label] <= room:
+                left_out.remove(label)
+                room -= lengths[label]
+        return [(label, value) for label, value in self.facts() if label not in left_out]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
