@@ -100,9 +100,10 @@ def evaluation_names() -> set[str]:
     """All names of an evaluation of two sources with four samples a prompt, one of which has no score."""
     answers = [make_answer(draw, sample) for draw in range(2) for sample in range(4)]
     rollouts = make_rollouts(answers, sources={0: "easy", 1: "hard"})
-    scores = HeldoutScores(scores_N=np.array([float("nan")] + 7 * [1.0]), texts=(), num_errors=0, first_error=None)
-    pass_at = evaluation.pass_at_metrics(np.ones(8), rollouts.group_N, 4, 1.0)
-    return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], 1.0, pass_at).metrics)
+    scores_N = np.array([float("nan")] + 7 * [1.0])
+    scores = HeldoutScores(scores_N=scores_N, solved_N=np.ones(8, np.bool_), texts=(), num_errors=0, first_error=None)
+    pass_at = evaluation.pass_at_metrics(replace(scores, scores_N=np.ones(8)), rollouts.group_N, 4)
+    return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], pass_at).metrics)
 
 
 def literals(file: Path, *functions: str) -> Iterator[str]:
