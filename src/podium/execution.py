@@ -83,7 +83,6 @@ def begin(prepared: Prepared) -> RunResult:
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
         _show_warnings(recipe, console)
         folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
-        console.record_in(folder.console_file)
     else:
         folder = RunFolder(path=path)
     return _launch(prepared, recipe, folder, console, tell, resume_step=None)
@@ -98,12 +97,11 @@ def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     if isinstance(recipe, OnPolicyRecipe):
         from podium.controller.start_up import early_start
 
-        console = open_run_console(rank=0, log_every=recipe.run.log_every, file=folder.console_file)
+        console = open_run_console(rank=0, log_every=recipe.run.log_every)
         with early_start(recipe, console) as start_up:
             return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
     assert isinstance(recipe, SpmdRecipe)
     console, tell = _start_up_console(recipe)
-    console.record_in(folder.console_file)
     return _launch(prepared, recipe, folder, console, tell, resume_step=step)
 
 
@@ -138,7 +136,6 @@ def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe) -> RunResult:
     _show_warnings(recipe, console)
     with early_start(recipe, console) as start_up:
         folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
-        console.record_in(folder.console_file)
         return _control(prepared, recipe, folder, resume_step=None, start_up=start_up)
 
 
@@ -172,7 +169,7 @@ def _launch(
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
         return run_rank(under, task)
-    with _living(prepared, folder, resume_step):
+    with _living(prepared, folder, console, resume_step):
         if under is not None:
             return _recorded(run_rank(under, task))
         if placement.launcher == "ray":
@@ -195,7 +192,7 @@ def _control(
 
         return controlled.load_program(recipe.program)
 
-    with _living(prepared, folder, resume_step):
+    with _living(prepared, folder, start_up.console, resume_step):
         return _recorded(run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up))
 
 
@@ -212,9 +209,10 @@ def _log(folder: RunFolder, lines: Sequence[str]) -> None:
 
 
 @contextmanager
-def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> Iterator[None]:
-    """The run has its folder to itself; how it ends is noted there."""
+def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step: int | None) -> Iterator[None]:
+    """The run has its folder to itself; what the console shows and how it ends is noted there."""
     with folder.held():
+        console.record_in(folder.console_file)
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         forget_failures(folder.path)
         if resume_step is not None:

@@ -18,7 +18,7 @@ class LogFile:
 
     def open(self, path: Path) -> None:
         """From now on the text goes to this file, beginning with what was kept."""
-        self._path, waiting, self._waiting = path, self._waiting, ""
+        self._path, waiting, self._waiting = path.absolute(), self._waiting, ""
         self.write(waiting)
 
     def write(self, text: str) -> None:
