@@ -13,6 +13,8 @@ import inspect
 import logging
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -44,6 +46,13 @@ _PORT_LOOK_S = 0.01
 AUTH_MODE = "RAY_AUTH_MODE"
 # What a server answers to a missing or wrong token; an id that no cluster has; how long the answer may take.
 _TOKEN_REFUSED, _NO_CLUSTER, _TOKEN_S = "InvalidAuthToken", "00" * 28, 3.0
+# Asks in a process of its own: actors of a process that has used the wrong id die at once.
+_ASK_FOR_TOKEN = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1], cluster_id=sys.argv[2]).internal_kv_get(b"podium", None, timeout=float(sys.argv[3]))
+"""
+_ASK_S = 30.0
 
 
 def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Callable[[], bool]) -> None:
@@ -102,16 +111,12 @@ def outer_address() -> str:
 def is_token_refused(address: str) -> bool:
     """Whether the Ray at this address asks for a token, and this process sends none or another one. Ray itself reports
     a failed connection after 20 s."""
-    import ray
-
+    command = [sys.executable, "-c", _ASK_FOR_TOKEN, address, _NO_CLUSTER, str(_TOKEN_S)]
     try:
-        client = ray._raylet.GcsClient(address=address, cluster_id=_NO_CLUSTER)
-        client.internal_kv_get(b"podium", None, timeout=_TOKEN_S)
-    except ray.exceptions.AuthenticationError as error:
-        return _TOKEN_REFUSED in str(error)  # a cluster that accepts the token refuses the id instead
-    except Exception:  # anything else is reported when Ray connects
-        return False
-    return False
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False  # anything else is reported when Ray connects
+    return _TOKEN_REFUSED in answer.stderr
 
 
 def has_token() -> bool:
