@@ -212,18 +212,16 @@ def _report(result: object) -> None:
     under = place_under_torchrun()
     if under is not None and under.rank != 0:
         return
-    for line in result.time.lines():
-        typer.echo(f"  {line}")
     if isinstance(result, PipelineResult):
         _report_pipeline(result)
-    elif result.status == "finished":
-        typer.echo(f"finished at step {result.step}: {result.folder}")
-        typer.echo(f"  export it with: podium export {result.folder} OUT")
-    else:
-        typer.echo(f"stopped at step {result.step}; continue with: podium resume {result.folder}")
+        return
+    for line in result.lines():
+        typer.echo(line)
 
 
 def _report_pipeline(result: PipelineResult) -> None:
+    for line in result.time.lines():
+        typer.echo(f"  {line}")
     if result.status == "finished":
         typer.echo(f"finished: {result.folder}")
         typer.echo(f"  look at it with: podium show {result.folder}")

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from podium.data.tokenizer import has_tokenizer
 from podium.errors import RecipeError, RunFolderError
 from podium.execution import check_launcher, prepare
-from podium.observe import read_metrics
+from podium.observe import StartUpLog, open_run_console, read_metrics
 from podium.observe.metrics import json_value
 from podium.recipe import DpoRecipe, OnPolicyRecipe, Recipe, SpmdRecipe, apply_overrides, load_recipe, parse_recipe
 from podium.recipe.dense import ReferencedPreference
@@ -123,7 +123,7 @@ def _evaluated(recipe: Recipe, folder: RunFolder, evaluated: str, *, step: int |
         from podium.controller.drive import evaluate_controlled
         from podium.controller.start_up import early_start
 
-        with early_start(recipe) as start_up:
+        with early_start(recipe, open_run_console(rank=0)) as start_up:
             evaluate_controlled(recipe, folder, resume_step=resume_step, start_up=start_up)
     else:
         assert isinstance(recipe, SpmdRecipe)
@@ -145,7 +145,8 @@ def _evaluate_on_ranks(recipe: SpmdRecipe, folder: RunFolder, resume_step: int |
     if recipe.placement.launcher == "ray":
         from podium.spmd.on_ray import launch_on_ray
 
-        launch_on_ray(task, folder)
+        console = open_run_console(rank=0)
+        launch_on_ray(task, folder, console, StartUpLog(console))
     else:
         launch(run_rank, (task,), ranks=recipe.placement.devices, restarts=0, stop_file=None)
 

@@ -4,10 +4,11 @@ ended."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from podium.checks import check_recipe
 from podium.data.fingerprints import files_fingerprint, text_fingerprint
 from podium.errors import BadRowError, RecipeError, RunFolderError
+from podium.observe import Console, StartUpLog, open_run_console
+from podium.observe.recording import LogFile
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.changes import changes, is_training_data, reason_against, what_matters
 from podium.recipe.resolving import RecipeT, resolved, with_steps
@@ -88,6 +91,7 @@ def begin(prepared: Prepared, *, overwrite: bool = False) -> RunResult:
     if isinstance(recipe, OnPolicyRecipe):
         return _train_controlled(prepared, recipe, overwrite=overwrite)
     assert isinstance(recipe, SpmdRecipe)
+    console, tell = _start_up_console(recipe)
     from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
 
@@ -99,11 +103,11 @@ def begin(prepared: Prepared, *, overwrite: bool = False) -> RunResult:
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
         if overwrite:
             _remove_earlier(prepared)
-        _show_warnings(recipe)
+        _show_warnings(recipe, console)
         folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
         folder = RunFolder(path=path)
-    return _launch(prepared, recipe, folder, resume_step=None)
+    return _launch(prepared, recipe, folder, console, tell, resume_step=None)
 
 
 def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
@@ -115,10 +119,12 @@ def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     if isinstance(recipe, OnPolicyRecipe):
         from podium.controller.start_up import early_start
 
-        with early_start(recipe) as start_up:
+        console = open_run_console(rank=0, log_every=recipe.run.log_every)
+        with early_start(recipe, console) as start_up:
             return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
     assert isinstance(recipe, SpmdRecipe)
-    return _launch(prepared, recipe, folder, resume_step=step)
+    console, tell = _start_up_console(recipe)
+    return _launch(prepared, recipe, folder, console, tell, resume_step=step)
 
 
 def refuse_what_breaks_exactness(
@@ -178,23 +184,35 @@ def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe, *, overwrite: 
     if overwrite:
         _remove_earlier(prepared)
     RunFolder.check_free(recipe)
-    _show_warnings(recipe)
-    with early_start(recipe) as start_up:
+    console = open_run_console(rank=0, log_every=recipe.run.log_every)
+    _show_warnings(recipe, console)
+    with early_start(recipe, console) as start_up:
         folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
         return _control(prepared, recipe, folder, resume_step=None, start_up=start_up)
 
 
-def _show_warnings(recipe: Recipe) -> None:
+def _show_warnings(recipe: Recipe, console: Console) -> None:
     """Once, before a run begins."""
-    from podium.observe import open_console
-
-    console = open_console(rank=0)
     for text in recipe_warnings(recipe):
         console.warning(text)
-    console.close()
 
 
-def _launch(prepared: Prepared, recipe: SpmdRecipe, folder: RunFolder, *, resume_step: int | None) -> RunResult:
+def _start_up_console(recipe: SpmdRecipe) -> tuple[Console, StartUpLog]:
+    """The console of the process that starts the ranks, and where it reports a start-up on Ray."""
+    from podium.spmd.launch import place_under_torchrun
+
+    under = place_under_torchrun()
+    console = open_run_console(rank=0 if under is None else under.rank)
+    tell = StartUpLog(console)
+    if recipe.placement.launcher == "ray":
+        tell("importing torch and the program")
+    return console, tell
+
+
+def _launch(
+    prepared: Prepared, recipe: SpmdRecipe, folder: RunFolder, console: Console, tell: StartUpLog, *,
+    resume_step: int | None,
+) -> RunResult:  # fmt: skip
     from podium.programs.spmd import load_program
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
@@ -203,15 +221,17 @@ def _launch(prepared: Prepared, recipe: SpmdRecipe, folder: RunFolder, *, resume
     placement, under = recipe.placement, place_under_torchrun()
     if under is not None and under.rank != 0:
         return run_rank(under, task)
-    with _living(prepared, folder, resume_step):
+    with _living(prepared, folder, console, resume_step):
         if under is not None:
-            return run_rank(under, task)
+            return _recorded(run_rank(under, task))
         if placement.launcher == "ray":
             from podium.spmd.on_ray import launch_on_ray
 
-            return launch_on_ray(task, folder)
+            return _recorded(launch_on_ray(task, folder, console, tell))
         stop = folder.stop_file
-        return launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
+        return _recorded(
+            launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
+        )
 
 
 def _control(
@@ -224,14 +244,27 @@ def _control(
 
         return controlled.load_program(recipe.program)
 
-    with _living(prepared, folder, resume_step):
-        return run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up)
+    with _living(prepared, folder, start_up.console, resume_step):
+        return _recorded(run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up))
+
+
+def _recorded(result: RunResult) -> RunResult:
+    """The result, after its lines were added to the run's console.log."""
+    _log(RunFolder(path=result.folder), result.lines())
+    return result
+
+
+def _log(folder: RunFolder, lines: Sequence[str]) -> None:
+    """Adds what the command line prints after the run to its console.log."""
+    with contextlib.suppress(OSError):  # what the run itself has written counts
+        LogFile(folder.console_file).write("".join(f"{line}\n" for line in lines))
 
 
 @contextmanager
-def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> Iterator[None]:
-    """The run has its folder to itself; how it ends is noted there."""
+def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step: int | None) -> Iterator[None]:
+    """The run has its folder to itself; what the console shows and how it ends is noted there."""
     with folder.held():
+        console.record_in(folder.console_file)
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         forget_failures(folder.path)
         if resume_step is not None:
@@ -245,6 +278,7 @@ def _living(prepared: Prepared, folder: RunFolder, resume_step: int | None) -> I
             folder.end_failed(error)
             if isinstance(error, BadRowError):
                 error.add_note("rows that cannot be used are skipped with: --set data.on_error=skip")
+            _log(folder, [f"error: {error or type(error).__name__}", *getattr(error, "__notes__", ())])
             if isinstance(error, OSError) and error.errno in _DISK_TROUBLE:
                 raise RunFolderError(f"{folder.path} cannot be written: {error}. Make room and continue.") from error
             raise

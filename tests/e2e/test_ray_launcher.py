@@ -417,7 +417,7 @@ def test_a_bad_row_is_reported_as_itself_after_the_restarts_and_leaves_nothing(
     said = said_by("train", recipe, output=tmp_path / "out", code=2)
 
     message = f"data.train.0: {tmp_path}/train.jsonl, line 10: "
-    assert f"\nrestart 1 of 1: {message}" in said
+    assert f"restart 1 of 1: {message}" in " ".join(said.split()) + " "
     assert f"\nerror: {message}" in said
     assert "Traceback" not in said
     assert "died" not in said

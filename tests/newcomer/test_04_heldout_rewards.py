@@ -107,21 +107,22 @@ def test_without_any_score_there_is_none(workspace: Workspace) -> None:
     assert "held-out" not in outcome.out.split("evaluation at step 1")[1].splitlines()[0]
 
 
+def _scores(scores_N: np.ndarray) -> HeldoutScores:
+    return HeldoutScores(scores_N=scores_N, solved_N=scores_N >= 1, texts=(), num_errors=0, first_error=None)
+
+
 def test_a_missing_score_leaves_its_prompt_out_of_pass_at_k() -> None:
     nan = float("nan")
     scores_N, group_N = np.array([1.0, 0.0, nan, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1, 2, 2])
 
-    assert pass_at_metrics(scores_N, group_N, 2, 1.0) == {"heldout/pass@1": 0.25, "heldout/pass@2": 0.5}
-    assert pass_at_metrics(np.full(6, nan), group_N, 2, 1.0) == {}
+    assert pass_at_metrics(_scores(scores_N), group_N, 2) == {"heldout/pass@1": 0.25, "heldout/pass@2": 0.5}
+    assert pass_at_metrics(_scores(np.full(6, nan)), group_N, 2) == {}
 
 
 def test_a_summary_of_no_scores_has_no_score() -> None:
     rollouts = make_rollouts([make_answer(0, 0), make_answer(1, 0)])
-    unscored = HeldoutScores(
-        scores_N=np.full(len(rollouts), np.nan), texts=(), num_errors=len(rollouts), first_error="down"
-    )
 
-    evaluation = summarise(1, rollouts, unscored, [make_task(0), make_task(1)], 1.0, {})
+    evaluation = summarise(1, rollouts, _scores(np.full(len(rollouts), np.nan)), [make_task(0), make_task(1)], {})
 
     assert evaluation.score is None
     assert evaluation.view.score is None

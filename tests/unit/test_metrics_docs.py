@@ -27,6 +27,7 @@ from podium.programs.distill import DistillMethod
 from podium.programs.dpo import PreferenceMethod
 from podium.programs.reward_model import RewardModelMethod
 from podium.recipe.dense import DistillSection, KtoPreference, RewardModelSection, SigmoidPreference
+from podium.recipe.solving import Solving
 from podium.roles.carriers import DistanceNote
 from podium.roles.stages import CriticReport
 from podium.spmd.by_source import heldout_losses, source_metrics
@@ -91,7 +92,8 @@ def step_names() -> set[str]:
         step=1, lr=1e-3, graded=graded, used=graded, distance=distance,
         report=make_report(sampling=weights, kl_reference=0.1), kl_coefficient=0.1,
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
-        seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6, solved_at=1.0,
+        seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6,
+        solving=Solving(reward=None, at=1.0),
         extra={"prompts/too_long": 0.0, "prompts/skipped": 0.0, "epoch": 0.0},
     )  # fmt: skip
     return set(step_metrics(record))
@@ -101,9 +103,10 @@ def evaluation_names() -> set[str]:
     """All names of an evaluation of two sources with four samples a prompt, one of which has no score."""
     answers = [make_answer(draw, sample) for draw in range(2) for sample in range(4)]
     rollouts = make_rollouts(answers, sources={0: "easy", 1: "hard"})
-    scores = HeldoutScores(scores_N=np.array([float("nan")] + 7 * [1.0]), texts=(), num_errors=0, first_error=None)
-    pass_at = evaluation.pass_at_metrics(np.ones(8), rollouts.group_N, 4, 1.0)
-    return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], 1.0, pass_at).metrics)
+    scores_N = np.array([float("nan")] + 7 * [1.0])
+    scores = HeldoutScores(scores_N=scores_N, solved_N=np.ones(8, np.bool_), texts=(), num_errors=0, first_error=None)
+    pass_at = evaluation.pass_at_metrics(replace(scores, scores_N=np.ones(8)), rollouts.group_N, 4)
+    return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], pass_at).metrics)
 
 
 def literals(file: Path, *functions: str) -> Iterator[str]:

@@ -45,7 +45,8 @@ async def open_ray(
     """Opens a cluster on Ray, or on the local one that is already `starting`. On exit, a Ray started here ends; a
     joined one stays. When the cluster itself fails, the block is cancelled and ClusterError is raised. `tell` gets
     progress messages."""
-    tell("waiting for Ray" if starting is not None else "starting Ray")
+    address = settings.running_address
+    tell("waiting for Ray" if starting is not None else f"joining Ray at {address}" if address else "starting Ray")
     from podium.cluster.ray_transport import RayTransport
 
     transport = await RayTransport.open(settings, starting)

@@ -7,6 +7,7 @@ they are mixed."""
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,13 @@ class RayCluster:
     deadline_s: float = 30.0  # to reach the one at `address`
     heartbeat_timeout_s: float = 60.0  # of the processes of a local one: stopped for longer, the cluster has failed
     preload: tuple[str, ...] = ()  # a local one forks its workers from a process that has imported these modules
+
+    @property
+    def running_address(self) -> str | None:
+        """Address of the running Ray to join; None: a local one is started. Ray documents RAY_ADDRESS for submitted
+        jobs."""
+        address = self.address or os.environ.get("RAY_ADDRESS")
+        return None if address in ("", "local") else address
 
 
 # Ray's resource precision is a ten-thousandth.

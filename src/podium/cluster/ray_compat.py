@@ -13,6 +13,8 @@ import inspect
 import logging
 import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,6 +43,16 @@ _SERVER_TITLES = (
 )
 _HELPER_OPTION = b"--worker-type="
 _PORT_LOOK_S = 0.01
+AUTH_MODE = "RAY_AUTH_MODE"
+# What a server answers to a missing or wrong token; an id that no cluster has; how long the answer may take.
+_TOKEN_REFUSED, _NO_CLUSTER, _TOKEN_S = "InvalidAuthToken", "00" * 28, 3.0
+# Asks in a process of its own: actors of a process that has used the wrong id die at once.
+_ASK_FOR_TOKEN = """
+import sys
+from ray._raylet import GcsClient
+GcsClient(address=sys.argv[1], cluster_id=sys.argv[2]).internal_kv_get(b"podium", None, timeout=float(sys.argv[3]))
+"""
+_ASK_S = 30.0
 
 
 def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Callable[[], bool]) -> None:
@@ -94,6 +106,35 @@ def outer_address() -> str:
     import ray
 
     return str(ray._private.services.node_ip_address_from_perspective())
+
+
+def is_token_refused(address: str) -> bool:
+    """Whether the Ray at this address asks for a token, and this process sends none or another one. Ray itself reports
+    a failed connection after 20 s."""
+    command = [sys.executable, "-c", _ASK_FOR_TOKEN, address, _NO_CLUSTER, str(_TOKEN_S)]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
+    except subprocess.TimeoutExpired:
+        return False  # anything else is reported when Ray connects
+    return _TOKEN_REFUSED in answer.stderr
+
+
+def has_token() -> bool:
+    """Whether RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token gives a token."""
+    import ray
+
+    return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+
+
+def set_auth_mode(mode: str | None) -> None:
+    """Sets RAY_AUTH_MODE for this process and its children; None: as if it had never been set. Ray reads it once, so
+    its settings are read again."""
+    import ray
+
+    os.environ.pop(AUTH_MODE, None)
+    if mode is not None:
+        os.environ[AUTH_MODE] = mode
+    ray._raylet.Config.initialize("")
 
 
 def death_reason(error: BaseException) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import pickle
 import socket
 import sys
@@ -20,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from podium.cluster.blocking import in_thread
 from podium.cluster.deadlines import Deadline
-from podium.cluster.joined_ray import check_reachable, join_ray
+from podium.cluster.joined_ray import check_joinable, join_ray
 from podium.cluster.layout import Pool, RayCluster
 from podium.cluster.local_ray import LocalRay
 from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
@@ -73,10 +72,10 @@ class RayTransport:
             if settings.address not in (None, "auto", "local", here):
                 raise ClusterError(f"this process is in the Ray cluster at {here}, not in that at {settings.address}.")
             return cls(joined=False, local=None)
-        address = settings.address or os.environ.get("RAY_ADDRESS")  # Ray's documented interface for submitted jobs
-        if not address or address == "local":
+        address = settings.running_address
+        if address is None:
             return await cls._opened(LocalRay(settings))
-        await check_reachable(address, settings.deadline_s)
+        await check_joinable(address, settings.deadline_s)
         try:
             # Runs in this thread: Ray sets its signal handlers only in the main thread. Its waits are bounded.
             join_ray(address, settings)

@@ -16,7 +16,7 @@ from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp, ray_settings
 from podium.errors import ClusterError, PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
-from podium.observe import Console, Stopwatch, open_console
+from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
 from podium.runs.folder import RunFolder
@@ -41,14 +41,14 @@ def run_controlled(
     folder: RunFolder,
     *,
     resume_step: int | None,
-    start_up: StartUp | None = None,
+    start_up: StartUp,
 ) -> RunResult:
     """Runs the program on Ray (or inline, if the recipe says so). Uses the Ray of `start_up` if there is one. Loads the
     program while workers start. The first Ctrl-C saves and stops at the end of the step, the second stops at once."""
     interrupts = InterruptHandler(folder.stop_file)
     with interrupts:
         try:
-            return run_to_end(_drive(load_program, recipe, folder, resume_step, interrupts, start_up or StartUp()))
+            return run_to_end(_drive(load_program, recipe, folder, resume_step, interrupts, start_up))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
@@ -56,13 +56,13 @@ def run_controlled(
 
 
 def evaluate_controlled(
-    recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp | None = None
+    recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp
 ) -> None:
     """Evaluates the held-out prompts with the checkpoint of a step, or with model.path, and logs it in `folder`. Starts
     only the roles that generate and grade. Ctrl-C stops at once."""
     with InterruptHandler(None) as interrupts:
         try:
-            run_to_end(_evaluate(recipe, folder, resume_step, interrupts, start_up or StartUp()))
+            run_to_end(_evaluate(recipe, folder, resume_step, interrupts, start_up))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
@@ -136,8 +136,8 @@ async def _assembled(
             from podium.controller.assembly import read_inputs
         return program, read_inputs(recipe, folder, resume_step)
 
+    console = start_up.console
     with ExitStack() as stack:
-        console = open_console(rank=0, log_every=recipe.run.log_every)
         stack.callback(console.close)
         async with _opened(recipe, watch, start_up) as cluster:
             with watch.span("start-up"):

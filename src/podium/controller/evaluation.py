@@ -76,9 +76,16 @@ class OnPolicyEvaluator:
                 max_new_tokens=longest, temperature=generation.temperature, stop=rollout.stop, seed=recipe.run.seed + 1
             )
             sampled = await self._episodes.generate(self._prompts, generation.samples, plan, step, objects)
-            sampled_N = (await self._episodes.score_heldout(sampled, show=0)).scores_N
-            pass_at = pass_at_metrics(sampled_N, sampled.group_N, generation.samples, recipe.grading.solved_at)
-        return summarise(step, rollouts, scores, self._parts.heldout, recipe.grading.solved_at, pass_at)
+            sampled_scores = await self._episodes.score_heldout(sampled, show=0)
+            pass_at = pass_at_metrics(sampled_scores, sampled.group_N, generation.samples)
+        has_own_score = generation.score is not None
+        evaluation = summarise(
+            step, rollouts, scores, self._parts.heldout, pass_at,
+            shows_solved=recipe.solving.is_clear and not has_own_score,
+        )  # fmt: skip
+        if recipe.gives_rewards or has_own_score:
+            return evaluation
+        return replace(evaluation, view=replace(evaluation.view, score=None))  # nothing scores answers
 
 
 def summarise(
@@ -86,17 +93,19 @@ def summarise(
     rollouts: Rollouts,
     scores: HeldoutScores,
     tasks: Sequence[Task],
-    solved_at: float,
     pass_at: Mapping[str, float],
+    *,
+    shows_solved: bool = False,
 ) -> OnPolicyEvaluation:
-    """Turns held-out answers and their scores into metrics and console samples; pure."""
+    """Turns held-out answers and their scores into metrics and console samples; pure. `shows_solved`: the console shows
+    the share of solved answers where the score is none."""
     scores_N = scores.scores_N
     is_scored_N = np.isfinite(scores_N)
     metrics = {"heldout/length": float(rollouts.note.sampled_N.mean())}
     metrics["heldout/truncated"] = float(rollouts.truncated_N.mean())
     if is_scored_N.any():
         metrics["heldout/score"] = float(scores_N[is_scored_N].mean())
-        metrics["heldout/solved"] = float((scores_N[is_scored_N] >= solved_at).mean())
+        metrics["heldout/solved"] = float(scores.solved_N[is_scored_N].mean())
     if not is_scored_N.all():
         metrics["heldout/unscored"] = float((~is_scored_N).sum())
     metrics |= _by_source(scores_N, rollouts)
@@ -111,10 +120,13 @@ def summarise(
         )
         for (prompt, answer), prompt_index, score in zip(scores.texts, prompt_indices, scores_N.tolist(), strict=False)
     )
+    is_share = bool(np.isin(scores_N[is_scored_N], (0.0, 1.0)).all())
     view = EvaluationView(
         step=step,
-        score_name="held-out reward" if not _is_share(scores_N[is_scored_N]) else "held-out accuracy",
+        score_name="held-out accuracy" if is_share else "held-out reward",
         score=metrics.get("heldout/score"),
+        score_is_share=is_share,
+        solved=metrics.get("heldout/solved") if shows_solved and not is_share else None,
         num_scored=int(is_scored_N.sum()),
         samples=views,
     )
@@ -135,19 +147,15 @@ def _by_source(scores_N: np.ndarray, rollouts: Rollouts) -> dict[str, float]:
     return {f"heldout/{name}/score": float(scores.mean()) for name, scores in by_name.items() if len(scores)}
 
 
-def pass_at_metrics(scores_N: np.ndarray, group_N: np.ndarray, samples: int, solved_at: float) -> dict[str, float]:
+def pass_at_metrics(scores: HeldoutScores, group_N: np.ndarray, samples: int) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, ... and the number of samples of each prompt. Leaves out prompts with a sample that has
     no score (NaN)."""
-    is_whole_N = ~np.isin(group_N, group_N[np.isnan(scores_N)])
+    is_whole_N = ~np.isin(group_N, group_N[np.isnan(scores.scores_N)])
     if not is_whole_N.any():
         return {}
     _, group = np.unique(group_N[is_whole_N], return_inverse=True)
-    solved_G = np.bincount(group, scores_N[is_whole_N] >= solved_at).astype(int)
+    solved_G = np.bincount(group, scores.solved_N[is_whole_N]).astype(int)
     return {
         f"heldout/pass@{k}": float(np.mean([pass_at_k(solved, samples, k) for solved in solved_G]))
         for k in powers_up_to(samples)
     }
-
-
-def _is_share(scores_N: np.ndarray) -> bool:
-    return bool(np.isin(scores_N, (0.0, 1.0)).all())

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from podium.controller.parts import RewardModels, Roles
 from podium.environments.grading import overlong_penalty
@@ -106,9 +107,11 @@ def shaping(rollouts: Rollouts, recipe: OnPolicyRecipe) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class HeldoutScores:
-    """One score for each held-out answer. It is NaN where grading failed; `num_errors` counts those."""
+    """One score for each held-out answer, and whether it is solved. The score is NaN where grading failed; `num_errors`
+    counts those."""
 
     scores_N: Floats
+    solved_N: NDArray[np.bool_]
     texts: tuple[tuple[str, str], ...]  # (prompt, answer) of the first rows
     num_errors: int
     first_error: str | None
@@ -120,9 +123,13 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
     purpose: Purpose = "train" if generation is None or generation.score is None else "evaluation"
     grades = await roles.grader.grade(rollouts, purpose, show=show)
     errors = {**grades.errors, **rollouts.note.errors}
+    solving_N: Floats | None = None  # values that say which answers are solved, if not the scores
     if purpose == "evaluation":
         scores_N = grades.values_NR[:, 0]
     else:
+        solving = recipe.solving.reward
+        if solving in grades.rewards:
+            solving_N = grades.values_NR[:, grades.rewards.index(solving)]
         weights = np.array([recipe.reward[index].weight for index in grades.rewards])
         scores_N = np.nan_to_num(grades.values_NR) @ weights + np.nan_to_num(rollouts.note.environment_N)
         for index, model in roles.reward_models:
@@ -130,9 +137,12 @@ async def heldout_scores(rollouts: Rollouts, recipe: OnPolicyRecipe, roles: Role
             for row in np.flatnonzero(~np.isfinite(model_scores_N)).tolist():
                 errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {model_scores_N[row]}")
             scores_N = scores_N + recipe.reward[index].weight * model_scores_N
+            solving_N = model_scores_N if index == solving else solving_N
     without = np.isin(np.arange(len(rollouts)), list(errors))
+    scores_N = np.where(without, np.nan, np.nan_to_num(scores_N))
     return HeldoutScores(
-        scores_N=np.where(without, np.nan, np.nan_to_num(scores_N)),
+        scores_N=scores_N,
+        solved_N=(scores_N if solving_N is None else np.nan_to_num(solving_N)) >= recipe.grading.solved_at,
         texts=grades.texts,
         num_errors=len(errors),
         first_error=errors[min(errors)] if errors else None,

@@ -12,6 +12,7 @@ import numpy as np
 
 from podium.cluster.results import Span
 from podium.controller.ledger import EpisodeRecord
+from podium.recipe.solving import Solving
 from podium.roles.carriers import FINISHES, DistanceNote, Floats
 from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, UpdateReport
 
@@ -32,7 +33,7 @@ class StepRecord:
     step_s: float
     idle_s: float  # time in which all workers were idle
     peak_flops: float  # of all devices that train
-    solved_at: float
+    solving: Solving
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -40,7 +41,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
     """All metrics of a step, flat."""
     return {
         **_rewards(record),
-        **_groups(record.graded, record.solved_at),
+        **_groups(record.graded, record.solving),
         **_episodes(record),
         **(_update(record.report) if record.report is not None else {}),
         **(_critic(record.critic) if record.critic is not None else {}),
@@ -79,12 +80,12 @@ def _spread(name: str, values: Floats) -> dict[str, float]:
     }
 
 
-def _groups(graded: GradedRollouts, solved_at: float) -> dict[str, float]:
+def _groups(graded: GradedRollouts, solving: Solving) -> dict[str, float]:
     if not len(graded):
         return {"groups": 0.0}
     _, group = np.unique(graded.group_N, return_inverse=True)
     sizes_G = np.bincount(group)
-    solved_G = np.bincount(group, graded.rewards_N >= solved_at) / sizes_G
+    solved_G = np.bincount(group, graded.solved_N(solving)) / sizes_G
     uniform_G = np.bincount(group, graded.uniform_N) / sizes_G
     return {
         "groups": float(len(sizes_G)),

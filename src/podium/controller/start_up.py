@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from podium.cluster import RayCluster
 from podium.cluster.local_ray import LocalRay, is_connected
-from podium.observe import StartUpLog, open_console
+from podium.observe import Console, StartUpLog
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import IMPLEMENTATIONS, Generator, Learner
 
@@ -20,8 +19,9 @@ _PRELOAD = tuple(IMPLEMENTATIONS[role].partition(":")[0] for role in (Learner, G
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartUp:
-    """Where start-up is reported, and the Ray that is already starting."""
+    """The run's console, where start-up is reported, and the Ray that is already starting."""
 
+    console: Console
     tell: Callable[[str], object] = lambda what: None
     ray: LocalRay | None = None
 
@@ -35,18 +35,19 @@ def ray_settings(recipe: OnPolicyRecipe) -> RayCluster:
 
 
 @contextmanager
-def early_start(recipe: OnPolicyRecipe) -> Iterator[StartUp]:
+def early_start(recipe: OnPolicyRecipe, console: Console) -> Iterator[StartUp]:
     """Starts a local Ray in the background if the run needs one. Stops it if the run does not use it."""
     if recipe.placement.launcher == "inline":
-        yield StartUp()
+        yield StartUp(console=console)
         return
-    tell = StartUpLog(open_console(rank=0))
-    if os.environ.get("RAY_ADDRESS") or is_connected():
-        yield StartUp(tell=tell)
+    tell, settings = StartUpLog(console), ray_settings(recipe)
+    if settings.running_address is not None or is_connected():
+        tell("reading the files of the recipe")
+        yield StartUp(console=console, tell=tell)
         return
     tell("starting Ray")
-    local = LocalRay(ray_settings(recipe))
+    local = LocalRay(settings)
     try:
-        yield StartUp(tell=tell, ray=local)
+        yield StartUp(console=console, tell=tell, ray=local)
     finally:
         local.stop()

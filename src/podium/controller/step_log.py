@@ -13,7 +13,7 @@ from podium.controller.records import StepRecord, idle_seconds, ledger_records, 
 from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.errors import TrainingDivergedError
-from podium.observe import StepView
+from podium.observe import ShownMetric, StepView
 from podium.recipe import OnPolicyRecipe
 from podium.roles.stages import CriticReport, TrainBatch, UpdateReport
 from podium.runs.guards import DivergenceGuard
@@ -66,7 +66,7 @@ class StepLog:
             kl_coefficient=kl_coefficient, seconds=seconds, step_s=step_s,
             idle_s=idle_seconds(spans, since_wall, since_wall + step_s),
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
-            solved_at=recipe.grading.solved_at, extra=parts.prompts.metrics(),
+            solving=recipe.solving, extra=parts.prompts.metrics(),
         )  # fmt: skip
         self.mark()  # writing from here on counts as the next step's time
         values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}
@@ -76,7 +76,7 @@ class StepLog:
         parts.log.skipped_rows(step.number, parts.prompts.take_skipped())
         for note in parts.prompts.notes if step.number == 1 else ():
             parts.log.console.note(note)
-        parts.log.step(_view(step.number, recipe.steps, values), values)
+        parts.log.step(step_view(step.number, recipe, values), values)
         try:
             self._check(step.number, policy, is_warm_up=critic is not None and policy is None)
         except TrainingDivergedError:
@@ -105,19 +105,23 @@ class StepLog:
                 console.warning(f"step {step}: {alarm}")
 
 
-def _view(step: int, num_steps: int, values: Mapping[str, float]) -> StepView:
-    """The console's view of a step."""
-    facts = [("reward", f"{values.get('reward/mean', 0.0):.3f}")]
-    if "groups/solve_rate" in values:
-        facts.append(("solved", f"{values['groups/solve_rate']:.1%}"))
-    facts.append(("length", f"{values.get('response/mean', 0.0):.1f}"))
-    if "kl/reference" in values:
-        facts.append(("KL", f"{values['kl/reference']:.4f}"))
-    facts += [("entropy", f"{values.get('entropy', 0.0):.3f}"), ("s", f"{values['step_s']:.2f}")]
+def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) -> StepView:
+    """The console's view of a step: what the method is about comes first. Metrics that the step has not are left out,
+    and so are rewards where nothing gives any."""
+    facts: list[tuple[str, str]] = []
+    if recipe.only_logs_rewards and "advantage/mean" in values:
+        # The advantage of a token is its log-prob under the teachers minus that under the policy.
+        facts.append(("teacher KL", f"{-values['advantage/mean']:.4f}"))
+    shown = [ShownMetric("reward/mean", "reward")] if recipe.gives_rewards else []
+    if recipe.gives_rewards and recipe.solving.is_clear:
+        shown.append(ShownMetric("groups/solve_rate", "solved", ".1%"))
+    shown += [ShownMetric("response/mean", "length", ".1f"), ShownMetric("kl/reference", "KL", ".4f")]
+    shown += [ShownMetric("entropy", "entropy"), ShownMetric("step_s", "s", ".2f")]
+    facts += [each.fact(values) for each in shown if each.metric in values]
     return StepView(
         step=step,
-        num_steps=num_steps,
-        loss=values.get("loss", 0.0),
+        num_steps=recipe.steps,
+        loss=values.get("loss"),
         lr=values["lr"],
         tokens_per_s=values["tokens_per_s"],
         grad_norm=values.get("grad_norm"),

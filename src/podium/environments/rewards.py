@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import inspect
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -125,7 +124,7 @@ def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tupl
     """The name of each reward in the metrics, reward models included."""
     names: list[str] = []
     for index, section in enumerate(sections):
-        name = section.name or _default_name(section)
+        name = section.metric_name
         if name in names:
             raise RecipeError(
                 f"{key}.{index}.name: {key}.{names.index(name)} is called {name!r} too, and metrics could not tell "
@@ -133,18 +132,6 @@ def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tupl
             )
         names.append(name)
     return tuple(names)
-
-
-def _default_name(section: RewardSection) -> str:
-    match section:
-        case FunctionReward():
-            return section.function.name
-        case VerifierReward():
-            return section.verifier
-        case ModelReward():
-            return os.path.basename(section.model.rstrip("/")) or section.model
-        case _:
-            raise TypeError(f"{type(section).__name__} is no reward")
 
 
 def _built(section: RewardSection, index: int, name: str, key: str) -> Reward:

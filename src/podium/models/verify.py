@@ -43,6 +43,8 @@ class Comparison:
     floor_largest: float
     floor_mean: float
 
+    config_only: str | None = None  # folder without *.safetensors: only its config was used, with random weights
+
     @property
     def limit(self) -> float:
         """Largest difference that is rounding."""
@@ -54,12 +56,19 @@ class Comparison:
         return max(MEAN_TOLERANCE[self.dtype], min(_TIMES_THE_FLOOR * self.floor_mean, _HIGHEST_MEAN))
 
     @property
+    def has_random_weights(self) -> bool:
+        """Whether random weights were compared, because the folder has none that Podium reads."""
+        return self.config_only is not None
+
+    @property
     def agrees(self) -> bool:
         """Whether both differences are rounding."""
         return self.largest <= self.limit and self.mean <= self.mean_limit
 
     def __str__(self) -> str:
         verdict = "agrees" if self.agrees else "DIFFERS"
+        if self.has_random_weights:
+            verdict += f" (random weights: {self.config_only} has no *.safetensors)"
         kind = str(self.dtype).removeprefix("torch.")
         return (
             f"{self.architecture} {verdict}: log-probs differ by {self.largest:.2e} at most and {self.mean:.2e} on "

@@ -19,7 +19,6 @@ from podium.observe.formats import one_line
 
 _REFRESH_S = 0.1  # redrawing costs about a millisecond: as often as an eye sees, not as often as steps come
 _LEAST_BAR, _WIDEST_BAR = 10, 32
-_DROPPED_FIRST = ("grad", "lr", "MFU", "tokens/s", "ETA")
 
 
 class TerminalConsole(Console):
@@ -34,9 +33,13 @@ class TerminalConsole(Console):
 
     def header(self, lines: Sequence[str]) -> None:
         """Prints the run's description."""
-        for line in aligned(lines):
+        for line in aligned(lines, self._rich.width):
             label, colon, value = line.partition(": ")
-            self._print(Text.assemble((label + colon, "dim"), value) if colon else Text(line, style="bold"))
+            is_continued = line.startswith(" ")
+            self._print(
+                Text(line) if is_continued else Text.assemble((label + colon, "dim"), value) if colon
+                else Text(line, style="bold")
+            )  # fmt: skip
         self._print(Text())
 
     def step(self, view: StepView) -> None:
@@ -55,7 +58,7 @@ class TerminalConsole(Console):
     def evaluation(self, view: EvaluationView) -> None:
         """Prints an evaluation."""
         self._doing = None
-        self._print(Text(view.headline(), style="cyan"))
+        self._print(Text("\n".join(view.headline(self._rich.width)), style="cyan"))
         if view.samples:
             self._print(_sample_table(view.samples))
         self._draw()
@@ -95,7 +98,7 @@ class TerminalConsole(Console):
             line.add_row(Text(f"{self._doing} …", style="magenta"))
             return line
         count = Text(f"step {view.step}/{view.num_steps}", style="bold")
-        facts = _fitting(view.facts(), self._doing, self._rich.width - count.cell_len - 2)
+        facts = _facts(view, self._doing, self._rich.width - count.cell_len - 2)
         room = self._rich.width - count.cell_len - facts.cell_len - 3
         if room < _LEAST_BAR:
             line.add_row(count, facts)
@@ -105,20 +108,15 @@ class TerminalConsole(Console):
         return line
 
 
-def _fitting(facts: Sequence[tuple[str, str]], doing: str | None, width: int) -> Text:
+def _facts(view: StepView, doing: str | None, width: int) -> Text:
     """The facts on one line; a narrow terminal omits the less important ones."""
-    shown_facts = list(facts)
-    for dropped in ("", *_DROPPED_FIRST):
-        shown_facts = [(label, value) for label, value in shown_facts if label != dropped]
-        text = Text(no_wrap=True, overflow="ellipsis")
-        if doing is not None:
-            text.append(f"{doing} …  ", style="magenta")
-        for label, value in shown_facts:
-            text.append(f"{label} ", style="dim").append(value, style="bold red" if label == "skipped" else "")
-            text.append("  ")
-        text.right_crop(2)
-        if text.cell_len <= width:
-            break
+    text = Text(no_wrap=True, overflow="ellipsis")
+    if doing is not None:
+        text.append(f"{doing} …  ", style="magenta")
+    for label, value in view.fitting_facts(width - text.cell_len):
+        text.append(f"{label} ", style="dim").append(value, style="bold red" if label == "skipped" else "")
+        text.append("  ")
+    text.right_crop(2)
     return text
 
 

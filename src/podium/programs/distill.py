@@ -14,6 +14,7 @@ from torch import Tensor
 from podium.data.documents import PackedExamples, SplitExamples
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import on_device
+from podium.observe import ShownMetric
 from podium.programs.teachers import Target, Teachers, open_teachers
 from podium.recipe import DistillRecipe
 from podium.recipe.dense import DistillSection
@@ -24,7 +25,7 @@ from podium.spmd.run import SpmdRun
 def distill(run: SpmdRun[DistillRecipe]) -> None:
     """One optimizer step per packed step of documents."""
     method = DistillMethod(run.recipe.distill, run.engine, open_teachers(run))
-    for step in run.steps(method.measure, method.averages):
+    for step in run.steps(method.measure, method.averages, shown=_SHOWN):
         tally = method.tally(step.split.sources)
         report, _ = run.engine.objective_step(
             method.batches(step.split, tally),
@@ -36,6 +37,7 @@ def distill(run: SpmdRun[DistillRecipe]) -> None:
         run.record(step, report)
 
 
+_SHOWN = (ShownMetric("divergence", "divergence", ".4f"), ShownMetric("agreement", "agreement", ".1%"))
 _SUMS = ("tokens", "divergence", "cross_entropy", "agreement")
 
 

@@ -18,6 +18,7 @@ from podium.data.splitting import split_step
 from podium.engine.scoring import summed_logprobs
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine
 from podium.models.packing import RowTensors, rows_to_device
+from podium.observe import ShownMetric
 from podium.programs.custom_losses import CustomPairLoss
 from podium.programs.references import References, open_references
 from podium.recipe import DpoRecipe
@@ -42,7 +43,7 @@ def dpo(run: SpmdRun[DpoRecipe]) -> None:
     method = PreferenceMethod(
         run.recipe.preference, run.engine, open_references(run), max_tokens=run.max_tokens, max_length=max_length
     )
-    for step in run.steps(method.measure, method.averages):
+    for step in run.steps(method.measure, method.averages, shown=_SHOWN):
         tally = method.tally(step.split.sources)
         report, _ = run.engine.objective_step(
             method.batches(step.split, tally),
@@ -55,6 +56,7 @@ def dpo(run: SpmdRun[DpoRecipe]) -> None:
         run.record(step, report)
 
 
+_SHOWN = (ShownMetric("accuracy", "accuracy", ".1%"), ShownMetric("reward_margin", "margin"))
 _PAIR_SUMS = ("correct", "reward_chosen", "reward_rejected", "logprob_chosen", "logprob_rejected")
 _LABEL_SUMS = ("correct", "desirable", "reward_desirable", "reward_undesirable", "kl")
 

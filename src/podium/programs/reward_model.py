@@ -25,6 +25,7 @@ from podium.algorithms.reward_models import (
 from podium.data.documents import PackedExamples, SplitExamples, pack_examples
 from podium.engine.train_step import LazyBatches, ObjectiveBatch, Tally, TrainEngine, source_sum
 from podium.models.packing import RowTensors, round_tokens, rows_to_device, to_device
+from podium.observe import ShownMetric
 from podium.recipe import RewardModelRecipe
 from podium.recipe.dense import RewardModelSection
 from podium.spmd.by_source import heldout_losses
@@ -34,7 +35,7 @@ from podium.spmd.run import SpmdRun
 def reward_model(run: SpmdRun[RewardModelRecipe]) -> None:
     """One optimizer step per step of rows; both sides of a pair go through one packed forward."""
     method = RewardModelMethod(run.recipe.reward_model, run.engine)
-    for step in run.steps(method.measure, method.averages):
+    for step in run.steps(method.measure, method.averages, shown=method.shown):
         tally = method.tally(step.split.sources)
         report, _ = run.engine.objective_step(
             method.batches(step.split, tally),
@@ -46,6 +47,8 @@ def reward_model(run: SpmdRun[RewardModelRecipe]) -> None:
         run.record(step, report)
 
 
+_SHOWN_OF_PAIRS = (ShownMetric("accuracy", "accuracy", ".1%"), ShownMetric("score_margin", "margin"))
+_SHOWN_OF_SCORES = (ShownMetric("absolute_error", "error"),)
 _PAIR_SUMS = ("correct", "score_chosen", "score_rejected")
 _SCORE_SUMS = ("absolute_error", "score")
 
@@ -82,6 +85,11 @@ class RewardModelMethod:
     def __init__(self, section: RewardModelSection, engine: TrainEngine) -> None:
         self._section, self._engine = section, engine
         self._is_paired = section.learns == "pairs"
+
+    @property
+    def shown(self) -> tuple[ShownMetric, ...]:
+        """What the step line shows of the averages."""
+        return _SHOWN_OF_PAIRS if self._is_paired else _SHOWN_OF_SCORES
 
     def tally(self, sources: Sequence[str] = ()) -> Tally:
         """Sums that are collected beside the loss; `averages` turns them into metrics."""

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import Discriminator, Field, Tag
@@ -75,6 +76,15 @@ class RewardSection(Section):
     )
     weight: Real = Field(1.0, description="The total is the weighted sum of all rewards; 0 only logs it.")
 
+    @property
+    def metric_name(self) -> str:
+        """The name of the reward in metrics."""
+        return self.name or self._default_name
+
+    @property
+    def _default_name(self) -> str:
+        raise TypeError(f"{type(self).__name__} is no reward")
+
 
 class FunctionReward(RewardSection):
     """A custom function."""
@@ -90,12 +100,20 @@ class FunctionReward(RewardSection):
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Further keyword arguments of the function.")
 
+    @property
+    def _default_name(self) -> str:
+        return self.function.name
+
 
 class VerifierReward(RewardSection):
     """One of the verifiers that Podium ships."""
 
     verifier: VerifierName = Field(description="Name of the verifier; see docs/rewards.md for what each accepts.")
     options: dict[str, Any] = Field(default_factory=dict, description="Keyword arguments of the verifier.")
+
+    @property
+    def _default_name(self) -> str:
+        return self.verifier
 
 
 class ModelReward(RewardSection):
@@ -104,6 +122,10 @@ class ModelReward(RewardSection):
     model: Place = Field(
         description="Folder or hub id of a Hugging Face sequence-classification checkpoint that scores episodes."
     )
+
+    @property
+    def _default_name(self) -> str:
+        return os.path.basename(self.model.rstrip("/")) or self.model
 
 
 def _reward_tag(value: Any) -> str | None:
@@ -154,7 +176,13 @@ class GradingSection(Section):
     max_failed_share: Real = Field(
         0.5, ge=0, le=1, description="The run stops when more than this share of a step's episodes failed."
     )
-    solved_at: Real = Field(1.0, description="A total reward from which on an episode counts as solved.")
+    solved_at: Real = Field(1.0, description="A value of solved_by from which on an episode counts as solved.")
+    solved_by: Text | None = Field(
+        None,
+        description="Name of the reward that says whether an episode is solved (unweighted), or `total`, the weighted "
+        "sum. Default: the only reward with a weight, or the only one of several that is exact_match, numeric or "
+        "math_verify, or the total. expert_iteration: the total.",
+    )
 
 
 class CriticSection(Section):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from podium.recipe.algorithm import GrpoAlgorithm, PolicySection
+from podium.recipe.solving import TOTAL
 
 if TYPE_CHECKING:
     from podium.recipe.recipes import OnPolicyRecipe
@@ -16,6 +17,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
     """Every rule that does not hold."""
     return [
         *_signal(recipe),
+        *_solving(recipe),
         *_estimator(recipe),
         *_loss(recipe),
         *_overlong(recipe),
@@ -33,6 +35,13 @@ def _signal(recipe: OnPolicyRecipe) -> Iterator[str]:
             f"reward: {recipe.program} needs something that makes an episode good, and there is none. Add for instance "
             "{verifier: exact_match}, or {function: rewards.py:NAME}."
         )
+
+
+def _solving(recipe: OnPolicyRecipe) -> Iterator[str]:
+    solved_by, names = recipe.grading.solved_by, [reward.metric_name for reward in recipe.reward]
+    if solved_by is not None and solved_by not in (TOTAL, *names):
+        known = ", ".join([*names, TOTAL])
+        yield f"grading.solved_by: no reward is called {solved_by!r}. Give one of {known}, or remove it."
 
 
 def _estimator(recipe: OnPolicyRecipe) -> Iterator[str]:

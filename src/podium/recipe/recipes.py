@@ -58,6 +58,7 @@ from podium.recipe.schema import (
     SampledGenerationSection,
     SpmdPlacementSection,
 )
+from podium.recipe.solving import Solving, solving_of
 from podium.recipe.spmd_rules import distill_rules, length_rules, reward_model_rules
 from podium.recipe.variables import WholeRecipe
 
@@ -358,6 +359,11 @@ class OnPolicyRecipe(Recipe):
         return bool(self.reward) or self.environment is not None
 
     @property
+    def solving(self) -> Solving:
+        """What counts as a solved episode."""
+        return solving_of(self.reward, self.grading, self.environment)
+
+    @property
     def critic_section(self) -> CriticSection | None:
         """The value model; None: the program has none."""
         return None
@@ -420,6 +426,13 @@ class ExpertIterationRecipe(OnPolicyRecipe):
     program: Literal["expert_iteration"]
     rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: ExpertAlgorithm = ExpertAlgorithm()
+
+    @property
+    def solving(self) -> Solving:
+        """The total decides unless `grading.solved_by` is set: these episodes are trained on."""
+        if self.grading.solved_by is not None:
+            return super().solving
+        return Solving(reward=None, at=self.grading.solved_at)
 
 
 class CustomOnPolicyRecipe(OnPolicyRecipe):

@@ -23,6 +23,7 @@ from podium.cluster.objects import RowRefs
 from podium.cluster.results import ShardResult, reduce_metrics, stored_rows
 from podium.data.tasks import Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
+from podium.recipe.solving import Solving
 from podium.roles.carriers import TRUNCATED, DistanceNote, EpisodeNote, Floats
 from podium.weights.canary import LogprobGap
 
@@ -157,6 +158,12 @@ class GradedRollouts:
             left_out=tuple(rollouts for part in parts for rollouts in part.left_out),
             failed=frozenset().union(*(part.failed for part in parts)),
         )
+
+    def solved_N(self, solving: Solving) -> NDArray[np.bool_]:
+        """Mask of solved episodes. A reward that does not apply counts as 0."""
+        values_N = self.rewards_N if solving.reward is None else np.nan_to_num(self.values_NR[:, solving.reward])
+        solved: NDArray[np.bool_] = values_N >= solving.at
+        return solved
 
     @property
     def last_token_rewards_N(self) -> Floats:

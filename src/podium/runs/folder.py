@@ -59,7 +59,7 @@ class RunFolder:
 
     @property
     def console_file(self) -> Path:
-        """Output of rank 0, if the ranks are not children of the process that launched them."""
+        """Everything that the console showed, as plain text. A resumed run appends to it."""
         return self.path / "console.log"
 
     @property

@@ -21,6 +21,7 @@ from podium.observe import (
 )
 from podium.recipe import Recipe
 from podium.runs.folder import RunFolder
+from podium.runs.learning_watch import LearningWatch
 from podium.runs.result import end_status
 
 # How many skipped rows the console names.
@@ -59,6 +60,7 @@ class RunLog:
         self._recipe, self._folder = recipe, folder
         self._metrics, self._loggers, self.console = metrics, loggers, console
         self._began_s, self._first_step = time.perf_counter(), first_step
+        self._learning_watch = LearningWatch.of(recipe)
         self.last_loss: float | None = None
         self._skipped_places: set[str] | None = None  # read when a row is skipped
 
@@ -71,7 +73,8 @@ class RunLog:
             logger.log(metrics)
 
     def step(self, view: StepView, values: Mapping[str, float]) -> None:
-        """Logs a finished step: its metrics, and a console line with the remaining time."""
+        """Logs a finished step: its metrics, a console line with the remaining time, and a warning if the last steps
+        cannot learn."""
         self.write(view.step, values)
         self.last_loss = values.get("loss")
         num_done = view.step - self._first_step
@@ -79,6 +82,9 @@ class RunLog:
             self._folder.update(status="running")
         seconds_per_step = (time.perf_counter() - self._began_s) / max(1, num_done)
         self.console.step(replace(view, eta_s=seconds_per_step * (self._recipe.steps - view.step)))
+        warning = self._learning_watch.check(view.step, values)
+        if warning is not None:
+            self.console.warning(warning)
 
     def evaluation(self, view: EvaluationView, values: Mapping[str, float], answers: Sequence[SampleView]) -> None:
         """Logs a finished evaluation: its metrics, its console output, and its answers in the run folder."""

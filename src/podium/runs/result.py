@@ -26,6 +26,15 @@ class RunResult:
     score: float | None
     time: TimeSummary
 
+    def lines(self) -> list[str]:
+        """Where the time went, how the run ended, and the command that comes next."""
+        spent = [f"  {line}" for line in self.time.lines()]
+        if self.status == "finished":
+            end = [f"finished at step {self.step}: {self.folder}", f"  export it with: podium export {self.folder} OUT"]
+        else:
+            end = [f"stopped at step {self.step}; continue with: podium resume {self.folder}"]
+        return spent + end
+
 
 def left_early(program: str, step: int) -> ProgramError:
     """The error for a program that returned before its last step."""

@@ -140,6 +140,7 @@ class Evaluator:
             measured={name: value for name, value in measured.items() if name != "loss"},
             score_name=self._score_name(),
             score=score,
+            score_is_share=all(each in (0.0, 1.0) for each in scores),
             num_scored=len(scores),
             seconds=time.perf_counter() - began,
             samples=answers[: self._generation.show] if self._generation is not None else (),

@@ -39,6 +39,7 @@ class RankPlace:
     local_world: int = 1  # ranks on this machine
     attempt: int = 0  # number of earlier restarts of the group
     launched: bool = False  # started by `launch`, which handles the user's Ctrl-C
+    is_followed: bool = False  # rank 0 prints to the run's console.log, which its launcher shows
     meeting: Meeting | None = None  # where the ranks rendezvous; None: torchrun's store
 
 

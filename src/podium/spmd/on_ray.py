@@ -9,7 +9,7 @@ import codecs
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,9 @@ from podium.cluster import (
 from podium.cluster.blocking import in_thread, run_to_end
 from podium.cluster.worker_pool import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
-from podium.observe import StartUpLog, open_console
+from podium.observe import Console
+from podium.observe.console import PlainConsole
+from podium.observe.recording import LogFile
 from podium.recipe import SpmdPlacementSection
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
@@ -67,7 +69,7 @@ class SpmdRank:
 
         context = self._context
         mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
-        where = RankPlace(rank=context.rank, world=context.world, attempt=attempt, launched=True)
+        where = RankPlace(rank=context.rank, world=context.world, attempt=attempt, launched=True, is_followed=True)
         with _console_of(RunFolder(path=task.folder), main=mesh.is_main):
             return run_joined(where, mesh, task)
 
@@ -82,36 +84,39 @@ def _console_of(folder: RunFolder, *, main: bool) -> Iterator[None]:
         yield
 
 
-def launch_on_ray(task: RankTask, folder: RunFolder) -> RunResult:
-    """Runs the program on the Ray cluster that RAY_ADDRESS or a submitted job names, or on a local one. The first
-    Ctrl-C asks the ranks to save and stop, the second ends them. An evaluation ends with the first."""
+def launch_on_ray(task: RankTask, folder: RunFolder, console: Console, tell: Callable[[str], object]) -> RunResult:
+    """Runs the program on the Ray cluster that RAY_ADDRESS or a submitted job names, or on a local one. `tell` gets
+    the phases of the start-up. The first Ctrl-C asks the ranks to save and stop, the second ends them. An evaluation
+    ends with the first."""
     interrupts = InterruptHandler(None if task.evaluates_only else folder.stop_file)
     with interrupts:
         try:
-            return run_to_end(_drive(task, folder, interrupts))
+            return run_to_end(_drive(task, folder, interrupts, console, tell))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
 
 
-async def _drive(task: RankTask, folder: RunFolder, interrupts: InterruptHandler) -> RunResult:
+async def _drive(
+    task: RankTask, folder: RunFolder, interrupts: InterruptHandler, console: Console, tell: Callable[[str], object]
+) -> RunResult:
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
-    console = _Tail(folder.console_file)
     placement = task.recipe.placement
     settings = RayCluster(
         heartbeat_timeout_s=placement.heartbeat_timeout_s, preload=_PRELOAD if placement.fork_workers else ()
     )
-    tell = StartUpLog(open_console(rank=0))
     async with open_ray(settings, tell=tell) as cluster:
         workers = await _started(task.recipe.placement, cluster, folder)
-        print("\n".join(f"rank {rank}: {each}" for rank, each in enumerate(workers.registry.workers_of("rank"))))
-        showing = asyncio.create_task(console.follow())
+        for rank, worker in enumerate(workers.registry.workers_of("rank")):
+            console.note(f"rank {rank}: {worker}")
+        tail = _Tail(folder.console_file)  # from here on the ranks print there
+        showing = asyncio.create_task(tail.follow())
         try:
-            return await _run(workers, task)
+            return await _run(workers, task, PlainConsole(LogFile(folder.console_file)))
         finally:
             showing.cancel()
-            console.show()
+            tail.show()
 
 
 async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
@@ -125,7 +130,7 @@ async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: Ru
         raise _as_podium_error(error) from error
 
 
-async def _run(workers: Workers, task: RankTask) -> RunResult:
+async def _run(workers: Workers, task: RankTask, log: Console) -> RunResult:
     """Runs the program until it ends. After a failure it restarts from the newest checkpoint while restarts are left.
     Waits for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it."""
     restarts, worker_pool = task.recipe.placement.restarts, workers.worker_pool(_POOL)
@@ -140,7 +145,7 @@ async def _run(workers: Workers, task: RankTask) -> RunResult:
             )
             if attempt == restarts:
                 raise failure from error
-            print(f"restart {attempt + 1} of {restarts}: {str(failure).splitlines()[0]}", flush=True)
+            log.note(f"restart {attempt + 1} of {restarts}: {str(failure).splitlines()[0]}")
             # Also after all ranks answered: state that a failure left in a process must not survive.
             await workers.recover(_POOL, everyone=True)
     raise AssertionError("the last attempt returns or raises")

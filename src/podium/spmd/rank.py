@@ -38,7 +38,7 @@ from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
 from podium.models.folder import local_folder
 from podium.models.verify import random_batch, self_check
-from podium.observe import Stopwatch, open_console
+from podium.observe import Console, Stopwatch, open_console, open_run_console
 from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.runs.failing import all_failed_after
 from podium.runs.folder import RunFolder
@@ -88,9 +88,12 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
     with ExitStack() as stack:
         # An evaluation has nothing to save, so Ctrl-C ends it at once.
         stop = None if task.evaluates_only else stack.enter_context(StopRequest(where, folder.stop_file))
+        console = _console(where, recipe, folder)
+        stack.callback(console.close)
         run = _build(
-            stack, task, folder, mesh, _begin(task, folder, where), lambda: stop is not None and stop.requested
-        )
+            stack, task, folder, mesh, console, _begin(task, folder, where),
+            lambda: stop is not None and stop.requested,
+        )  # fmt: skip
         if mesh.is_main and task.resume_step is not None and where.attempt == 0 and not task.evaluates_only:
             set_aside_later(folder.checkpoints, task.resume_step)
         try:
@@ -121,17 +124,23 @@ def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointRea
     return newest_usable(folder.checkpoints, task.resume_step) if task.resume_step is not None else None
 
 
+def _console(where: RankPlace, recipe: SpmdRecipe, folder: RunFolder) -> Console:
+    """The console of a rank. Everything that it shows is in the run's console.log too."""
+    if where.is_followed:
+        return open_console(rank=where.rank, log_every=recipe.run.log_every)
+    return open_run_console(rank=where.rank, log_every=recipe.run.log_every, file=folder.console_file)
+
+
 def _build(
     stack: ExitStack,
     task: RankTask,
     folder: RunFolder,
     mesh: Mesh,
+    console: Console,
     checkpoint: CheckpointReader | None,
     stop_requested: Callable[[], bool],
 ) -> SpmdRun[SpmdRecipe]:
     recipe, watch = task.recipe, Stopwatch()
-    console = open_console(rank=mesh.rank, log_every=recipe.run.log_every)
-    stack.callback(console.close)
     model_folder = local_folder(recipe.model.path, "model.path")
     with watch.span("start-up"):
         torch.set_num_threads(recipe.placement.threads or 1)

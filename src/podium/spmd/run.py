@@ -27,7 +27,7 @@ from podium.engine.schedule import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TokenSources, TrainEngine
 from podium.errors import TrainingDivergedError
 from podium.models.cost import ModelCost
-from podium.observe import StepView, Stopwatch
+from podium.observe import ShownMetric, StepView, Stopwatch
 from podium.recipe import SpmdRecipe
 from podium.runs.folder import RunFolder
 from podium.runs.guards import DivergenceGuard
@@ -163,10 +163,13 @@ class SpmdRun(Generic[RecipeT_co]):
             yield lambda progress: console.doing(f"{what}: {progress}")
             console.doing(None)
 
-    def steps(self, measure: HeldoutMeasure, averages: Averages | None = None) -> Iterator[TrainStep]:
+    def steps(
+        self, measure: HeldoutMeasure, averages: Averages | None = None, *, shown: Sequence[ShownMetric] = ()
+    ) -> Iterator[TrainStep]:
         """Yields the remaining steps. `measure` computes metrics of held-out examples; `averages` turns the sums of a
-        step's tally into metrics. A run that only evaluates does so once, and yields no step."""
-        self._measure, self._averages = measure, averages
+        step's tally into metrics, of which the console shows `shown` before the loss. A run that only evaluates does so
+        once, and yields no step."""
+        self._measure, self._averages, self._shown = measure, averages, shown
         if self._parts.evaluates_only:
             self._evaluate()
             self._is_finished = True
@@ -327,6 +330,7 @@ class SpmdRun(Generic[RecipeT_co]):
             mfu=mfu,
             grad_norm=report.grad_norm,
             num_skipped=self._skipped,
+            own=tuple(each.fact(values) for each in self._shown),
         )
         self._log.step(view, values)
         if report.skipped:

@@ -5,6 +5,7 @@ ranks."""
 from __future__ import annotations
 
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -23,7 +24,8 @@ from podium.spmd.launch import RankPlace
 
 
 def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSection) -> Comparison:
-    """Collective. transformers itself loads the reference, so loading is checked too."""
+    """Collective. transformers itself loads the reference, so loading is checked too. A folder without weights is
+    compared with random ones, and the result says so."""
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     check_devices(placement, where.local_world)
@@ -33,7 +35,8 @@ def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSec
     dtype = compute_dtype(section, mesh.device)
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            if not list(folder.glob("*.safetensors")):
+            config_only = None if any(folder.glob("*.safetensors")) else str(section.path)
+            if config_only is not None:
                 folder = _with_random_weights(folder, Path(scratch), section.trust_remote_code)
             model, _ = place(section, folder, mesh, seed=0)
             reference = transformers.AutoModelForCausalLM.from_pretrained(
@@ -49,7 +52,8 @@ def verify_rank(where: RankPlace, section: ModelSection, placement: PlacementSec
                 for kind in get_args(PlainKind)
             )
         vocabulary = slice(0, model.vocab_size)
-        return compare(type(reference).__name__, ours, theirs[:, vocabulary], padded[:, vocabulary], dtype)
+        comparison = compare(type(reference).__name__, ours, theirs[:, vocabulary], padded[:, vocabulary], dtype)
+        return replace(comparison, config_only=config_only)
     finally:
         leave(mesh)
 

@@ -27,6 +27,7 @@ from podium.controller.records import (
     step_metrics,
 )
 from podium.data.trajectories import TrajectoryId
+from podium.recipe.solving import Solving
 from podium.roles.carriers import DistanceNote
 from podium.roles.stages import CriticReport, GradedRollouts
 from podium.weights.canary import LogprobGap
@@ -38,7 +39,7 @@ def _record(graded: GradedRollouts, used: GradedRollouts | None = None, **change
     values: dict[str, Any] = {
         "step": 4, "lr": 1e-3, "graded": graded, "used": graded if used is None else used, "distance": None,
         "report": None, "critic": None, "kl_coefficient": None, "seconds": {}, "step_s": 2.0, "idle_s": 0.5,
-        "peak_flops": 1e6, "solved_at": 1.0,
+        "peak_flops": 1e6, "solving": Solving(reward=None, at=1.0),
     }  # fmt: skip
     return StepRecord(**(values | changes))
 
@@ -65,7 +66,7 @@ def test_groups_are_solved_by_all_by_some_or_by_none_of_their_episodes() -> None
 
 
 def test_what_counts_as_solved_is_the_recipes_to_say() -> None:
-    record = _record(make_graded(REWARDS, GROUPS), solved_at=0.5)
+    record = _record(make_graded(REWARDS, GROUPS), solving=Solving(reward=None, at=0.5))
 
     assert _values(record, "groups/solved_all", "groups/solved_none") == pytest.approx((2 / 3, 0.0))
 

@@ -32,6 +32,7 @@ EVALUATION = EvaluationView(
     heldout_loss=1.25,
     score_name="exact_match",
     score=0.542,
+    score_is_share=True,
     num_scored=500,
     seconds=3.21,
     samples=[
@@ -60,18 +61,16 @@ def test_the_stream_decides_between_the_live_line_and_plain_lines() -> None:
     assert isinstance(open_console(rank=0, stream=FakeTerminal()), TerminalConsole)
 
 
-def test_a_plain_step_is_one_line_with_everything_on_it() -> None:
+def test_a_plain_step_is_one_line_with_what_fits_on_it() -> None:
     stream = io.StringIO()
     open_console(rank=0, stream=stream).step(view(7))
-    assert stream.getvalue() == (
-        "step   7/200  loss 2.3457  lr 3.00e-03  grad 1.50  tokens/s 45.1k  MFU 47.1%  ETA 1:15\n"
-    )
+    assert stream.getvalue() == "step   7/200  ETA 1:15  loss 2.3457  lr 3.00e-03  tokens/s 45.1k  MFU 47.1%\n"
 
 
 def test_what_is_not_known_is_left_out_and_skipped_steps_are_reported() -> None:
     stream = io.StringIO()
     open_console(rank=0, stream=stream).step(view(7, mfu=None, eta_s=None, grad_norm=None, num_skipped=2))
-    assert stream.getvalue() == "step   7/200  loss 2.3457  lr 3.00e-03  tokens/s 45.1k  skipped 2\n"
+    assert stream.getvalue() == "step   7/200  skipped 2  loss 2.3457  lr 3.00e-03  tokens/s 45.1k\n"
 
 
 def test_plain_steps_come_every_log_every_and_at_both_ends() -> None:
@@ -92,7 +91,8 @@ def test_a_plain_evaluation_shows_loss_score_and_answers_without_their_control_c
     stream = io.StringIO()
     open_console(rank=0, stream=stream).evaluation(EVALUATION)
     assert stream.getvalue().splitlines() == [
-        "evaluation at step 50  held-out loss 1.2500  exact_match 54.2% of 500  took 3.2 s",
+        "evaluation at step 50  held-out loss 1.2500  exact_match 54.2% of 500",
+        "  took 3.2 s",
         "  asked: What is 47 plus 38?  right: 85",
         r"  asked: 9 minus\n2?  wrong: \x1b[2J6 [bold]  expected: 7",
     ]
@@ -105,7 +105,8 @@ def test_a_long_plain_answer_is_written_below_its_question() -> None:
     assert stream.getvalue().splitlines() == [
         "evaluation at step 3",
         "  asked:      Tell me a story.",
-        "  score 0.50: " + "Once " * 20,
+        "  score 0.50: " + ("Once " * 13).rstrip(),
+        "    " + ("Once " * 7).rstrip(),
     ]
 
 
@@ -132,15 +133,15 @@ def test_a_wide_terminal_has_a_bar_and_every_fact(monkeypatch: pytest.MonkeyPatc
     text = shown(140, monkeypatch)
     assert "step 200/200" in text
     assert "━━━━━━━━━━" in text
-    assert "loss 2.3457  lr 3.00e-03  grad 1.50  tokens/s 45.1k  MFU 47.1%  ETA 1:15" in text
+    assert "ETA 1:15  loss 2.3457  lr 3.00e-03  grad 1.50  tokens/s 45.1k  MFU 47.1%" in text
 
 
 @pytest.mark.parametrize(
     ("width", "line"),
     [
-        (80, "step 200/200 loss 2.3457  lr 3.00e-03  tokens/s 45.1k  MFU 47.1%  ETA 1:15"),
-        (60, "step 200/200 loss 2.3457  tokens/s 45.1k  ETA 1:15"),
-        (40, "step 200/200 loss 2.3457  ETA 1:15"),
+        (80, "step 200/200 ETA 1:15  loss 2.3457  lr 3.00e-03  tokens/s 45.1k  MFU 47.1%"),
+        (60, "step 200/200 ETA 1:15  loss 2.3457  tokens/s 45.1k"),
+        (40, "step 200/200 ETA 1:15  loss 2.3457"),
     ],
 )
 def test_on_a_narrow_terminal_the_less_important_facts_give_way(

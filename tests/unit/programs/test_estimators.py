@@ -14,6 +14,7 @@ from podium.errors import RecipeError
 from podium.programs.estimators import AdvantageEstimator, advantage_estimator
 from podium.programs.expert_iteration import best_solved
 from podium.recipe import plugins
+from podium.recipe.solving import Solving
 from podium.roles.stages import Advantages, GradedRollouts
 
 # Two groups of three and two; the second is of equal rewards.
@@ -176,7 +177,7 @@ def test_a_custom_function_cannot_change_the_rewards_that_are_recorded(tmp_path:
 
 
 def _kept(graded: GradedRollouts, per_prompt: int, solved_at: float = 1.0) -> list[tuple[int, int]]:
-    kept = graded.take(best_solved(graded, solved_at=solved_at, per_prompt=per_prompt))
+    kept = graded.take(best_solved(graded, solving=Solving(reward=None, at=solved_at), per_prompt=per_prompt))
     return [(id.prompt_index, id.sample) for id in kept.rollouts.rows.ids]
 
 
@@ -200,7 +201,7 @@ def test_of_equals_the_shorter_is_kept_then_the_first() -> None:
 def test_the_rewards_stay_with_their_episodes() -> None:
     graded = make_graded([1.0, 4.0, 2.0, 0.0], [1, 1, 5, 5])
 
-    kept = graded.take(best_solved(graded, solved_at=1.0, per_prompt=1))
+    kept = graded.take(best_solved(graded, solving=Solving(reward=None, at=1.0), per_prompt=1))
 
     assert kept.rewards_N.tolist() == [4.0, 2.0]
     assert kept.rollouts.rows.ids.array_N4[:, :2].tolist() == [[1, 1], [5, 0]]

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A console that keeps what it shows in a log file."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+from podium.observe.console import Console, EvaluationView, PlainConsole, StepView
+
+
+class LogFile:
+    """Appends text to a file, which several processes may do. Keeps the text until it has a file."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._path, self._waiting = path, ""
+
+    def open(self, path: Path) -> None:
+        """From now on the text goes to this file, beginning with what was kept."""
+        self._path, waiting, self._waiting = path.absolute(), self._waiting, ""
+        self.write(waiting)
+
+    def write(self, text: str) -> None:
+        """Appends the text. The folder of a run that failed before its first step is gone: then the text is lost."""
+        if self._path is None:
+            self._waiting += text
+        elif text:
+            with contextlib.suppress(FileNotFoundError), self._path.open("a", encoding="utf-8") as file:
+                file.write(text)
+
+    def flush(self) -> None:
+        """Does nothing: the file is closed after every write."""
+
+
+class RecordedConsole(Console):
+    """Shows everything on a console, and writes it as plain text to a log file as soon as it has one."""
+
+    def __init__(self, console: Console, *, log_every: int) -> None:
+        self._console, self._file = console, LogFile()
+        self._log = PlainConsole(self._file, log_every=log_every)
+
+    def record_in(self, file: Path) -> None:
+        """Appends to this file, beginning with everything that was shown before."""
+        self._file.open(file)
+
+    def header(self, lines: Sequence[str]) -> None:
+        """Shows and records the run's description."""
+        self._console.header(lines)
+        self._log.header(lines)
+
+    def step(self, view: StepView) -> None:
+        """Shows a step, and records it if it is due."""
+        self._console.step(view)
+        self._log.step(view)
+
+    def doing(self, what: str | None) -> None:
+        """Shows work other than a step, and records nothing."""
+        self._console.doing(what)
+
+    def evaluation(self, view: EvaluationView) -> None:
+        """Shows and records an evaluation."""
+        self._console.evaluation(view)
+        self._log.evaluation(view)
+
+    def note(self, text: str) -> None:
+        """Shows and records a line."""
+        self._console.note(text)
+        self._log.note(text)
+
+    def warning(self, text: str) -> None:
+        """Shows and records a warning."""
+        self._console.warning(text)
+        self._log.warning(text)
+
+    def close(self) -> None:
+        """Releases the terminal."""
+        self._console.close()
