@@ -27,13 +27,15 @@ AUTH = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_ADDRESS")
 # Opens the cluster as a run does, and prints what it did and what came of it.
 JOIN = """
 import asyncio, json, sys
+import ray
 from podium.cluster import RayCluster, open_ray
 from podium.errors import ClusterError
 
 said = []
 async def join():
     async with open_ray(RayCluster(), tell=said.append) as cluster:
-        return {"cpus": cluster.total("CPU")}
+        answer = ray.get(ray.remote(lambda: 7).remote(), timeout=60)  # of a worker
+        return {"cpus": cluster.total("CPU"), "answer": answer}
 try:
     result = asyncio.run(join())
 except ClusterError as error:
@@ -100,6 +102,7 @@ def test_the_token_of_the_home_folder_opens_the_cluster(head: str, tmp_path: Pat
     joined = _join(head, _home(tmp_path / "home", TOKEN))
 
     assert joined["cpus"] == 2
+    assert joined["answer"] == 7
     assert f"joining Ray at {head}" in joined["said"]  # type: ignore[operator]
 
 

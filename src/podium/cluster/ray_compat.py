@@ -46,7 +46,7 @@ _PORT_LOOK_S = 0.01
 AUTH_MODE = "RAY_AUTH_MODE"
 # What a server answers to a missing or wrong token; an id that no cluster has; how long the answer may take.
 _TOKEN_REFUSED, _NO_CLUSTER, _TOKEN_S = "InvalidAuthToken", "00" * 28, 3.0
-# Asks in a process of its own: actors of a process that has used the wrong id die at once.
+# Asks in a process of its own, so that nothing of it stays in this one.
 _ASK_FOR_TOKEN = """
 import sys
 from ray._raylet import GcsClient
@@ -120,10 +120,13 @@ def is_token_refused(address: str) -> bool:
 
 
 def has_token() -> bool:
-    """Whether RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token gives a token."""
-    import ray
-
-    return bool(ray._raylet.AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True))
+    """Whether RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token gives a token. Ray is not asked: it would keep
+    the token, and send it to a cluster that wants none."""
+    if os.environ.get("RAY_AUTH_TOKEN"):
+        return True
+    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    file = Path(named) if named else Path.home() / ".ray" / "auth_token"
+    return file.is_file() and bool(file.read_bytes().strip())
 
 
 def set_auth_mode(mode: str | None) -> None:
