@@ -179,10 +179,14 @@ def _is_stage(value: Mapping[str, Any]) -> bool:
 
 
 def _form(part: Mapping[str, Any], forms: Sequence[Mapping[str, Any]]) -> str:
-    """What tells one form of a section from the others: a key's only value, or a key that only it requires."""
+    """What tells one form of a section from the others: a key's only value, a plug-in in its place, or a key that only
+    it requires."""
+    named = {name for each in forms for name, value in each["properties"].items() if "const" in value}
     for name, value in part["properties"].items():
         if "const" in value:
             return f"{name}: {value['const']}"
+        if name in named and "pattern" in value:
+            return f"{name}: file.py:function"
     others = [each["properties"] for each in forms if each is not part]
     own = (name for name in part.get("required", ()) if all(name not in each for each in others))
     return next(own, part["title"])

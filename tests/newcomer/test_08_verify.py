@@ -46,6 +46,7 @@ def test_python_gets_the_same_fact(workspace: Workspace, config_only: Path) -> N
 
 def test_a_difference_on_random_weights_is_named_too() -> None:
     compared = {"architecture": "Any", "largest": 9.0, "mean": 9.0, "dtype": torch.float32}
+    compared |= {"floor_largest": 0.0, "floor_mean": 0.0}
 
     assert "random weights: here" in str(Comparison(**compared, config_only="here"))
     assert not Comparison(**compared, config_only="here").agrees
