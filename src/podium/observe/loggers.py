@@ -74,6 +74,10 @@ def _open(name: str, key: str, folder: Path, resume_step: int | None) -> Logger:
         from podium.observe.tensorboard import TensorBoardLogger
 
         return TensorBoardLogger(folder, resume_step=resume_step)
+    if name == "wandb":
+        from podium.observe.weights_and_biases import WandbLogger
+
+        return WandbLogger(folder, resume_step=resume_step)
     plugin = plugins.load(name, key)
     if _takes_metrics(plugin):
         return FunctionLogger(plugin)
