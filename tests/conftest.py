@@ -27,7 +27,7 @@ _TESTS = Path(__file__).parent
 
 
 # Folders whose files take longest: they begin first, so that both processes of `make test` end at the same time.
-_LONGEST_FIRST = ("golden", "spmd", "e2e", "rollout", "unit/rollout", "unit/models", "unit/environments")
+_LONGEST_FIRST = ("golden", "spmd", "e2e", "newcomer", "rollout", "unit/rollout", "unit/models", "unit/environments")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

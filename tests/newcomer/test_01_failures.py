@@ -128,6 +128,7 @@ def test_a_row_that_fails_at_step_3_costs_no_step(workspace: Workspace, devices:
     assert workspace.metric("failed", "loss") == workspace.metric("whole", "loss")
 
 
+@pytest.mark.slow
 def test_an_update_that_fails_before_its_first_optimizer_step_is_repeated(workspace: Workspace) -> None:
     (workspace.path / "loss.py").write_text(LOSS)
     changes = {"algorithm": {"loss": "loss.py:loss"}}

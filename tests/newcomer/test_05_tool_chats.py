@@ -193,6 +193,7 @@ def test_grpo_refuses_a_template_that_hides_the_tools_before_step_1(
     agent.refused(agent.podium(*arguments, agent.recipe(**GRPO)), "model.chat_template", "environment.hidden_tools")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("allowed", ["template", "key"])
 def test_grpo_runs_with_tools_that_are_shown_or_meant_to_be_hidden(agent: Workspace, allowed: str) -> None:
     changes = {"model": {"chat_template": "shown.jinja"}}

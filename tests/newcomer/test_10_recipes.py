@@ -303,6 +303,7 @@ def test_a_run_has_steps_or_epochs_and_one_kind_of_warm_up() -> None:
     assert resolved(whole, {"max_position_embeddings": 64}) == whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("epochs", [1, 2.5])
 def test_epochs_over_fixed_data_are_counted_as_the_loader_packs(workspace: Workspace, epochs: float) -> None:
     recipe = workspace.recipe(

@@ -83,6 +83,7 @@ def test_the_best_checkpoint_is_that_of_the_lowest_heldout_loss(workspace: Works
     assert (result["step"], result["metrics"]) == (best, training[best])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
     [
@@ -185,6 +186,7 @@ def test_an_exported_model_has_the_numbers_of_its_run(workspace: Workspace) -> N
     assert result["metrics"] == pytest.approx(recorded(workspace, "sums")[4], abs=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("adapter", [False, True])
 def test_a_preference_model_is_compared_with_the_recipes_own_model(workspace: Workspace, adapter: bool) -> None:
     workspace.rows("train.jsonl", PAIRS)

@@ -146,6 +146,7 @@ def test_an_on_policy_run_takes_a_reward_and_a_logger_inside_an_event_loop(works
     assert metrics.filter(like="reward").to_numpy().max() <= 0.5
 
 
+@pytest.mark.slow
 def test_another_process_reads_what_was_given(workspace: Workspace) -> None:
     """As a rank, a grader or a resume does."""
     recipe = grpo(workspace.model, reward=[{"function": digits(0.25), "name": "digits", "weight": 2}])
@@ -161,6 +162,7 @@ def test_another_process_reads_what_was_given(workspace: Workspace) -> None:
     assert "reward.0.function" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_reward_is_replaced_before_a_run_continues(workspace: Workspace) -> None:
     recipe = grpo(workspace.model, reward=[{"function": lambda answer, reference: 2.0, "weight": 0.5}])
     result = podium.train(recipe, overrides={"steps": 1})
@@ -177,6 +179,7 @@ def test_two_objects_of_equal_content_stay_two(workspace: Workspace) -> None:
     assert [each.steps for each in (first, second, third, fourth)] == [[1, 2, 3]] * 4
 
 
+@pytest.mark.slow
 def test_an_environment_is_given_as_a_class(workspace: Workspace) -> None:
     from podium.environments.protocol import Outcome
 
