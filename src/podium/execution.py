@@ -271,6 +271,8 @@ def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step
             folder.write_recipe(prepared.recipe)
             before = folder.state().get("lineage")
             lineage = prepared.lineage(before, step=resume_step)
+            for code in prepared.changed_code(before or {}):
+                console.note(f"changed since the run was last started, and used as it is now: {code}")
             folder.update(status="running", files=_fingerprints(prepared), lineage=lineage)
         try:
             yield

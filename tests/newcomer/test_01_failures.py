@@ -80,7 +80,10 @@ def test_a_reward_that_fails_at_step_3_costs_no_step(workspace: Workspace) -> No
     assert "podium resume runs/failed" in outcome.err
     assert [path.name for path in (workspace.path / "runs/failed/checkpoints").iterdir()] == ["step-00000002"]
     _down(workspace, False)
-    assert workspace.podium("resume", "runs/failed").code == 0
+    (workspace.path / "rewards.py").write_text(JUDGE + "# the judge is up again\n")
+    resumed = workspace.podium("resume", "runs/failed")
+    assert resumed.code == 0
+    assert "reward.0.function" in resumed.out  # that its code changed is said
     _continues_as_if_nothing_happened(workspace, "failed", "whole")
 
 

@@ -77,6 +77,15 @@ class Prepared:
                 changed.append(entry | {"old": old["fingerprint"], "new": each.fingerprint})
         return {"changed_data": changed} if changed else {}
 
+    def changed_code(self, before: Mapping[str, Any]) -> list[str]:
+        """Keys and files of custom code that is not what it was in the lineage of an earlier part of the run."""
+        known = {each["key"]: each for each in inputs_of(before)}
+        return [
+            f"{each.key}: {each.path}"
+            for each in self.inputs
+            if each.kind == "code" and each.key in known and known[each.key]["fingerprint"] != each.fingerprint
+        ]
+
     def _ancestors(self) -> dict[str, Any]:
         """Fingerprint of weights -> note of the run that produced them, for all ancestors of these weights. Flat,
         because two of them may share an ancestor."""
