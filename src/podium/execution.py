@@ -9,7 +9,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,12 +85,17 @@ def check_launcher(recipe: Recipe, under: RankPlace | None) -> None:
 
 
 def begin(prepared: Prepared, *, overwrite: bool = False) -> RunResult:
-    """Runs a recipe from its beginning. `overwrite` removes an earlier run of that name first, when all that can be
-    checked has been."""
+    """Runs a recipe from its beginning. `overwrite` replaces an earlier run of that name, which is kept until the first
+    step of the new one is done."""
     recipe = prepared.recipe
-    if isinstance(recipe, OnPolicyRecipe):
-        return _train_controlled(prepared, recipe, overwrite=overwrite)
-    assert isinstance(recipe, SpmdRecipe)
+    with ExitStack() as stack:
+        if isinstance(recipe, OnPolicyRecipe):
+            return _train_controlled(prepared, recipe, stack, overwrite=overwrite)
+        assert isinstance(recipe, SpmdRecipe)
+        return _train_on_ranks(prepared, recipe, stack, overwrite=overwrite)
+
+
+def _train_on_ranks(prepared: Prepared, recipe: SpmdRecipe, stack: ExitStack, *, overwrite: bool) -> RunResult:
     console, tell = _start_up_console(recipe)
     from podium.programs.spmd import load_program  # heavy: before the folder is made, so that little is left to fail
     from podium.spmd.launch import place_under_torchrun
@@ -102,7 +107,7 @@ def begin(prepared: Prepared, *, overwrite: bool = False) -> RunResult:
     check_launcher(recipe, under)
     if under is None or (under.rank == 0 and (under.attempt == 0 or not path.exists())):
         if overwrite:
-            _remove_earlier(prepared)
+            stack.enter_context(_overwriting(prepared))
         _show_warnings(recipe, console)
         folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
     else:
@@ -159,11 +164,20 @@ def refuse_what_breaks_exactness(
         )
 
 
-def _remove_earlier(prepared: Prepared) -> None:
-    """Removes the folder of an earlier run of the recipe's name, unless the recipe reads from it."""
+@contextmanager
+def _overwriting(prepared: Prepared) -> Iterator[None]:
+    """Sets the folder of an earlier run of the recipe's name aside, unless the recipe reads from it. It is removed
+    after the first step of the new run, and brought back if the new run fails before."""
     folder = RunFolder.of(prepared.recipe)
     refuse_inputs_inside(prepared.recipe, folder.path)
-    folder.remove()
+    folder.set_aside()
+    try:
+        yield
+        folder.restore_overwritten()  # the new one was stopped before its first step
+    except BaseException as error:
+        if folder.restore_overwritten():
+            error.add_note(f"the earlier run in {folder.path} is as it was")
+        raise
 
 
 def refuse_inputs_inside(recipe: Recipe, folder: Path) -> None:
@@ -176,13 +190,13 @@ def refuse_inputs_inside(recipe: Recipe, folder: Path) -> None:
             )
 
 
-def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe, *, overwrite: bool) -> RunResult:
+def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe, stack: ExitStack, *, overwrite: bool) -> RunResult:
     from podium.controller.start_up import early_start
     from podium.spmd.launch import place_under_torchrun
 
     check_launcher(recipe, place_under_torchrun())
     if overwrite:
-        _remove_earlier(prepared)
+        stack.enter_context(_overwriting(prepared))
     RunFolder.check_free(recipe)
     console = open_run_console(rank=0, log_every=recipe.run.log_every)
     _show_warnings(recipe, console)
@@ -276,6 +290,7 @@ def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step
             folder.update(status="running", files=_fingerprints(prepared), lineage=lineage)
         try:
             yield
+            folder.discard_if_stopped_early()
         except BaseException as error:
             folder.end_failed(error)
             if isinstance(error, BadRowError):

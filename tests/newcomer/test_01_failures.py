@@ -207,3 +207,16 @@ class TestRanksThatFail:
         assert not all_failed_after(7, tmp_path, rank=0, world=2, attempt=1)
         forget_failures(tmp_path)
         assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_stopped_before_its_first_step_leaves_no_folder_and_says_so(workspace: Workspace) -> None:
+    """Ctrl-C during start-up advised to resume what cannot be resumed."""
+    lines = ["async def stopped(run):", "    run._parts.folder.stop_file.touch()", "    async for step in run.steps():"]
+    (workspace.path / "program.py").write_text("\n".join([*lines, "        pass"]))
+
+    outcome = workspace.podium("train", rl_recipe(workspace, "early", program="program.py:stopped", signal="on_policy"))
+
+    assert outcome.code == 0, outcome.err
+    assert "first step" in outcome.out
+    assert "resume" not in outcome.out
+    assert not (workspace.path / "runs/early").exists()

@@ -78,7 +78,7 @@ def test_skipped_rows_leave_the_same_steps_when_resumed_at_any_of_them(
     assert again[-1].counts == steps[-1].counts
     places = {row.place for step in steps for row in step.skipped}
     assert places == {f"{path}, line {line}" for line in (7, 20, 33)}
-    assert steps[-1].counts.skipped == sum(len(step.skipped) for step in steps) > 3  # over more than one epoch
+    assert steps[-1].counts.skipped == sum(len(step.skipped) for step in steps) == 3  # each once, in all epochs
 
 
 def test_without_skipping_a_bad_row_ends_the_run_and_names_its_line(tmp_path: Path, tiny_folder: Path) -> None:
@@ -235,7 +235,7 @@ def test_prompts_are_skipped_counted_and_resumed(tmp_path: Path) -> None:
     assert [each.task.row for each in rest.take(50)] == [each.task.row for each in ahead]
     assert rest.take_skipped() == named_later
     assert rest.metrics() == source.metrics()
-    assert source.metrics()["prompts/skipped"] == len(named) + len(named_later) > 3
+    assert source.metrics()["prompts/skipped"] == len(named) + len(named_later) == 3  # each once, in all epochs
     lines = {row.place.rpartition(" ")[2] for row in [*named, *named_later]}
     assert lines == {"3", "8", "21"}
 
@@ -251,3 +251,20 @@ def test_metrics_without_skipping_have_no_new_name(workspace: Workspace) -> None
     workspace.podium("train", workspace.recipe(steps=1))
     (line,) = read_metrics(workspace.path / "runs/sums/metrics.jsonl")
     assert "rows_skipped" not in line.values
+
+
+def test_a_bad_row_of_a_small_file_counts_and_is_named_once_in_all_epochs(workspace: Workspace) -> None:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1="}, {"role": "assistant", "content": str(n + 1)}]}
+        for n in range(24)
+    ]
+    rows[6] = {"messages": [{"role": "user", "content": None}]}
+    workspace.rows("small.jsonl", rows)
+    data = {"train": "small.jsonl", "on_error": "skip", "packing_window": 1}
+
+    outcome = workspace.podium("train", workspace.recipe(data=data, steps=40))
+
+    assert outcome.code == 0, outcome.err
+    assert workspace.metric("sums", "epoch")[40] >= 2
+    assert set(workspace.metric("sums", "rows_skipped").values()) <= {0.0, 1.0}
+    assert len((workspace.path / "runs/sums/skipped_rows.jsonl").read_text().splitlines()) == 1

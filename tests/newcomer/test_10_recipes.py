@@ -404,3 +404,21 @@ def test_check_takes_the_devices_that_train_takes(workspace: Workspace) -> None:
     recipe = workspace.recipe(program="grpo", reward="exact_match", placement={"launcher": "inline"})
     assert workspace.podium("check", recipe).code == 0
     assert "placement.devices" in workspace.podium("check", recipe, "--devices", "2").err
+
+
+def test_a_run_that_is_to_be_overwritten_stays_until_the_new_one_has_begun(workspace: Workspace) -> None:
+    recipe = workspace.recipe(steps=1)
+    assert workspace.podium("train", recipe).code == 0
+    before = (workspace.path / "runs/sums/metrics.jsonl").read_bytes()
+    (workspace.path / "broken.jsonl").write_text("{")
+
+    outcome = workspace.podium("train", recipe, "--overwrite", "--set", "data.train=broken.jsonl")
+
+    workspace.refused(outcome, "broken.jsonl", left=("sums",))
+    assert (workspace.path / "runs/sums/metrics.jsonl").read_bytes() == before
+    workspace.rows("late.jsonl", [{"messages": [{"role": "user", "content": "1+1="}]}] * 3)
+    outcome = workspace.podium("train", recipe, "--overwrite", "--set", "data.train=late.jsonl")
+    assert outcome.code == 2
+    assert (workspace.path / "runs/sums/metrics.jsonl").read_bytes() == before
+    assert workspace.podium("train", recipe, "--overwrite", "--set", "steps=2").code == 0
+    assert [path.name for path in (workspace.path / "runs").iterdir()] == ["sums"]

@@ -65,15 +65,15 @@ def without_failed(
         errors = everything.rollouts.note.errors
         raise RolloutError(
             f"{len(errors)} of {len(failed_N)} episodes of step {everything.rollouts.step} could not be generated: "
-            f"{errors[min(errors)]} That is more than grading.max_failed_share {grading.max_failed_share:g}, so the "
-            "run stops."
+            f"{errors[min(errors)].rstrip('.')}. That is more than grading.max_failed_share "
+            f"{grading.max_failed_share:g}, so the run stops."
         )
     message = f"{int(failed_N.sum())} of {len(failed_N)} episodes of step {everything.rollouts.step} have no reward: "
     if grading.on_error == "fail":
         raise RewardError(f"{message}{everything.first_error} (grading.on_error is fail)")
     if float(failed_N.mean()) > grading.max_failed_share:
         raise RewardError(
-            f"{message}{everything.first_error} That is more than grading.max_failed_share "
+            f"{message}{str(everything.first_error).rstrip('.')}. That is more than grading.max_failed_share "
             f"{grading.max_failed_share:g}, so the run stops."
         )
     warn(f"{message}{everything.first_error}")

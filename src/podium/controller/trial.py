@@ -41,7 +41,7 @@ _ENDS = {
     "error": "failed",
     "done": "ended by the environment",
     "turns": "cut at environment.max_turns",
-    "tokens": "cut at environment.max_episode_tokens",
+    "tokens": "cut at a limit of tokens (rollout.max_new_tokens of a turn, or environment.max_episode_tokens)",
 }
 
 

@@ -87,7 +87,7 @@ class StepComposer:
                     dropped[result] += 1
                     self._dropped_in_epoch[each.source][result] += 1
                 case SkippedRow():
-                    skipped.append(result)
+                    skipped += [result] if each.epoch == 0 else []  # a row counts and is named once
                 case other:
                     assert_never(other)
         self._position = chunk.position

@@ -89,13 +89,15 @@ class RowSkipper:
         """Whether rows that cannot be used are skipped."""
         return self._policy.skips
 
-    def attempt(self, source: int, row: Row, use: Callable[[], T]) -> T | None:
-        """The result of `use`; None for a row that is skipped."""
+    def attempt(self, source: int, row: Row, use: Callable[[], T], *, epoch: int = 0) -> T | None:
+        """The result of `use`; None for a row that is skipped. A row counts and is named in its first epoch only."""
         try:
             result = use()
         except BadRowError as error:
             if not self._policy.skips:
                 raise
+            if epoch:
+                return None
             skipped = SkippedRow.of(row, f"{self._key}.{source}", error)
             self.rows.append(skipped)
             self.counts = self.counts.add(1, [skipped])

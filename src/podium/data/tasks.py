@@ -184,7 +184,8 @@ class TaskCursor:
         before = [place.epoch for place in self._stream.position.sources]
         while True:
             drawn = self._stream.draw()
-            task = self._skipper.attempt(drawn.source, drawn.row, partial(self._reader.read, drawn.source, drawn.row))
+            read = partial(self._reader.read, drawn.source, drawn.row)
+            task = self._skipper.attempt(drawn.source, drawn.row, read, epoch=drawn.epoch)
             if task is not None:
                 break
             # Two whole passes over every source without one task: there will never be one.

@@ -39,6 +39,8 @@ _PROMPTS = "rollout.prompts_per_step"
 _COLUMNS = "a mapping of Podium's column to yours: {prompt: question}"
 
 _SIZES = {
+    **_same("val_kwargs.n", KeyHint("evaluation.generation.samples", "the same number")),
+    **_same("val_kwargs.temperature", KeyHint("evaluation.generation.temperature", "of these samples")),
     **_same(
         "n num_generations n_samples_per_prompt num_samples_per_prompt rollouts_per_example rollouts_per_prompt "
         "group_size rloo_k num_return_sequences",

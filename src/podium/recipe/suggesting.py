@@ -16,7 +16,7 @@ from podium.recipe.programs import BUILT_IN, CUSTOM
 from podium.recipe.recipes import Recipe
 from podium.recipe.retired import new_name
 
-_MOST_INNER_HINTS = 16
+_MOST_INNER_HINTS = 64
 
 
 def suggestions(location: Sequence[str], value: Any, root: type[BaseModel]) -> list[str]:
@@ -30,7 +30,9 @@ def suggestions(location: Sequence[str], value: Any, root: type[BaseModel]) -> l
         first = f"{key}: unknown key. It is a section of another project; its keys have other places here."
     else:
         first = f"{key}: {_suggestion(location, path, root)}"
-    return [first, *inner[:_MOST_INNER_HINTS]]
+    num_more = len(inner) - _MOST_INNER_HINTS
+    more = [f"{key}: {num_more} more keys of another project."] if num_more > 0 else []
+    return [first, *inner[:_MOST_INNER_HINTS], *more]
 
 
 def hint_for(path: Sequence[str], root: type[Recipe]) -> KeyHint | None:

@@ -89,10 +89,13 @@ class RunFolder:
                 f"{folder.path}`, or choose another name with --set run.name=..."
             )
         begun = any(folder.checkpoints.glob("step-*"))
-        first = "It has no checkpoint to resume from: remove it"
+        first = "It has no checkpoint to resume from"
         if begun or is_pipeline_folder(folder.path):
             first = f"Continue it with `podium resume {folder.path}`"
-        raise RunFolderError(f"{folder.path} exists already. {first}, or choose another name with --set run.name=...")
+        raise RunFolderError(
+            f"{folder.path} exists already. {first}, replace it with --overwrite, or choose another name with "
+            "--set run.name=..."
+        )
 
     @classmethod
     def create(
@@ -159,9 +162,15 @@ class RunFolder:
         """Replaces the run's recipe file."""
         write_atomically(self.recipe_file, dump_recipe(recipe))
 
-    def remove(self) -> None:
-        """Removes the folder of an earlier run; nothing if there is none. A folder that is not a run's is refused, and
-        one that a process runs now."""
+    @property
+    def _overwritten(self) -> Path:
+        """Where an earlier run of this name waits until the new one has finished its first step."""
+        return self.path.with_name(f".overwritten-{self.path.name}")
+
+    def set_aside(self) -> None:
+        """Moves the folder of an earlier run out of the way; nothing if there is none. A folder that is not a run's is
+        refused, and one that a process runs now. `forget_overwritten` removes it, `restore_overwritten` brings it
+        back."""
         if not os.path.lexists(self.path):
             return
         is_run = self.recipe_file.is_file() and self._state_file.is_file() and not is_pipeline_folder(self.path)
@@ -171,6 +180,24 @@ class RunFolder:
                 "is. Remove it yourself, or choose another name with --set run.name=..."
             )
         with self.held():
+            self.forget_overwritten()
+            os.replace(self.path, self._overwritten)
+
+    def forget_overwritten(self) -> None:
+        """Removes the earlier run that was set aside, if there is one."""
+        if self._overwritten.exists():
+            shutil.rmtree(self._overwritten)
+
+    def restore_overwritten(self) -> bool:
+        """Brings the earlier run back if the new one has left nothing; returns whether it did."""
+        if self.path.exists() or not self._overwritten.exists():
+            return False
+        os.replace(self._overwritten, self.path)
+        return True
+
+    def discard_if_stopped_early(self) -> None:
+        """Removes the folder of a run that was stopped before the end of its first step: it cannot be resumed."""
+        if self.state().get("step") == 0 and not self.saved_steps():
             shutil.rmtree(self.path)
 
     def end_failed(self, error: BaseException) -> None:
@@ -183,7 +210,7 @@ class RunFolder:
                 shutil.rmtree(self.path)
                 error.add_note(f"this was before the end of the first step: nothing is left of {self.path}")
                 return
-            self.update(status="failed")
+            self.update(status="failed", error=(str(error) or type(error).__name__).splitlines()[0])
             steps = self.saved_steps()
             if steps and steps[-1] >= self.recipe(needs_environment=False).steps:
                 error.add_note(f"all steps are done and saved: podium export {self.path} OUT")

@@ -80,6 +80,7 @@ class RunLog:
         num_done = view.step - self._first_step
         if num_done == 1:
             self._folder.update(status="running")
+            self._folder.forget_overwritten()
         seconds_per_step = (time.perf_counter() - self._began_s) / max(1, num_done)
         self.console.step(replace(view, eta_s=seconds_per_step * (self._recipe.steps - view.step)))
         warning = self._learning_watch.check(view.step, values)

@@ -31,6 +31,8 @@ class RunResult:
         spent = [f"  {line}" for line in self.time.lines()]
         if self.status == "finished":
             end = [f"finished at step {self.step}: {self.folder}", f"  export it with: podium export {self.folder} OUT"]
+        elif self.step == 0:
+            end = [f"stopped before the end of the first step: nothing is left of {self.folder}"]
         else:
             end = [f"stopped at step {self.step}; continue with: podium resume {self.folder}"]
         return spent + end

@@ -153,6 +153,8 @@ def _run_status(run: RunFolder, standing: RunStanding) -> str:
     if status == "dead":
         resume = f"continue with: podium resume {run.path}"
         status += f" ({resume if run.saved_steps() else f'no checkpoint: remove {run.path} and train again'})"
+    elif status == "failed" and "error" in (state := mapping_in(run)):
+        status += f" ({state['error']})"
     return f"{status}, step {standing.step} of {standing.num_steps}"
 
 
