@@ -189,7 +189,7 @@ def test_more_failures_than_the_recipe_bears_stop_the_run(tmp_path: Path, on_err
     with pytest.raises(RewardError) as caught:
         trial.run()
 
-    assert re.search(r"5 of 16 .*step 1\b.* 0\.0#0 ", str(caught.value))
+    assert re.search(r"5 of 16 .*step 1\b.* 0\.0#0\b", str(caught.value))
     assert "grading.max_failed_share 0.25" in str(caught.value)
 
 
