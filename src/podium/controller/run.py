@@ -18,7 +18,7 @@ from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.controller.step_log import StepLog
 from podium.engine.schedule import learning_rate
-from podium.errors import ProgramError
+from podium.errors import CheckpointError, ProgramError
 from podium.roles.interfaces import POLICY
 from podium.roles.stages import CriticReport, GradedRollouts, TrainBatch, UpdateReport
 from podium.runs.milestones import Milestones
@@ -129,7 +129,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             for name in sorted(self._state.updated_roles):
                 role = self._parts.roles.critic if name == "critic" else self._parts.roles.policy
                 if role is not None and await role.has_stepped():
-                    raise ProgramError(f"the {name}'s weights were already updated by the step that failed")
+                    raise CheckpointError(f"the {name}'s weights were already updated by the step that failed")
             await self._save()
         await self.finish_saving()
 

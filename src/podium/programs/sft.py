@@ -20,8 +20,9 @@ from podium.spmd.run import SpmdRun
 
 def sft(run: SpmdRun[SftRecipe]) -> None:
     """One optimizer step per packed step of documents. All ranks have the same number of micro-batches."""
-    # A custom program may hand its run on to this one.
-    method = TokenMethod(getattr(run.recipe, "algorithm", SftAlgorithm()), run.engine)
+    # A custom program may hand its run on to this one; its recipe has no section for the loss.
+    algorithm = run.recipe.algorithm if isinstance(run.recipe, SftRecipe) else SftAlgorithm()
+    method = TokenMethod(algorithm, run.engine)
     for step in run.steps(method.measure):
         tally = method.tally(step.sources)
         report, _ = run.engine.objective_step(

@@ -208,7 +208,7 @@ class RunFolder:
                 return
             if self.status == "starting":
                 shutil.rmtree(self.path)
-                error.add_note(f"this was before the end of the first step: nothing is left of {self.path}")
+                error.add_note(f"it failed before the end of its first step, and left nothing in {self.path}")
                 return
             self.update(status="failed", error=(str(error) or type(error).__name__).splitlines()[0])
             steps = self.saved_steps()
