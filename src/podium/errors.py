@@ -89,6 +89,11 @@ class StoreError(ClusterError):
     """An object of the store is gone or does not come in time."""
 
 
+class InvariantError(PodiumError):
+    """A schedule broke one of its invariants, so what was trained on what cannot be trusted: a defect of Podium. Names
+    the group, its history and the event."""
+
+
 class RewardError(PodiumError):
     """Rewards could not be computed for too many episodes: says what went wrong in the first of them."""
 

@@ -64,6 +64,9 @@ TORCH_FREE = (
     "controller.start_up",
     "controller.layout",
     "controller.phases",
+    "controller.scheduling",
+    "controller.scheduler",
+    "controller.schedule_audit",
 )
 # Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
 NOT_TORCH_FREE = ("cluster.rendezvous",)

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks every decision of the scheduler against the invariants, from the events and actions alone.
+
+It keeps its own record of each group and uses nothing of the scheduler's state, so that a mistake there cannot hide
+itself. A broken invariant ends the run: which tokens were trained on could no longer be trusted. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Never, assert_never
+
+from podium.controller.scheduling import (
+    Action,
+    Admit,
+    End,
+    EpisodeEnded,
+    Event,
+    Grade,
+    GroupGraded,
+    GroupState,
+    Publish,
+    ScheduleSettings,
+    StartStep,
+    StepCommitted,
+    StepRequested,
+    StopRequested,
+    Void,
+    VoidReason,
+    WeightsInstalled,
+    WorkerJoined,
+    WorkerLost,
+)
+from podium.errors import InvariantError
+
+Invariant = Literal[
+    "conservation", "versions", "bounded staleness", "no silent bias", "acknowledged weights", "explicit cache",
+    "synchronous at staleness 0",
+]  # fmt: skip
+
+# Where a group may come from. A group that a step claims was graded, and is trained once.
+_BEFORE: Mapping[GroupState, frozenset[GroupState]] = {
+    "running": frozenset({"offered", "running"}),
+    "complete": frozenset({"running"}),
+    "graded": frozenset({"complete"}),
+    "claimed": frozenset({"graded"}),
+    "trained": frozenset({"claimed"}),
+    "void": frozenset({"offered", "running", "complete", "graded"}),
+}
+_LIVE: tuple[GroupState, ...] = ("offered", "running", "complete", "graded", "claimed")
+
+
+@dataclass(frozen=True, slots=True)
+class GroupHistory:
+    """What became of a group, for the ledger."""
+
+    number: int
+    attempts: int
+    admitted_version: int  # of the worker that it was first given to; -1: none
+    oldest: int  # versions of its tokens; -1: it has none
+    newest: int
+    trained_step: int | None
+    trained_version: int | None  # of the weights that the update started from
+    void: VoidReason | None
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    number: int
+    state: GroupState = "offered"
+    attempts: int = 0
+    admitted_version: int = -1
+    waiting: dict[int, tuple[str, int]] = field(default_factory=dict)  # sample -> worker, and its version then
+    ended: set[int] = field(default_factory=set)
+    oldest: int = -1
+    newest: dict[str, int] = field(default_factory=dict)  # by worker
+    is_uniform: bool = False
+    step: int | None = None
+    version: int | None = None
+    events: list[Event | Action] = field(default_factory=list)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    version: int
+    sent: int
+
+
+class ScheduleAudit:
+    """Observes each event with the actions it led to. Costs some microseconds per event."""
+
+    def __init__(
+        self, settings: ScheduleSettings, *, step: int = 0, version: int = 0, reoffered: Iterable[int] = ()
+    ) -> None:
+        self._settings = settings
+        self._groups = {number: _Record(number=number) for number in reoffered}  # live ones
+        self._counts: Counter[GroupState] = Counter({"offered": len(self._groups)})  # over the whole run
+        self._num_offered = len(self._groups)
+        self._workers: dict[str, _Worker] = {}
+        self._updates = {version: 0}  # version -> number of updates before it
+        self._version = version
+        self._step, self._committed = step, step
+        self._is_stopping = False
+        self._finished: list[GroupHistory] = []
+
+    @property
+    def counts(self) -> Mapping[GroupState, int]:
+        """Number of groups in each state, over the whole run."""
+        return {state: count for state, count in self._counts.items() if count}
+
+    def take_finished(self) -> Sequence[GroupHistory]:
+        """The histories of groups that were trained or became void since the last call."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def observe(self, event: Event, actions: Sequence[Action]) -> None:
+        """Raises an InvariantError if the event, or an action that was decided for it, breaks an invariant."""
+        self._observe_event(event)
+        for action in actions:
+            self._observe_action(action, event)
+
+    # --- events ---
+
+    def _observe_event(self, event: Event) -> None:
+        match event:
+            case WorkerJoined():
+                if event.version not in self._updates:
+                    self._broken("acknowledged weights", f"it has version {event.version}, which was never made", event)
+                self._workers[event.worker] = _Worker(version=event.version, sent=event.version)
+            case WorkerLost():
+                self._workers.pop(event.worker, None)
+                for group in self._groups.values():
+                    lost = [sample for sample, (worker, _) in group.waiting.items() if worker == event.worker]
+                    for sample in lost:
+                        del group.waiting[sample]
+                    if lost:
+                        group.events.append(event)
+            case EpisodeEnded():
+                self._end_episode(event)
+            case GroupGraded():
+                group = self._live(event.group, event)
+                group.is_uniform = event.is_uniform
+                self._move(group, "graded", event)
+            case StepCommitted():
+                self._commit(event)
+            case WeightsInstalled():
+                worker = self._workers.get(event.worker)
+                if worker is not None:
+                    if event.version != worker.sent:
+                        self._broken("acknowledged weights", f"it was sent version {worker.sent}", event)
+                    worker.version = event.version
+            case StopRequested():
+                self._is_stopping = True
+            case StepRequested():
+                pass
+            case other:
+                assert_never(other)
+
+    def _end_episode(self, event: EpisodeEnded) -> None:
+        group, worker = self._groups.get(event.group), self._workers.get(event.worker)
+        if worker is None or group is None or event.attempt != group.attempts - 1:
+            return  # of a worker that was lost
+        group.events.append(event)
+        if event.sample not in group.waiting or group.waiting[event.sample][0] != event.worker:
+            self._broken("conservation", f"sample {event.sample} was not running there", event, group)
+        _, admitted = group.waiting.pop(event.sample)
+        group.ended.add(event.sample)
+        if event.oldest >= 0:
+            if not admitted <= event.oldest <= event.newest <= worker.sent:
+                self._broken(
+                    "versions",
+                    f"tokens are stamped {event.oldest} to {event.newest}; the worker had {admitted} when it began "
+                    f"and was sent nothing newer than {worker.sent}",
+                    event, group,
+                )  # fmt: skip
+            if event.newest not in self._updates or event.oldest not in self._updates:
+                self._broken("versions", "a stamped version was never made", event, group)
+            if self._settings.on_new_weights == "finish" and event.oldest != event.newest:
+                self._broken("explicit cache", "on_new_weights is finish, and the episode spans versions", event, group)
+            group.oldest = event.oldest if group.oldest < 0 else min(group.oldest, event.oldest)
+            group.newest[event.worker] = max(event.newest, group.newest.get(event.worker, -1))
+        if len(group.ended) == self._settings.samples:
+            self._move(group, "complete", event)
+
+    def _commit(self, event: StepCommitted) -> None:
+        if event.step != self._step or event.step != self._committed + 1:
+            self._broken("conservation", f"step {self._step} was started and {self._committed} committed", event)
+        self._committed = event.step
+        for group in [each for each in self._groups.values() if each.state == "claimed"]:
+            self._move(group, "trained", event)
+            self._finish(group)
+        if event.version is not None:
+            if event.version <= self._version:
+                self._broken("versions", f"the version before was {self._version}", event)
+            self._updates[event.version] = self._updates[self._version] + 1
+            self._version = event.version
+        self._check_conservation(event)
+
+    # --- actions ---
+
+    def _observe_action(self, action: Action, event: Event) -> None:
+        match action:
+            case Admit():
+                self._admit(action, event)
+            case Grade():
+                group = self._live(action.group, event)
+                if group.state != "complete":
+                    self._broken("conservation", f"it is {group.state} and is to be graded", event, group)
+            case StartStep():
+                self._start_step(action, event)
+            case Publish():
+                self._publish(action, event)
+            case Void():
+                group = self._live(action.group, event)
+                is_right = (
+                    group.state == "graded" and group.is_uniform and self._settings.replaces_uniform
+                    if action.reason == "uniform"
+                    else self._is_stopping or self._committed >= self._settings.steps
+                )  # fmt: skip
+                if not is_right:
+                    self._broken("no silent bias", f"it is void as {action.reason}, and it is not", event, group)
+                self._move(group, "void", action)
+                self._finish(group, void=action.reason)
+            case End():
+                if self._groups:
+                    group = next(iter(self._groups.values()))
+                    self._broken("conservation", "the run ends and this group has no end", event, group)
+                self._check_conservation(event)
+            case other:
+                assert_never(other)
+
+    def _admit(self, action: Admit, event: Event) -> None:
+        worker = self._workers.get(action.worker)
+        if action.group not in self._groups:
+            if action.attempt != 0:
+                self._broken("conservation", f"{action} is of a group that nobody offered", event)
+            self._groups[action.group] = _Record(number=action.group)
+            self._counts["offered"] += 1
+            self._num_offered += 1
+        group = self._groups[action.group]
+        group.events.append(action)
+        if worker is None:
+            self._broken("acknowledged weights", f"it is given to {action.worker}, which is not there", event, group)
+        if set(action.samples) & ({*group.ended, *group.waiting}) or not action.samples:
+            self._broken("conservation", f"samples {action.samples} run or have ended already", event, group)
+        if self._settings.staleness == 0 and (self._step > self._committed or worker.version != self._version):
+            self._broken(
+                "synchronous at staleness 0",
+                f"it begins on version {worker.version} while step {self._step} is not committed or the learner has "
+                f"version {self._version}",
+                event, group,
+            )  # fmt: skip
+        group.attempts = action.attempt + 1
+        if group.admitted_version < 0:
+            group.admitted_version = worker.version
+        group.waiting.update(dict.fromkeys(action.samples, (action.worker, worker.version)))
+        self._move(group, "running", event)
+
+    def _start_step(self, action: StartStep, event: Event) -> None:
+        if action.step != self._committed + 1 or action.step != self._step + 1:
+            self._broken("conservation", f"step {action.step} is started after step {self._step}", event)
+        self._step = action.step
+        if len(action.groups) > self._settings.groups_per_step or len(set(action.groups)) != len(action.groups):
+            self._broken("conservation", f"step {action.step} has {len(action.groups)} groups", event)
+        for number in action.groups:
+            group = self._live(number, event)
+            self._move(group, "claimed", action)
+            group.step, group.version = action.step, self._version
+            age = self._updates[self._version] - self._updates[group.oldest] if group.oldest >= 0 else 0
+            if age > self._settings.staleness:
+                self._broken(
+                    "bounded staleness",
+                    f"its oldest token has version {group.oldest}, {age} updates before version {self._version} that "
+                    f"step {action.step} starts from; rollout.staleness is {self._settings.staleness}",
+                    event, group,
+                )  # fmt: skip
+            for worker, newest in group.newest.items():
+                if worker in self._workers and self._workers[worker].version < newest:
+                    self._broken(
+                        "acknowledged weights",
+                        f"{worker} stamped version {newest} and has not acknowledged it",
+                        event, group,
+                    )  # fmt: skip
+        self._check_conservation(event)
+
+    def _publish(self, action: Publish, event: Event) -> None:
+        worker = self._workers.get(action.worker)
+        if worker is None or action.version != self._version or worker.sent != worker.version:
+            self._broken("acknowledged weights", f"{action}: that worker cannot take this version now", event)
+        worker.sent = action.version
+
+    # --- the record ---
+
+    def _live(self, number: int, event: Event) -> _Record:
+        if number not in self._groups:
+            self._broken("conservation", f"group {number} is not live: it was never offered, is trained or void", event)
+        return self._groups[number]
+
+    def _move(self, group: _Record, state: GroupState, why: Event | Action) -> None:
+        if group.state not in _BEFORE[state]:
+            self._broken("conservation", f"it is {group.state} and becomes {state}", why, group)
+        self._counts[group.state] -= 1
+        self._counts[state] += 1
+        group.state = state
+
+    def _finish(self, group: _Record, *, void: VoidReason | None = None) -> None:
+        del self._groups[group.number]
+        self._finished.append(
+            GroupHistory(
+                number=group.number,
+                attempts=group.attempts,
+                admitted_version=group.admitted_version,
+                oldest=group.oldest,
+                newest=max(group.newest.values(), default=-1),
+                trained_step=group.step,
+                trained_version=group.version,
+                void=void,
+            )
+        )
+
+    def _check_conservation(self, event: Event) -> None:
+        """offered = running + complete + graded + claimed + trained + void, by two counts that are kept apart."""
+        live = sum(self._counts[state] for state in _LIVE)
+        total = live + self._counts["trained"] + self._counts["void"]
+        if total != self._num_offered or live != len(self._groups):
+            counts = ", ".join(f"{count} {state}" for state, count in self.counts.items())
+            self._broken("conservation", f"{self._num_offered} groups were offered and there are {counts}", event)
+
+    def _broken(self, invariant: Invariant, what: str, event: Event | Action, group: _Record | None = None) -> Never:
+        about = "" if group is None else f"group {group.number}: "
+        history = "" if group is None else "\nIts history:" + "".join(f"\n  {each}" for each in group.events[-32:])
+        raise InvariantError(
+            f"{about}{what} (invariant: {invariant}).\nThe event: {event}{history}\nThis is a defect of Podium: please "
+            "report it with the run folder. What was committed before is as it should be."
+        )

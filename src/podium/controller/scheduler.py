@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides which prompts are generated where, which groups a step trains on, and who gets new weights when.
+
+The scheduler is told events and returns actions. It awaits nothing, reads no clock and has no random numbers: the same
+events give the same actions, on a real cluster and in a simulation. `schedule_audit` checks its decisions.
+
+Staleness is bounded by admission. A group that starts on the newest weights after step k must be trained by step
+k + S + 1: that is its deadline. It is admitted only if, for every deadline from its own on, the steps until then have
+room for all groups that are due by then. A step takes graded groups with the nearest deadlines, as soon as the steps
+after it have room for what it leaves. So no finished group is too old, and none is dropped for being slow. With S = 0 a
+step waits for all groups that were admitted for it: that is the synchronous program.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
+
+from podium.controller.scheduling import (
+    Action,
+    Admit,
+    End,
+    EpisodeEnded,
+    Event,
+    Grade,
+    GroupGraded,
+    Publish,
+    ScheduleSettings,
+    StartStep,
+    StepCommitted,
+    StepRequested,
+    StopRequested,
+    Void,
+    WeightsInstalled,
+    WorkerJoined,
+    WorkerLost,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """All episodes of one prompt, until a step is committed that trains on them."""
+
+    number: int
+    deadline: int | None = None  # the last step that may train on it; None before it was admitted
+    attempt: int = 0
+    missing: set[int]  # samples that have not ended
+    newest: dict[str, int] = field(default_factory=dict)  # worker -> newest version among the tokens it sampled
+
+
+@dataclass(slots=True, kw_only=True)
+class _Worker:
+    """A generator, or an episode runner."""
+
+    name: str
+    lanes: int
+    version: int  # acknowledged
+    sent: int  # the last version that it was told to install
+    running: set[tuple[int, int]] = field(default_factory=set)  # (group, sample)
+
+    @property
+    def load(self) -> float:
+        """Its episodes as a share of its lanes. Below 1, a further group keeps it busy; what exceeds its lanes waits
+        in its queue."""
+        return len(self.running) / self.lanes
+
+
+class Scheduler:
+    """The state of a schedule, and `decide`, which advances it. `reoffered`: groups of an earlier start of the run that
+    no committed step has trained on; their prompts come first."""
+
+    def __init__(
+        self, settings: ScheduleSettings, *, step: int = 0, version: int = 0, next_group: int = 0,
+        reoffered: Iterable[int] = (),
+    ) -> None:  # fmt: skip
+        self._settings = settings
+        self._groups: dict[int, _Group] = {}  # those that no step has claimed, without void ones
+        self._workers: dict[str, _Worker] = {}
+        self._started = self._committed = step
+        self._updates = {version: 0}  # version -> number of updates before it
+        self._version = version  # of the learner
+        self._next_group = next_group
+        self._offered = sorted(reoffered)  # a heap: groups that wait for a worker
+        self._groups.update({number: self._new_group(number) for number in self._offered})
+        self._due: Counter[int] = Counter()  # deadline -> groups
+        self._graded: defaultdict[int, list[int]] = defaultdict(list)  # deadline -> heap of graded groups
+        self._num_graded = 0
+        self._free: list[tuple[float, str]] = []  # a heap of (load, worker); entries may be outdated
+        self._to_publish: dict[str, None] = {}  # workers that may be behind, in order
+        self._voided: list[int] = []  # since the last step
+        self._num_replaced = 0  # of them
+        self._num_short = 0  # uniform groups that were not replaced: the next step has fewer groups
+        self._is_requested = self._is_stopping = self._has_ended = False
+
+    @property
+    def live_groups(self) -> tuple[int, ...]:
+        """Groups that were offered and are neither claimed by a step nor void, ascending. A run that resumes offers
+        them again."""
+        return tuple(sorted(self._groups))
+
+    @property
+    def next_group(self) -> int:
+        """The number of the next prompt to be offered for the first time."""
+        return self._next_group
+
+    def decide(self, event: Event) -> list[Action]:
+        """Advances the state by one event and returns what to do now."""
+        actions: list[Action] = []
+        match event:
+            case WorkerJoined():
+                self._join(event)
+            case WorkerLost():
+                self._lose(event)
+            case EpisodeEnded():
+                actions += self._end_episode(event)
+            case GroupGraded():
+                actions += self._end_grading(event)
+            case StepRequested():
+                self._is_requested = True
+            case StepCommitted():
+                self._commit(event)
+            case WeightsInstalled():
+                self._install(event)
+            case StopRequested():
+                self._is_stopping = True
+            case other:
+                assert_never(other)
+        actions += self._publish()
+        actions += self._start_step()
+        actions += self._admit()
+        return actions
+
+    # --- events ---
+
+    def _join(self, event: WorkerJoined) -> None:
+        worker = _Worker(name=event.worker, lanes=event.lanes, version=event.version, sent=event.version)
+        self._workers[event.worker] = worker
+        self._to_publish[event.worker] = None
+        self._may_take(worker)
+
+    def _lose(self, event: WorkerLost) -> None:
+        """Its running groups wait for another worker. Episodes that have ended stay."""
+        worker = self._workers.pop(event.worker, None)
+        for number in sorted({number for number, _ in worker.running}) if worker is not None else ():
+            self._groups[number].attempt += 1
+            heapq.heappush(self._offered, number)
+        for other in self._workers.values():
+            self._may_take(other)
+
+    def _end_episode(self, event: EpisodeEnded) -> Iterator[Action]:
+        worker, group = self._workers.get(event.worker), self._groups.get(event.group)
+        if worker is None or group is None or event.attempt != group.attempt:
+            return  # the worker was lost meanwhile, and the episode runs elsewhere
+        worker.running.discard((event.group, event.sample))
+        group.missing.discard(event.sample)
+        group.newest[worker.name] = max(event.newest, group.newest.get(worker.name, event.newest))
+        self._may_take(worker)
+        if not worker.running:
+            self._to_publish[worker.name] = None  # for `finish`
+        if not group.missing:
+            yield Grade(group=group.number)
+
+    def _end_grading(self, event: GroupGraded) -> Iterator[Action]:
+        group = self._groups[event.group]
+        assert group.deadline is not None, "it was admitted before it was graded"
+        if event.is_uniform and self._settings.replaces_uniform:
+            is_replaced = self._num_replaced < self._settings.max_replaced
+            self._num_replaced += is_replaced
+            self._num_short += not is_replaced
+            self._release([group.number])
+            self._voided.append(group.number)
+            yield Void(group=event.group, reason="uniform")
+            return
+        heapq.heappush(self._graded[group.deadline], group.number)
+        self._num_graded += 1
+
+    def _commit(self, event: StepCommitted) -> None:
+        self._committed = event.step
+        if event.version is not None:
+            self._updates[event.version] = self._updates[self._version] + 1
+            self._version = event.version
+        for worker in self._workers.values():
+            self._to_publish[worker.name] = None
+            self._may_take(worker)
+
+    def _install(self, event: WeightsInstalled) -> None:
+        worker = self._workers.get(event.worker)
+        if worker is not None:
+            worker.version = event.version
+            self._to_publish[worker.name] = None  # there may be a newer one by now
+            self._may_take(worker)
+
+    # --- decisions ---
+
+    @property
+    def _is_over(self) -> bool:
+        return self._committed >= self._settings.steps or (self._is_stopping and self._started == self._committed)
+
+    def _publish(self) -> Iterator[Action]:
+        """Sends the newest version to workers that have acknowledged the one before. With `finish`, a worker gets it
+        when its running sequences have ended."""
+        waiting, self._to_publish = self._to_publish, {}
+        for worker in (self._workers[name] for name in waiting if name in self._workers):
+            if worker.sent != worker.version or worker.version == self._version or self._is_over:
+                continue
+            if self._settings.on_new_weights == "finish" and worker.running:
+                continue
+            worker.sent = self._version
+            yield Publish(version=self._version, worker=worker.name)
+
+    def _start_step(self) -> Iterator[Action]:
+        """Starts the program's next step when enough groups are graded, and among them those that later steps could not
+        train in time."""
+        if not self._is_requested or self._started > self._committed or self._has_ended:
+            return
+        if self._is_over:
+            self._has_ended = True
+            yield from (Void(group=number, reason="stopped") for number in sorted(self._groups))
+            self._groups.clear()
+            yield End()
+            return
+        step, num_most = self._started + 1, self._settings.groups_per_step
+        if self._num_graded < num_most - self._num_short or not self._leaves_room(step):
+            return
+        numbers = self._nearest(num_most)
+        if not all(self._is_acknowledged(self._groups[number]) for number in numbers):
+            return  # the worker's acknowledgement is on its way
+        self._release(numbers)
+        self._num_graded -= len(numbers)
+        voided, self._voided = tuple(sorted(self._voided)), []
+        self._started, self._is_requested = step, False
+        self._num_replaced = self._num_short = 0
+        yield StartStep(step=step, groups=tuple(sorted(numbers)), voided=voided)
+
+    def _admit(self) -> Iterator[Action]:
+        """Gives groups to the workers with the lowest load, while they have lanes and the deadlines have room."""
+        if self._is_over or self._is_stopping:
+            return
+        while self._free and self._has_group():
+            load, name = heapq.heappop(self._free)
+            worker = self._workers.get(name)
+            if worker is None or load != worker.load or load >= 1:
+                continue  # an outdated entry
+            group = self._group_for(worker)
+            if group is None:
+                continue  # its weights are too old: it comes back when it has newer ones
+            samples = tuple(sorted(group.missing))
+            worker.running.update((group.number, sample) for sample in samples)
+            self._may_take(worker)
+            yield Admit(group=group.number, attempt=group.attempt, samples=samples, worker=name)
+
+    # --- parts of decisions ---
+
+    def _new_group(self, number: int) -> _Group:
+        return _Group(number=number, missing=set(range(self._settings.samples)))
+
+    def _may_take(self, worker: _Worker) -> None:
+        """Puts a worker among those that may get a group."""
+        if worker.load < 1:
+            heapq.heappush(self._free, (worker.load, worker.name))
+        if len(self._free) > 4 * len(self._workers) + 64:  # most are outdated
+            self._free = [(each.load, each.name) for each in self._workers.values() if each.load < 1]
+            heapq.heapify(self._free)
+
+    def _deadline(self, version: int) -> int:
+        """The last step that may train on tokens of this version, if every step from now on updates the weights."""
+        behind = self._updates[self._version] - self._updates[version]
+        return self._committed + self._settings.staleness - behind + 1
+
+    def _has_room(self, deadline: int) -> bool:
+        """Whether the steps have room for one more group with this deadline."""
+        if deadline <= self._started:
+            return False
+        later = sorted({deadline, *(each for each, count in self._due.items() if count and each > deadline)})
+        for until in later:
+            num_due = sum(count for each, count in self._due.items() if each <= until)
+            num_steps = min(until, self._settings.steps) - self._started
+            if num_due >= self._settings.groups_per_step * num_steps - self._num_short:
+                return False
+        return True
+
+    def _leaves_room(self, step: int) -> bool:
+        """Whether the steps after this one have room for all groups that it leaves, if it takes the graded groups with
+        the nearest deadlines."""
+        num_due = num_graded = 0
+        for deadline in sorted(self._due):
+            num_due += self._due[deadline]
+            num_graded += len(self._graded.get(deadline, ()))
+            if num_due - num_graded > self._settings.groups_per_step * (deadline - step):
+                return False
+        return True
+
+    def _has_group(self) -> bool:
+        """Whether a worker with the newest weights would get a group."""
+        if self._offered and self._groups[self._offered[0]].deadline is not None:
+            return True
+        return self._has_room(self._deadline(self._version))
+
+    def _group_for(self, worker: _Worker) -> _Group | None:
+        """The next group that this worker may start with its weights; None if there is none."""
+        deadline = self._deadline(worker.version)
+        if self._settings.on_new_weights == "finish" and worker.version != self._version:
+            return None  # it finishes what it has, for the new weights
+        if self._offered:
+            group = self._groups[self._offered[0]]
+            if group.deadline is not None and group.deadline > deadline:
+                return None
+            if group.deadline is None and not self._has_room(deadline):
+                return None
+            heapq.heappop(self._offered)
+        elif self._has_room(deadline):
+            group = self._groups[self._next_group] = self._new_group(self._next_group)
+            self._next_group += 1
+        else:
+            return None
+        if group.deadline is None:
+            group.deadline = deadline
+            self._due[deadline] += 1
+        return group
+
+    def _nearest(self, count: int) -> list[int]:
+        """The graded groups with the nearest deadlines; the first of the data where deadlines are equal."""
+        numbers: list[int] = []
+        for deadline in sorted(self._graded):
+            numbers += heapq.nsmallest(count - len(numbers), self._graded[deadline])
+        return numbers
+
+    def _is_acknowledged(self, group: _Group) -> bool:
+        """Whether every worker that is still there has acknowledged the versions that it stamped on this group."""
+        workers = self._workers
+        return all(name not in workers or newest <= workers[name].version for name, newest in group.newest.items())
+
+    def _release(self, numbers: Sequence[int]) -> None:
+        """Forgets groups that a step claims, or that are void."""
+        gone = set(numbers)
+        by_deadline = Counter(self._groups.pop(number).deadline for number in numbers)
+        for deadline, count in by_deadline.items():
+            assert deadline is not None
+            self._due[deadline] -= count
+            if deadline in self._graded:
+                self._graded[deadline] = [number for number in self._graded[deadline] if number not in gone]
+                heapq.heapify(self._graded[deadline])
+            if not self._due[deadline]:
+                del self._due[deadline]
+                self._graded.pop(deadline, None)

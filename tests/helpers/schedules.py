@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A small world for schedules: workers with lanes, lengths, graders and a learner, on a virtual clock and from a seed.
+It answers the scheduler's actions with events, as a cluster would, but at once."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
+from podium.controller.scheduler import Scheduler
+from podium.controller.scheduling import (
+    Action,
+    Admit,
+    End,
+    EpisodeEnded,
+    Event,
+    Grade,
+    GroupGraded,
+    Publish,
+    ScheduleSettings,
+    StartStep,
+    StepCommitted,
+    StepRequested,
+    StopRequested,
+    Void,
+    WeightsInstalled,
+    WorkerJoined,
+    WorkerLost,
+)
+
+
+@dataclass
+class Sequence:
+    group: int
+    attempt: int
+    sample: int
+    oldest: int = -1
+
+
+@dataclass
+class Engine:
+    """A worker: sequences beyond its lanes wait. A new version reaches running sequences in flight."""
+
+    name: str
+    lanes: int
+    version: int
+    waiting: deque[Sequence] = field(default_factory=deque)
+    running: list[Sequence] = field(default_factory=list)
+
+
+@dataclass
+class Costs:
+    """Seconds, as functions of nothing but the random stream."""
+
+    rng: random.Random
+    length_s: float = 1.0
+    spread: float = 1.0  # sigma of the log-normal lengths
+    grade_s: float = 0.2
+    update_s: float = 1.0
+    publish_s: float = 0.1
+    acknowledge_s: float = 0.05  # until the controller knows that a version is installed
+    uniform_share: float = 0.0
+    skipped_share: float = 0.0  # steps that leave the weights as they were
+    loss_every_s: float = 0.0  # mean time between two losses of a worker; 0: none
+
+    def length(self) -> float:
+        return self.length_s * self.rng.lognormvariate(0.0, self.spread)
+
+
+@dataclass
+class World:
+    """Runs a scheduler to its end and keeps what it did. `stop_after`: steps before the user stops it."""
+
+    settings: ScheduleSettings
+    costs: Costs
+    lanes: tuple[int, ...]
+    scheduler: Scheduler
+    audit: ScheduleAudit | None
+    version: int = 0
+    stop_after: int | None = None
+    now_s: float = 0.0
+    engines: dict[str, Engine] = field(default_factory=dict)
+    steps: list[StartStep] = field(default_factory=list)
+    histories: list[GroupHistory] = field(default_factory=list)
+    admitted: list[Admit] = field(default_factory=list)
+    stopped: list[int] = field(default_factory=list)  # groups that were void because the run stopped
+    committed: int = 0
+    ended: bool = False
+    num_events: int = 0
+    max_live: int = 0
+
+    def __post_init__(self) -> None:
+        self._queue: list[tuple[float, int, str, tuple[object, ...]]] = []
+        self._tick = itertools.count()
+        self._names = itertools.count()
+
+    def run(self, *, most_events: int = 1_000_000) -> World:
+        for lanes in self.lanes:
+            self._join(lanes)
+        if self.costs.loss_every_s:
+            self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
+        self._tell(StepRequested())
+        while self._queue and not self.ended:
+            self.now_s, _, kind, arguments = heapq.heappop(self._queue)
+            getattr(self, f"_{kind}")(*arguments)
+            assert self.num_events < most_events, "it comes to no end"
+        assert self.ended, f"it hangs after step {self.committed}"
+        return self
+
+    def _after(self, seconds: float, kind: str, *arguments: object) -> None:
+        heapq.heappush(self._queue, (self.now_s + seconds, next(self._tick), kind, arguments))
+
+    def _tell(self, event: Event) -> None:
+        self.num_events += 1
+        actions = self.scheduler.decide(event)
+        self.max_live = max(self.max_live, len(self.scheduler.live_groups))
+        if self.audit is not None:
+            self.audit.observe(event, actions)
+            self.histories += self.audit.take_finished()
+        for action in actions:
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        costs, rng = self.costs, self.costs.rng
+        match action:
+            case Admit():
+                self.admitted.append(action)
+                engine = self.engines[action.worker]
+                engine.waiting.extend(Sequence(action.group, action.attempt, sample) for sample in action.samples)
+                self._fill(engine)
+            case Grade():
+                self._after(costs.grade_s * rng.random() * 2, "graded", action.group)
+            case StartStep():
+                self.steps.append(action)
+                self._after(costs.update_s * (0.5 + rng.random()), "committed_", action.step)
+            case Publish():
+                self._after(costs.publish_s * rng.random() * 2, "installed", action.worker, action.version)
+            case Void():
+                if action.reason == "stopped":
+                    self.stopped.append(action.group)
+            case End():
+                self.ended = True
+
+    def _fill(self, engine: Engine) -> None:
+        while engine.waiting and len(engine.running) < engine.lanes:
+            sequence = engine.waiting.popleft()
+            sequence.oldest = engine.version
+            engine.running.append(sequence)
+            self._after(self.costs.length(), "sampled", engine.name, sequence)
+
+    # --- what comes true later ---
+
+    def _join(self, lanes: int) -> None:
+        name = f"engine-{next(self._names)}"
+        self.engines[name] = Engine(name, lanes, self.version)
+        self._tell(WorkerJoined(worker=name, lanes=lanes, version=self.version))
+
+    def _lose(self) -> None:
+        if len(self.engines) > 1:
+            name = self.costs.rng.choice(sorted(self.engines))
+            engine = self.engines.pop(name)
+            self._tell(WorkerLost(worker=name))
+            self._after(self.costs.rng.random(), "join", engine.lanes)
+        self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
+
+    def _sampled(self, name: str, sequence: Sequence) -> None:
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        engine.running.remove(sequence)
+        self._fill(engine)
+        ended = EpisodeEnded(
+            group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, worker=name,
+            oldest=sequence.oldest, newest=engine.version,
+        )  # fmt: skip
+        self._tell(ended)
+
+    def _graded(self, group: int) -> None:
+        self._tell(GroupGraded(group=group, is_uniform=self.costs.rng.random() < self.costs.uniform_share))
+
+    def _committed_(self, step: int) -> None:
+        is_skipped = self.costs.rng.random() < self.costs.skipped_share
+        if not is_skipped:
+            self.version = step
+        self.committed = step
+        self._tell(StepCommitted(step=step, version=None if is_skipped else step))
+        if self.stop_after is not None and step >= self.stop_after:
+            self._tell(StopRequested())
+        self._tell(StepRequested())
+
+    def _installed(self, name: str, version: int) -> None:
+        engine = self.engines.get(name)
+        if engine is None:
+            return
+        engine.version = version  # tokens may arrive before the acknowledgement does
+        self._after(self.costs.acknowledge_s * self.costs.rng.random(), "acknowledged", name, version)
+
+    def _acknowledged(self, name: str, version: int) -> None:
+        self._tell(WeightsInstalled(worker=name, version=version))
+
+
+def world_of(
+    settings: ScheduleSettings, costs: Costs, lanes: tuple[int, ...], *, scheduler: type[Scheduler] = Scheduler,
+    audited: bool = True, stop_after: int | None = None,
+) -> World:  # fmt: skip
+    """A world at the beginning of a run."""
+    return World(
+        settings, costs, lanes, scheduler(settings), ScheduleAudit(settings) if audited else None,
+        stop_after=stop_after,
+    )  # fmt: skip

@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The invariants hold over thousands of random schedules, and a scheduler that breaks one of them is caught."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from helpers.schedules import Costs, Sequence, World, world_of
+from podium.controller.schedule_audit import ScheduleAudit
+from podium.controller.scheduler import Scheduler
+from podium.controller.scheduling import (
+    Action,
+    EpisodeEnded,
+    Event,
+    Publish,
+    ScheduleSettings,
+    StartStep,
+    StepCommitted,
+    Void,
+    WeightsInstalled,
+    WorkerJoined,
+)
+from podium.errors import InvariantError
+
+FAST, ALL, PARTS = 2_000, 10_000, 8
+
+
+def random_world(seed: int) -> World:
+    """A small schedule: every size, cost and mishap is random."""
+    rng = random.Random(seed)
+    settings = ScheduleSettings(
+        steps=rng.randint(1, 6),
+        groups_per_step=rng.randint(1, 5),
+        samples=rng.randint(1, 3),
+        staleness=rng.choice([0, 0, 1, 2, 4]),
+        on_new_weights=rng.choice(["finish", "keep", "recompute"]),
+        replaces_uniform=rng.random() < 0.4,
+        max_replaced=rng.randint(0, 12),
+    )
+    costs = Costs(
+        rng,
+        length_s=rng.choice([0.1, 1.0, 3.0]),
+        spread=rng.choice([0.0, 0.5, 1.5]),
+        grade_s=rng.choice([0.0, 0.3, 2.0]),
+        update_s=rng.choice([0.1, 1.0, 4.0]),
+        publish_s=rng.choice([0.0, 0.1, 1.0]),
+        uniform_share=rng.choice([0.0, 0.3, 0.7]),
+        skipped_share=rng.choice([0.0, 0.2]),
+        loss_every_s=rng.choice([0.0, 0.0, 3.0]),
+    )
+    lanes = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
+    stop_after = rng.choice([None, None, rng.randint(1, settings.steps)])
+    return world_of(settings, costs, lanes, stop_after=stop_after)
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_invariants_hold(part: int) -> None:
+    _hold(range(part, FAST, PARTS))
+
+
+@pytest.mark.slow
+def test_all_invariants_hold_over_ten_thousand_schedules() -> None:
+    _hold(range(FAST, ALL))
+
+
+def _hold(seeds: range) -> None:
+    for seed in seeds:
+        world = random_world(seed).run()
+        trained = [number for step in world.steps for number in step.groups]
+        last = min(world.settings.steps, world.stop_after or world.settings.steps)
+        assert len(world.steps) == last, seed
+        assert len(set(trained)) == len(trained), seed
+        offered = {admit.group for admit in world.admitted}
+        assert offered == {history.number for history in world.histories}, seed
+        if world.settings.staleness == 0:  # the groups of a step are the next prompts, without replaced ones
+            assert trained == sorted(trained), seed
+        if not world.settings.replaces_uniform:
+            most = (world.settings.staleness + 1) * world.settings.groups_per_step
+            assert world.max_live <= most, seed
+
+
+def test_nothing_is_lost_or_trained_twice_over_a_stop_and_a_resume() -> None:
+    for seed in range(300):
+        first = random_world(seed)
+        first.stop_after, first.costs.skipped_share = 1, 0.0
+        first.run()
+        left = set(first.stopped)
+        follows = first.scheduler.next_group
+        settings = first.settings
+        second = World(
+            settings, first.costs, first.lanes,
+            Scheduler(settings, step=1, version=1, next_group=follows, reoffered=left),
+            ScheduleAudit(settings, step=1, version=1, reoffered=left), version=1,
+        ).run()  # fmt: skip
+        before = {number for step in first.steps for number in step.groups}
+        after = [number for step in second.steps for number in step.groups]
+        replaced = {history.number for world in (first, second) for history in world.histories if history.void}
+        assert not before & set(after), seed
+        assert len(set(after)) == len(after), seed
+        if settings.steps > 1:
+            everything = set(range(second.scheduler.next_group))
+            assert everything == before | set(after) | replaced, seed
+
+
+# --- broken schedulers, one for each invariant ---
+
+ASYNC = ScheduleSettings(steps=8, groups_per_step=3, samples=2, staleness=1, on_new_weights="keep")
+
+
+class _TrainsTwice(Scheduler):
+    """Starts every second step with a group of the step before."""
+
+    last: tuple[int, ...] = ()
+
+    def _start_step(self) -> Iterator[Action]:
+        for action in super()._start_step():
+            if isinstance(action, StartStep) and self.last:
+                action = replace(action, groups=(*action.groups[1:], self.last[0]))
+            if isinstance(action, StartStep):
+                self.last = action.groups
+            yield action
+
+
+class _Forgets(Scheduler):
+    """Forgets a group that has finished, as a queue that is emptied would."""
+
+    def _start_step(self) -> Iterator[Action]:
+        for action in super()._start_step():
+            if isinstance(action, Void):
+                continue
+            yield action
+
+
+class _AdmitsTooMuch(Scheduler):
+    """Fills all lanes, whatever the bound says."""
+
+    def _has_room(self, deadline: int) -> bool:
+        return deadline > self._started
+
+    def _leaves_room(self, step: int) -> bool:
+        return True
+
+
+class _DropsTheSlow(Scheduler):
+    """Voids what has not finished when a step starts."""
+
+    def _start_step(self) -> Iterator[Action]:
+        for action in super()._start_step():
+            yield action
+            if isinstance(action, StartStep) and self._groups:
+                yield Void(group=min(self._groups), reason="uniform")
+
+
+class _DoesNotWaitForAcknowledgements(Scheduler):
+    def _is_acknowledged(self, group: object) -> bool:
+        return True
+
+
+class _PublishesUnderFinish(Scheduler):
+    def _publish(self) -> Iterator[Action]:
+        for worker in self._workers.values():
+            if worker.sent == worker.version < self._version:
+                worker.sent = self._version
+                yield Publish(version=self._version, worker=worker.name)
+
+
+class _RunsAhead(Scheduler):
+    """Generates during the update at staleness 0."""
+
+    def _deadline(self, version: int) -> int:
+        return super()._deadline(version) + (self._started > self._committed)
+
+
+def _world(settings: ScheduleSettings, scheduler: type[Scheduler], seed: int, **costs: float) -> World:
+    return world_of(settings, Costs(random.Random(seed), **costs), (2, 3), scheduler=scheduler, stop_after=6)
+
+
+@pytest.mark.parametrize(
+    ("invariant", "scheduler", "settings", "costs"),
+    [
+        ("conservation", _TrainsTwice, ASYNC, {}),
+        ("conservation", _Forgets, ASYNC, {}),
+        ("bounded staleness", _AdmitsTooMuch, ASYNC, {"spread": 2.0}),
+        ("no silent bias", _DropsTheSlow, ASYNC, {}),
+        (
+            "acknowledged weights",
+            _DoesNotWaitForAcknowledgements,
+            ASYNC,
+            {"grade_s": 0.0, "length_s": 0.1, "acknowledge_s": 9.0},
+        ),
+        ("explicit cache", _PublishesUnderFinish, replace(ASYNC, on_new_weights="finish"), {}),
+        ("synchronous at staleness 0", _RunsAhead, replace(ASYNC, staleness=0), {}),
+    ],
+)
+def test_a_scheduler_that_breaks_an_invariant_is_caught(
+    invariant: str, scheduler: type[Scheduler], settings: ScheduleSettings, costs: dict[str, float]
+) -> None:
+    reports = [_report(_world(settings, scheduler, seed, **costs)) for seed in range(20)]
+    assert sum(f"invariant: {invariant}" in report for report in reports) >= 15
+    assert all(not report or f"invariant: {invariant}" in report for report in reports)
+
+
+def _report(world: World) -> str:
+    try:
+        world.run(most_events=20_000)
+    except InvariantError as error:
+        return str(error)
+    return ""
+
+
+class _MislabelledEngine(World):
+    """Stamps an answer with the version that is installed when the answer is read, and not with the one that sampled
+    it."""
+
+    def _sampled(self, name: str, sequence: Sequence) -> None:
+        if name in self.engines:
+            sequence.oldest = self.version
+        super()._sampled(name, sequence)
+
+
+def test_a_version_that_did_not_sample_the_token_is_caught() -> None:
+    """AReaL #1569: tokens had the version at the end of the request. Here the learner's version is stamped before the
+    worker has it."""
+    world = _MislabelledEngine(
+        ASYNC, Costs(random.Random(0), publish_s=3.0), (2, 3), Scheduler(ASYNC), ScheduleAudit(ASYNC)
+    )
+    with pytest.raises(InvariantError, match="invariant: versions"):
+        world.run()
+
+
+def test_the_report_names_the_group_its_history_and_the_event() -> None:
+    settings = ScheduleSettings(steps=4, groups_per_step=1, samples=1, staleness=0)
+    scheduler, audit = Scheduler(settings), ScheduleAudit(settings)
+
+    def tell(event: Event) -> None:
+        audit.observe(event, scheduler.decide(event))
+
+    tell(WorkerJoined(worker="a", lanes=1, version=0))
+    with pytest.raises(InvariantError) as caught:
+        tell(EpisodeEnded(group=0, attempt=0, sample=0, worker="a", oldest=3, newest=3))
+    report = str(caught.value)
+    assert "group 0" in report
+    assert "Admit(group=0" in report
+    assert "EpisodeEnded(group=0" in report
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        StepCommitted(step=2, version=2),
+        WeightsInstalled(worker="a", version=7),
+        EpisodeEnded(group=0, attempt=0, sample=5, worker="a", oldest=0, newest=0),
+    ],
+)
+def test_an_event_that_cannot_be_is_refused(wrong: Event) -> None:
+    settings = ScheduleSettings(steps=4, groups_per_step=1, samples=1)
+    audit, joined = ScheduleAudit(settings), WorkerJoined(worker="a", lanes=1, version=0)
+    audit.observe(joined, Scheduler(settings).decide(joined))
+    with pytest.raises(InvariantError):
+        audit.observe(wrong, [])

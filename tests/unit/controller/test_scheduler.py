@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decisions of the scheduler, event by event, by hand."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from helpers.schedules import Costs, World, world_of
+from podium.controller.schedule_audit import ScheduleAudit
+from podium.controller.scheduler import Scheduler
+from podium.controller.scheduling import (
+    Action,
+    Admit,
+    End,
+    EpisodeEnded,
+    Event,
+    Grade,
+    GroupGraded,
+    Publish,
+    ScheduleSettings,
+    StartStep,
+    StepCommitted,
+    StepRequested,
+    StopRequested,
+    Void,
+    WeightsInstalled,
+    WorkerJoined,
+    WorkerLost,
+)
+
+
+class Told:
+    """A scheduler under audit, told events one by one."""
+
+    def __init__(self, settings: ScheduleSettings, **begin: int) -> None:
+        self.scheduler, self.audit = Scheduler(settings, **begin), ScheduleAudit(settings)
+
+    def __call__(self, event: Event) -> list[Action]:
+        actions = self.scheduler.decide(event)
+        self.audit.observe(event, actions)
+        return actions
+
+    def ends(
+        self, group: int, sample: int = 0, *, attempt: int = 0, version: int = 0, worker: str = "a"
+    ) -> list[Action]:
+        ended = EpisodeEnded(
+            group=group, attempt=attempt, sample=sample, worker=worker, oldest=version, newest=version
+        )  # fmt: skip
+        return self(ended)
+
+    def trains(self, *groups: int, version: int = 0, worker: str = "a") -> list[Action]:
+        """Ends and grades these groups of one sample each."""
+        actions: list[Action] = []
+        for group in groups:
+            assert self.ends(group, version=version, worker=worker)[0] == Grade(group=group)
+            actions += self(GroupGraded(group=group, is_uniform=False))
+        return actions
+
+
+def _admitted(actions: list[Action]) -> list[tuple[int, str]]:
+    return [(action.group, action.worker) for action in actions if isinstance(action, Admit)]
+
+
+def _steps(actions: list[Action]) -> list[StartStep]:
+    return [action for action in actions if isinstance(action, StartStep)]
+
+
+def test_at_staleness_0_nothing_is_generated_between_the_start_of_a_step_and_its_new_weights() -> None:
+    told = Told(ScheduleSettings(steps=2, groups_per_step=2, samples=1))
+    assert _admitted(told(WorkerJoined(worker="a", lanes=8, version=0))) == [(0, "a"), (1, "a")]
+    assert told(StepRequested()) == []
+    assert told.trains(1, 0) == [StartStep(step=1, groups=(0, 1), voided=())]
+    assert told(StepCommitted(step=1, version=1)) == [Publish(version=1, worker="a")]
+    assert told(StepRequested()) == []
+    assert _admitted(told(WeightsInstalled(worker="a", version=1))) == [(2, "a"), (3, "a")]
+    assert told.trains(2, 3, version=1) == [StartStep(step=2, groups=(2, 3), voided=())]
+    assert told(StepCommitted(step=2, version=2)) == []
+    assert told(StepRequested()) == [End()]
+    assert told.audit.counts == {"trained": 4}
+
+
+def test_a_step_without_an_update_needs_no_new_weights() -> None:
+    told = Told(ScheduleSettings(steps=2, groups_per_step=1, samples=1))
+    told(WorkerJoined(worker="a", lanes=1, version=0))
+    told(StepRequested())
+    assert _steps(told.trains(0))
+    assert _admitted(told(StepCommitted(step=1, version=None))) == [(1, "a")]
+
+
+def test_staleness_1_admits_the_next_step_while_the_first_is_trained() -> None:
+    told = Told(ScheduleSettings(steps=9, groups_per_step=2, samples=1, staleness=1, on_new_weights="keep"))
+    # Version 0 may be trained by steps 1 and 2, so 4 groups may begin on it.
+    assert _admitted(told(WorkerJoined(worker="a", lanes=8, version=0))) == [(n, "a") for n in range(4)]
+    told(StepRequested())
+    # The first two that finish make the first step, whatever their place in the data.
+    assert _steps(told.trains(3, 1)) == [StartStep(step=1, groups=(1, 3), voided=())]
+    actions = told(StepCommitted(step=1, version=1))
+    assert actions == [Publish(version=1, worker="a")]
+    # The room of step 3 is for tokens of version 1.
+    assert _admitted(told(WeightsInstalled(worker="a", version=1))) == [(4, "a"), (5, "a")]
+    told(StepRequested())
+    # Groups 4 and 5 are ready, but 0 and 2 are due at step 2.
+    assert told.trains(4, 5, version=1) == []
+    assert _steps(told.trains(0, 2)) == [StartStep(step=2, groups=(0, 2), voided=())]
+
+
+def test_a_worker_gets_a_group_when_a_lane_is_free() -> None:
+    told = Told(ScheduleSettings(steps=1, groups_per_step=4, samples=2))
+    assert _admitted(told(WorkerJoined(worker="a", lanes=2, version=0))) == [(0, "a")]
+    assert _admitted(told(WorkerJoined(worker="b", lanes=4, version=0))) == [(1, "b"), (2, "b")]
+    assert _admitted(told.ends(2, 0, worker="b")) == [(3, "b")]  # a lane, not a whole group, is free
+    assert _admitted(told.ends(0, 0)) == []  # the step has all its groups
+
+
+def test_with_finish_a_worker_ends_its_sequences_before_it_gets_new_weights() -> None:
+    told = Told(ScheduleSettings(steps=9, groups_per_step=1, samples=1, staleness=1, on_new_weights="finish"))
+    told(WorkerJoined(worker="a", lanes=2, version=0))
+    told(StepRequested())
+    told.trains(0)
+    assert told(StepCommitted(step=1, version=1)) == []
+    assert told.ends(1) == [Grade(group=1), Publish(version=1, worker="a")]
+
+
+def test_a_lost_workers_episodes_run_elsewhere_and_ended_ones_are_kept() -> None:
+    told = Told(ScheduleSettings(steps=1, groups_per_step=1, samples=2))
+    told(WorkerJoined(worker="a", lanes=2, version=0))
+    told.ends(0, 1)
+    assert told(WorkerLost(worker="a")) == []
+    assert told(WorkerJoined(worker="b", lanes=2, version=0)) == [Admit(group=0, attempt=1, samples=(0,), worker="b")]
+    assert told.ends(0, 0) == []  # what the lost worker sent arrives late
+    assert told.ends(0, 0, attempt=1, worker="b") == [Grade(group=0)]
+
+
+def test_dynamic_sampling_replaces_uniform_groups_as_they_come() -> None:
+    settings = ScheduleSettings(steps=1, groups_per_step=2, samples=1, replaces_uniform=True, max_replaced=2)
+    told = Told(settings)
+    told(WorkerJoined(worker="a", lanes=8, version=0))
+    told(StepRequested())
+    told.ends(0)
+    assert told(GroupGraded(group=0, is_uniform=True)) == [
+        Void(group=0, reason="uniform"), Admit(group=2, attempt=0, samples=(0,), worker="a"),
+    ]  # fmt: skip
+    told.ends(2)
+    told(GroupGraded(group=2, is_uniform=True))
+    told.ends(3)
+    # Two were replaced, which is the most: the step has one group less.
+    assert told(GroupGraded(group=3, is_uniform=True)) == [Void(group=3, reason="uniform")]
+    assert told.trains(1) == [StartStep(step=1, groups=(1,), voided=(0, 2, 3))]
+
+
+def test_a_stop_ends_after_the_step_and_offers_what_is_left_at_the_next_start() -> None:
+    settings = ScheduleSettings(steps=9, groups_per_step=1, samples=1, staleness=1, on_new_weights="keep")
+    told = Told(settings)
+    told(WorkerJoined(worker="a", lanes=2, version=0))
+    told(StepRequested())
+    told.trains(1)
+    told(StepCommitted(step=1, version=1))
+    live, following = told.scheduler.live_groups, told.scheduler.next_group
+    assert (live, following) == ((0,), 2)
+    told(StopRequested())
+    assert told(StepRequested()) == [Void(group=0, reason="stopped"), End()]
+
+    again = Scheduler(settings, step=1, version=1, next_group=following, reoffered=live)
+    assert _admitted(again.decide(WorkerJoined(worker="a", lanes=8, version=1))) == [(0, "a"), (2, "a")]
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_capacity_after_a_resume_is_capacity_before_it(staleness: int) -> None:
+    """AReaL #1345: after a recovery the version has jumped, and the capacity with it, so that groups far beyond the
+    bound were admitted."""
+    settings = ScheduleSettings(
+        steps=99, groups_per_step=3, samples=1, staleness=staleness, on_new_weights="keep"
+    )  # fmt: skip
+    fresh, resumed = Scheduler(settings), Scheduler(settings, step=50, version=50, next_group=150)
+    for scheduler, version in ((fresh, 0), (resumed, 50)):
+        actions = scheduler.decide(WorkerJoined(worker="a", lanes=1000, version=version))
+        assert len(_admitted(actions)) == 3 * (staleness + 1)
+
+
+def test_no_finished_group_is_dropped() -> None:
+    """slime #2238: groups that had finished beyond the size of a batch were thrown away."""
+    settings = ScheduleSettings(steps=20, groups_per_step=3, samples=2, staleness=2, on_new_weights="keep")
+    world = world_of(settings, Costs(random.Random(5), update_s=5.0, length_s=0.2), (4, 4)).run()
+
+    trained = [number for step in world.steps for number in step.groups]
+    assert sorted(trained) == list(range(60))
+    assert len(set(trained)) == len(trained)
+
+
+def test_long_groups_are_trained_as_often_as_they_are_offered() -> None:
+    """SkyRL and others drop what is too old, which is what is slow."""
+    settings = ScheduleSettings(steps=40, groups_per_step=4, samples=1, staleness=2, on_new_weights="keep")
+    world = world_of(settings, Costs(random.Random(1), spread=2.0, length_s=2.0, update_s=0.3), (4, 4, 4)).run()
+
+    assert {history.number for history in world.histories} == {admit.group for admit in world.admitted}
+    assert all(history.void is None for history in world.histories)
+
+
+def test_the_same_events_give_the_same_actions() -> None:
+    def run(seed: int) -> World:
+        settings = ScheduleSettings(steps=5, groups_per_step=3, samples=2, staleness=1, on_new_weights="recompute")
+        return world_of(settings, Costs(random.Random(seed), loss_every_s=4.0), (2, 3)).run()
+
+    assert run(3).admitted == run(3).admitted
+    assert run(3).steps == run(3).steps
+    assert run(3).admitted != run(4).admitted
+
+
+def test_staleness_hides_the_tail() -> None:
+    """With lengths of a log-normal distribution, the steps of a synchronous run wait for the longest of each."""
+
+    def seconds(staleness: int) -> float:
+        settings = ScheduleSettings(
+            steps=30, groups_per_step=8, samples=4, staleness=staleness, on_new_weights="keep"
+        )  # fmt: skip
+        world = world_of(settings, Costs(random.Random(2), update_s=4.0, grade_s=0.3), (8, 8)).run()
+        return world.now_s
+
+    assert seconds(0) > 1.3 * seconds(1) > 1.3 * seconds(2) * 0.9
