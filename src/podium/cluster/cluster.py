@@ -63,6 +63,19 @@ async def open_inline(*, deadlines: bool = True, tell: Tell = lambda what: None)
 
 
 @asynccontextmanager
+async def open_simulated(*, tell: Tell = lambda what: None) -> AsyncIterator[Cluster]:
+    """The same interface on the virtual clock of `run_virtual`: workers are tasks, and their methods wait with
+    `asyncio.sleep`."""
+    from podium.cluster.simulated import SimulatedTransport
+    from podium.cluster.virtual_time import VirtualLoop
+
+    if not isinstance(asyncio.get_running_loop(), VirtualLoop):
+        raise ClusterError("a simulated cluster needs a virtual clock: start the program with run_virtual(main()).")
+    async with _opened(SimulatedTransport(), tell=tell) as cluster:
+        yield cluster
+
+
+@asynccontextmanager
 async def _opened(transport: Transport, *, unhurried: bool = False, tell: Tell) -> AsyncIterator[Cluster]:
     cluster = Cluster(transport, unhurried=unhurried, tell=tell)
     owner = asyncio.current_task()

@@ -5,15 +5,16 @@ Calls run on one thread, `work`; `where` and `beats` answer on others in the mea
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import pickle
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
 import numpy as np
 
@@ -41,7 +42,7 @@ from podium.cluster.messages import (
 from podium.cluster.results import Computed
 from podium.cluster.spans import SpanRecorder
 from podium.cluster.worker_context import WorkerContext
-from podium.engine.addresses import DeviceKind
+from podium.engine.addresses import DeviceKind, TcpMeeting
 from podium.errors import ClusterError, PodiumError
 from podium.importing import import_all, import_transformers_without_torch, load_object
 
@@ -52,6 +53,12 @@ if TYPE_CHECKING:
     from podium.cluster.rendezvous import TransferGroup
     from podium.engine.meeting import MeetingServer
 
+Result = TypeVar("Result")
+Waiting = Generator[Awaitable[Any], Any, Result]
+"""Work that yields what it waits for."""
+
+# Raised by what ends a worker: not a failure of its role.
+_ENDS = (SystemExit, asyncio.CancelledError)
 # Most characters of an exception's text.
 _LONGEST = 16_000
 WORK, CONTROL = "work", "control"
@@ -60,9 +67,12 @@ WORK, CONTROL = "work", "control"
 class RoleHost:
     """The roles of one worker and what they share: its identity, its process groups, its links and its spans."""
 
-    def __init__(self, *, node: str, host: str, device: str, kind: DeviceKind, own_process: bool) -> None:
+    def __init__(
+        self, *, node: str, host: str, device: str, kind: DeviceKind, own_process: bool, forms_groups: bool = True
+    ) -> None:
+        """`forms_groups`: whether workers form real process groups and links; those of a simulation do not."""
         self._handshake = Handshake(node=node, host=host, device=device, kind=kind, pid=os.getpid())
-        self._own_process = own_process
+        self._own_process, self._forms_groups = own_process, forms_groups
         self._worker: WorkerId | None = None
         self._meshes: dict[str, RoleMesh] = {}
         self._devices: dict[str, DeviceMesh | None] = {}
@@ -79,20 +89,11 @@ class RoleHost:
     def perform(self, call: Call, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
         """Runs a call on the work thread. Returns the reply, and rows to store (None: none). An exception of the role's
         code is part of the reply, so that it does not look like a fault of the worker."""
-        self._recorder.name_thread(WORK)
-        value: Any = None
-        rows: Any = None
-        failure: Failure | None = None
-        try:
-            with self._recorder.span(_title(call)):
-                value = self._do(call, arguments, named)
-            if isinstance(call, Invoke) and call.wants == "rows":
-                value, rows = self._head(call, value)
-        except SystemExit:
-            raise  # the process ends, and the controller notices that
-        except BaseException as error:
-            value, rows, failure = None, None, _failure(error)
-        return self._reply(value, failure), rows
+        return _driven(self._performing(call, arguments, named))
+
+    async def perform_async(self, call: Call, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
+        """`perform` in the running event loop."""
+        return await _driven_in_loop(self._performing(call, arguments, named))
 
     def stream(self, call: Invoke, *arguments: Any, **named: Any) -> Iterator[tuple[Reply, Any]]:
         """Calls a method that yields `Computed` blocks and passes each on as it comes; the last reply has none."""
@@ -100,7 +101,7 @@ class RoleHost:
         failure: Failure | None = None
         try:
             with self._recorder.span(_title(call)):
-                for computed in self._invoke(call, arguments, named):
+                for computed in _items(self._invoke(call, arguments, named)):
                     head, rows = self._head(call, computed)
                     yield self._reply(head, None, last=False), rows
         except (SystemExit, GeneratorExit):
@@ -109,16 +110,28 @@ class RoleHost:
             failure = _failure(error)
         yield self._reply(None, failure), None
 
+    async def stream_async(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Any]]:
+        """`stream` in the running event loop."""
+        failure: Failure | None = None
+        try:
+            with self._recorder.span(_title(call)):
+                async for computed in _items_in_loop(self._invoke(call, arguments, named)):
+                    head, rows = self._head(call, computed)
+                    yield self._reply(head, None, last=False), rows
+        except (SystemExit, GeneratorExit, asyncio.CancelledError):
+            raise
+        except BaseException as error:
+            failure = _failure(error)
+        yield self._reply(None, failure), None
+
     def control(self, call: Invoke, *arguments: Any, **named: Any) -> Reply:
         """Calls a role's method on a control thread, while work may be busy, for instance to cancel or pause it. The
         role makes the two thread-safe. Records no spans: those belong to the work thread."""
-        self._recorder.name_thread(CONTROL)
-        try:
-            return Reply(self._worker, self._invoke(call, arguments, named), None, ())
-        except SystemExit:
-            raise
-        except BaseException as error:
-            return Reply(self._worker, None, _failure(error), ())
+        return _driven(self._controlling(call, arguments, named))
+
+    async def control_async(self, call: Invoke, *arguments: Any, **named: Any) -> Reply:
+        """`control` in the running event loop."""
+        return await _driven_in_loop(self._controlling(call, arguments, named))
 
     def where(self) -> Whereabouts:
         """Each thread's open spans and stack; answers while work is busy."""
@@ -130,6 +143,36 @@ class RoleHost:
             doing, for_s = self._recorder.doing(WORK)
             yield Beat(doing=doing, for_s=for_s)
             time.sleep(every_s)
+
+    def _performing(self, call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> Waiting[tuple[Reply, Any]]:
+        self._recorder.name_thread(WORK)
+        value: Any = None
+        rows: Any = None
+        failure: Failure | None = None
+        try:
+            with self._recorder.span(_title(call)):
+                value = self._do(call, arguments, named)
+                if inspect.isawaitable(value):
+                    value = yield value
+            if isinstance(call, Invoke) and call.wants == "rows":
+                value, rows = self._head(call, value)
+        except _ENDS:
+            raise  # the process ends, and the controller notices that
+        except BaseException as error:
+            value, rows, failure = None, None, _failure(error)
+        return self._reply(value, failure), rows
+
+    def _controlling(self, call: Invoke, arguments: tuple[Any, ...], named: dict[str, Any]) -> Waiting[Reply]:
+        self._recorder.name_thread(CONTROL)
+        try:
+            value = self._invoke(call, arguments, named)
+            if inspect.isawaitable(value):
+                value = yield value
+            return Reply(self._worker, value, None, ())
+        except _ENDS:
+            raise
+        except BaseException as error:
+            return Reply(self._worker, None, _failure(error), ())
 
     def _reply(self, value: Any, failure: Failure | None, *, last: bool = True) -> Reply:
         spans = self._recorder.drain(self._worker) if self._worker is not None else ()
@@ -147,6 +190,8 @@ class RoleHost:
                 if call.tokenizers_only and self._own_process:
                     import_transformers_without_torch()
                 import_all(call.modules)
+            case OpenMeeting() | Join() | Connect() | Disconnect() if not self._forms_groups:
+                return TcpMeeting(host=self._handshake.host, port=0)
             case OpenMeeting():
                 from podium.cluster.rendezvous import serve
 
@@ -223,6 +268,68 @@ class RoleHost:
             note=computed.note,
         )
         return head, rows
+
+
+def _driven(work: Waiting[Result]) -> Result:
+    """Runs work in this thread. What it waits for (a role's method that is a coroutine) gets an event loop."""
+    try:
+        waits = next(work)
+        while True:
+            try:
+                result = asyncio.run(_awaited(waits))
+            except BaseException as error:
+                waits = work.throw(error)
+            else:
+                waits = work.send(result)
+    except StopIteration as done:
+        value: Result = done.value
+        return value
+
+
+async def _driven_in_loop(work: Waiting[Result]) -> Result:
+    """Runs work in the running event loop."""
+    try:
+        waits = next(work)
+        while True:
+            try:
+                result = await waits
+            except BaseException as error:
+                waits = work.throw(error)
+            else:
+                waits = work.send(result)
+    except StopIteration as done:
+        value: Result = done.value
+        return value
+
+
+async def _awaited(waits: Awaitable[Any]) -> Any:
+    return await waits
+
+
+def _items(blocks: Iterable[Any] | AsyncIterator[Any]) -> Iterator[Any]:
+    """What a role's method yields. An asynchronous generator gets an event loop."""
+    if not isinstance(blocks, AsyncIterator):
+        yield from blocks
+        return
+    with asyncio.Runner() as runner:
+        while True:
+            try:
+                yield runner.run(_next_of(blocks))
+            except StopAsyncIteration:
+                return
+
+
+async def _items_in_loop(blocks: Iterable[Any] | AsyncIterator[Any]) -> AsyncIterator[Any]:
+    if isinstance(blocks, AsyncIterator):
+        async for each in blocks:
+            yield each
+    else:
+        for each in blocks:
+            yield each
+
+
+async def _next_of(blocks: AsyncIterator[Any]) -> Any:
+    return await anext(blocks)
 
 
 def _implementation(place: str, interface: type[Any]) -> type[Any]:

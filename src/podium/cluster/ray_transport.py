@@ -52,6 +52,7 @@ class RayTransport:
     """Workers as Ray actors. Ends only a Ray that it started."""
 
     has_collectives = True
+    can_be_silent = True
 
     def __init__(self, *, joined: bool, local: LocalRay | None) -> None:
         """`joined`: this transport connected the process to Ray; `local`: the cluster that this transport ends."""

@@ -350,7 +350,8 @@ class WorkerPool:
 
     async def _watch(self, member: Member) -> None:
         """Consumes the member's heartbeats. Ends when the process is gone, or when none has come for the heartbeat
-        timeout. Otherwise only cancelling unblocks it, when the member is ended on purpose."""
+        timeout (if workers of this cluster can be silent). Otherwise only cancelling unblocks it, when the member is
+        ended on purpose."""
         beats = member.process.beats(self._timeouts.beat_s)
         coming: asyncio.Future[Beat] | None = None
         try:
@@ -361,7 +362,8 @@ class WorkerPool:
                     warn_s=self._timeouts.silent_s,
                     timeout_s=self._timeouts.heartbeat_timeout_s,
                 )
-                while not (await asyncio.wait({coming}, timeout=silence.slice_s))[0]:
+                slice_s = silence.slice_s if self._transport.can_be_silent else None
+                while not (await asyncio.wait({coming}, timeout=slice_s))[0]:
                     silence.look()
                     if silence.should_warn():
                         log.warning("%s: %s", self._health(member), silence.guess)
