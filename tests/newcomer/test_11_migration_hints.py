@@ -14,7 +14,9 @@ from helpers.recipes import recipe_values
 from podium.errors import RecipeError
 from podium.recipe import parse_recipe
 from podium.recipe.keys import all_keys
-from podium.recipe.migration import FIXED, KEYS, ON_POLICY, PROGRAMS, SECTIONS, WITHOUT, program_hint
+from podium.recipe.migration import FIXED, KEYS, ON_POLICY, SECTIONS, WITHOUT
+from podium.recipe.migration_programs import PROGRAMS, TELLING, guessed_program, program_hint
+from podium.recipe.migration_values import VALUES
 from podium.recipe.programs import BUILT_IN, CUSTOM
 from podium.recipe.suggesting import hint_for
 
@@ -39,6 +41,10 @@ def _refused(values: dict[str, Any]) -> str:
     with pytest.raises(RecipeError) as caught:
         parse_recipe(values)
     return str(caught.value)
+
+
+def _line(message: str, key: str) -> str:
+    return next(line for line in message.splitlines() if line.startswith(f"  {key}"))
 
 
 def test_the_table_is_broad() -> None:
@@ -182,3 +188,174 @@ def test_what_is_suggested_for_a_program_is_a_valid_recipe(name: str) -> None:
 def test_a_name_like_nothing_is_not_guessed() -> None:
     assert program_hint("zzz", BUILT_IN) is None
     assert "zzz" in _refused(recipe_values("program=zzz"))
+
+
+VERL = """
+data: {train_files: a.parquet, train_batch_size: 64}
+algorithm: {adv_estimator: ADVANTAGE}
+actor_rollout_ref: {rollout: {n: 5}, actor: {ulysses_sequence_parallel_size: 2}}
+trainer: {total_epochs: 15, critic_warmup: 3, project_name: sums}
+"""
+
+
+@pytest.mark.parametrize(
+    ("values", "program"),
+    [
+        (VERL.replace("ADVANTAGE", "gae"), "ppo"),
+        (VERL.replace("ADVANTAGE", "rloo"), "grpo"),
+        ("{actor_rollout_ref: {rollout: {n: 5}}}", "grpo"),
+        ("{actor_rollout_ref: {rollout: {n: 5}}, critic: {optim: {lr: 1e-5}}}", "ppo"),
+        ("{num_generations: 8, n: 1}", "grpo"),
+        ("{num_ppo_epochs: 4, n: 1}", "ppo"),
+        ("{n_samples_per_prompt: 4, critic_pretrain: m}", "ppo"),
+    ],
+)
+def test_without_a_program_the_keys_tell_which_it_is(values: str, program: str) -> None:
+    message = _refused(yaml.safe_load(values))
+
+    assert f"`program: {program}`" in _line(message, "program")
+    assert "rollout.samples_per_prompt" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "program"),
+    [
+        ("dataset_text_field", "sft"),
+        ("precompute_ref_log_probs", "dpo"),
+        ("center_rewards_coefficient", "reward_model"),
+        ("kd_coef", "distill"),
+    ],
+)
+def test_a_key_that_one_kind_of_trainer_has_tells_the_program(key: str, program: str) -> None:
+    hint = hint_for([key], KINDS[program])
+    assert hint is not None
+    assert hint.key in _line(_refused({key: 1}), key)
+    assert f"`program: {program}`" in _refused({key: 1})
+
+
+@pytest.mark.parametrize("values", [{"learning_rate": 1}, {"num_generations": 2, "kd_coef": 1}, {"options": {"n": 2}}])
+def test_keys_of_no_trainer_or_of_several_do_not_tell_the_program(values: dict[str, Any]) -> None:
+    assert guessed_program(values) is None
+    assert "`program: " not in _refused(values)
+
+
+def test_every_telling_key_has_a_hint_or_a_reason() -> None:
+    for program, names in TELLING.items():
+        for name in names:
+            assert name in WITHOUT or hint_for([name], KINDS[program]) is not None, (program, name)
+
+
+def test_a_program_of_another_project_does_not_hide_the_other_keys() -> None:
+    message = _refused({**recipe_values("program=GRPOTrainer"), "num_generations": 2})
+    assert "rollout.samples_per_prompt" in _line(message, "num_generations")
+
+
+def test_a_key_that_only_other_programs_have_is_answered_with_them() -> None:
+    line = _line(_refused(yaml.safe_load(VERL.replace("ADVANTAGE", "rloo"))), "trainer.critic_warmup")
+    assert "critic.warmup_steps of ppo" in line
+    assert "critic.warmup_steps" in _line(_refused(yaml.safe_load(VERL.replace("ADVANTAGE", "gae"))), "trainer.critic_")
+
+
+@pytest.mark.parametrize(
+    ("key", "fact"),
+    [("trainer.project_name", "WANDB_PROJECT"), ("actor_rollout_ref.actor.ulysses_sequence_parallel_size", "Remove")],
+)
+def test_a_key_that_nothing_stands_for_is_answered_with_the_reason(key: str, fact: str) -> None:
+    assert fact in _line(_refused(yaml.safe_load(VERL.replace("ADVANTAGE", "rloo"))), key)
+
+
+@pytest.mark.parametrize(
+    ("name", "listed"), [("num_train_epochs", False), ("max_steps", False), ("learning_rate", True)]
+)
+def test_steps_are_not_missing_beside_a_key_that_stands_for_the_length(name: str, listed: bool) -> None:
+    values = {key: value for key, value in recipe_values().items() if key != "steps"}
+    assert ("\n  steps: " in _refused({**values, name: 3})) == listed
+    assert "\n  steps: " not in _refused(yaml.safe_load(VERL.replace("ADVANTAGE", "rloo")))
+
+
+# --- values ---
+
+
+def _kinds_with(key: str) -> list[str]:
+    return [name for name, kind in BUILT_IN.items() if key in all_keys(kind)]
+
+
+@pytest.mark.parametrize("key", VALUES)
+def test_every_suggested_value_is_one_that_the_key_takes(key: str) -> None:
+    program = "grpo" if "grpo" in _kinds_with(key) else _kinds_with(key)[0]
+    for name, hint in VALUES[key].items():
+        for mentioned in _MENTIONED.findall(hint.how):
+            assert _kinds_with(mentioned), (name, mentioned)
+        if hint.value is None:
+            assert hint.how, name
+        else:
+            values = {**_values(program), **recipe_values(f"program={program}", f"{key}='{hint.value}'")}
+            if key == "algorithm.kl.estimator":
+                values["algorithm"]["kl"] |= {"coefficient": 0.1}
+            if key == "placement.layout":
+                values["placement"]["devices"] = 2
+            assert parse_recipe(values).program == program, name
+
+
+@pytest.mark.parametrize(
+    ("override", "suggested"),
+    [
+        ("algorithm.advantage=rloo", "leave_one_out"),
+        ("algorithm.advantage=grpo", "group_relative"),
+        ("algorithm.advantage=reinforce_plus_plus", "reinforce_pp"),
+        ("algorithm.advantage=gae", "ppo"),
+        ("algorithm.loss=gspo", "sequence_clipped"),
+        ("algorithm.loss=vanilla", "clipped"),
+        ("algorithm.loss=dapo", "algorithm.clip_high"),
+        ("algorithm.reduction=token-mean", "token_mean"),
+        ("algorithm.reduction=seq-mean-token-sum", "sequence_sum_mean"),
+        ("run.loggers=[console]", "metrics.jsonl"),
+        ("run.loggers=console", "metrics.jsonl"),
+        ("optimizer=adamw_torch", "AdamW"),
+        ("optimizer.schedule=constant_with_warmup", "optimizer.warmup_steps"),
+        ("optimizer.schedule=cosin", "cosine"),
+        ("model.dtype=bf16", "bfloat16"),
+        ("model.dtype=torch.bfloat16", "bfloat16"),
+        ("model.dtype=fp32", "float32"),
+        ("model.activation_checkpointing=true", "layers"),
+    ],
+)
+def test_a_value_of_another_project_is_answered_once_with_ours(override: str, suggested: str) -> None:
+    key = override.partition("=")[0]
+    message = _refused({**_values("grpo"), **recipe_values("program=grpo", override), "reward": "exact_match"})
+
+    assert "(1 problem)" in message
+    assert suggested in _line(message, key).rpartition("found ")[2]
+
+
+def test_a_value_of_another_program_is_not_suggested() -> None:
+    assert "Did you mean" not in _refused(recipe_values("algorithm.loss=gspo"))
+
+
+def test_a_preference_of_another_project_is_answered_with_ours() -> None:
+    assert "sigmoid?" in _refused(recipe_values("program=dpo", "preference.loss=dpo"))
+
+
+@pytest.mark.parametrize("value", ["mine.py", "mine.py:", "a/mine"])
+def test_what_looks_like_a_file_is_answered_as_an_import_path(value: str) -> None:
+    message = _refused({**_values("grpo"), "algorithm": {"loss": value}})
+    assert "(1 problem)" in message
+    assert "file.py:function" in _line(message, "algorithm.loss")
+    assert "sequence_clipped" not in message
+
+
+def test_the_value_of_another_projects_key_is_translated_with_it() -> None:
+    assert "leave_one_out" in _line(_refused(_values("grpo", algorithm={"adv_estimator": "rloo"})), "algorithm.adv")
+    assert "bfloat16" in _line(_refused(_values("sft", torch_dtype="bf16")), "torch_dtype")
+
+
+@pytest.mark.parametrize(("key", "where"), [("kl_loss_type", "loss"), ("kl_penalty", "reward")])
+def test_estimators_that_are_suggested_for_a_kl_are_taken_there(key: str, where: str) -> None:
+    line = _line(_refused(_values("grpo", **{key: "kl"})), key)
+    estimators = set(re.findall(r"\bk[123](?:_straight)?\b", line))
+
+    assert f"`algorithm.kl.where` {where}" in line
+    assert ("k1" in estimators) == (where == "reward")
+    for estimator in estimators:
+        kl = {"coefficient": 0.1, "where": where, "estimator": estimator}
+        assert parse_recipe(_values("grpo", algorithm={"kl": kl})).program == "grpo"

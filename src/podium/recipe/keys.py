@@ -18,9 +18,8 @@ _TAG = "="
 
 def is_tag(part: str) -> bool:
     """Whether a part of a pydantic location is a branch of a union and not a key."""
-    return (
-        _TAG in part or part == "[key]" or part.startswith(("literal[", "function-", "constrained-", "str", "nullable"))
-    )
+    kinds = ("literal[", "function-", "constrained-", "str", "nullable", "tuple[")
+    return _TAG in part or part == "[key]" or part.startswith(kinds)
 
 
 def all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:

@@ -13,9 +13,9 @@ import yaml
 from pydantic import ValidationError
 
 from podium.errors import RecipeError
-from podium.recipe.explaining import explained
+from podium.recipe.explaining import explained, hinted_keys
 from podium.recipe.keys import is_tag
-from podium.recipe.programs import program_problem, recipe_class
+from podium.recipe.programs import likely_program, program_problem, recipe_class
 from podium.recipe.recipes import Recipe
 from podium.recipe.rules import steps_problem
 from podium.recipe.shorthands import in_full
@@ -132,7 +132,7 @@ def _validated(
 ) -> Recipe | list[str]:
     kind = recipe_class(values)
     if kind is None:
-        return [program_problem(values), *_missing(values)]
+        return [program_problem(values), *_other_problems(values, references)]
     try:
         return kind.model_validate(values)
     except ValidationError as error:
@@ -141,7 +141,18 @@ def _validated(
             return _validated(typed, references, reads_texts=False)
         written = {".".join(map(str, parts)): text for parts, text in references.items()}
         lines = explained(error, kind, written)
-        return list(dict.fromkeys([*lines, *_length_problem(values)]))
+        # A key of another project that is answered with `epochs` or `steps` is the run's length.
+        has_length = not hinted_keys(error, kind).isdisjoint(("steps", "epochs"))
+        return list(dict.fromkeys([*lines, *([] if has_length else _length_problem(values))]))
+
+
+def _other_problems(values: Mapping[str, Any], references: Mapping[KeyParts, str]) -> list[str]:
+    """Problems beside that of the program: those of the likely one, or keys that every program requires."""
+    program = likely_program(values)
+    if program is None:
+        return _missing(values)
+    result = _validated({**values, "program": program}, references)
+    return [] if isinstance(result, Recipe) else result
 
 
 def _typed(values: dict[str, Any], references: Mapping[KeyParts, str], error: ValidationError) -> dict[str, Any] | None:

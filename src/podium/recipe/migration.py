@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys and program names of verl, TRL, OpenRLHF and prime-rl, and what stands for them in a Podium recipe. Tables only:
-`suggesting` picks the hint that fits a program. A key of Podium inside `how` is written in backticks."""
+"""Keys of verl, TRL, OpenRLHF and prime-rl, and what stands for them in a Podium recipe. Tables only: `suggesting`
+picks the hint that fits a program. A key of Podium inside `how` is written in backticks. `migration_values` has their
+values, `migration_programs` their programs."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 FIXED = ("sft", "dpo", "reward_model", "distill", "fixed")
 """Programs that learn from fixed data; `fixed` and `on_policy` are the signals of custom programs."""
@@ -20,14 +20,6 @@ class KeyHint:
     key: str
     how: str = ""
     programs: tuple[str, ...] = ()  # empty: all that have the key
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProgramHint:
-    """The program that stands for one of another project, and the keys that make it so."""
-
-    program: str
-    keys: Mapping[str, str] = field(default_factory=dict)
 
 
 def _same(names: str, *hints: KeyHint) -> dict[str, tuple[KeyHint, ...]]:
@@ -174,7 +166,25 @@ _ALGORITHM = {
     ),
     **_same("use_kl_loss", KeyHint("algorithm.kl.where", "true is loss; false: leave `algorithm.kl` out")),
     **_same("use_kl_in_reward", KeyHint("algorithm.kl.where", "true is reward; false: leave `algorithm.kl` out")),
-    **_same("kl_loss_type kl_penalty kl_estimator", KeyHint("algorithm.kl.estimator", "kl is k1, low_var_kl is k3")),
+    **_same(
+        "kl_loss_type",
+        KeyHint(
+            "algorithm.kl.estimator",
+            "with `algorithm.kl.where` loss: low_var_kl is k3 (the default, k3_straight, has a better gradient), mse "
+            "is k2; kl has no counterpart there",
+        ),
+    ),
+    **_same(
+        "kl_penalty",
+        KeyHint(
+            "algorithm.kl.estimator",
+            "with `algorithm.kl.where` reward: kl is k1 (the default there), mse is k2, low_var_kl is k3",
+        ),
+    ),
+    **_same(
+        "kl_estimator",
+        KeyHint("algorithm.kl.estimator", "k1 with `algorithm.kl.where` reward; in the loss k3_straight, k3 or k2"),
+    ),
     **_same("kl_target target_kl", KeyHint("algorithm.kl.target", "a KL per token")),
     **_same("kl_horizon horizon", KeyHint("algorithm.kl.horizon", "episodes")),
     **_same("ref_model_sync_steps sync_ref_model", KeyHint("algorithm.kl.refresh_every", "steps")),
@@ -210,7 +220,7 @@ _ALGORITHM = {
     ),
     **_same(
         "importance_sampling_level loss_mode policy_loss",
-        KeyHint("algorithm.loss", "sequence and gspo are sequence_clipped, token and vanilla are clipped"),
+        KeyHint("algorithm.loss", "sequence and gspo are sequence_clipped, token and vanilla are clipped", ON_POLICY),
     ),
     **_same(
         "scale_rewards norm_adv_by_std_in_grpo",
@@ -219,6 +229,7 @@ _ALGORITHM = {
     **_same(
         "adv_estimator advantage_estimator",
         KeyHint("algorithm.advantage", "grpo is group_relative, rloo is leave_one_out; gae is program ppo"),
+        KeyHint("program", "ppo estimates advantages by GAE; remove it", ("ppo",)),
     ),
     **_same("filter_groups dynamic_filtering", KeyHint("algorithm.dynamic_sampling")),
     **_same("max_num_gen_batches", KeyHint("algorithm.max_refills")),
@@ -287,15 +298,14 @@ _ROLLOUT = {
 _MODEL = {
     **_same(
         "model_name_or_path model_name pretrain pretrained pretrained_model_name_or_path base_model sft_model_path "
-        "hf_model_path model.name actor_rollout_ref.model.path",
+        "hf_model_path model.name actor_rollout_ref.model.path partial_pretrain",
         KeyHint("model.path"),
     ),
     **_same("tokenizer_name_or_path tokenizer_name tokenizer_path", KeyHint("model.tokenizer")),
     **_same("chat_template chat_template_path", KeyHint("model.chat_template", "a Jinja file")),
-    **_same(
-        "bf16 fp16 torch_dtype param_dtype precision mixed_precision dtype",
-        KeyHint("model.dtype", "float32 or bfloat16"),
-    ),
+    **_same("bf16", KeyHint("model.dtype", "true is bfloat16, false is float32")),
+    **_same("fp16", KeyHint("model.dtype", "bfloat16; there is no float16")),
+    **_same("torch_dtype param_dtype precision mixed_precision dtype", KeyHint("model.dtype", "float32 or bfloat16")),
     **_same(
         "gradient_checkpointing enable_gradient_checkpointing activation_checkpoint ac",
         KeyHint("model.activation_checkpointing", "true is layers"),
@@ -342,7 +352,7 @@ _RUN = {
         "output_dir save_path default_local_dir ckpt_path ckpt_dir", KeyHint("run.folder", "and `run.name` below it")
     ),
     **_same("run_name experiment_name exp_name wandb_run_name", KeyHint("run.name")),
-    **_same("report_to logger log_with use_wandb wandb wandb_project project_name", KeyHint("run.loggers")),
+    **_same("report_to logger log_with use_wandb wandb", KeyHint("run.loggers")),
     **_same("seed data_seed", KeyHint("run.seed")),
     **_same("logging_steps log_interval", KeyHint("run.log_every")),
     **_same(
@@ -390,57 +400,28 @@ WITHOUT: Mapping[str, str] = {
         ("max_async_level", "async_level", "max_staleness", "async_train"),
         "a step trains on what the newest weights generated. Remove it",
     ),
-    **dict.fromkeys(("optim", "optimizer_type"), "the optimizer is AdamW"),
+    **dict.fromkeys(
+        ("ulysses_sequence_parallel_size", "context_parallel_size", "ring_attn_size", "sequence_parallel_size"),
+        "a sequence is never split over devices. Remove it",
+    ),
+    **dict.fromkeys(
+        ("project_name", "wandb_project"),
+        "Weights & Biases takes the project from the environment variable WANDB_PROJECT",
+    ),
+    **dict.fromkeys(
+        ("wandb_entity", "wandb_org"), "Weights & Biases takes it from the environment variable WANDB_ENTITY"
+    ),
+    **dict.fromkeys(
+        ("optim", "optimizer_type", "optim.optimizer", "optimizer.name", "optimizer.type", "optimizer.optimizer"),
+        "the optimizer is AdamW. Remove it",
+    ),
     **dict.fromkeys(("vf_coef", "value_loss_coef"), "the critic has its own weights and optimizer. Remove it"),
     "apply_chat_template": "rows with messages always go through the chat template. Remove it",
 }
-"""Names that nothing stands for, and the reason. The sentences name no key."""
+"""Names, or ends of key paths, that nothing stands for, and the reason. The sentences name no key."""
 
 SECTIONS = (
     "actor_rollout_ref", "actor", "ref", "trainer", "custom_reward_function", "orchestrator", "inference",
     "training_args", "kl_ctrl", "sampling_params", "sampling", "ckpt", "optim", "multi_turn", "overlong_buffer",
 )  # fmt: skip
 """Sections of other projects whose keys have their places elsewhere."""
-
-PROGRAMS: Mapping[str, ProgramHint] = {
-    **dict.fromkeys(("finetune", "finetuning", "supervised", "instruct"), ProgramHint(program="sft")),
-    **{name: ProgramHint(program="dpo", keys={"preference.loss": name}) for name in ("kto", "orpo", "simpo", "ipo")},
-    "preference": ProgramHint(program="dpo"),
-    **dict.fromkeys(
-        ("rm", "reward", "rewardmodel", "rewardmodeling", "bradleyterry"), ProgramHint(program="reward_model")
-    ),
-    **dict.fromkeys(
-        ("opd", "onpolicydistillation", "onpolicydistill", "gkd", "minillm"), ProgramHint(program="on_policy_distill")
-    ),
-    **dict.fromkeys(("kd", "distillation", "knowledgedistillation"), ProgramHint(program="distill")),
-    **dict.fromkeys(
-        ("raft", "rft", "rejectionsampling", "bestofn", "star", "restem", "expertiteration"),
-        ProgramHint(program="expert_iteration"),
-    ),
-    "rloo": ProgramHint(program="grpo", keys={"algorithm.advantage": "leave_one_out"}),
-    **dict.fromkeys(
-        ("reinforce++", "reinforcepp", "reinforceplusplus", "reinforce"),
-        ProgramHint(program="grpo", keys={"algorithm.advantage": "reinforce_pp"}),
-    ),
-    **dict.fromkeys(
-        ("reinforce++baseline", "reinforceppbaseline", "reinforceplusplusbaseline"),
-        ProgramHint(program="grpo", keys={"algorithm.advantage": "reinforce_pp_baseline"}),
-    ),
-    "drgrpo": ProgramHint(
-        program="grpo", keys={"algorithm.advantage": "group_centered", "algorithm.reduction": "constant"}
-    ),
-    "dapo": ProgramHint(program="grpo", keys={"algorithm.dynamic_sampling": "true", "algorithm.clip_high": "0.28"}),
-    "gspo": ProgramHint(program="grpo", keys={"algorithm.loss": "sequence_clipped"}),
-    "cispo": ProgramHint(program="grpo", keys={"algorithm.loss": "clipped_weights"}),
-}
-"""Name of a method or trainer, in small letters and without signs between them -> program."""
-
-_AROUND = re.compile(r"^(main|train|run|podium)[_-]|([_-]?(trainer|training|config|ray|recipe))+$")
-
-
-def program_hint(name: str, built_in: Mapping[str, object]) -> ProgramHint | None:
-    """The program that a name of another project means: GRPOTrainer, train_ppo_ray, kto. None: unknown."""
-    bare = _AROUND.sub("", name.rpartition(".")[2].lower())
-    squeezed = re.sub(r"[_\s-]", "", bare)
-    own = next((program for program in built_in if program.replace("_", "") == squeezed), None)
-    return ProgramHint(program=own) if own is not None else PROGRAMS.get(squeezed)

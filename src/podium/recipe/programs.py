@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Tag
 
 from podium.errors import ProgramError
-from podium.recipe.migration import ProgramHint, program_hint
+from podium.recipe.migration_programs import ProgramHint, guessed_program, program_hint
 from podium.recipe.plugins import Plugin
 from podium.recipe.recipes import (
     CustomOnPolicyRecipe,
@@ -85,11 +85,26 @@ def recipe_class(values: Mapping[str, Any]) -> type[Recipe] | None:
     return None
 
 
+def likely_program(values: Mapping[str, Any]) -> str | None:
+    """The program that is most likely meant by values without a class: by its name in another project, or without a
+    name by keys of other projects. None: nothing tells."""
+    program = values.get("program")
+    if program is None:
+        return guessed_program(values)
+    hint = None if Plugin.has_shape(program) else program_hint(str(program), BUILT_IN)
+    return None if hint is None else hint.program
+
+
 def program_problem(values: Mapping[str, Any]) -> str:
     """Why the values have no class."""
     program = values.get("program")
     if program is None:
-        return f"program: required, and missing. There are {', '.join(BUILT_IN)}; a custom one is file.py:function."
+        guess = guessed_program(values)
+        likely = "" if guess is None else f"By the other keys it is most likely `program: {guess}`. "
+        return (
+            f"program: required, and missing. {likely}There are {', '.join(BUILT_IN)}; a custom one is "
+            "file.py:function."
+        )
     if Plugin.has_shape(program):
         both = "fixed (every rank runs it, on data that is known) or on_policy (a controller runs it, and generates)"
         if values.get("signal") is None:
