@@ -21,7 +21,7 @@ from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require
 from podium.data.tasks import Task, TaskReader, check_task_source, no_task, prompt_room, read_tasks
 from podium.data.tokenizer import listed_tokens, marked_text
 from podium.environments.rewards import check_rewards
-from podium.errors import PodiumError, RecipeError
+from podium.errors import PodiumError, RecipeError, counted
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks
 from podium.observe.row_progress import RowProgress
@@ -300,10 +300,10 @@ def _task_report(
     if survey.first is None:
         if not survey.bad.num_bad:
             raise no_task(key)
-        return [f"{key}: {survey.bad.num_read} rows read, no prompt"]
+        return [f"{key}: {counted(survey.bad.num_read, 'row')} read, no prompt"]
     if not survey.num_fitting:
         raise RecipeError(
-            f"{key}: none of the first {survey.num_tasks} prompts of {section.path} leaves room for "
+            f"{key}: none of the first {counted(survey.num_tasks, 'prompt')} of {section.path} leaves room for "
             f"rollout.max_new_tokens {recipe.rollout.max_new_tokens}: the shortest has {survey.shortest} tokens and "
             f"{longest} is the longest sequence. Lower rollout.max_new_tokens, or raise data.max_length as far as the "
             "model allows."
@@ -311,9 +311,9 @@ def _task_report(
     _check_tools_shown(recipe, survey.first, tokenizer)
     first = tokenizer.decode(survey.first.encode(encoder).tolist()).replace("\n", "\\n")
     return [
-        f"{key}: {survey.num_tasks} prompts read, {survey.num_tokens / survey.num_tasks:.0f} tokens on average and "
-        f"{survey.longest} at most, {survey.num_tasks - survey.num_fitting} too long, {survey.num_answered} with a "
-        "reference answer",
+        f"{key}: {counted(survey.num_tasks, 'prompt')} read, {survey.num_tokens / survey.num_tasks:.0f} tokens on "
+        f"average and {survey.longest} at most, {survey.num_tasks - survey.num_fitting} too long, "
+        f"{survey.num_answered} with a reference answer",
         f"  the first: {first[:_SHOWN_CHARACTERS]}",
     ]
 
@@ -339,14 +339,16 @@ def _source_report(recipe: SpmdRecipe, key: str, section: SourceSection, tokeniz
     survey = ExampleSurvey.of(rows, spec.build())
     if not survey.num_documents:
         if survey.bad.num_bad:
-            return [f"{key}: {survey.bad.num_read} rows read, no document"]
-        raise no_trained_token(f"the first {survey.bad.num_read} rows of {section.path}", survey.dropped, key=key)
+            return [f"{key}: {counted(survey.bad.num_read, 'row')} read, no document"]
+        raise no_trained_token(
+            f"the first {counted(survey.bad.num_read, 'row')} of {section.path}", survey.dropped, key=key
+        )
     warning = None
     if not isinstance(recipe, RewardModelRecipe):  # which scores texts and learns no token
         stops = stop_tokens(tokenizer, local_folder(recipe.model.path, key))
         warning = missing_stop_token(survey.whole, tokenizer, stops)
     return [
-        f"{key}: {survey.bad.num_read} rows read, {survey.num_documents} documents, "
+        f"{key}: {counted(survey.bad.num_read, 'row')} read, {counted(survey.num_documents, 'document')}, "
         f"{survey.num_tokens / survey.num_documents:.0f} tokens on average, "
         f"{survey.num_trained / survey.num_tokens:.0%} of them trained, {survey.num_truncated} truncated, "
         f"{reasons_of(survey.dropped) or 'none dropped'}",

@@ -130,6 +130,17 @@ def exception_text(error: BaseException) -> str:
     return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error.__traceback__)}"
 
 
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: "1 row", "3 rows"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def type_phrase(value: object) -> str:
+    """The type of a value with its article: "an int", "a list"; "None" for None."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
 def _place(traceback: TracebackType | None) -> str:
     """The deepest line in the file of the user's function."""
     frames: list[tuple[str, int]] = []

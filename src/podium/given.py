@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from podium.errors import RecipeError
+from podium.errors import RecipeError, type_phrase
 from podium.python_objects import Given, without_objects
 from podium.recipe import PipelineRecipe, Recipe, parse_recipe
 from podium.recipe.loading import named_after, read_values
@@ -48,7 +48,7 @@ def _values_of(recipe: RecipeLike) -> tuple[Mapping[str, Any], str]:
             return recipe, "the recipe"
         case other:
             raise RecipeError(
-                f"recipe: expected the path of a YAML file, a dict or a Recipe, found a {type(other).__name__}."
+                f"recipe: expected the path of a YAML file, a dict or a Recipe, found {type_phrase(other)}."
             )
 
 

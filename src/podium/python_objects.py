@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from podium.data.given_rows import is_dataset, write_rows
-from podium.errors import RecipeError
+from podium.errors import RecipeError, type_phrase
 from podium.observe.loggers import Logger, OpenedLogger
 from podium.recipe import SourceSection, plugins
 from podium.recipe.loading import apply_overrides
@@ -183,7 +183,7 @@ def _are_rows(value: Any) -> bool:
 
 def _require_mapping(value: Any, key: str) -> None:
     if not isinstance(value, Mapping):
-        raise RecipeError(f"{key}: expected keys and values, found a {type(value).__name__}.")
+        raise RecipeError(f"{key}: expected keys and values, found {type_phrase(value)}.")
 
 
 # --- functions and classes ---

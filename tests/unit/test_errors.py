@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from podium.errors import what_raised
+from podium.errors import counted, type_phrase, what_raised
 
 
 def _raise(error: BaseException) -> None:
@@ -33,3 +33,8 @@ def test_an_exception_that_cannot_be_printed_is_named_all_the_same() -> None:
 
 def test_a_long_text_is_cut() -> None:
     assert len(what_raised(ValueError("x" * 10_000))) < 600
+
+
+def test_counts_and_types_are_written_as_in_a_sentence() -> None:
+    assert [counted(count, "row") for count in (0, 1, 2)] == ["0 rows", "1 row", "2 rows"]
+    assert [type_phrase(value) for value in (3, [], None, ValueError())] == ["an int", "a list", "None", "a ValueError"]

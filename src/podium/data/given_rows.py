@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from podium.errors import DataError
+from podium.errors import DataError, type_phrase
 
 _ROWS_PER_GROUP = 4096
 
@@ -32,7 +32,7 @@ def write_rows(rows: Any, folder: Path, key: str) -> Path:
     if is_dataset(rows):
         return _write_dataset(rows, folder, key)
     if not isinstance(rows, list | tuple):
-        raise DataError(f"{key}: expected a list of rows (dicts) or a datasets.Dataset, found a {type(rows).__name__}.")
+        raise DataError(f"{key}: expected a list of rows (dicts) or a datasets.Dataset, found {type_phrase(rows)}.")
     if not rows:
         raise DataError(f"{key}: the list of rows is empty. Check what fills it.")
     return _stored(folder, ".jsonl", lambda stream: _write_lines(rows, stream, key))
@@ -55,7 +55,7 @@ def _plain(value: Any) -> Any:
     """NumPy's scalars and arrays as Python's own."""
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"it holds a {type(value).__name__}")
+    raise TypeError(f"it holds {type_phrase(value)}")
 
 
 def _write_dataset(dataset: Any, folder: Path, key: str) -> Path:
@@ -63,10 +63,10 @@ def _write_dataset(dataset: Any, folder: Path, key: str) -> Path:
 
     if isinstance(dataset, Mapping):
         splits = ", ".join(map(str, dataset))
-        raise DataError(f"{key}: a {type(dataset).__name__} has several splits ({splits}). Give one: dataset[SPLIT].")
+        raise DataError(f"{key}: {type_phrase(dataset)} has several splits ({splits}). Give one: dataset[SPLIT].")
     if not isinstance(dataset, datasets.Dataset):
         raise DataError(
-            f"{key}: a {type(dataset).__name__} is read as a stream and has no length. Give a datasets.Dataset, a list "
+            f"{key}: {type_phrase(dataset)} is read as a stream and has no length. Give a datasets.Dataset, a list "
             "of rows, or the path of a file."
         )
     if len(dataset) == 0:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from podium.data.rows import Row
-from podium.errors import BadRowError, what_raised
+from podium.errors import BadRowError, type_phrase, what_raised
 
 Kind = Literal["messages", "prompt_completion", "text"]
 MapFunction = Callable[[dict[str, Any]], Mapping[str, Any] | None]
@@ -48,7 +48,7 @@ def named_values(row: Row, columns: Mapping[str, str], function: MapFunction | N
         ) from error
     if mapped is not None and not isinstance(mapped, Mapping):
         raise BadRowError(
-            f"{row.where}: the source's `map` returned a {type(mapped).__name__}. It must return a dict with "
+            f"{row.where}: the source's `map` returned {type_phrase(mapped)}. It must return a dict with "
             f"{_EXPECTED}, or None to drop the row."
         )
     return mapped
@@ -135,7 +135,7 @@ def _parse_message(message: Any, name: str, row: Row) -> Message:
         )
     if isinstance(content, list | tuple | Mapping):
         raise BadRowError(
-            f"{row.where}: {name}.content is a {type(content).__name__} of parts; only text is supported. "
+            f"{row.where}: {name}.content is {type_phrase(content)} of parts; only text is supported. "
             "Give one string, or join the text parts with the source's `map`."
         )
     if content is None and not (role == "assistant" and filled.get("tool_calls")):

@@ -17,7 +17,7 @@ from podium.data.kinds import Message, named_values, parse_messages, parse_text,
 from podium.data.masks import ChatRenderer, ChatTemplateError, Tools, template_error
 from podium.data.rows import Row
 from podium.data.sources import Source, open_source
-from podium.errors import BadRowError, DataError
+from podium.errors import BadRowError, DataError, type_phrase
 from podium.recipe.schema import SourceSection
 
 _ONE_OF = ("messages", "prompt", "text")
@@ -88,10 +88,8 @@ def prompt_parts(values: Mapping[str, Any], columns: Mapping[str, str], row: Row
         text = parse_text(values, kind, row)
         return PromptParts(messages=None, text=text, tools=None, reference=completion_text(completion, row))
     if kind == "prompt" and not isinstance(values["prompt"], list | tuple):
-        type_name = type(values["prompt"]).__name__
-        raise BadRowError(
-            f"{row.where}: `prompt` must be a string or a list of {{role, content}}, found a {type_name}."
-        )
+        found = type_phrase(values["prompt"])
+        raise BadRowError(f"{row.where}: `prompt` must be a string or a list of {{role, content}}, found {found}.")
     messages = parse_messages(values[kind], kind, row)
     reference = completion_text(completion, row)
     if messages[-1]["role"] == "assistant":

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from podium.data.rows import Row
-from podium.errors import BadRowError, DataError
+from podium.errors import BadRowError, DataError, counted
 from podium.recipe.schema import DataSection
 
 # The share of skipped rows counts as if at least this many rows were read: a few bad rows at the beginning end no run.
@@ -68,7 +68,7 @@ class SkipPolicy:
         if counts.skipped <= self.max_share * max(counts.read, _FEWEST_ROWS):
             return
         raise DataError(
-            f"{key}: {counts.skipped} of the first {counts.read} rows cannot be used, more than "
+            f"{key}: {counts.skipped} of the first {counted(counts.read, 'row')} cannot be used, more than "
             f"data.max_skipped_share {self.max_share:g} allows. The first of them:\n"
             + "".join(f"  {problem}\n" for problem in counts.first)
             + "Fix the rows (`podium check RECIPE --deep --all` names them), or raise data.max_skipped_share."

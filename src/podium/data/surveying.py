@@ -17,7 +17,7 @@ from podium.data.rows import Row
 from podium.data.skipping import SkipCounts, SkippedRow, SkipPolicy
 from podium.data.sources import Source, open_source
 from podium.data.tasks import Task, TaskReader
-from podium.errors import BadRowError, DataError
+from podium.errors import BadRowError, DataError, counted
 from podium.observe.row_progress import RowProgress
 from podium.recipe.schema import DataSection, SourceSection
 
@@ -160,7 +160,7 @@ def require_usable(surveyed: Sequence[tuple[str, BadRows]], data: DataSection) -
     counts = ", ".join(f"{key}: {bad.num_bad} of {bad.num_read}" for key, bad in with_bad)
     if data.on_error == "fail":
         raise DataError(
-            f"{total} rows cannot be used ({counts}):\n"
+            f"{counted(total, 'row')} cannot be used ({counts}):\n"
             + "\n".join(lines)
             + "\nFix or remove them, or set data.on_error to skip."
         )
@@ -170,4 +170,4 @@ def require_usable(surveyed: Sequence[tuple[str, BadRows]], data: DataSection) -
         read = sum(bad.num_read for key, bad in surveyed if key.startswith(part))
         first = [row.problem for bad in rows for row in bad.first]
         policy.check(SkipCounts(read=read, skipped=sum(bad.num_bad for bad in rows), first=tuple(first[:_NAMED])), part)
-    return [f"{total} rows cannot be used and would be skipped ({counts}):", *lines]
+    return [f"{counted(total, 'row')} cannot be used and would be skipped ({counts}):", *lines]

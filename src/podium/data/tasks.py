@@ -23,7 +23,7 @@ from podium.data.skipping import RowSkipper, SkipCounts, SkippedRow, SkipPolicy,
 from podium.data.source_names import source_names
 from podium.data.sources import first_row, open_source
 from podium.data.stream import MixedStream, SourcePosition, StreamPosition
-from podium.errors import BadRowError, DataError
+from podium.errors import BadRowError, DataError, counted
 from podium.recipe import OnPolicyRecipe, SourceSection
 
 # Columns that may hold a row's correct answer; the first one present counts. `answer` comes before `solution`: if a row
@@ -256,7 +256,7 @@ def no_task(key: str) -> DataError:
 def _all_dropped(key: str, counts: SkipCounts) -> DataError:
     if counts.skipped:
         return DataError(
-            f"{key}: there is no task: {counts.skipped} of {counts.read} rows cannot be used. The first: "
+            f"{key}: there is no task: {counts.skipped} of {counted(counts.read, 'row')} cannot be used. The first: "
             f"{counts.first[0]}"
         )
     return no_task(key)

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from podium.errors import RecipeError
+from podium.errors import RecipeError, type_phrase
 from podium.recipe.explaining import explained, hinted_keys
 from podium.recipe.keys import is_tag
 from podium.recipe.programs import likely_program, program_problem, recipe_class
@@ -74,7 +74,7 @@ def load_recipe(file: str | Path, overrides: Sequence[str] = (), *, needs_enviro
 def read_values(file: str | Path) -> dict[str, Any]:
     """The keys and values of a YAML file, without checks."""
     if not isinstance(file, str | Path):
-        raise RecipeError(f"expected the path of a recipe, found a {type(file).__name__}.")
+        raise RecipeError(f"expected the path of a recipe, found {type_phrase(file)}.")
     path = Path(file)
     if not path.is_file():
         raise RecipeError(f"there is no recipe {path}. Give the path of a YAML file; `podium schema` prints the keys.")
@@ -87,7 +87,7 @@ def read_values(file: str | Path) -> dict[str, Any]:
     except RecipeError as error:
         raise RecipeError(f"{path}, {error}") from error
     if values is not None and not isinstance(values, dict):
-        raise RecipeError(f"{path} holds a {type(values).__name__}, not keys and values. Begin with `program: sft`.")
+        raise RecipeError(f"{path} holds {type_phrase(values)}, not keys and values. Begin with `program: sft`.")
     return values or {}
 
 
@@ -102,7 +102,7 @@ def named_after(file: str | Path, values: dict[str, Any]) -> dict[str, Any]:
 def parse_recipe(values: Mapping[str, Any], *, origin: str = "the recipe", needs_environment: bool = True) -> Recipe:
     """Checks plain values; every problem is listed at once. The result is of the program's own class."""
     if not isinstance(values, Mapping):
-        raise RecipeError(f"{origin}: expected keys and values, found a {type(values).__name__}.")
+        raise RecipeError(f"{origin}: expected keys and values, found {type_phrase(values)}.")
     result = recipe_or_problems(without_extensions(values), needs_environment=needs_environment)
     if isinstance(result, Recipe):
         return result

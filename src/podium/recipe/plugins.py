@@ -25,7 +25,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from podium.errors import RecipeError
+from podium.errors import RecipeError, type_phrase
 
 PICKLED = ".pickle"  # what files of pickled objects end in
 # Import path -> (the object, modification time of its file), of objects that were given in this process.
@@ -272,7 +272,7 @@ def _unpickled(file: Path, key: str) -> Callable[..., Any]:
             "and name it as file.py:function."
         ) from error
     if not callable(value):
-        raise RecipeError(f"{key}: {file} holds a {type(value).__name__}, which is not callable.")
+        raise RecipeError(f"{key}: {file} holds {type_phrase(value)}, which is not callable.")
     return value  # type: ignore[no-any-return]
 
 
