@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,9 @@ from podium.data.skipping import RowSkipper, SkipPolicy
 from podium.data.surveying import ExampleSurvey, SourceRows, TaskSurvey, require_usable
 from podium.data.tasks import Task, TaskReader, check_task_source, no_task, prompt_room, read_tasks
 from podium.data.tokenizer import listed_tokens, marked_text
-from podium.environments.rewards import check_rewards
+from podium.environments.reward_columns import require_reward_columns
+from podium.environments.rewards import check_rewards, declared_reward
+from podium.environments.signatures import require_options
 from podium.errors import PodiumError, RecipeError, counted
 from podium.models.adapter_folder import check_adapter
 from podium.models.folder import check_model_folder, check_speaks
@@ -30,6 +33,7 @@ from podium.recipe import (
     CustomSpmdRecipe,
     DistillRecipe,
     DpoRecipe,
+    EnvironmentSection,
     FunctionReward,
     GrpoRecipe,
     ModelSection,
@@ -101,6 +105,11 @@ def _looks(recipe: Recipe) -> Iterator[Callable[[], None]]:
             yield lambda key=key, path=source.map: plugins.locate(path, f"{key}.map")  # type: ignore[misc]
     if isinstance(recipe, OnPolicyRecipe):
         yield lambda: check_rewards(recipe.reward)
+        for index, reward in enumerate(recipe.reward):
+            if isinstance(reward, FunctionReward):
+                yield partial(_check_function, reward, f"reward.{index}")
+        if recipe.environment is not None:
+            yield partial(_check_environment, recipe.environment)
     if isinstance(recipe, CustomSpmdRecipe | CustomOnPolicyRecipe):
         yield lambda: _check_kind(recipe)
     for key, plugin in _plugins(recipe):
@@ -128,6 +137,29 @@ def _check_kind(recipe: CustomSpmdRecipe | CustomOnPolicyRecipe) -> None:
         is_async = plugins.is_async(recipe.program, "program")
         if is_async is not None and is_async != (recipe.signal == "on_policy"):
             raise wrong_kind(recipe.program, recipe.signal)
+
+
+def _check_function(reward: FunctionReward, key: str) -> None:
+    """That something fills the parameters of a reward function, and that its options are parameters."""
+    declared_reward(reward, key)
+
+
+def _check_environment(section: EnvironmentSection) -> None:
+    """That the environment can be made with its options. One that cannot be found is another look's."""
+    key = "environment.options"
+    if section.environment is None:
+        from podium.environments.tools import ToolEnvironment
+
+        making = inspect.signature(ToolEnvironment)
+        limits = [each for each in making.parameters.values() if each.kind is each.KEYWORD_ONLY]
+        require_options("tools", making.replace(parameters=limits), section.options, key)
+        return
+    definition = None
+    with suppress(RecipeError):
+        definition = plugins.definition(section.environment, "environment.environment")
+    if definition is not None:
+        name = f"{definition.place}: {section.environment.name}"
+        require_options(name, definition.signature, section.options, key)
 
 
 def _check_estimator(path: str) -> None:
@@ -284,6 +316,8 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
         source_lines += report(source_rows)
         source_lines += [f"  note: {source_rows.note}"] if source_rows.note is not None else []
     shown.close()
+    if isinstance(recipe, OnPolicyRecipe):
+        require_reward_columns(recipe)
     bad = [(key, source_rows.bad) for key, source_rows, _ in reports]
     return lines + source_lines + require_usable(bad, recipe.data)
 

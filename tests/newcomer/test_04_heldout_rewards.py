@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Held-out rows without the reward's column gave 0% after the whole training. They are refused before the first step,
-and a score that is unavailable is missing, never 0."""
+and a score that is unavailable is missing, never 0. So is a reward whose parameters nothing fills."""
 
 from __future__ import annotations
 
@@ -78,6 +78,101 @@ def test_another_score_for_held_out_answers_is_enough(workspace: Workspace) -> N
     reward = {"function": "rewards.py:by_reference"}
 
     outcome = workspace.podium("check", "--deep", _recipe(workspace, reward, HELDOUT, evaluation=generation))
+
+    assert outcome.code == 0, outcome.err
+
+
+UNFILLED = """
+from functools import cache
+
+def misnamed(completion, solution_key):
+    return 1.0
+
+def by_column(completions, solution_key, **kwargs):
+    return [1.0 for _ in completions]
+
+class Judge:
+    def __init__(self, scale, *, url=None):
+        self.scale = scale
+
+    def __call__(self, answer):
+        return self.scale
+
+class Inherited(Judge):
+    pass
+
+@cache
+def decorated(anything):
+    return 1.0
+"""
+
+
+def _unfilled(workspace: Workspace, reward: dict[str, Any], rows: list[dict[str, Any]] = TRAIN) -> str:
+    (workspace.path / "mine.py").write_text(UNFILLED)
+    workspace.rows("train.jsonl", rows)
+    return rl_recipe(workspace, reward=[reward], steps=1)
+
+
+@pytest.mark.parametrize(
+    ("reward", "facts"),
+    [
+        ({"function": "mine.py:misnamed"}, ("reward.0.function", "mine.py, line 4", "`solution_key`")),
+        (
+            {"function": "mine.py:misnamed", "options": {"solution_key": 1}},
+            ("reward.0.function", "mine.py, line 4", "`completion`"),
+        ),
+        ({"function": "rewards.py:copes", "options": {"scal": 2}}, ("reward.0.options.scal", "rewards.py, line ")),
+        ({"function": "mine.py:Judge"}, ("reward.0.options", "mine.py, line 10", "`scale`")),
+        ({"function": "mine.py:Judge", "options": {"scale": 1, "ulr": 2}}, ("reward.0.options.ulr", "url")),
+    ],
+)
+def test_parameters_that_nothing_fills_and_options_that_nothing_takes_are_refused_without_rows(
+    workspace: Workspace, reward: dict[str, Any], facts: tuple[str, ...]
+) -> None:
+    (workspace.path / "rewards.py").write_text(REWARDS)
+
+    workspace.refused(workspace.podium("check", _unfilled(workspace, reward)), *facts)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        {"function": "mine.py:Judge", "options": {"scale": 1}},
+        {"function": "mine.py:Inherited", "options": {"anything": 1}},  # only running the file can tell
+        {"function": "mine.py:decorated"},
+    ],
+)
+def test_a_reward_that_may_be_called_is_not_refused(workspace: Workspace, reward: dict[str, Any]) -> None:
+    outcome = workspace.podium("check", _unfilled(workspace, reward))
+
+    assert outcome.code == 0, outcome.err
+
+
+def test_a_parameter_that_no_column_of_the_training_rows_fills_is_refused_where_rows_are_read(
+    workspace: Workspace,
+) -> None:
+    recipe = _unfilled(workspace, {"function": "mine.py:by_column"})
+    facts = ("reward.0.function", "mine.py, line 7", "`solution_key`", "prompt, answer, key")
+
+    assert workspace.podium("check", recipe).code == 0
+    workspace.refused(workspace.podium("check", "--deep", recipe), *facts)
+    workspace.refused(workspace.podium("train", recipe), *facts)
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"solution_key": 1}, TRAIN),
+        ({}, [*TRAIN, {**TRAIN[0], "solution_key": "1"}]),  # some rows have it
+        ({}, [{**row, "solution_key": None} for row in TRAIN]),
+    ],
+)
+def test_a_parameter_that_an_option_or_a_column_fills_is_no_mistake(
+    workspace: Workspace, options: dict[str, Any], rows: list[dict[str, Any]]
+) -> None:
+    recipe = _unfilled(workspace, {"function": "mine.py:by_column", "options": options}, rows)
+
+    outcome = workspace.podium("check", "--deep", recipe)
 
     assert outcome.code == 0, outcome.err
 

@@ -108,3 +108,41 @@ def test_a_row_without_a_prompt_needs_an_environment_that_begins(workspace: Work
         rl_recipe(workspace, environment={"environment": "games.py:HigherLower"}), prompts=1, samples=1
     )
     assert "reset" in str(trial.episodes[0].error)
+
+
+@pytest.mark.parametrize(
+    ("environment", "facts"),
+    [
+        (
+            {"environment": "games.py:Game", "options": {"larges": 5}},
+            ("options.larges", "games.py, line 1"),
+        ),
+        ({"environment": "games.py:Game", "options": {}}, ("environment.options", "`largest`")),
+        ({"environment": "games.py:make", "options": {"how": 1}}, ("environment.options.how", "games.py, line 5")),
+        ({"tools": "games.py:tool", "options": {"max_char": 5}}, ("environment.options.max_char", "max_chars")),
+    ],
+)
+def test_options_that_the_environment_does_not_take_or_lacks_are_refused_by_check(
+    workspace: Workspace, environment: dict[str, Any], facts: tuple[str, ...]
+) -> None:
+    (workspace.path / "games.py").write_text(
+        "class Game:\n    def __init__(self, largest, seed=0):\n        raise SystemExit('the file was run')\n\n"
+        "def make():\n    return Game(3)\n\ndef tool(x: int) -> int:\n    return x\n"
+    )
+    workspace.rows("train.jsonl", [{"prompt": "1+1=", "seed": number} for number in range(8)])
+
+    recipe = rl_recipe(workspace, environment=environment)
+    outcome = workspace.podium("check", recipe)
+
+    workspace.refused(outcome, *facts)
+
+
+@pytest.mark.parametrize("options", [{"largest": 5}, {"largest": 5, "seed": 1}])
+def test_options_that_the_environment_takes_are_no_mistake(workspace: Workspace, options: dict[str, Any]) -> None:
+    (workspace.path / "games.py").write_text("class Game:\n    def __init__(self, largest, seed=0): ...\n")
+    workspace.rows("train.jsonl", [{"prompt": "1+1="}])
+    recipe = rl_recipe(workspace, environment={"environment": "games.py:Game", "options": options})
+
+    outcome = workspace.podium("check", recipe)
+
+    assert outcome.code == 0, outcome.err

@@ -25,6 +25,7 @@ from podium.data.skipping import RowSkipper, SkippedRow, SkipPolicy
 from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
 from podium.engine.checkpoint import CheckpointReader, set_aside_later
+from podium.environments.reward_columns import require_reward_columns
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_runner import EpisodeRunner
@@ -70,6 +71,7 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
             needs_prompt=recipe.needs_prompts,
         )  # fmt: skip
     require_scorable_heldout(recipe, heldout)
+    require_reward_columns(recipe)
     return Inputs(
         recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout,
         heldout_skipped=skipper.rows,

@@ -14,12 +14,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from podium.environments.protocol import is_async
-from podium.environments.signatures import Per, Sample, Signature, fit_signature
+from podium.environments.signatures import (
+    Per,
+    Sample,
+    Signature,
+    fit_parameters,
+    fit_signature,
+    require_options,
+)
 from podium.environments.verifiers import bind_verifier, load_verifier
 from podium.errors import PodiumError, RecipeError, what_raised
 from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
 
-__all__ = ["Reward", "RewardResult", "Sample", "build_rewards", "check_rewards", "reward_names"]
+__all__ = [
+    "DeclaredReward",
+    "Reward",
+    "RewardResult",
+    "Sample",
+    "build_rewards",
+    "check_rewards",
+    "declared_reward",
+    "reward_names",
+]
 
 _MAX_REPR = 60
 _OF_VERIFIERS = Signature(style="podium", per="sample", names=("answer", "reference"))
@@ -118,6 +134,33 @@ def check_rewards(sections: Sequence[RewardSection], key: str = "reward") -> Non
     for index, section in enumerate(sections):
         if isinstance(section, VerifierReward):
             bind_verifier(section.verifier, section.options, f"{key}.{index}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeclaredReward:
+    """How a reward function is called, as the text of its file says."""
+
+    signature: Signature
+    text: str  # for errors: file, line, name and parameters
+
+
+def declared_reward(section: FunctionReward, key: str) -> DeclaredReward | None:
+    """How a reward function is called, by parsing its file. Raises the RecipeError that building it would raise about
+    its parameters and options. None: only running the file can tell, or there is no such function."""
+    try:
+        definition = plugins.definition(section.function, f"{key}.function")
+    except RecipeError:  # reported where plug-ins are located
+        return None
+    if definition is None:
+        return None
+    name, signature, options = f"{definition.place}: {section.function.name}", definition.signature, section.options
+    if definition.is_class:
+        require_options(name, signature, options, f"{key}.options")
+        if definition.call is None:
+            return None
+        signature, options = definition.call, {}
+    fitted = fit_parameters(name, signature, options, style=section.style, per=section.per, key=key)
+    return DeclaredReward(signature=fitted, text=f"{name}{signature}")
 
 
 def reward_names(sections: Sequence[RewardSection], key: str = "reward") -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,7 +83,23 @@ def fit_signature(
     function: Callable[..., Any], options: Mapping[str, Any], *, style: Style | Literal["auto"], per: Per, key: str
 ) -> Signature:
     """How to call `function`. Raises a RecipeError that names `key` and the parameters if it cannot be called."""
-    given = _Parameters.of(function, options, key)
+    name = getattr(function, "__name__", type(function).__name__)
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(
+            f"{key}.function: the parameters of {name} cannot be looked at ({error}), so it cannot be called by "
+            "their names. Wrap it in a Python function."
+        ) from error
+    return fit_parameters(name, signature, options, style=style, per=per, key=key)
+
+
+def fit_parameters(
+    name: str, signature: inspect.Signature, options: Mapping[str, Any], *, style: Style | Literal["auto"], per: Per,
+    key: str,
+) -> Signature:  # fmt: skip
+    """How to call a function with these parameters. `name` is its name in errors."""
+    given = _Parameters.of(name, signature, options, key)
     whose = _style_of(given.named) if style == "auto" else style
     if whose != "podium" and per != "sample":
         raise RecipeError(
@@ -109,15 +126,7 @@ class _Parameters:
     options: tuple[str, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], options: Mapping[str, Any], key: str) -> _Parameters:
-        name = getattr(function, "__name__", type(function).__name__)
-        try:
-            signature = inspect.signature(function)
-        except (TypeError, ValueError) as error:
-            raise RecipeError(
-                f"{key}.function: the parameters of {name} cannot be looked at ({error}), so it cannot be called by "
-                "their names. Wrap it in a Python function."
-            ) from error
+    def of(cls, name: str, signature: inspect.Signature, options: Mapping[str, Any], key: str) -> _Parameters:
         kinds = inspect.Parameter
         parameters = signature.parameters.values()
         fixed = [each.name for each in parameters if each.kind is kinds.POSITIONAL_ONLY and each.default is each.empty]
@@ -176,7 +185,11 @@ def _way_out(names: Sequence[str], other: Sequence[str], per: Per, key: str) -> 
     if any(name in other for name in names):
         value = "batch or group" if per == "sample" else "sample"
         return f"Set {key}.per to {value}, or name the parameters otherwise."
-    return f"Use these names, give further parameters a default, or give them in {key}.options."
+    columns = "row" if per == "sample" else "rows"
+    return (
+        f"Use these names (`{columns}` has the columns of the data), give further parameters a default, or give them "
+        f"in {key}.options."
+    )
 
 
 def _fit_verl(given: _Parameters, key: str) -> Signature:
@@ -212,6 +225,21 @@ def _fit_trl(given: _Parameters, key: str) -> Signature:
         all_columns=given.takes_rest,
         options=given.options,
     )
+
+
+def require_options(name: str, signature: inspect.Signature, options: Mapping[str, Any], key: str) -> None:
+    """Raises a RecipeError if a class or function of this signature cannot be called with the options at `key`."""
+    kinds, parameters = inspect.Parameter, signature.parameters.values()
+    named = [each for each in parameters if each.kind in (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)]
+    takes_rest = any(each.kind is kinds.VAR_KEYWORD for each in parameters)
+    for option in options:
+        if not takes_rest and option not in {each.name for each in named}:
+            near = difflib.get_close_matches(option, [each.name for each in named], n=1, cutoff=0.6)
+            instead = f"Did you mean {near[0]}?" if near else "Remove the option, or add the parameter."
+            raise RecipeError(f"{key}.{option}: {name}{signature} has no such parameter. {instead}")
+    missing = [each.name for each in named if each.default is each.empty and each.name not in options]
+    if missing:
+        raise RecipeError(f"{key}: {name}{signature} needs {_listed(missing)}. Give it here, or give it a default.")
 
 
 def is_filled(name: str) -> bool:

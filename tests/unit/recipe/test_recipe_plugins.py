@@ -174,3 +174,54 @@ def test_what_is_not_an_import_path_is_refused_by_the_recipe(path: str) -> None:
 
 def test_a_path_with_a_colon_is_split_at_the_last_one() -> None:
     assert plugins.split_plugin("C:/mine.py:keep") == ("C:/mine.py", "keep")
+
+
+DEFINED = """
+from somewhere import imported
+def plain(a, /, b, c=1, *rest, d, e="x", **more): ...
+@imported
+def decorated(a): ...
+def twice(a): ...
+def twice(b): ...
+if imported:
+    def conditional(a): ...
+class Own:
+    def __init__(self, a, *, b=None): ...
+    async def __call__(self, answer): ...
+class Bare: ...
+class Child(Own): ...
+class ChildWithOwn(Own):
+    def __init__(self, z): ...
+class New:
+    def __new__(cls, a): ...
+class Meta(metaclass=imported):
+    def __init__(self, a): ...
+@imported
+class Record:
+    a: int
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "signature", "call"),
+    [
+        ("plain", "(a, /, b, c=1, *rest, d, e='x', **more)", None),
+        ("Own", "(a, *, b=None)", "(answer)"),
+        ("Bare", "()", None),
+        ("ChildWithOwn", "(z)", None),
+        *((name, None, None) for name in ("imported", "decorated", "twice", "conditional", "Child", "New", "Meta")),
+        ("Record", None, None),
+    ],
+)
+def test_how_a_plug_in_is_called_is_read_from_its_text_where_that_tells(
+    tmp_path: Path, name: str, signature: str | None, call: str | None
+) -> None:
+    (tmp_path / "mine.py").write_text(DEFINED)
+
+    definition = plugins.definition(f"{tmp_path}/mine.py:{name}", "reward.0.function")
+
+    assert (None if definition is None else str(definition.signature)) == signature
+    if definition is not None:
+        assert (None if definition.call is None else str(definition.call)) == call
+        line = DEFINED.splitlines().index(next(line for line in DEFINED.splitlines() if f" {name}" in line)) + 1
+        assert definition.place.endswith(f"mine.py, line {line}")
