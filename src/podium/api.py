@@ -4,6 +4,7 @@ generate; and metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -384,7 +385,6 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: 
     if overwrite:
         for name in recipe.order():
             refuse_inputs_inside(unmade_stage_recipe(recipe, name), folder.path)
-        folder.remove()
     from podium.programs.pipeline import Verbs, run_pipeline  # heavy: imported after all cheap checks
 
     verbs = Verbs(
@@ -394,7 +394,8 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: 
         resume=lambda prepared, run: resume_from(prepared, run, newest_usable(run.checkpoints).step),
         export=lambda run, out: export(run.path, out),
     )
-    return run_pipeline(recipe, folder, verbs)
+    with folder.overwriting() if overwrite else contextlib.nullcontext():
+        return run_pipeline(recipe, folder, verbs)
 
 
 def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:
