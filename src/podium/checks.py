@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -309,13 +310,19 @@ def _task_report(
             "model allows."
         )
     _check_tools_shown(recipe, survey.first, tokenizer)
-    first = tokenizer.decode(survey.first.encode(encoder).tolist()).replace("\n", "\\n")
-    return [
-        f"{key}: {survey.num_tasks} prompts read, {survey.num_tokens / survey.num_tasks:.0f} tokens on average and "
-        f"{survey.longest} at most, {survey.num_tasks - survey.num_fitting} too long, {survey.num_answered} with a "
-        "reference answer",
-        f"  the first: {first[:_SHOWN_CHARACTERS]}",
-    ]
+    if survey.first.has_prompt:
+        first = tokenizer.decode(survey.first.encode(encoder).tolist()).replace("\n", "\\n")
+    else:
+        first = json.dumps(dict(survey.first.row), ensure_ascii=False, default=str)
+    counts = [f"{survey.num_answered} with a reference answer"]
+    if survey.num_prompts < survey.num_tasks:
+        counts.append(f"{survey.num_tasks - survey.num_prompts} without a prompt, which the environment makes")
+    if survey.num_prompts:
+        mean = survey.num_tokens / survey.num_prompts
+        counts.insert(0, f"{survey.num_tasks - survey.num_fitting} too long")
+        counts.insert(0, f"{mean:.0f} tokens on average and {survey.longest} at most")
+    read = f"{survey.num_prompts} prompts" if survey.num_prompts else f"{survey.num_tasks} rows"
+    return [f"{key}: {read} read, {', '.join(counts)}", f"  the first: {first[:_SHOWN_CHARACTERS]}"]
 
 
 def _check_tools_shown(recipe: OnPolicyRecipe, task: Task, tokenizer: Any) -> None:
