@@ -122,7 +122,7 @@ def train(
 ) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
     pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult.
-    `overwrite` removes an earlier run or pipeline of that name first.
+    `overwrite` replaces an earlier run or pipeline of that name, which is kept until the first step is done.
 
     `data` ({"train": ..., "heldout": ...}), `reward`, `environment` and `loggers` replace what the recipe says. Where
     the recipe has `file.py:function`, they take the function or class itself; for a data source, a list of rows (dicts)
