@@ -4,6 +4,7 @@ generate; and metrics."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import tempfile
@@ -121,7 +122,7 @@ def train(
 ) -> RunResult:
     """Runs a recipe from its beginning, on one device in this process or on several as processes of their own. Of a
     pipeline that ran before, the stages that did not change are left alone; its result is a PipelineResult.
-    `overwrite` removes an earlier run or pipeline of that name first.
+    `overwrite` replaces an earlier run or pipeline of that name, which is kept until the first step is done.
 
     `data` ({"train": ..., "heldout": ...}), `reward`, `environment` and `loggers` replace what the recipe says. Where
     the recipe has `file.py:function`, they take the function or class itself; for a data source, a list of rows (dicts)
@@ -384,7 +385,6 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: 
     if overwrite:
         for name in recipe.order():
             refuse_inputs_inside(unmade_stage_recipe(recipe, name), folder.path)
-        folder.remove()
     from podium.programs.pipeline import Verbs, run_pipeline  # heavy: imported after all cheap checks
 
     verbs = Verbs(
@@ -394,7 +394,8 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: 
         resume=lambda prepared, run: resume_from(prepared, run, newest_usable(run.checkpoints).step),
         export=lambda run, out: export(run.path, out),
     )
-    return run_pipeline(recipe, folder, verbs)
+    with folder.overwriting() if overwrite else contextlib.nullcontext():
+        return run_pipeline(recipe, folder, verbs)
 
 
 def _run_to_export(folder: str | Path, stage: str | None) -> RunFolder:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -343,13 +344,19 @@ def _task_report(
             "model allows."
         )
     _check_tools_shown(recipe, survey.first, tokenizer)
-    first = tokenizer.decode(survey.first.encode(encoder).tolist()).replace("\n", "\\n")
-    return [
-        f"{key}: {counted(survey.num_tasks, 'prompt')} read, {survey.num_tokens / survey.num_tasks:.0f} tokens on "
-        f"average and {survey.longest} at most, {survey.num_tasks - survey.num_fitting} too long, "
-        f"{survey.num_answered} with a reference answer",
-        f"  the first: {first[:_SHOWN_CHARACTERS]}",
-    ]
+    if survey.first.has_prompt:
+        first = tokenizer.decode(survey.first.encode(encoder).tolist()).replace("\n", "\\n")
+    else:
+        first = json.dumps(dict(survey.first.row), ensure_ascii=False, default=str)
+    counts = [f"{survey.num_answered} with a reference answer"]
+    if survey.num_prompts < survey.num_tasks:
+        counts.append(f"{survey.num_tasks - survey.num_prompts} without a prompt, which the environment makes")
+    if survey.num_prompts:
+        mean = survey.num_tokens / survey.num_prompts
+        counts.insert(0, f"{survey.num_tasks - survey.num_fitting} too long")
+        counts.insert(0, f"{mean:.0f} tokens on average and {survey.longest} at most")
+    read = counted(survey.num_prompts, "prompt") if survey.num_prompts else counted(survey.num_tasks, "row")
+    return [f"{key}: {read} read, {', '.join(counts)}", f"  the first: {first[:_SHOWN_CHARACTERS]}"]
 
 
 def _check_tools_shown(recipe: OnPolicyRecipe, task: Task, tokenizer: Any) -> None:

@@ -56,7 +56,10 @@ def train(
     overrides: Overrides = None,
     devices: Devices = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Remove an earlier run of this name first, unless it is still running.")
+        bool,
+        typer.Option(
+            "--overwrite", help="Replace an earlier run or pipeline of this name, unless it is still running."
+        ),
     ] = False,
 ) -> None:
     """Run a recipe from its beginning; of a pipeline, the stages that changed or did not end."""

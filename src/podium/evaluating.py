@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EvaluationResult:
-    """Metrics of one evaluation by their names in metrics.jsonl (`heldout/loss`, `heldout/score`), and the answers that
-    the recipe records."""
+    """Metrics of one evaluation by their names in metrics.jsonl (`heldout/loss`, `heldout/score`), and every greedy
+    answer with its prompt, reference and score. On fixed data there are answers if the recipe generates some
+    (`evaluation.generation`)."""
 
     evaluated: str  # the run's folder or the model's
     step: int | None  # of the run's checkpoint; None: a model's folder

@@ -16,6 +16,7 @@ from helpers.pages import DOCS, write_files
 from helpers.workspace import Workspace
 from podium.recipe import GrpoRecipe, PpoRecipe, load_recipe, parse_recipe
 from podium.recipe.programs import BUILT_IN
+from podium.recipe.suggesting import hint_for
 
 VERL, TRL = DOCS / "migrate_verl.md", DOCS / "migrate_trl.md"
 SUMS = [(1, 2), (30, 4), (15, 6), (7, 80)]
@@ -122,6 +123,31 @@ def test_keys_and_names_of_the_tables_exist(page: Path) -> None:
         assert parse_recipe({**common, "program": "grpo", "algorithm": {"loss": name}})
     assert set(re.findall(r"`program: (\w+)`", text)) <= set(BUILT_IN)
     assert parse_recipe({**common, "program": "ppo"}).__class__ is PpoRecipe
+
+
+@pytest.mark.parametrize(("page", "count"), [(VERL, 30), (TRL, 20)], ids=["verl", "trl"])
+def test_a_page_and_the_hints_of_recipes_name_the_same_keys(page: Path, count: int) -> None:
+    """Of a setting that both know, by the rows of the page that name it."""
+    rows = re.findall(r"^\| (.+?) \| (.+?) \| .*\|$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    translations: dict[str, str] = {}
+    for theirs, ours in rows:
+        for name in re.findall(r"`([\w.]+)[^`]*`", theirs):
+            name = name.rpartition(".")[2]
+            translations[name] = f"{translations.get(name, '')} {ours}"
+    hints = {name: hint_for([name], GrpoRecipe) for name, ours in translations.items() if "`" in ours}
+    known = {name: hint.key.rpartition(".")[2] for name, hint in hints.items() if hint is not None}
+
+    assert len(known) >= count
+    assert [name for name, key in known.items() if key not in translations[name]] == []
+
+
+def test_reductions_of_trl_are_those_of_the_hint() -> None:
+    hint = hint_for(["loss_type"], GrpoRecipe)
+    rows = re.findall(r"`loss_type=\"(\w+)\"`.*?`(?:algorithm\.)?reduction: (\w+)`", TRL.read_text(encoding="utf-8"))
+
+    assert hint is not None
+    assert {"dapo", "grpo", "dr_grpo", "bnpo"} == {theirs for theirs, _ in rows}
+    assert {name for row in rows for name in row} <= set(re.findall(r"\w+", hint.how))
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ class FakeGrader:
             values_NR=np.repeat(value_N[:, None], columns, axis=1),
             errors=errors,
             extras={"correct/certain": (float(len(rollouts)), float(len(rollouts)))},
-            texts=tuple((f"prompt {row}", said) for row, said in enumerate(right[:show])),
+            texts=tuple((row, f"prompt {row}", said) for row, said in enumerate(right[:show])),
         )
 
 

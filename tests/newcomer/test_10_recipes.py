@@ -422,3 +422,27 @@ def test_a_run_that_is_to_be_overwritten_stays_until_the_new_one_has_begun(works
     assert (workspace.path / "runs/sums/metrics.jsonl").read_bytes() == before
     assert workspace.podium("train", recipe, "--overwrite", "--set", "steps=2").code == 0
     assert [path.name for path in (workspace.path / "runs").iterdir()] == ["sums"]
+
+
+def _pipeline_file(workspace: Workspace) -> str:
+    stage = yaml.safe_load((workspace.path / workspace.recipe(steps=1)).read_text(encoding="utf-8"))
+    values = {"program": "pipeline", "stages": {"a": stage}}
+    return str(_file(workspace.path, yaml.safe_dump(values), "one.yaml"))
+
+
+def test_a_pipeline_that_is_to_be_overwritten_stays_until_the_new_one_has_begun(workspace: Workspace) -> None:
+    file = _pipeline_file(workspace)
+    assert workspace.podium("train", file).code == 0
+    metrics = workspace.path / "runs/one/a/metrics.jsonl"
+    before, state = metrics.read_bytes(), (workspace.path / "runs/one/pipeline.json").read_bytes()
+    workspace.rows("late.jsonl", [{"messages": [{"role": "user", "content": "1+1="}]}] * 3)  # fails before a step
+
+    outcome = workspace.podium("train", file, "--overwrite", "--set", "stages.a.data.train=late.jsonl")
+
+    assert outcome.code == 2
+    assert "podium resume" not in outcome.err
+    assert metrics.read_bytes() == before
+    assert (workspace.path / "runs/one/pipeline.json").read_bytes() == state
+    assert workspace.podium("train", file, "--overwrite", "--set", "stages.a.steps=2").code == 0
+    assert workspace.metric("one/a", "loss").keys() == {1, 2}
+    assert [path.name for path in (workspace.path / "runs").iterdir()] == ["one"]

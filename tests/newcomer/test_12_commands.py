@@ -130,7 +130,34 @@ def test_runs_are_listed_with_the_last_changed_first(tmp_path: Path) -> None:
         ["agent", "grpo", "stopped", "7/100", "reward", "0.375", "score", "0.5"],
         ["sums", "sft", "finished", "4/4", "loss", "2.5", "loss", "2.25"],
     ]
-    assert rows[0][8:] == time.strftime("%Y-%m-%d %H:%M", time.localtime(time.time() - 3600)).split()
+    hour_ago = time.localtime(time.time() - 3600)
+    assert rows[0][8:] in (time.strftime("%m-%d %H:%M", hour_ago).split(), [time.strftime("%Y-%m-%d", hour_ago)])
+
+
+@pytest.mark.parametrize("name", ["mine", "my-agents"])
+def test_a_list_with_custom_programs_fits_80_columns(tmp_path: Path, name: str) -> None:
+    figures = [{"step": 137, "step_s": 1, "reward/mean": -0.3751, "loss": 1}, {"step": 137, "heldout/score": 0.5125}]
+    for number, program in enumerate((f"{tmp_path}/research/my_method.py:train", "our.methods.second:train")):
+        make_run(
+            tmp_path, f"{name}-{number}", figures, f"program={program}", "signal=on_policy",
+            "reward=[{verifier: numeric}]", status="finished", step=137,
+        )  # fmt: skip
+
+    lines = api.list_runs(tmp_path)
+
+    assert max(map(len, lines)) <= 80
+    programs = {row[0]: row[1] for row in cells(lines)}
+    assert programs.keys() == {f"{name}-0", f"{name}-1"}
+    assert programs[f"{name}-1"].startswith("second")
+    assert programs[f"{name}-0"].startswith("my_meth")
+    if name == "mine":
+        assert programs[f"{name}-0"] == "my_method.py"
+
+
+def test_a_custom_program_is_listed_by_file_and_function_where_there_is_room(tmp_path: Path) -> None:
+    make_run(tmp_path, "mine", [], f"program={tmp_path}/my_method.py:train", "signal=fixed")
+
+    assert cells(api.list_runs(tmp_path))[0][1] == "my_method.py:train"
 
 
 def test_a_run_is_running_while_its_folder_is_held_and_dead_after(tmp_path: Path) -> None:

@@ -154,13 +154,21 @@ def test_an_on_policy_run_has_the_rewards_of_its_training_bit_for_bit(workspace:
 
 
 def test_a_model_is_graded_by_the_rewards_of_a_recipe(workspace: Workspace) -> None:
-    evaluation = {"generation": {"prompts": 3, "max_new_tokens": 2}}
+    """The result has every answer; the console shows the first."""
+    evaluation = {"generation": {"prompts": 5, "max_new_tokens": 2, "show": 1}}
     recipe = rl_recipe(workspace, program="ppo", data=HELDOUT, evaluation=evaluation)
 
-    result = api.evaluate(workspace.model, recipe=recipe)
+    outcome = workspace.podium("evaluate", str(workspace.model), "--recipe", recipe, "--json", "all.json")
 
-    assert {"heldout/score", "heldout/length", "heldout/solved"} <= set(result.metrics)
-    assert len(result.answers) == 3
+    assert outcome.code == 0, outcome
+    result = json.loads((workspace.path / "all.json").read_text())
+    assert {"heldout/score", "heldout/length", "heldout/solved"} <= set(result["metrics"])
+    rows = [json.loads(line) for line in (workspace.path / "heldout.jsonl").read_text().splitlines()]
+    assert [answer["reference"] for answer in result["answers"]] == [row["messages"][-1]["content"] for row in rows[:5]]
+    assert all(answer["prompt"] and answer["answer"] is not None for answer in result["answers"])
+    scores = [answer["score"] for answer in result["answers"]]
+    assert sum(scores) / len(scores) == pytest.approx(result["metrics"]["heldout/score"])
+    assert outcome.out.count("asked: ") == 1
     assert not (workspace.path / "runs").exists()
 
 

@@ -14,8 +14,16 @@ import transformers
 
 from helpers.workspace import Workspace
 from podium import api
-from podium.drafting.columns import METHODS, fitting_method, read_data, renamed_columns, unread_columns
+from podium.drafting.columns import (
+    METHODS,
+    fitting_method,
+    read_data,
+    reference_column,
+    renamed_columns,
+    unread_columns,
+)
 from podium.drafting.measuring import Lengths, fixed_sizes, on_policy_sizes
+from podium.drafting.texts import functions_text
 from podium.errors import DataError, ModelError, RecipeError, RunFolderError
 from podium.recipe import GrpoRecipe, SpmdRecipe, load_recipe
 
@@ -135,6 +143,39 @@ def test_sizes_of_steps(longest: int, rows: int, context: int | None, expected: 
     lengths = Lengths(num_measured=rows, mean=500.0 if longest > 100 else 50.0, longest=longest)
     sizes = fixed_sizes(lengths, rows, context, documents_per_row=1, epochs=3)
     assert (sizes.max_length, sizes.tokens_per_step, sizes.steps) == expected
+
+
+def test_the_comment_on_steps_has_the_epochs_that_they_are(workspace: Workspace) -> None:
+    """Few rows make more epochs than is usual, because there are at least 20 steps; many make fewer."""
+    write_rows(Path("rows.jsonl"), {"prompt": "what is 1+1?", "answer": "2"})
+
+    api.init("rows.jsonl", workspace.model)
+
+    recipe = load_recipe("recipe.yaml")
+    assert isinstance(recipe, GrpoRecipe)
+    assert (recipe.steps, recipe.rollout.prompts_per_step) == (20, 8)
+    (comment,) = (line for line in Path("recipe.yaml").read_text().splitlines() if line.startswith("steps:"))
+    assert "20 epochs of 8 rows" in comment
+    lengths = Lengths(num_measured=9, mean=50, longest=90)
+    assert on_policy_sizes(lengths, 160_000, 4096, "x").epochs == pytest.approx(0.1)
+    assert fixed_sizes(lengths, 10, None, documents_per_row=1, epochs=1).epochs == pytest.approx(10 * 256 / 500)
+
+
+@pytest.mark.parametrize(
+    ("row", "column"),
+    [
+        ({"reward_model": {"style": "rule", "ground_truth": "2"}}, "reward_model.ground_truth"),
+        ({"reward_model": {"style": "model"}, "answer": "2"}, "answer"),
+        ({"reward_model": {"style": "model"}}, None),
+    ],
+)
+def test_rows_of_verl_have_their_right_answer_below_reward_model(
+    tmp_path: Path, row: dict[str, Any], column: str | None
+) -> None:
+    data = read_data(write_rows(tmp_path / "rows.jsonl", {"prompt": [QUESTION], **row}))
+
+    assert reference_column(data) == column
+    assert f"`{column or 'row'}`" in functions_text(has_reward=True, reference=column, as_chat=False)
 
 
 def test_prompts_leave_room_for_answers() -> None:

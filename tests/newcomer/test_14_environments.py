@@ -88,9 +88,13 @@ def test_the_docs_environment_runs_from_rows_without_a_prompt(workspace: Workspa
         "data": {"heldout": [{"path": "train.jsonl"}]},
     }
 
+    checked = workspace.podium("check", "--deep", rl_recipe(workspace, **changes))
     trial = podium.try_recipe(rl_recipe(workspace, **changes), prompts=2, samples=1)
     outcome = workspace.podium("train", rl_recipe(workspace, **changes))
 
+    assert "8 without a prompt" in checked.out
+    assert '{"seed": 0}' in checked.out
+    assert "0 tokens" not in checked.out
     assert [sum(is_policy for is_policy, _ in episode.turns) for episode in trial.episodes] == [3, 3]
     assert "from 1 to 50" in trial.episodes[0].marked
     assert outcome.code == 0, outcome.err

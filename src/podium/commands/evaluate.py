@@ -33,7 +33,7 @@ def evaluate(
     ] = False,
     overrides: Overrides = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Also write metrics and answers to this file.", metavar="FILE")
+        Path | None, typer.Option("--json", help="Also write metrics and every answer to this file.", metavar="FILE")
     ] = None,
 ) -> None:
     """Evaluate a run's checkpoint or a model on held-out data, without training."""

@@ -113,12 +113,12 @@ def begin_run(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe]) -> OnPolicyR
 
 
 async def evaluate_once(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe]) -> None:
-    """Evaluates the weights that the learners loaded, and logs it. Saves and trains nothing."""
+    """Evaluates the weights that the learners loaded, and logs it with all answers. Saves and trains nothing."""
     step = inputs.resume_step or 0
     devices = Devices(parts)
     episodes = Episodes(parts, devices, RunState.begin(inputs.recipe, step, inputs.saved))
-    evaluation = await OnPolicyEvaluator(parts, devices, episodes).evaluate(step)
-    parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.view.samples)
+    evaluation = await OnPolicyEvaluator(parts, devices, episodes, records_all=True).evaluate(step)
+    parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.answers)
 
 
 def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwatch) -> RunResult:

@@ -29,10 +29,11 @@ DEFAULT_PROMPTS = 512
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class OnPolicyEvaluation:
     """Results of one evaluation. `score` is the mean reward of the greedy answers that could be graded; None if there
-    is none."""
+    is none. `answers` are those to record; the view has those to show."""
 
     score: float | None
     metrics: Mapping[str, float]
+    answers: tuple[SampleView, ...]
     view: EvaluationView
 
 
@@ -44,10 +45,14 @@ def heldout_limit(generation: GenerationSection | None, most: int | None) -> int
 
 class OnPolicyEvaluator:
     """Answers held-out prompts with the newest weights and grades the answers. Decodes greedily, and samples for
-    pass@k. Held-out episodes count in no step."""
+    pass@k. Held-out episodes count in no step. Records the answers that the console shows, or with `records_all` all
+    greedy ones."""
 
-    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, episodes: Episodes) -> None:
+    def __init__(
+        self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, episodes: Episodes, *, records_all: bool = False
+    ) -> None:
         self._parts, self._devices, self._episodes = parts, devices, episodes
+        self._records_all = records_all
         self._prompts = numbered(parts.heldout)
 
     async def evaluate(self, step: int) -> OnPolicyEvaluation:
@@ -69,7 +74,8 @@ class OnPolicyEvaluator:
         longest = generation.max_new_tokens or rollout.max_new_tokens
         greedy = SamplingPlan(max_new_tokens=longest, temperature=0.0, stop=rollout.stop, seed=recipe.run.seed)
         rollouts = await self._episodes.generate(self._prompts, 1, greedy, step, objects)
-        scores = await self._episodes.score_heldout(rollouts, show=generation.show)
+        num_recorded = len(rollouts) if self._records_all else generation.show
+        scores = await self._episodes.score_heldout(rollouts, show=num_recorded)
         pass_at: dict[str, float] = {}
         if generation.samples > 1:
             plan = SamplingPlan(
@@ -80,7 +86,7 @@ class OnPolicyEvaluator:
             pass_at = pass_at_metrics(sampled_scores, sampled.group_N, generation.samples)
         has_own_score = generation.score is not None
         evaluation = summarise(
-            step, rollouts, scores, self._parts.heldout, pass_at,
+            step, rollouts, scores, self._parts.heldout, pass_at, show=generation.show,
             shows_solved=recipe.solving.is_clear and not has_own_score,
         )  # fmt: skip
         if recipe.gives_rewards or has_own_score:
@@ -95,10 +101,11 @@ def summarise(
     tasks: Sequence[Task],
     pass_at: Mapping[str, float],
     *,
+    show: int = 0,
     shows_solved: bool = False,
 ) -> OnPolicyEvaluation:
-    """Turns held-out answers and their scores into metrics and console samples; pure. `shows_solved`: the console shows
-    the share of solved answers where the score is none."""
+    """Turns held-out answers and their scores into metrics and console samples; pure. `show`: how many answers the
+    console shows. `shows_solved`: it shows the share of solved answers where the score is none."""
     scores_N = scores.scores_N
     is_scored_N = np.isfinite(scores_N)
     metrics = {"heldout/length": float(rollouts.note.sampled_N.mean())}
@@ -110,15 +117,14 @@ def summarise(
         metrics["heldout/unscored"] = float((~is_scored_N).sum())
     metrics |= _by_source(scores_N, rollouts)
     metrics |= pass_at
-    prompt_indices = rollouts.group_N.tolist()
-    views = tuple(
+    answers = tuple(
         SampleView(
             prompt=prompt,
             answer=answer,
-            reference=tasks[prompt_index].reference,
-            score=None if np.isnan(score) else score,
+            reference=tasks[int(rollouts.group_N[row])].reference,
+            score=None if np.isnan(scores_N[row]) else float(scores_N[row]),
         )
-        for (prompt, answer), prompt_index, score in zip(scores.texts, prompt_indices, scores_N.tolist(), strict=False)
+        for row, prompt, answer in scores.texts
     )
     is_share = bool(np.isin(scores_N[is_scored_N], (0.0, 1.0)).all())
     view = EvaluationView(
@@ -128,9 +134,9 @@ def summarise(
         score_is_share=is_share,
         solved=metrics.get("heldout/solved") if shows_solved and not is_share else None,
         num_scored=int(is_scored_N.sum()),
-        samples=views,
+        samples=answers[:show],
     )
-    return OnPolicyEvaluation(score=metrics.get("heldout/score"), metrics=metrics, view=view)
+    return OnPolicyEvaluation(score=metrics.get("heldout/score"), metrics=metrics, answers=answers, view=view)
 
 
 def numbered(tasks: Sequence[Task]) -> list[IndexedTask]:

@@ -112,7 +112,7 @@ class HeldoutScores:
 
     scores_N: Floats
     solved_N: NDArray[np.bool_]
-    texts: tuple[tuple[str, str], ...]  # (prompt, answer) of the first rows
+    texts: tuple[tuple[int, str, str], ...]  # (row, prompt, answer) of the rows that were asked for
     num_errors: int
     first_error: str | None
 

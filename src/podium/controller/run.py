@@ -199,7 +199,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         step = self._state.step
         self._evaluation = evaluation = await self._evaluator.evaluate(step)
         self._milestones.evaluated_step = step
-        self._parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.view.samples)
+        self._parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.answers)
         if self._milestones.saved_step == step and step > 0 and evaluation.score is not None:
             await self._parts.roles.policy.grade(step, -evaluation.score)
 

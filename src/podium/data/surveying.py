@@ -116,6 +116,7 @@ class TaskSurvey:
     bad: BadRows
     first: Task | None = None
     num_tasks: int = 0
+    num_prompts: int = 0  # tasks that have one; the environment makes that of the others
     num_tokens: int = 0
     shortest: int = 0
     longest: int = 0
@@ -141,6 +142,7 @@ class TaskSurvey:
         self.shortest = min(self.shortest, length) if self.num_tasks else length
         self.longest = max(self.longest, length)
         self.num_tasks += 1
+        self.num_prompts += task.has_prompt
         self.num_tokens += length
         self.num_fitting += length <= room
         self.num_answered += task.reference is not None

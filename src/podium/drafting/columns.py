@@ -154,10 +154,20 @@ def _prompt_and_completion(data: DataFacts) -> Iterator[tuple[str, str | None]]:
 
 
 def reference_column(data: DataFacts) -> str | None:
-    """The column with the right answer, for rewards; of chats it may be the last turn."""
+    """Where the right answer is, for rewards: a column, verl's `reward_model.ground_truth`, or of chats the last
+    turn."""
     messages = data.first(_MESSAGES)
-    named = data.first(REFERENCE_COLUMNS)
-    return messages if named is None and messages and _ends_with_answer(data.rows[0].values[messages]) else named
+    for name in REFERENCE_COLUMNS:
+        if name == "reward_model":
+            if any(_ground_truth(row.values.get(name)) is not None for row in data.rows):
+                return "reward_model.ground_truth"
+        elif name in data.columns:
+            return name
+    return messages if messages and _ends_with_answer(data.rows[0].values[messages]) else None
+
+
+def _ground_truth(reward_model: Any) -> Any:
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
 
 
 def unread_columns(data: DataFacts, method: Method) -> list[str]:

@@ -121,7 +121,7 @@ def _chosen(
     stem = os.path.splitext(stem)[0] if format_of(stem) is not None else stem
     choices = Choices(
         method=method, model=model, source=source, heldout=heldout, teacher=request.teacher, rows=data.count,
-        lengths=lengths, sizes=sizes, learns_scores=_learns_scores(method, data),
+        is_counted=data.is_counted, lengths=lengths, sizes=sizes, learns_scores=_learns_scores(method, data),
         skips_template=model.has_chat_template and not on_policy and not chats and "text" not in data.columns,
         reward=f"{plugin}:reward" if has_reward else None,
         run=re.sub(r"[^A-Za-z0-9._-]+", "-", f"{method}-{stem}").strip("-._"),

@@ -88,6 +88,7 @@ class FixedSizes:
     max_length: int
     tokens_per_step: int
     steps: int
+    epochs: float  # that these steps are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,7 @@ class OnPolicySizes:
     max_new_tokens: int
     prompts_per_step: int
     steps: int
+    epochs: float  # that these steps are
 
 
 def document_lengths(recipe: SpmdRecipe, data: DataFacts, tokenizer: Any) -> Lengths:
@@ -145,7 +147,9 @@ def fixed_sizes(
     wanted = min(_LARGEST_STEP, _power_of_two(total / _STEPS_PER_EPOCH))
     tokens_per_step = max(_power_of_two(smallest), wanted)
     steps = max(10, math.ceil(epochs * total / tokens_per_step))
-    return FixedSizes(max_length=max_length, tokens_per_step=tokens_per_step, steps=steps)
+    return FixedSizes(
+        max_length=max_length, tokens_per_step=tokens_per_step, steps=steps, epochs=steps * tokens_per_step / total
+    )
 
 
 def on_policy_sizes(lengths: Lengths, num_rows: int, context: int | None, where: str) -> OnPolicySizes:
@@ -161,11 +165,13 @@ def on_policy_sizes(lengths: Lengths, num_rows: int, context: int | None, where:
             "leaves no room for an answer. Take a model with a longer context."
         )
     prompts_per_step = min(_PROMPTS_PER_STEP, num_rows)
+    steps = min(500, max(20, math.ceil(2 * num_rows / prompts_per_step)))
     return OnPolicySizes(
         max_length=prompt + room,
         max_new_tokens=room,
         prompts_per_step=prompts_per_step,
-        steps=min(500, max(20, math.ceil(2 * num_rows / prompts_per_step))),
+        steps=steps,
+        epochs=steps * prompts_per_step / num_rows,
     )
 
 

@@ -33,6 +33,7 @@ class Choices:
     heldout: Mapping[str, Any] | None
     teacher: str | None
     rows: str  # "64 rows"
+    is_counted: bool  # False: there are more rows
     lengths: Lengths
     sizes: FixedSizes | OnPolicySizes
     learns_scores: bool  # reward_model: scores instead of pairs
@@ -145,10 +146,11 @@ def epochs_of(method: Method) -> int:
 
 
 def _step_note(choices: Choices) -> str:
-    if choices.method in ON_POLICY:
-        return f"about 2 epochs of {choices.rows}; 20 to 500 steps"
-    epochs = epochs_of(choices.method)
-    return f"about {epochs} epoch{'s' if epochs > 1 else ''} of {choices.rows}; 10 steps at least"
+    """How many epochs the steps are, which is not the usual number for very few or very many rows."""
+    epochs = choices.sizes.epochs
+    number = f"{epochs:.0f}" if epochs >= 10 else f"{epochs:.2g}"
+    about = "about" if choices.is_counted else "less than"
+    return f"{about} {number} epoch{'' if number == '1' else 's'} of {choices.rows}; or give `epochs` instead"
 
 
 def _every(steps: int) -> int:
@@ -162,8 +164,8 @@ def _commented(text: str, comment: str) -> str:
 REWARD = '''def reward(answer, reference):
     """1 for a right answer, 0 for any other. Change this to what your answers are worth.
 
-    `reference` is the row's right answer (its column `{column}`). Further parameters that a reward can take: `row`,
-    `prompt`, `num_tokens`, `truncated` (docs/rewards.md).
+    `reference` is the row's right answer, from `{column}`. Further parameters that a reward can take:
+    `row`, `prompt`, `num_tokens`, `truncated` (docs/rewards.md).
     """
     return 1.0 if reference is not None and final(answer) == final(reference) else 0.0
 

@@ -54,6 +54,14 @@ class PipelineResult(RunResult):
 
     stages: tuple[StageOutcome, ...]
 
+    def lines(self) -> list[str]:
+        """Where the time went, how the pipeline ended, and the command that comes next."""
+        lines = RunResult.lines(self)
+        if self.status == "stopped" and self.step == 0 and len(self.stages) > 1:
+            name = self.stages[-1].name
+            lines[-1] = f"stopped before the first step of stage {name}; continue with: podium resume {self.folder}"
+        return lines
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFacts:

@@ -29,7 +29,7 @@ class Rewarded:
     values_NR: Floats
     errors: Mapping[int, str]
     extras: Mapping[str, tuple[float, float]]
-    texts: tuple[tuple[str, str], ...]
+    texts: tuple[tuple[int, str, str], ...]  # (row, prompt, answer) of the rows that were asked for
 
 
 class GraderHandle:
@@ -47,11 +47,12 @@ class GraderHandle:
         self._deadline_s = 2 * (MOST_HANGING + 2) * (timeout_s + 5.0) + 30.0
 
     async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
-        """Grades a batch. Groups stay whole, because a reward may compare within them."""
+        """Grades a batch. Groups stay whole, because a reward may compare within them. `show`: of how many rows the
+        texts are returned too."""
         parts = group_parts(rollouts.group_N, self._group.mesh.shape.world)
         notes = await asyncio.gather(
             *(
-                self._share(rank, shard_of(rollouts, part, show=show if rank == 0 else 0), purpose)
+                self._share(rank, shard_of(rollouts, part, show=int((part < show).sum())), purpose)
                 for rank, part in enumerate(parts)
                 if len(part)
             )
@@ -73,7 +74,11 @@ class GraderHandle:
                 for row, error in note.errors.items()
             },
             extras=extras,
-            texts=notes[0].texts if notes else (),
+            texts=tuple(
+                (int(row), prompt, answer)
+                for part, note in zip(filled, notes, strict=True)
+                for row, (prompt, answer) in zip(part, note.texts, strict=False)
+            ),
         )
 
     async def _share(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:

@@ -153,6 +153,13 @@ class RunFolder:
         status: Status = self.state()["status"]
         return status
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether it has begun no step, as far as run.json can be read."""
+        with contextlib.suppress(OSError, RunFolderError, KeyError, TypeError):
+            return self.status == "starting"
+        return False
+
     def update(self, **values: Any) -> None:
         """Merges values into run.json, atomically."""
         state = self.state() if self._state_file.exists() else {}
@@ -164,8 +171,7 @@ class RunFolder:
 
     @property
     def _overwritten(self) -> Path:
-        """Where an earlier run of this name waits until the new one has finished its first step."""
-        return self.path.with_name(f".overwritten-{self.path.name}")
+        return overwritten(self.path)
 
     def set_aside(self) -> None:
         """Moves the folder of an earlier run out of the way; nothing if there is none. A folder that is not a run's is
@@ -180,13 +186,21 @@ class RunFolder:
                 "is. Remove it yourself, or choose another name with --set run.name=..."
             )
         with self.held():
+            if self.is_starting and self._overwritten.exists():
+                shutil.rmtree(self.path)  # a killed start; the run before it is still set aside
+                return
             self.forget_overwritten()
             os.replace(self.path, self._overwritten)
 
     def forget_overwritten(self) -> None:
-        """Removes the earlier run that was set aside, if there is one."""
-        if self._overwritten.exists():
-            shutil.rmtree(self._overwritten)
+        """Removes the earlier run that was set aside, if there is one. A stage of a pipeline removes the earlier
+        pipeline."""
+        paths = [self._overwritten]
+        if is_pipeline_folder(self.path.parent):
+            paths.append(overwritten(self.path.parent))
+        for path in paths:
+            if path.exists():
+                shutil.rmtree(path)
 
     def restore_overwritten(self) -> bool:
         """Brings the earlier run back if the new one has left nothing; returns whether it did."""
@@ -221,8 +235,8 @@ class RunFolder:
 
     def _was_never_begun(self) -> bool:
         """Whether a process that was killed before the first step left this folder, and no process holds it."""
-        with contextlib.suppress(OSError, RunFolderError, KeyError):
-            if self._state_file.is_file() and self.status == "starting":
+        with contextlib.suppress(OSError, RunFolderError):
+            if self.is_starting:
                 with self.held():
                     return True
         return False
@@ -270,6 +284,11 @@ class RunFolder:
             return set()
         lines = self.skipped_file.read_text(encoding="utf-8").splitlines()
         return {str(json.loads(line)["place"]) for line in lines}
+
+
+def overwritten(path: Path) -> Path:
+    """Where an earlier run or pipeline of this folder waits until the new one has finished its first step."""
+    return path.with_name(f".overwritten-{path.name}")
 
 
 def is_pipeline_folder(path: str | Path) -> bool:

@@ -59,7 +59,8 @@ class RunLog:
     ) -> None:
         self._recipe, self._folder = recipe, folder
         self._metrics, self._loggers, self.console = metrics, loggers, console
-        self._began_s, self._first_step = time.perf_counter(), first_step
+        self._first_step = first_step
+        self._first_done: tuple[int, float] | None = None  # the first step of this process, and when it was done
         self._learning_watch = LearningWatch.of(recipe)
         self.last_loss: float | None = None
         self._skipped_places: set[str] | None = None  # read when a row is skipped
@@ -81,11 +82,21 @@ class RunLog:
         if num_done == 1:
             self._folder.update(status="running")
             self._folder.forget_overwritten()
-        seconds_per_step = (time.perf_counter() - self._began_s) / max(1, num_done)
-        self.console.step(replace(view, eta_s=seconds_per_step * (self._recipe.steps - view.step)))
+        self.console.step(replace(view, eta_s=self._eta_s(view.step, values.get("step_s"))))
         warning = self._learning_watch.check(view.step, values)
         if warning is not None:
             self.console.warning(warning)
+
+    def _eta_s(self, step: int, step_s: float | None) -> float | None:
+        """Seconds until the last step, from the steps since the first one, with the evaluations and checkpoints between
+        them. The first step has only its own time. What came before it (start-up, an evaluation) does not count."""
+        now_s = time.perf_counter()
+        if self._first_done is None:
+            self._first_done = (step, now_s)
+        else:
+            first, first_s = self._first_done
+            step_s = (now_s - first_s) / (step - first)
+        return None if step_s is None else step_s * (self._recipe.steps - step)
 
     def evaluation(self, view: EvaluationView, values: Mapping[str, float], answers: Sequence[SampleView]) -> None:
         """Logs a finished evaluation: its metrics, its console output, and its answers in the run folder."""

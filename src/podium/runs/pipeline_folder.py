@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,14 @@ from podium.errors import RecipeError, RunFolderError
 from podium.recipe import PipelineRecipe, dump_recipe
 from podium.recipe.loading import read_values
 from podium.recipe.pipeline_loading import overridden, parse_pipeline
-from podium.runs.folder import PIPELINE_STATE, RunFolder, held, is_pipeline_folder, write_atomically
+from podium.runs.folder import (
+    PIPELINE_STATE,
+    RunFolder,
+    held,
+    is_pipeline_folder,
+    overwritten,
+    write_atomically,
+)
 
 StageStatus = Literal["waiting", "running", "stopped", "failed", "done"]
 _EARLIER = ".earlier"
@@ -78,16 +85,52 @@ class PipelineFolder:
             raise RunFolderError(f"{path} is not the folder of a pipeline: it has no {PIPELINE_STATE}.")
         return cls(path=Path(path))
 
-    def remove(self) -> None:
-        """Removes the folder of an earlier pipeline with all its stages; nothing if there is none. One that a process
-        runs now is refused, whole or a single stage of it."""
+    @contextlib.contextmanager
+    def overwriting(self) -> Iterator[None]:
+        """Sets an earlier pipeline with all its stages aside while the new one begins. The first step of the new one
+        removes it; it is brought back if the new one ends before. One that a process runs now is refused, whole or a
+        single stage of it."""
+        self._set_all_aside()
+        try:
+            yield
+            self._restore_overwritten()  # the new one was stopped before its first step
+        except BaseException as error:
+            if self._restore_overwritten():
+                # What the new one says about continuing would continue the earlier one.
+                notes = [note for note in getattr(error, "__notes__", ()) if "podium resume" not in note]
+                error.__notes__ = [*notes, f"the earlier pipeline in {self.path} is as it was"]
+            raise
+
+    def _set_all_aside(self) -> None:
         if not is_pipeline_folder(self.path):
             return
         with held(self.path), contextlib.ExitStack() as stages:
             for stage in self.path.iterdir():
                 if (stage / "run.json").is_file():
                     stages.enter_context(held(stage))
+            aside = overwritten(self.path)
+            if aside.exists() and not self._has_begun():
+                shutil.rmtree(self.path)  # a killed start; the pipeline before it is still set aside
+                return
+            if aside.exists():
+                shutil.rmtree(aside)
+            os.replace(self.path, aside)
+
+    def _restore_overwritten(self) -> bool:
+        """Brings the earlier pipeline back if the new one has taken no step; returns whether it did."""
+        aside = overwritten(self.path)
+        if not aside.exists() or self._has_begun():
+            return False
+        if self.path.exists():
             shutil.rmtree(self.path)
+        os.replace(aside, self.path)
+        return True
+
+    def _has_begun(self) -> bool:
+        """Whether a stage has taken a step. Runs that end before their first step remove their folder; that of a killed
+        one is still starting."""
+        runs = [RunFolder(path=path.parent) for path in self.path.glob("*/run.json")]
+        return (self.path / _EARLIER).exists() or not all(run.is_starting for run in runs)
 
     def recipe(self, overrides: tuple[str, ...] = (), *, needs_environment: bool = True) -> PipelineRecipe:
         """The recipe of the last run, with its `--set` changes. Without `needs_environment` it can be read where

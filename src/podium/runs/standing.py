@@ -32,7 +32,7 @@ class Figure:
     step: int
 
     def __str__(self) -> str:
-        return f"{self.name} {self.value:.4g}"
+        return f"{self.name} {self.value:.3g}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

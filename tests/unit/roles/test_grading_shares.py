@@ -113,7 +113,7 @@ def test_answers_of_all_graders_are_in_the_order_of_the_rows(count: int) -> None
     assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
     assert found.errors == {2: "draw 5", 3: "draw 5"}
     assert found.extras == {"f/size": (8.0, float(min(count, 4)))}
-    assert found.texts[:2] == (("3?", "!"), ("3?", "!"))
+    assert found.texts == ((0, "3?", "!"), (1, "3?", "!"), (2, "5?", "!"))
 
 
 def test_a_grader_that_dies_is_replaced_and_its_share_tried_once_more() -> None:
