@@ -129,7 +129,10 @@ _LENGTHS = {
         KeyHint("data.max_length", "prompt and completion together", ("dpo",)),
         KeyHint("evaluation.generation.max_new_tokens"),
     ),
-    **_same("truncation filter_overlong_prompts truncation_mode", KeyHint("data.overlong", "truncate, drop or error")),
+    **_same(
+        "truncation filter_overlong_prompts truncation_mode",
+        KeyHint("data.overlong", "drop or error; fixed data also truncate"),
+    ),
     **_same("overlong_buffer_len overlong_buffer.len", KeyHint("algorithm.overlong.buffer_tokens", "the same number")),
     **_same("overlong_penalty_factor penalty_factor", KeyHint("algorithm.overlong.penalty", "the same number")),
 }
