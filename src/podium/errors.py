@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The one exception tree. Every error that a user can cause says what happened, why it matters and what to do."""
 
+import contextlib
+import functools
+import inspect
 import os
 from types import TracebackType
+from typing import Any
 
 
 class PodiumError(Exception):
@@ -43,6 +47,10 @@ class LaunchError(PodiumError):
 
 class ProgramError(PodiumError):
     """A custom program is wrong: it cannot be loaded, or it uses a run in a way that cannot work."""
+
+
+class ProgramRaisedError(ProgramError):
+    """A custom program raised: names its file and line. The traceback is in the run's console.log."""
 
 
 class TrainingDivergedError(PodiumError):
@@ -112,7 +120,11 @@ class OffloadError(PodiumError):
 
 # Of the text of an exception of the user's code, in characters.
 _LONGEST_TEXT = 500
-_NOT_THE_USERS = (os.path.dirname(__file__) + os.sep, os.path.join(os.path.dirname(os.__file__), "asyncio", ""))
+_NOT_THE_USERS = (
+    os.path.dirname(__file__) + os.sep,
+    os.path.join(os.path.dirname(os.__file__), "asyncio", ""),
+    "<frozen ",  # Python's import system
+)
 
 
 def what_raised(error: BaseException) -> str:
@@ -127,7 +139,8 @@ def exception_text(error: BaseException) -> str:
     except Exception:  # its __str__ is user code too
         text = "(its text is unavailable)"
     text = text[:_LONGEST_TEXT] + ("..." if len(text) > _LONGEST_TEXT else "")
-    return f"{type(error).__name__}{f': {text}' if text else ''}{_place(error.__traceback__)}"
+    place = raised_at(error)
+    return f"{type(error).__name__}{f': {text}' if text else ''}{f' ({place})' if place else ''}"
 
 
 def counted(count: int, noun: str) -> str:
@@ -141,8 +154,30 @@ def type_phrase(value: object) -> str:
     return "None" if value is None else f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
-def _place(traceback: TracebackType | None) -> str:
-    """The deepest line in the file of the user's function."""
+def defined_at(function: Any) -> str:
+    """Where a function, method or callable object of the user is defined: "rewards.py, line 12". Empty where that is
+    unknown, and for Podium's own."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    with contextlib.suppress(ValueError):  # it wraps itself
+        function = inspect.unwrap(function)
+    if not inspect.isroutine(function):
+        function = type(function).__call__
+    code = getattr(function, "__code__", None)
+    if code is None or code.co_filename.startswith(_NOT_THE_USERS):
+        return ""
+    return f"{code.co_filename}, line {code.co_firstlineno}"
+
+
+def with_place(name: str, function: Any) -> str:
+    """The name of a function of the user, with its file and line in brackets where they are known."""
+    place = defined_at(function)
+    return f"{name} ({place})" if place else name
+
+
+def raised_at(error: BaseException) -> str:
+    """The deepest line in the file of the user's function: "rewards.py, line 12". Empty where there is none."""
+    traceback: TracebackType | None = error.__traceback__
     frames: list[tuple[str, int]] = []
     while traceback is not None:
         frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
@@ -151,4 +186,4 @@ def _place(traceback: TracebackType | None) -> str:
     if not users:
         return ""
     line = [line for file, line in frames if file == users[0]][-1]
-    return f" ({users[0]}, line {line})"
+    return f"{users[0]}, line {line}"

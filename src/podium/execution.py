@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from podium.checks import check_recipe
 from podium.data.fingerprints import files_fingerprint, text_fingerprint
-from podium.errors import BadRowError, RecipeError, RunFolderError
+from podium.errors import BadRowError, ProgramRaisedError, RecipeError, RunFolderError
 from podium.observe import Console, StartUpLog, open_run_console
 from podium.observe.recording import LogFile
 from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.changes import changes, is_training_data, reason_against, what_matters
+from podium.recipe.programs import BUILT_IN
 from podium.recipe.resolving import RecipeT, resolved, with_steps
 from podium.recipe.rules import recipe_warnings
 from podium.recipe.variables import KeyParts, texts_of
@@ -209,6 +210,12 @@ def _show_warnings(recipe: Recipe, console: Console) -> None:
     """Once, before a run begins."""
     for text in recipe_warnings(recipe):
         console.warning(text)
+    if recipe.program not in BUILT_IN and recipe.checkpoint.every is None and recipe.steps > 1:
+        console.warning(
+            "checkpoint.every is not set, so this run saves at its end, on Ctrl-C, and when a step fails before its "
+            "update. If the custom program raises between an update and the end of its step, all steps are lost. Set "
+            "checkpoint.every, for instance to 10."
+        )
 
 
 def _start_up_console(recipe: SpmdRecipe) -> tuple[Console, StartUpLog]:
@@ -293,6 +300,8 @@ def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step
             folder.discard_if_stopped_early()
         except BaseException as error:
             folder.end_failed(error)
+            if isinstance(error, ProgramRaisedError) and folder.console_file.is_file():
+                error.add_note(f"the traceback is in {folder.console_file}")
             if isinstance(error, BadRowError):
                 error.add_note("rows that cannot be used are skipped with: --set data.on_error=skip")
             _log(folder, [f"error: {error or type(error).__name__}", *getattr(error, "__notes__", ())])

@@ -4,6 +4,7 @@ step saves what Ctrl-C would save, and what a message advises works."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -176,6 +177,84 @@ def test_a_reward_that_fails_on_ray_costs_no_step(workspace: Workspace) -> None:
     _down(workspace, False)
     assert workspace.podium("resume", "runs/failed").code == 0
     _continues_as_if_nothing_happened(workspace, "failed", "whole")
+
+
+PROGRAMS = """
+from podium.algorithms.dense import token_cross_entropy
+from podium.spmd.evaluation import mean_token_loss
+
+async def on_policy(run):
+    async for step in run.steps():
+        batch = step.batch(step.rewards_N)
+        report = await run.policy.update(batch)
+        if step.number == run.recipe.options["fails_in"]:
+            raise KeyError("mine")
+        await run.commit(step, batch, policy=report)
+
+def fixed(run):
+    for step in run.steps(mean_token_loss(run.engine, token_cross_entropy)):
+        report = run.engine.train_step(
+            step.micro_batches, token_cross_entropy, normalizer=step.global_tokens, lr=step.lr,
+            stop_requested=run.stop_requested,
+        )
+        if step.number == run.recipe.options["fails_in"]:
+            raise KeyError("mine")
+        run.record(step, report)
+"""
+
+
+def _failing(workspace: Workspace, signal: str, name: str, *, fails_in: int, every: int | None) -> str:
+    (workspace.path / "mine.py").write_text(PROGRAMS)
+    changes = {
+        "program": f"mine.py:{signal}", "signal": signal, "options": {"fails_in": fails_in},
+        "checkpoint": {} if every is None else {"every": every, "background": False}, "steps": 5,
+    }  # fmt: skip
+    return rl_recipe(workspace, name, **changes) if signal == "on_policy" else workspace.recipe(name, **changes)
+
+
+@pytest.mark.parametrize(("signal", "line"), [("on_policy", 10), ("fixed", 20)])
+class TestACustomProgramThatRaises:
+    def test_is_named_with_its_line_and_the_step_that_remains(
+        self, workspace: Workspace, signal: str, line: int
+    ) -> None:
+        """It raises between the update of step 4 and its end: step 3 is gone, because the weights are updated."""
+        outcome = workspace.podium("train", _failing(workspace, signal, "failed", fails_in=4, every=2))
+
+        workspace.refused(outcome, "KeyError: 'mine'", f"mine.py, line {line}", left=("failed",))
+        assert "no running event loop" not in outcome.err
+        assert "checkpoint of step 2 with: podium resume runs/failed" in outcome.err
+        assert "after 2" in outcome.err
+        log = (workspace.path / "runs/failed/console.log").read_text()
+        assert log.count("Traceback") == 1
+        assert 'raise KeyError("mine")' in log
+        assert "checkpoint.every" not in outcome.out
+        state = json.loads((workspace.path / "runs/failed/run.json").read_text())
+        assert "KeyError" in state["error"]
+
+    def test_is_warned_of_at_the_start_where_only_the_end_is_saved(
+        self, workspace: Workspace, signal: str, line: int
+    ) -> None:
+        outcome = workspace.podium("train", _failing(workspace, signal, "failed", fails_in=2, every=None))
+
+        workspace.refused(outcome, f"mine.py, line {line}", "no checkpoint", "checkpoint.every", left=("failed",))
+        assert outcome.out.count("warning: checkpoint.every") == 1
+        assert "podium resume" not in outcome.err
+
+
+@pytest.mark.slow
+def test_a_custom_program_that_raises_on_two_ranks_is_named_with_its_line(workspace: Workspace) -> None:
+    recipe = _failing(workspace, "fixed", "failed", fails_in=4, every=2)
+
+    outcome = workspace.podium("train", recipe, "--devices", "2")
+
+    workspace.refused(outcome, "KeyError: 'mine'", "mine.py, line 20", "step 2", left=("failed",))
+
+
+def test_a_program_whose_file_raises_when_it_is_loaded_is_named_with_its_line(workspace: Workspace) -> None:
+    recipe = _failing(workspace, "fixed", "failed", fails_in=9, every=1)
+    (workspace.path / "mine.py").write_text("import missing_package\ndef fixed(run): ...\n")
+
+    workspace.refused(workspace.podium("train", recipe), "program: ", "missing_package", "mine.py, line 1")
 
 
 class TestRanksThatFail:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
-from podium.errors import counted, type_phrase, what_raised
+from podium.errors import counted, defined_at, type_phrase, what_raised
 
 
 def _raise(error: BaseException) -> None:
@@ -20,7 +22,7 @@ class _MuteError(Exception):
 def test_the_deepest_line_in_the_users_file_is_named() -> None:
     with pytest.raises(KeyError) as raised:
         _raise(KeyError("x"))
-    assert what_raised(raised.value) == f"raised KeyError: 'x' ({__file__}, line 12)"
+    assert what_raised(raised.value) == f"raised KeyError: 'x' ({__file__}, line 14)"
 
 
 def test_an_exception_without_text_or_place_is_named_by_its_type() -> None:
@@ -29,6 +31,20 @@ def test_an_exception_without_text_or_place_is_named_by_its_type() -> None:
 
 def test_an_exception_that_cannot_be_printed_is_named_all_the_same() -> None:
     assert "_MuteError: (" in what_raised(_MuteError())
+
+
+class _Called:
+    def __call__(self) -> None: ...
+
+
+def test_a_definition_is_found_behind_partials_decorators_and_instances() -> None:
+    @functools.wraps(_raise)
+    def decorated(error: BaseException) -> None: ...
+
+    place = f"{__file__}, line {_raise.__code__.co_firstlineno}"
+    assert [defined_at(each) for each in (_raise, functools.partial(_raise, None), decorated)] == [place] * 3
+    assert defined_at(_Called()) == f"{__file__}, line {_Called.__call__.__code__.co_firstlineno}"
+    assert [defined_at(each) for each in (len, None, what_raised)] == [""] * 3  # of C, of nobody, of Podium
 
 
 def test_a_long_text_is_cut() -> None:

@@ -52,12 +52,18 @@ def is_any_left() -> bool:
     return bool(_running - {threading.current_thread()})
 
 
-def run_to_end(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run`. Where an event loop runs in this thread already, as in a notebook, the coroutine gets a thread
-    with a loop of its own, and this thread waits for it. Handlers of signals still run in this thread."""
+def _is_loop_running() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
+        return False
+    return True
+
+
+def run_to_end(main: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run`. Where an event loop runs in this thread already, as in a notebook, the coroutine gets a thread
+    with a loop of its own, and this thread waits for it. Handlers of signals still run in this thread."""
+    if not _is_loop_running():
         return asyncio.run(main)
     promise: Future[Result] = Future()
 

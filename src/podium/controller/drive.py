@@ -21,6 +21,7 @@ from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
+from podium.runs.program_errors import named_program
 from podium.runs.result import RunResult
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ async def _drive(
 
         run = begin_run(inputs, parts)
         try:
-            await program(run)
+            with named_program(recipe, folder):
+                await program(run)
             run.require_finished()
         except Exception as error:
             await _save_before_failing(run, error, parts.log.console)

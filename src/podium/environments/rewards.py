@@ -23,7 +23,7 @@ from podium.environments.signatures import (
     require_options,
 )
 from podium.environments.verifiers import bind_verifier, load_verifier
-from podium.errors import PodiumError, RecipeError, what_raised
+from podium.errors import RecipeError, what_raised, with_place
 from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
 
 __all__ = [
@@ -94,7 +94,11 @@ class Reward:
             failure = f"returned {len(values)} values for {count} samples"
         else:
             return [self._outcome(value) for value in values]
-        return [RewardResult(None, failure)] * count
+        return [self._failed(failure)] * count
+
+    def _failed(self, failure: str, extras: Mapping[str, float] | None = None) -> RewardResult:
+        """A return value that is no reward: names where the function is defined."""
+        return RewardResult(None, with_place(failure, self.function), extras)
 
     def _outcome(self, returned: Any) -> RewardResult:
         if type(returned) is float and math.isfinite(returned):  # nearly always
@@ -102,18 +106,19 @@ class Reward:
         extras = None
         if isinstance(returned, Mapping):
             if "score" not in returned:
-                return RewardResult(None, f"returned a dict without `score`; it has {', '.join(map(str, returned))}")
+                return self._failed(f"returned a dict without `score`; it has {', '.join(map(str, returned))}")
             numbers = {str(name): _number(value) for name, value in returned.items() if name != "score"}
             extras = {name: value for name, value in numbers.items() if value is not None and math.isfinite(value)}
             returned = returned["score"]
         if returned is None:
             # In TRL, None means that a reward does not apply to a sample; elsewhere it is a forgotten return.
-            return RewardResult(None, None if self.signature.style == "trl" else "returned None", extras)
+            does_not_apply = self.signature.style == "trl"
+            return RewardResult(None, None, extras) if does_not_apply else self._failed("returned None", extras)
         value = _number(returned)
         if value is None:
-            return RewardResult(None, f"returned {_clipped(returned)}, which is not a number", extras)
+            return self._failed(f"returned {_clipped(returned)}, which is not a number", extras)
         if not math.isfinite(value):
-            return RewardResult(None, f"returned {'NaN' if math.isnan(value) else value}", extras)
+            return self._failed(f"returned {'NaN' if math.isnan(value) else value}", extras)
         return RewardResult(value, None, extras)
 
 
@@ -189,7 +194,7 @@ def _built(section: RewardSection, index: int, name: str, key: str) -> Reward:
 
 
 def _built_function(section: FunctionReward, index: int, name: str, key: str) -> Reward:
-    function, options = _loaded(section.function, key), dict(section.options)
+    function, options = plugins.load(section.function, f"{key}.function"), dict(section.options)
     if inspect.isclass(function):
         function, options = _instance(function, options, key), {}
     signature = fit_signature(function, options, style=section.style, per=section.per, key=key)
@@ -197,18 +202,6 @@ def _built_function(section: FunctionReward, index: int, name: str, key: str) ->
         index=index, name=name, weight=section.weight, function=function, signature=signature, options=options,
         is_async=is_async(function),
     )  # fmt: skip
-
-
-def _loaded(path: str, key: str) -> Callable[..., Any]:
-    try:
-        return plugins.load(path, f"{key}.function")
-    except PodiumError:
-        raise
-    except Exception as error:  # the file is the user's code
-        raise RecipeError(
-            f"{key}.function: running {plugins.split_plugin(path)[0]} {what_raised(error)}. Fix the "
-            "file, or install what it imports."
-        ) from error
 
 
 def _instance(factory: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:

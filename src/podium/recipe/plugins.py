@@ -25,7 +25,7 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, core_schema
 
-from podium.errors import RecipeError, type_phrase
+from podium.errors import PodiumError, RecipeError, type_phrase, what_raised
 
 PICKLED = ".pickle"  # what files of pickled objects end in
 # Import path -> (the object, modification time of its file), of objects that were given in this process.
@@ -133,7 +133,7 @@ def locate(path: str, key: str) -> None:
     names = _top_level_names(tree.body)
     if name not in names:
         listed = ", ".join(sorted(names - _imported_names(tree.body))) or "nothing"
-        raise RecipeError(f"{key}: {file} has no function {name!r}. It defines: {listed}.")
+        raise RecipeError(f"{key}: {file} has no function or class {name!r}. It defines: {listed}.")
 
 
 def is_async(path: str, key: str) -> bool | None:
@@ -333,10 +333,17 @@ def load(path: str, key: str) -> Callable[..., Any]:
     module_name, name = split_plugin(path)
     if is_pickled(path):
         return _unpickled(source_file(path, key), key)
-    if module_name.endswith(".py"):
-        module = _module_of(Path(module_name).resolve())
-    else:
-        module = importlib.import_module(module_name)
+    try:
+        if module_name.endswith(".py"):
+            module = _module_of(Path(module_name).resolve())
+        else:
+            module = importlib.import_module(module_name)
+    except PodiumError:
+        raise
+    except Exception as error:  # the file is the user's code
+        raise RecipeError(
+            f"{key}: running {module_name} {what_raised(error)}. Fix the file, or install what it imports."
+        ) from error
     plugin = getattr(module, name, None)
     if not callable(plugin):
         raise RecipeError(f"{key}: {path} is not callable. A plug-in is a function or a class.")

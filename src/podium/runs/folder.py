@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from podium.errors import PodiumError, RunFolderError
 from podium.models.cpu_settings import CpuSettings
-from podium.observe.metrics import METRICS_FILE
+from podium.observe.metrics import METRICS_FILE, read_metrics
 from podium.recipe import Recipe, dump_recipe, load_recipe
 
 PIPELINE_STATE = "pipeline.json"
@@ -230,8 +230,16 @@ class RunFolder:
                 error.add_note(f"all steps are done and saved: podium export {self.path} OUT")
             elif steps:
                 error.add_note(f"continue from the checkpoint of step {steps[-1]} with: podium resume {self.path}")
+                if self._last_logged_step() > steps[-1]:
+                    error.add_note(f"the steps after {steps[-1]} are lost: checkpoint.every says how often a run saves")
             else:
-                error.add_note(f"{self.path} has no checkpoint to resume from: no step could be saved")
+                error.add_note(
+                    f"{self.path} has no checkpoint to resume from: no step could be saved. Set checkpoint.every to "
+                    "save before the end"
+                )
+
+    def _last_logged_step(self) -> int:
+        return max((each.step for each in read_metrics(self.path)), default=0)
 
     def _was_never_begun(self) -> bool:
         """Whether a process that was killed before the first step left this folder, and no process holds it."""

@@ -32,7 +32,7 @@ from podium.engine.parameters import TrainedParameter
 from podium.engine.resuming import restore_optimizer
 from podium.engine.sharding import PackedModel, compute_dtype, place, place_scalar
 from podium.engine.train_step import TrainEngine
-from podium.errors import UnsupportedModelError
+from podium.errors import UnsupportedModelError, counted
 from podium.models.cost import model_cost
 from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
@@ -44,6 +44,7 @@ from podium.runs.failing import all_failed_after
 from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
 from podium.runs.log import open_log
+from podium.runs.program_errors import named_program
 from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
 from podium.spmd.launch import RankPlace, StopRequest
@@ -97,7 +98,9 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         if mesh.is_main and task.resume_step is not None and where.attempt == 0 and not task.evaluates_only:
             set_aside_later(folder.checkpoints, task.resume_step)
         try:
-            task.load_program(recipe.program)(run)
+            program = task.load_program(recipe.program)
+            with named_program(recipe, folder):
+                program(run)
             run.require_finished()
         except Exception as error:
             _save_before_failing(run, error, where, folder)
@@ -114,7 +117,7 @@ def _save_before_failing(run: SpmdRun[SpmdRecipe], error: Exception, where: Rank
             lambda step: all_failed_after(step, folder.path, rank=where.rank, world=where.world, attempt=where.attempt)
         )
     except Exception as failure:
-        error.add_note(f"the last step cannot be saved: {failure}")
+        error.add_note(f"the last recorded step cannot be saved: {failure}")
 
 
 def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointReader | None:
@@ -275,7 +278,7 @@ def _header(
         recipe,
         folder,
         resume_step=step,
-        step_size=f"{recipe.tokens_per_step} tokens" if rows is None else f"{rows} rows",
+        step_size=f"{recipe.tokens_per_step} tokens" if rows is None else counted(rows, "row"),
         model=model_line(
             type(model.hf).__name__,
             sum(parameter.numel() for parameter in parameters),

@@ -25,7 +25,7 @@ from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards
 from podium.engine.schedule import learning_rate
 from podium.engine.train_step import PendingReport, StepReport, TokenSources, TrainEngine
-from podium.errors import TrainingDivergedError
+from podium.errors import CheckpointError, TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import ShownMetric, StepView, Stopwatch
 from podium.recipe import SpmdRecipe
@@ -204,10 +204,13 @@ class SpmdRun(Generic[RecipeT_co]):
 
     def save_before_failing(self, all_failed_after: Callable[[int], bool]) -> None:
         """Saves the last recorded step of a run that fails, as Ctrl-C would, if all ranks failed after it and none has
-        changed its weights since. Collective if they have."""
+        changed its weights since. Collective if they have. Raises an error if this rank's weights are no longer those
+        of that step."""
         step = self._step
-        if self._milestones.saved_step == step or self.engine.num_optimizer_steps != self._recorded_updates:
+        if self._milestones.saved_step == step:
             return
+        if self.engine.num_optimizer_steps != self._recorded_updates:
+            raise CheckpointError(f"the weights of step {step} were already updated by the step that failed")
         if not all_failed_after(step):
             return
         self._log.console.note(f"the run failed after step {step}: saving it")

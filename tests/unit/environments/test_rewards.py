@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from decimal import Decimal
 from fractions import Fraction
@@ -16,7 +17,7 @@ import torch
 from helpers.messages import facts
 from podium.data.trajectories import TrajectoryId
 from podium.environments.rewards import Reward, RewardResult, Sample, build_rewards, check_rewards, reward_names
-from podium.environments.signatures import Signature
+from podium.environments.signatures import Per, Signature
 from podium.errors import PodiumError, RecipeError
 from podium.recipe.on_policy import FunctionReward, ModelReward, VerifierReward
 
@@ -211,7 +212,23 @@ def test_a_batch_of_wrong_form_fails_as_a_whole(returned: Any, given: str) -> No
 def test_one_bad_number_of_a_batch_is_one_failure() -> None:
     outcomes = returning("group").outcomes([1.0, float("nan"), None], 3)
 
-    assert outcomes == [RewardResult(1.0), RewardResult(None, "returned NaN"), RewardResult(None, "returned None")]
+    good, nan, none = outcomes
+    assert good == RewardResult(1.0)
+    assert str(nan.failure).startswith("returned NaN")
+    assert str(none.failure).startswith("returned None")
+
+
+@pytest.mark.parametrize(
+    ("per", "returned"), [("sample", None), ("sample", "1.0"), ("sample", {}), ("batch", [1.0]), ("batch", 1.0)]
+)
+def test_a_return_value_that_is_no_reward_names_where_the_function_is(per: Per, returned: Any) -> None:
+    def wrong(answer: str) -> Any: ...
+
+    reward = dataclasses.replace(returning(per), function=wrong)
+
+    failure = reward.outcomes(returned, 1 if per == "sample" else 2)[0].failure
+
+    assert f"({__file__}, line {wrong.__code__.co_firstlineno})" in str(failure)
 
 
 def test_none_in_trl_s_style_says_that_the_reward_does_not_apply() -> None:
