@@ -31,6 +31,34 @@ class Echo:
 class Broken(Echo):
     async def step(self, turn):
         return Outcome(reward=1 / 0)
+
+class Misfit(Echo):
+    async def step(self, turn):
+        return (1.0, True)
+
+class Forgetful(Echo):
+    async def step(self, turn):
+        Outcome(done=True)
+
+class WrongReward(Echo):
+    async def step(self, turn):
+        return Outcome(reward="high", done=True)
+"""
+TOOLS = """
+from podium.environments.chat_format import ToolCall
+from podium.environments.protocol import Turn
+from podium.environments.tools import ToolEnvironment
+
+def broken(x: int) -> str:
+    return str(x // 0)
+
+class Caller(ToolEnvironment):
+    def __init__(self):
+        super().__init__([broken])
+
+    async def step(self, turn):
+        call = ToolCall(name="broken", arguments={"x": 1}, text="")
+        return await super().step(Turn(number=turn.number, text=turn.text, calls=(call,)))
 """
 
 
@@ -86,6 +114,33 @@ def test_an_environment_that_fails_is_named_with_file_and_line(workspace: Worksp
     outcome = workspace.podium("try", recipe)
 
     workspace.refused(outcome, "4 of 4", "ZeroDivisionError", "echo.py, line 13")
+
+
+@pytest.mark.parametrize(
+    ("name", "fact", "line"), [("Misfit", "a tuple", 16), ("Forgetful", "None", 20), ("WrongReward", "high", 24)]
+)
+def test_an_environment_that_returns_another_type_is_named_with_file_and_line(
+    workspace: Workspace, name: str, fact: str, line: int
+) -> None:
+    (workspace.path / "echo.py").write_text(ENVIRONMENT)
+    recipe = rl_recipe(workspace, "sums", environment={"environment": f"echo.py:{name}"})
+
+    (episode,) = podium.try_recipe(recipe, prompts=1, samples=1).episodes
+
+    assert f"echo.py, line {line}" in str(episode.error)
+    assert fact in str(episode.error)
+
+
+def test_a_tool_that_raises_is_shown_and_ends_the_command_with_2(workspace: Workspace) -> None:
+    (workspace.path / "tools.py").write_text(TOOLS)
+    environment = {"environment": "tools.py:Caller", "max_turns": 1, "hidden_tools": True}
+
+    outcome = workspace.podium("try", rl_recipe(workspace, "sums", environment=environment))
+
+    assert outcome.code == 2, outcome
+    assert "4 of 4" in outcome.err
+    assert re.search(r"warning: .*broken .*ZeroDivisionError.*tools\.py, line 7", outcome.err)
+    assert outcome.out.count("sample ") == 4
 
 
 def test_a_tool_that_fails_is_named_with_file_and_line_and_the_model_reads_no_path() -> None:

@@ -9,7 +9,7 @@ import typer
 
 from podium import api
 from podium.commands.arguments import Overrides, RecipeFile
-from podium.errors import RewardError
+from podium.errors import RewardError, RolloutError
 
 
 def try_recipe(
@@ -30,6 +30,12 @@ def try_recipe(
     if trial.errors:
         count = sum(episode.error is not None for episode in trial.episodes)
         raise RewardError(f"{count} of {len(trial.episodes)} episodes have no reward: {trial.errors[0]}")
+    if trial.num_tool_faults:
+        raise RolloutError(
+            f"tools failed in {trial.num_tool_faults} of {len(trial.episodes)} episodes; the warnings above name file "
+            "and line. The model reads such a failure as a result that begins with `error:`. Fix the tool, or let it "
+            "return a text where the failure is meant."
+        )
 
 
 def _warn(text: str) -> None:

@@ -21,6 +21,7 @@ from podium.controller.prompts import PromptSource
 from podium.data.prompts import PromptTokenizer
 from podium.data.tasks import IndexedTask
 from podium.data.tokenizer import load_tokenizer, marked_text
+from podium.environments.tools import FAULTS
 from podium.errors import RoleError
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import FINISHES
@@ -82,6 +83,8 @@ class Trial:
     start_s: float
     generate_s: float
     grade_s: float
+    warnings: tuple[str, ...] = ()  # of environments, tools and rewards
+    num_tool_faults: int = 0  # episodes in which a tool raised, or returned a value without a text
 
     @property
     def errors(self) -> tuple[str, ...]:
@@ -110,7 +113,12 @@ class Trial:
 async def try_episodes(recipe: OnPolicyRecipe, *, num_prompts: int, samples: int, warn: Callable[[str], None]) -> Trial:
     """Generates `samples` episodes for each of the first prompts with the model of the recipe, and grades them with its
     rewards. Waits for generators and graders, which have their own deadlines."""
-    began_s = time.perf_counter()
+    began_s, warnings = time.perf_counter(), list[str]()
+
+    def note(text: str) -> None:
+        warnings.append(text)
+        warn(text)
+
     tokenizer = load_tokenizer(recipe.model)
     prompts = PromptSource(recipe, PromptTokenizer(tokenizer), None).take(num_prompts)
     try:
@@ -120,15 +128,19 @@ async def try_episodes(recipe: OnPolicyRecipe, *, num_prompts: int, samples: int
             start_s = time.perf_counter() - began_s
             with cluster.scope("the trial") as objects:
                 began_s = time.perf_counter()
-                rollouts = await _generate(recipe, workers, prompts, samples, warn)
+                rollouts = await _generate(recipe, workers, prompts, samples, note)
                 objects.hold(rollouts.rows)
                 generate_s, began_s = time.perf_counter() - began_s, time.perf_counter()
-                graded, errors = await _grade(recipe, workers, rollouts, warn)
+                graded, errors = await _grade(recipe, workers, rollouts, note)
                 grade_s = time.perf_counter() - began_s
                 episodes = tuple(_episodes(graded, errors, tokenizer))
     except RoleError as error:
         raise cause_of(error) from error
-    return Trial(episodes=episodes, start_s=start_s, generate_s=generate_s, grade_s=grade_s)
+    faults_N = rollouts.note.counts.get(FAULTS, np.zeros(0))
+    return Trial(
+        episodes=episodes, start_s=start_s, generate_s=generate_s, grade_s=grade_s, warnings=tuple(warnings),
+        num_tool_faults=int((faults_N > 0).sum()),
+    )  # fmt: skip
 
 
 async def _generate(

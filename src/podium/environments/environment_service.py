@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from podium.environments.activity import MARK, Activity, Mark
 from podium.environments.episode import environment_maker
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
 from podium.environments.tools import all_tools, load_tools
-from podium.errors import exception_text
+from podium.errors import defined_at, exception_text, type_phrase
 from podium.recipe.on_policy import EnvironmentSection
 
 
@@ -48,6 +48,7 @@ class EnvironmentResponse:
     closes: bool = False  # the environment has a `close`
     is_free: bool = True  # no code of this place runs any more
     num_overdue: int = 0  # calls of the whole process that outlived their deadline and still run
+    places: Mapping[str, str] | None = None  # of Begin: method -> file and line of its definition
 
 
 class EnvironmentService:
@@ -87,6 +88,7 @@ class EnvironmentService:
             closes=_closes(self._environments.get(place)),
             is_free=place not in self._activity.running,
             num_overdue=OVERDUE.count,
+            places=_places(self._environments.get(place)) if isinstance(order, Begin) else None,
         )
 
     async def _begin(self, order: Begin) -> Any:
@@ -109,6 +111,10 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, _NotMadeError) else exception_text(error)
 
 
+def _places(environment: Any) -> dict[str, str]:
+    return {method: defined_at(getattr(environment, method, None)) for method in ("reset", "step")}
+
+
 def _closes(environment: Any) -> bool:
     return callable(getattr(environment, "close", None))
 
@@ -127,11 +133,11 @@ def _plain(returned: Any) -> Any:
                 warnings=returned.warnings,
             )  # fmt: skip
         case _:
-            return Misfit(type(returned).__name__)
+            return Misfit(type_phrase(returned))
 
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """A value that an environment may not return."""
+    """A value that an environment may not return: its type in words."""
 
     kind: str

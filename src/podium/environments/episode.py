@@ -37,7 +37,7 @@ from podium.environments.protocol import (
 from podium.environments.replay import ReplayPolicy
 from podium.environments.tools import ToolEnvironment, load_tools
 from podium.environments.transcript import Transcript, TurnTokenizer
-from podium.errors import DataError, RecipeError, exception_text
+from podium.errors import DataError, RecipeError, exception_text, type_phrase, with_place
 from podium.recipe import plugins
 from podium.recipe.on_policy import EnvironmentSection
 
@@ -321,17 +321,21 @@ class _Running:
     def _begun(self, observation: Any) -> Transcript:
         observation = Observation() if observation is None else observation
         if not isinstance(observation, Observation):
-            raise _EpisodeError(f"reset returned {_named(observation)}; it returns an Observation, or None.")
+            raise _EpisodeError(
+                f"{self._named('reset')} returned {type_phrase(observation)}; it returns an Observation, or None."
+            )
         messages, text = observation.messages, observation.text
         if messages is None and text is None:
             messages, text = self._task.messages, self._task.text
             if not self._task.has_prompt:
                 raise _EpisodeError(
-                    "reset returned neither messages nor text, and the row has no prompt, so the model has nothing to "
-                    "answer."
+                    f"{self._named('reset')} returned neither messages nor text, and the row has no prompt, so the "
+                    "model has nothing to answer."
                 )
         if messages is not None and text is not None:
-            raise _EpisodeError("reset returned both messages and text; an episode begins with one of them.")
+            raise _EpisodeError(
+                f"{self._named('reset')} returned both messages and text; an episode begins with one of them."
+            )
         self._messages += self._as_messages(messages if messages is not None else str(text), "reset")
         self._num_prompt_messages = len(self._messages)
         tools = self._task.tools if observation.tools is None else observation.tools
@@ -384,18 +388,19 @@ class _Running:
         return outcome
 
     def _checked(self, outcome: Any, *, last: bool) -> _Checked:
+        step = self._named("step")
         if not isinstance(outcome, Outcome):
-            raise _EpisodeError(f"step returned {_named(outcome)}; it returns an Outcome.")
+            raise _EpisodeError(f"{step} returned {type_phrase(outcome)}; it returns an Outcome.")
         messages = self._as_messages(outcome.messages, "step") if outcome.messages else []
         if not messages and not outcome.done and not last:
-            raise _EpisodeError("step returned no messages and is not done, so the model has nothing to answer.")
+            raise _EpisodeError(f"{step} returned no messages and is not done, so the model has nothing to answer.")
         try:
             reward = float(outcome.reward)
             metrics = {str(name): float(value) for name, value in outcome.metrics.items()}
         except (TypeError, ValueError, AttributeError) as error:
-            raise _EpisodeError(f"step returned a reward or metrics that are not numbers ({error}).") from error
+            raise _EpisodeError(f"{step} returned a reward or metrics that are not numbers ({error}).") from error
         if not math.isfinite(reward):
-            raise _EpisodeError(f"step returned the reward {reward}; it must be a finite number.")
+            raise _EpisodeError(f"{step} returned the reward {reward}; it must be a finite number.")
         warnings = tuple(str(text) for text in outcome.warnings)
         return _Checked(messages=messages, reward=reward, done=bool(outcome.done), metrics=metrics, warnings=warnings)
 
@@ -405,7 +410,14 @@ class _Running:
         try:
             return parse_messages(list(said), "messages", Row({}, method))
         except (DataError, TypeError) as error:
-            raise _EpisodeError(f"{method} returned messages that are none: {error}") from error
+            raise _EpisodeError(f"{self._named(method)} returned messages that are none: {error}") from error
+
+    def _named(self, method: str) -> str:
+        """The method, with file and line of its definition."""
+        if isinstance(self._environment, BoundedEnvironment):
+            place = self._environment.places.get(method)
+            return f"{method} ({place})" if place else method
+        return with_place(method, getattr(self._environment, method))
 
     async def _call(self, method: str, *given: Any) -> Any:
         """Calls a method of the environment; an exception or a timeout ends the episode."""
@@ -445,7 +457,3 @@ async def _run_job(
 
 def _joined(parts: Sequence[NDArray[Any]], dtype: Any) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.empty(0, dtype)
-
-
-def _named(value: Any) -> str:
-    return "None" if value is None else f"a {type(value).__name__}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -169,6 +169,7 @@ class HostedEnvironment(BoundedEnvironment):
         self._host, self._losses = host, losses
         self._place: _EpisodeSlot | None = None
         self._closes, self._is_free = False, True
+        self.places: Mapping[str, str] = {}  # method of the user's environment -> file and line of its definition
 
     async def reset(self, task: Task, /) -> Any:
         """Takes a place in a process and resets the environment there."""
@@ -213,10 +214,15 @@ class HostedEnvironment(BoundedEnvironment):
             raise EpisodeLostError(lost.cause, again) from lost
         self._is_free = is_free and reply.is_free
         self._closes = reply.closes
+        self.places = reply.places or self.places
         self._host.note(place, reply)
         if reply.error is not None:
             raise CallFailedError(reply.error)
         if isinstance(reply.value, Misfit):
-            wanted = "an Observation, or None" if isinstance(order, Begin) else "an Outcome"
-            raise CallFailedError(f"returned a {reply.value.kind}; it returns {wanted}.")
+            method = "reset" if isinstance(order, Begin) else "step"
+            wanted = "an Observation, or None" if method == "reset" else "an Outcome"
+            defined = self.places.get(method)
+            raise CallFailedError(
+                f"returned {reply.value.kind}; it returns {wanted}{f' ({defined})' if defined else ''}."
+            )
         return reply.value

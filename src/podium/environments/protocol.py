@@ -11,6 +11,7 @@ import inspect
 import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from podium.data.kinds import Message
@@ -84,7 +85,10 @@ class Environment(Protocol):
 
 
 class BoundedEnvironment:
-    """Base of environments whose methods are coroutines that enforce their own deadlines."""
+    """Base of environments whose methods are coroutines that enforce their own deadlines. `places`: file and line of
+    the methods of the user's environment that they call."""
+
+    places: Mapping[str, str] = MappingProxyType({})
 
 
 class CallFailedError(Exception):

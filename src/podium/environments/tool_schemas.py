@@ -14,7 +14,7 @@ from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 from pydantic_core import ErrorDetails, core_schema
 from typing_extensions import TypedDict
 
-from podium.errors import RecipeError
+from podium.errors import RecipeError, with_place
 
 _PARAMETER = re.compile(r"(\w+)\s*(?:\([^)]*\))?:\s*(.*)")
 _MAX_PROBLEMS, _MAX_CHARS = 8, 60
@@ -31,11 +31,11 @@ class ToolArguments:
 
     def __init__(self, function: Callable[..., Any], name: str, descriptions: Mapping[str, str]) -> None:
         """Raises a RecipeError for a parameter without a type, or with a type that JSON cannot express."""
-        self._name = name
+        self._name, placed = name, with_place(name, function)
         parameters = inspect.signature(function).parameters
-        hints = _hints(function, name)
+        hints = _hints(function, placed)
         for parameter in parameters.values():
-            _require_describable(parameter, name, hints)
+            _require_describable(parameter, placed, hints)
         fields = {each: _field(parameters[each], hints[each], descriptions.get(each)) for each in parameters}
         make_type: Any = TypedDict  # mypy wants the fields written out
         arguments = make_type("arguments", fields)
@@ -46,8 +46,9 @@ class ToolArguments:
         except (PydanticUserError, PydanticUndefinedAnnotation, RecursionError) as error:
             reason = "a recursive type" if isinstance(error, RecursionError) else str(error).splitlines()[0]
             raise RecipeError(
-                f"the tool {name}{inspect.signature(function)} has a parameter that JSON cannot express ({reason}). "
-                "Use str, int, float, bool, list, dict, Literal, an Enum, a TypedDict, or an Optional of these."
+                f"the tool {with_place(f'{name}{inspect.signature(function)}', function)} has a parameter that JSON "
+                f"cannot express ({reason}). Use str, int, float, bool, list, dict, Literal, an Enum, a TypedDict, or "
+                "an Optional of these."
             ) from error
 
     def validate(self, arguments: Mapping[str, Any]) -> dict[str, Any]:

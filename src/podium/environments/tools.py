@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -13,9 +12,13 @@ from podium.data.kinds import Message
 from podium.data.tasks import Task
 from podium.environments.chat_format import Call, ToolCall
 from podium.environments.protocol import Observation, Outcome, Turn, call_within
+from podium.environments.tool_results import ResultError, result_text
 from podium.environments.tool_schemas import ArgumentError, ToolArguments, read_docstring
-from podium.errors import RecipeError, what_raised
+from podium.errors import RecipeError, what_raised, with_place
 from podium.recipe import plugins
+
+# Metric: calls that failed by the tool's own fault, not the model's.
+FAULTS = "tool_faults"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -26,6 +29,7 @@ class Tool:
     description: str
     arguments: ToolArguments
     function: Callable[..., Any]
+    returns_nothing: bool = False  # annotated with -> None
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
@@ -34,7 +38,11 @@ class Tool:
         name = getattr(function, "__name__", type(function).__name__)
         description, descriptions = read_docstring(inspect.getdoc(function) or "")
         arguments = ToolArguments(function, name, descriptions)
-        return cls(name=name, description=description, arguments=arguments, function=function)
+        returned = inspect.signature(function).return_annotation
+        return cls(
+            name=name, description=description, arguments=arguments, function=function,
+            returns_nothing=returned in (None, "None"),
+        )  # fmt: skip
 
     @property
     def schema(self) -> dict[str, Any]:
@@ -49,7 +57,8 @@ class ToolResult:
 
     text: str
     failed: bool
-    warning: str | None = None  # what the tool raised and where, for the person who runs it
+    warning: str | None = None  # what is wrong with the tool and where, for the person who runs it
+    is_tools_fault: bool = False  # it raised, or returned a value without a text; else the call was wrong
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,22 +108,32 @@ async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float
     """Runs one call. A failure becomes a text that begins with `error:`."""
     try:
         result = await call_within(timeout_s, tool.function, **tool.arguments.validate(arguments))
-        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
     except ArgumentError as error:
         return _failed(str(error), max_chars)
     except TimeoutError as error:
         return _failed(f"{tool.name} {error or 'timed out'}", max_chars)
     except Exception as error:  # the tool is the user's code
         failed = _failed(f"{type(error).__name__}: {error}", max_chars)
-        return replace(failed, warning=f"the tool {tool.name} {what_raised(error)}")
-    return ToolResult(text=_cut(text, max_chars), failed=False)
+        return replace(failed, warning=f"the tool {tool.name} {what_raised(error)}", is_tools_fault=True)
+    named = with_place(f"the tool {tool.name}", tool.function)
+    try:
+        text = result_text(result)
+    except ResultError as error:
+        return replace(_failed(str(error), max_chars), warning=f"{named}: {error}", is_tools_fault=True)
+    except Exception as error:  # methods of the result are the user's code too
+        failed = _failed(f"{type(error).__name__}: {error}", max_chars)
+        return replace(failed, warning=f"the text of what {named} returned {what_raised(error)}", is_tools_fault=True)
+    warning = None
+    if result is None and not tool.returns_nothing:
+        warning = f"{named} returned None, which the model reads as null. Return a text, or annotate it with -> None"
+    return ToolResult(text=_cut(text, max_chars), failed=False, warning=warning)
 
 
 class ToolEnvironment:
     """The task's own prompt, and tools that the model may call before it answers.
 
     Calls of one turn run one after the other, and their results come back as messages in the same order. An answer
-    without a call ends the episode. Metrics: turns, tool_calls, failed_tool_calls."""
+    without a call ends the episode. Metrics: turns, tool_calls, failed_tool_calls, tool_faults."""
 
     def __init__(
         self,
@@ -164,6 +183,7 @@ class ToolEnvironment:
                 "turns": 1.0,
                 "tool_calls": float(len(results)),
                 "failed_tool_calls": float(sum(result.failed for result in results)),
+                FAULTS: float(sum(result.is_tools_fault for result in results)),
             },
             warnings=[result.warning for result in results if result.warning is not None],
         )

@@ -104,7 +104,7 @@ def test_a_tool_is_called_and_its_result_answered() -> None:
     assert (episode.finish, episode.error, episode.num_turns, episode.answer) == ("done", None, 2, "391")
     assert [message["role"] for message in episode.messages] == ["user", "assistant", "tool", "assistant"]
     assert episode.num_prompt_messages == 1
-    assert episode.metrics == {"turns": 2.0, "tool_calls": 1.0, "failed_tool_calls": 0.0}
+    assert episode.metrics == {"turns": 2.0, "tool_calls": 1.0, "failed_tool_calls": 0.0, "tool_faults": 0.0}
 
 
 def test_every_turn_has_the_whole_conversation_so_far() -> None:

@@ -4,18 +4,23 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime
 import enum
 import functools
 import re
 import threading
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import Field
+from pydantic import BaseModel, Field
 from scripted import task
 from typing_extensions import TypedDict
 
@@ -271,6 +276,80 @@ def test_text_comes_back_as_it_is_and_the_rest_as_json() -> None:
     assert called(add, a=17, b=23) == ToolResult(text="40", failed=False)
 
 
+class Shade(enum.Enum):
+    DARK = "dark"
+
+
+@dataclasses.dataclass
+class Price:
+    amount: Decimal
+    when: datetime.date
+
+
+class Reading(BaseModel):
+    when: datetime.datetime
+
+
+class Opaque:
+    """Without a text of its own."""
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (np.float64(0.5), "0.5"),
+        (np.arange(3), "[0, 1, 2]"),
+        ({"n": np.int64(3), "all": {2, 1}}, '{"n": 3, "all": [1, 2]}'),
+        ({"b", "a"}, '["a", "b"]'),
+        (Decimal("12.50"), "12.5"),
+        (Decimal(3), "3"),
+        (Price(amount=Decimal("0.1"), when=datetime.date(2024, 5, 6)), '{"amount": 0.1, "when": "2024-05-06"}'),
+        (Reading(when=datetime.datetime(2024, 5, 6, 7)), '{"when": "2024-05-06T07:00:00"}'),
+        ([datetime.datetime(2024, 5, 6, 7)], '["2024-05-06T07:00:00"]'),
+        (Shade.DARK, '"dark"'),
+        ({(1, 2): Path("a")}, '{"[1, 2]": "a"}'),
+        (torch.tensor([1.0]), "[1.0]"),
+    ],
+    ids=repr,
+)
+def test_values_that_json_does_not_have_are_converted(value: Any, text: str) -> None:
+    def give() -> Any:
+        return value
+
+    assert called(give) == ToolResult(text=text, failed=False)
+
+
+def test_a_value_without_a_text_is_the_tools_fault_and_names_its_line() -> None:
+    def give() -> Any:
+        return {"it": Opaque()}
+
+    result = called(give)
+
+    assert result.failed
+    assert result.is_tools_fault
+    assert "0x" not in result.text
+    assert ".py" not in result.text
+    assert f"give ({__file__}, line {give.__code__.co_firstlineno})" in str(result.warning)
+
+
+def test_a_tool_that_returns_nothing_is_warned_of_unless_it_says_so() -> None:
+    def forgets(): ...  # type: ignore[no-untyped-def]
+
+    def writes() -> None: ...
+
+    result = called(forgets)
+    assert (result.text, result.failed) == ("null", False)
+    assert f"forgets ({__file__}, line {forgets.__code__.co_firstlineno})" in str(result.warning)
+    assert called(writes).warning is None
+
+
+def test_a_tool_without_types_names_its_line() -> None:
+    def untyped(x): ...  # type: ignore[no-untyped-def]
+
+    with pytest.raises(RecipeError, match=facts("untyped", f"{__file__}, line {untyped.__code__.co_firstlineno}", "x")):
+        Tool.of(untyped)
+
+
 def test_long_results_are_cut() -> None:
     def long() -> str:
         return "x" * 200
@@ -337,7 +416,7 @@ def test_calls_of_one_turn_are_answered_in_order() -> None:
         {"role": "tool", "content": "7", "tool_call_id": "000200003", "name": "add"},
     ]  # fmt: skip
     assert not outcome.done
-    assert outcome.metrics == {"turns": 1.0, "tool_calls": 4.0, "failed_tool_calls": 2.0}
+    assert outcome.metrics == {"turns": 1.0, "tool_calls": 4.0, "failed_tool_calls": 2.0, "tool_faults": 0.0}
 
 
 def test_an_answer_without_a_call_ends_the_episode() -> None:
