@@ -85,13 +85,11 @@ class OnPolicyEvaluator:
             sampled_scores = await self._episodes.score_heldout(sampled, show=0)
             pass_at = pass_at_metrics(sampled_scores, sampled.group_N, generation.samples)
         has_own_score = generation.score is not None
-        evaluation = summarise(
+        return summarise(
             step, rollouts, scores, self._parts.heldout, pass_at, show=generation.show,
+            has_scores=recipe.gives_rewards or has_own_score,
             shows_solved=recipe.solving.is_clear and not has_own_score,
         )  # fmt: skip
-        if recipe.gives_rewards or has_own_score:
-            return evaluation
-        return replace(evaluation, view=replace(evaluation.view, score=None))  # nothing scores answers
 
 
 def summarise(
@@ -102,21 +100,23 @@ def summarise(
     pass_at: Mapping[str, float],
     *,
     show: int = 0,
+    has_scores: bool = True,
     shows_solved: bool = False,
 ) -> OnPolicyEvaluation:
     """Turns held-out answers and their scores into metrics and console samples; pure. `show`: how many answers the
-    console shows. `shows_solved`: it shows the share of solved answers where the score is none."""
-    scores_N = scores.scores_N
+    console shows. Without `has_scores` nothing scores answers, and there is no metric of scores. `shows_solved`: the
+    console shows the share of solved answers where the score is none."""
+    scores_N = scores.scores_N if has_scores else np.full(len(rollouts), np.nan)
     is_scored_N = np.isfinite(scores_N)
     metrics = {"heldout/length": float(rollouts.note.sampled_N.mean())}
     metrics["heldout/truncated"] = float(rollouts.truncated_N.mean())
     if is_scored_N.any():
         metrics["heldout/score"] = float(scores_N[is_scored_N].mean())
         metrics["heldout/solved"] = float(scores.solved_N[is_scored_N].mean())
-    if not is_scored_N.all():
+    if has_scores and not is_scored_N.all():
         metrics["heldout/unscored"] = float((~is_scored_N).sum())
     metrics |= _by_source(scores_N, rollouts)
-    metrics |= pass_at
+    metrics |= pass_at if has_scores else {}
     answers = tuple(
         SampleView(
             prompt=prompt,

@@ -43,7 +43,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         **_rewards(record),
         **_groups(record.graded, record.solving),
         **_episodes(record),
-        **(_update(record.report) if record.report is not None else {}),
+        **(_update(record.report) if record.report is not None else {"optimizer_steps": 0.0}),
         **(_critic(record.critic) if record.critic is not None else {}),
         **_distance(record),
         **_speed(record),

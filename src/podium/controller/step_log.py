@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from typing import Literal
@@ -26,6 +27,7 @@ class StepLog:
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], state: RunState) -> None:
         self._parts = parts
         self._writing: asyncio.Task[None] | None = None
+        self._num_without_update = 0
         self._guard = DivergenceGuard(
             parts.recipe.optimizer.max_skipped_in_a_row, parts.folder.metrics_file, in_a_row=state.skipped_in_a_row
         )
@@ -94,7 +96,7 @@ class StepLog:
         recipe, console = self._parts.recipe, self._parts.log.console
         if report is None:
             if not is_warm_up:
-                console.warning(f"step {step}: nothing to learn from; the weights stay as they are")
+                self._warn_of_no_update(step)
             return
         if report.skipped:
             console.warning(f"step {step}: {report.skipped} optimizer steps were not finite and were skipped")
@@ -103,6 +105,17 @@ class StepLog:
             alarm = self._gaps.look(report.gap)
             if alarm is not None:
                 console.warning(f"step {step}: {alarm}")
+
+    def _warn_of_no_update(self, step: int) -> None:
+        """Warns at the first such step, then only at the 10th, the 100th and so on. Metrics have every one."""
+        self._num_without_update += 1
+        if self._num_without_update == 1:
+            text = "nothing to learn from; the weights stay as they are"
+        elif math.log10(self._num_without_update).is_integer():
+            text = f"nothing to learn from; the weights stayed as they were in {self._num_without_update} steps"
+        else:
+            return
+        self._parts.log.console.warning(f"step {step}: {text}")
 
 
 def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) -> StepView:

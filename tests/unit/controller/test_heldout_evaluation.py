@@ -54,6 +54,15 @@ def test_a_score_is_the_mean_of_greedy_answers(tmp_path: Path) -> None:
     assert trial.bandit.calls("grade")[-1][2:] == ("train", 4)
 
 
+def test_where_nothing_scores_answers_there_is_no_score(tmp_path: Path) -> None:
+    """Not 0: the metric is missing, and so is that of pass@k."""
+    trial = _evaluated(
+        tmp_path, "{prompts: 4, samples: 2}", "program=on_policy_distill", "reward=[]", "teachers=[{path: a}]"
+    )  # fmt: skip
+
+    assert _heldout(trial).keys() == {"length", "truncated"}
+
+
 def test_without_a_section_answers_are_as_long_as_those_of_the_steps(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "steps=1", heldout=2)
     trial.run()

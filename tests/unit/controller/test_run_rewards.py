@@ -104,13 +104,25 @@ def test_nothing_to_learn_from_makes_no_version_and_a_warning(tmp_path: Path) ->
     assert run.num_committed == 2
     assert trial.bandit.updates == []
     assert [entry[2] for entry in trial.bandit.calls("share")] == [0]
-    assert [warning.split(":")[0] for warning in trial.console.warnings] == ["step 1", "step 2"]
+    assert [warning.split(":")[0] for warning in trial.console.warnings] == ["step 1"]
+    assert trial.metric("optimizer_steps") == {1: 0.0, 2: 0.0}
     assert [line.values["episodes/learned_from"] for line in trial.lines] == [0, 0]
     assert "loss" not in trial.lines[0].values
     assert Counter(trial.episodes("step, state, version")) == {
         (1, "uninformative", 0): 80, (2, "uninformative", 0): 80
     }  # fmt: skip
     assert list(trial.bandit.saves["policy"]) == [2]
+
+
+def test_steps_without_an_update_are_warned_of_at_the_1st_10th_and_100th(tmp_path: Path) -> None:
+    trial = Trial(
+        tmp_path, "steps=101", "program=expert_iteration", bandit=Bandit(is_right=lambda id, chance: False)
+    )  # fmt: skip
+
+    trial.run()
+
+    about = [warning.split(":")[0] for warning in trial.console.warnings if "nothing to learn from" in warning]
+    assert about == ["step 1", "step 10", "step 100"]
 
 
 # --- groups of equal rewards without it ---
