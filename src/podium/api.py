@@ -29,6 +29,7 @@ from podium.given import Overrides, RecipeLike, load_given, override_texts
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
 from podium.pipeline_checks import check_pipeline
+from podium.python_hints import for_python
 from podium.python_objects import Given, without_objects
 from podium.recipe import (
     ModelSection,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from podium.spmd.export import ExportDtype, Which
 
 
+@for_python
 def check(
     recipe: RecipeLike,
     *,
@@ -92,6 +94,7 @@ def _checked(loaded: Recipe | PipelineRecipe, *, deep: bool, all_rows: bool, str
     return lines + (deep_report(loaded, all_rows=all_rows, progress=stream) if deep or all_rows else [])
 
 
+@for_python
 def try_recipe(
     recipe: RecipeLike,
     *,
@@ -104,12 +107,14 @@ def try_recipe(
     """Generates and grades a few episodes of a recipe in this process, with its real rewards or environment, and trains
     nothing. `stand_in`: a tiny random model has the place of the recipe's own. `warn` gets the warnings of rewards and
     environments."""
-    loaded = load_given(recipe, overrides, Given())
-    if isinstance(loaded, PipelineRecipe):
-        raise RecipeError("program: a pipeline has several recipes. Try the recipe of one stage.")
-    return run_trial(loaded, num_prompts=prompts, samples=samples, stand_in=stand_in, warn=warn)
+    with tempfile.TemporaryDirectory(prefix="podium-try-") as cache:  # a trial leaves nothing behind
+        loaded = load_given(recipe, overrides, Given(), cache=Path(cache))
+        if isinstance(loaded, PipelineRecipe):
+            raise RecipeError("program: a pipeline has several recipes. Try the recipe of one stage.")
+        return run_trial(loaded, num_prompts=prompts, samples=samples, stand_in=stand_in, warn=warn)
 
 
+@for_python
 def train(
     recipe: RecipeLike,
     *,
@@ -134,6 +139,7 @@ def train(
     return begin(prepare(loaded), overwrite=overwrite)
 
 
+@for_python
 def resume(
     folder: str | Path,
     *,
@@ -192,6 +198,7 @@ def resume(
     return resume_from(prepared, opened, reader.step)
 
 
+@for_python
 def export(
     folder: str | Path,
     out: str | Path,
@@ -212,22 +219,26 @@ def export(
     return step
 
 
+@for_python
 def show(folder: str | Path) -> list[str]:
     """What there is to know of a run, a pipeline or an exported folder, as lines of text."""
     return show_lines(_path(folder, "folder"))
 
 
+@for_python
 def metrics(run: str | Path | RunResult, *, library: FrameLibrary | None = None) -> Any:
     """The metrics of a run (its folder, its metrics.jsonl, or the result of `train`) as a DataFrame with one row per
     step. `library`: pandas or polars; default: pandas, or polars where there is no pandas."""
     return metrics_frame(read_metrics(_path(getattr(run, "folder", run), "run")), library)
 
 
+@for_python
 def list_runs(folder: str | Path = "runs") -> list[str]:
     """The runs and pipelines of a folder as lines of text, the last changed first."""
     return list_lines(Path(folder))
 
 
+@for_python
 def init(
     data: str | Path,
     model: str | Path,
@@ -255,6 +266,7 @@ def init(
     )
 
 
+@for_python
 def evaluate(
     target: str | Path,
     *,
@@ -287,6 +299,7 @@ def evaluate(
     return evaluate_model(str(target), recipe, overrides=overrides)
 
 
+@for_python
 def verify(
     model: str | Path,
     *,
@@ -310,6 +323,7 @@ def verify(
     return launch(verify_rank, (section, placement), ranks=devices, restarts=0, stop_file=None)
 
 
+@for_python
 def generate(
     model: str | Path,
     prompts: str | Path | SourceSection | Sequence[Mapping[str, Any]] | Any,

@@ -20,6 +20,7 @@ from podium.commands.generate import generate
 from podium.commands.init import init
 from podium.commands.try_recipe import try_recipe
 from podium.errors import PodiumError, RecipeError, RunStoppedError
+from podium.python_hints import PythonNote
 from podium.recipe.pipeline_loading import recipe_schema
 from podium.spmd.launch import place_under_torchrun
 
@@ -184,23 +185,27 @@ def main() -> None:
     try:
         app()
     except RunStoppedError as error:
-        print("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        print("\n".join([str(error), *_notes(error)]))
     except PodiumError as error:
         sys.stdout.flush()
         under = place_under_torchrun()
         if under is not None and under.rank != 0 and isinstance(error, RecipeError):
             sys.exit(2)  # every rank of torchrun reads the same recipe; one of them says what is wrong with it
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print("\n".join([f"error: {error}", *_notes(error)]), file=sys.stderr)
         blocking = sys.modules.get("podium.cluster.blocking")
         if blocking is not None and blocking.is_any_left():
             sys.stderr.flush()
             os._exit(2)  # a call that hangs in a dead Ray would crash when the interpreter takes itself apart
         sys.exit(2)
     except KeyboardInterrupt as error:
-        print("\n".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print("\n".join(["interrupted", *_notes(error)]), file=sys.stderr)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(130)  # a thread in user code that hangs would keep the process
+
+
+def _notes(error: BaseException) -> list[str]:
+    return [note for note in getattr(error, "__notes__", ()) if not isinstance(note, PythonNote)]
 
 
 def _with_devices(overrides: list[str] | None, devices: int | None) -> list[str]:

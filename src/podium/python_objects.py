@@ -69,7 +69,9 @@ class Given:
             before = values.get("reward") or []
             rewards = self.reward if isinstance(self.reward, list | tuple) else [self.reward]
             if len(rewards) != len(before):
-                raise RecipeError(f"reward: the run has {len(before)} rewards, and {len(rewards)} are given.")
+                raise RecipeError(
+                    f"reward: the number of rewards is {len(before)} in the run, and {len(rewards)} are given."
+                )
             result["reward"] = [
                 {**old, "function": new} if callable(new) else new for old, new in zip(before, rewards, strict=True)
             ]
@@ -160,8 +162,8 @@ def _sources(given: Any, cache: Path, key: str) -> Any:
         if given is None or isinstance(given, str | Mapping):
             return given
         raise RecipeError(
-            f"{key}: expected a list of sources, a list of rows (dicts), or a datasets.Dataset, found a "
-            f"{type(given).__name__}. (Of a DataFrame, give frame.to_dict('records').)"
+            f"{key}: expected a list of sources, a list of rows (dicts), or a datasets.Dataset, found "
+            f"{type_phrase(given)}. (Of a DataFrame, give frame.to_dict('records').)"
         )
     return [_source(each, cache, f"{key}.{index}") for index, each in enumerate(given)]
 

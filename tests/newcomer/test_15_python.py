@@ -21,11 +21,13 @@ import pandas as pd
 import pytest
 
 import podium
+from helpers.messages import facts
 from helpers.workspace import Workspace
 from podium.cluster.blocking import run_to_end
 from podium.data.given_rows import write_rows
 from podium.errors import DataError, MissingExtraError, PodiumError, RecipeError, RunFolderError
 from podium.observe import StepMetrics, frames, read_metrics
+from podium.python_hints import python_hint
 from podium.recipe import plugins
 
 NOTEBOOK = Path(__file__).parents[2] / "examples" / "notebook" / "podium.ipynb"
@@ -282,6 +284,50 @@ def test_a_check_leaves_nothing_behind(workspace: Workspace) -> None:
     assert podium.check(grpo(workspace.model, reward=digits(1.0)))[0].startswith("program grpo")
     assert podium.check(sft(workspace.model), deep=True)
     assert set(workspace.path.iterdir()) == before
+
+
+def test_a_trial_leaves_nothing_behind(workspace: Workspace) -> None:
+    before = set(workspace.path.rglob("*"))
+    trial = podium.try_recipe(grpo(workspace.model, reward=lambda answer, reference: 1.0), prompts=1, samples=1)
+    assert [episode.reward for episode in trial.episodes] == [1.0]
+    assert set(workspace.path.rglob("*")) == before
+
+
+def test_a_row_given_in_python_is_named_by_its_index(workspace: Workspace) -> None:
+    rows: list[dict[str, Any]] = [*ROWS[:3], {"prompt": 5, "completion": "6"}, *ROWS[4:]]
+    for train in (rows, [{"path": rows}]):
+        with pytest.raises(DataError, match=facts("row 3 of data.train", "given")) as raised:
+            podium.check(sft(workspace.model, data={"train": train}), all_rows=True)
+        assert ".cache" not in str(raised.value)
+
+
+def test_errors_advise_calls_of_python_and_the_command_line_leaves_them_out(workspace: Workspace) -> None:
+    values = sft(workspace.model, checkpoint={"every": 1, "background": False})
+    folder = podium.train(values).folder
+    with pytest.raises(RunFolderError) as raised:
+        podium.train(values)
+    (note,) = raised.value.__notes__
+    for fact in (f"podium.resume('{folder}')", "overwrite=True", "overrides={'run.name'"):
+        assert fact in note
+    assert "in Python" not in workspace.podium("train", workspace.recipe("sums")).err
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("continue from step 2 with: podium resume runs/a", "podium.resume('runs/a')"),
+        ("all is saved: podium export runs/a OUT", "podium.export('runs/a', 'OUT')"),
+        (
+            "go on with `podium resume runs/a --accept-changed-data`.",
+            "podium.resume('runs/a', accept_changed_data=True)",
+        ),
+        ("Give the run: `podium evaluate runs/a --step 3`.", "podium.evaluate('runs/a', which=3)"),
+        ("are skipped with: --set data.on_error=skip", "overrides={'data.on_error': ...}"),
+        ("nothing to advise", None),
+    ],
+)
+def test_commands_in_texts_are_calls_in_python(text: str, hint: str | None) -> None:
+    assert python_hint(text) == hint
 
 
 def test_objects_beside_a_recipe_file_or_a_recipe_replace_its_own(workspace: Workspace) -> None:

@@ -16,7 +16,8 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
     "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
-    "python_objects", "given", "generating", "execution", "evaluating", "drafting", "trying", "api", "commands", "cli",
+    "python_hints", "python_objects", "given", "generating", "execution", "evaluating", "drafting", "trying", "api",
+    "commands", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -29,6 +30,7 @@ TORCH_FREE = (
     "environments",
     "checks",
     "pipeline_checks",
+    "python_hints",
     "python_objects",
     "given",
     "generating",

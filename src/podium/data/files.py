@@ -16,7 +16,7 @@ from itertools import islice
 from typing import Any, BinaryIO, Literal, Protocol, cast
 
 from podium.data.null_fields import NullFields
-from podium.data.rows import LinePlace, Row
+from podium.data.rows import LinePlace, Row, place_text
 from podium.data.storage import open_binary, size_bytes
 from podium.errors import BadRowError, DataError
 
@@ -271,7 +271,7 @@ class ParquetFile:
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             values = self._parquet(stream).read_row_group(index).to_pylist()
         first = self._rows_before[index] + 1
-        places = [f"{self.name}, row {first + offset}" for offset in range(len(values))]
+        places = [place_text(self.name, "row", first + offset) for offset in range(len(values))]
         return [Row(self._nulls.without(row, place), place) for row, place in zip(values, places, strict=True)]
 
     def first_row(self) -> Row | None:
@@ -279,7 +279,7 @@ class ParquetFile:
         with open_binary(self.name) as stream, _broken_parquet(self.name, self._key):
             batches = self._parquet(stream).iter_batches(batch_size=1)
             rows = [row for batch in islice(batches, 1) for row in batch.to_pylist()]
-        place = f"{self.name}, row 1"
+        place = place_text(self.name, "row", 1)
         return Row(self._nulls.without(rows[0], place), place) if rows else None
 
     def _parquet(self, stream: Any) -> Any:

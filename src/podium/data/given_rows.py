@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows that a Python program holds in memory, written as a file that every process of a run can read.
 
-The file is named by its content: the same rows give the same file, and a resumed run finds what it began with."""
+The file is named by its content and its place in the recipe: the same rows give the same file, a resumed run finds what
+it began with, and an error about a row names its index (rows.py)."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ def write_rows(rows: Any, folder: Path, key: str) -> Path:
         raise DataError(f"{key}: expected a list of rows (dicts) or a datasets.Dataset, found {type_phrase(rows)}.")
     if not rows:
         raise DataError(f"{key}: the list of rows is empty. Check what fills it.")
-    return _stored(folder, ".jsonl", lambda stream: _write_lines(rows, stream, key))
+    return _stored(folder, f"-{key}.jsonl", lambda stream: _write_lines(rows, stream, key))
 
 
 def _write_lines(rows: Sequence[Any], stream: BinaryIO, key: str) -> None:
@@ -82,7 +83,7 @@ def _write_dataset(dataset: Any, folder: Path, key: str) -> Path:
             for table in tables:
                 writer.write_table(table.cast(first.schema))
 
-    return _stored(folder, ".parquet", write)
+    return _stored(folder, f"-{key}.parquet", write)
 
 
 def _stored(folder: Path, suffix: str, write: Callable[[BinaryIO], None]) -> Path:

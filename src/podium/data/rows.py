@@ -4,16 +4,27 @@
 from __future__ import annotations
 
 import bisect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from podium.data.storage import open_binary, size_bytes
 
+# Files of rows that were given in Python, which given_rows.py writes: one line or row for each.
+_GIVEN = re.compile(r"rows-[0-9a-f]{16}-(?P<key>.+)\.(?:jsonl|parquet)")
 _COUNTING_CHUNK_BYTES = 1 << 22
 # (file, its size) -> (byte, newlines before it), in order.
 _counted: dict[tuple[str, int], list[tuple[int, int]]] = {}
+
+
+def place_text(file: str, what: Literal["line", "row"], number: int) -> str:
+    """A row's place in words: file and line, or the index of a row that was given in Python. `number` counts from 1."""
+    given = _GIVEN.fullmatch(file.rpartition("/")[2])
+    if given is not None:
+        return f"row {number - 1} of {given['key']} (given in Python)"
+    return f"{file}, {what} {number}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +36,7 @@ class LinePlace:
 
     def __str__(self) -> str:
         try:
-            return f"{self.file}, line {_newlines_before(self.file, self.byte) + 1}"
+            return place_text(self.file, "line", _newlines_before(self.file, self.byte) + 1)
         except OSError:  # the file is not visible from this process, or gone: the byte still names the place
             return f"{self.file}, the line at byte {self.byte}"
 

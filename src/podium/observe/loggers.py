@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from podium.errors import RecipeError
+from podium.errors import RecipeError, type_phrase
 from podium.observe.metrics import StepMetrics
 from podium.recipe import plugins
 
@@ -84,7 +84,7 @@ def _open(name: str, key: str, folder: Path, resume_step: int | None) -> Logger:
     logger = plugin(folder)
     if not isinstance(logger, Logger):
         raise RecipeError(
-            f"{key}: {name} returned a {type(logger).__name__}, which is not a logger. It is called with the run "
+            f"{key}: {name} returned {type_phrase(logger)}, which is not a logger. It is called with the run "
             "folder and returns an object with log(metrics), text(step, name, text) and close(). A function that is to "
             "be called with the metrics of every step has a parameter called `metrics`."
         )
