@@ -58,7 +58,7 @@ class SpanRecorder:
 
     def drain(self, worker: WorkerId) -> tuple[Span, ...]:
         """The spans that ended since the last call."""
-        done, self._done = self._done, deque(maxlen=_MOST_SPANS)
+        done = [self._done.popleft() for _ in range(len(self._done))]  # other threads may add to it meanwhile
         return tuple(Span(name, begin_s, end_s, worker) for name, begin_s, end_s in done)
 
     def doing(self, thread: str) -> tuple[str, float]:

@@ -12,7 +12,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from podium.data.trajectories import TrajectoryId
 from podium.environments.activity import Mark
@@ -45,27 +45,44 @@ class Grade:
 class Observer:
     """Watches a grading from outside, and carries over the results of an earlier attempt.
 
-    `known`: results (or failures) that are not computed again. `alone`: calls that run first, one at a time. `mark`:
-    the context of each call while it runs. `on_settled` gets each result, in any thread."""
+    `known`: results (or failures) that are not computed again. `mark`: the context of each call while it runs.
+    `on_settled` gets each result, in any thread."""
 
     mark: Callable[[CallId], Mark]
     on_calls: Callable[[Sequence[int]], None]  # how many calls each reward has
     on_settled: Callable[[CallId, list[RewardResult]], None]
     known: Mapping[CallId, list[RewardResult] | str] = field(default_factory=dict)
-    alone: Sequence[CallId] = ()
+
+
+class FunctionLocks:
+    """A lock for each synchronous function: it has one call at a time, so that it need not be thread-safe. Graders that
+    share the locks may have rewards with the same function."""
+
+    def __init__(self) -> None:
+        self._locks: list[tuple[Callable[..., Any], asyncio.Lock]] = []  # not every callable object can be hashed
+
+    def of(self, function: Callable[..., Any]) -> asyncio.Lock:
+        """The function's lock. It is fair: batches get it in the order in which they ask."""
+        for known, lock in self._locks:
+            if known is function:
+                return lock
+        self._locks.append((function, asyncio.Lock()))
+        return self._locks[-1][1]
 
 
 class EpisodeGrader:
-    """Grades batches; asynchronous functions keep their event loop between batches. Close it in the end.
+    """Grades batches, several at a time if it is asked to; all in one event loop. Asynchronous functions keep their
+    own event loop between batches. Close it in the end.
 
     `also_scored`: other rewards (a reward model's) are added to the total elsewhere, so that a sample to which no
     reward here applies is worth 0 and not an error."""
 
     def __init__(
         self, rewards: Sequence[Reward], *, timeout_s: float, also_scored: bool = False,
-        most_hanging: int = MOST_HANGING,
+        most_hanging: int = MOST_HANGING, locks: FunctionLocks | None = None,
     ) -> None:  # fmt: skip
         self._rewards = tuple(rewards)
+        self._locks = locks or FunctionLocks()
         self._timeout_s = timeout_s
         self._also_scored = also_scored
         self._most_hanging = most_hanging
@@ -80,17 +97,25 @@ class EpisodeGrader:
         return sum(lane.num_stuck for lane in (*self._lanes, *self._loops.values()))
 
     async def grade(self, samples: Sequence[Sample], observer: Observer | None = None) -> list[Grade]:
-        """One grade for each sample, in order. Rewards run in parallel. A synchronous reward has one call at a time, so
-        that it need not be thread-safe. Waits for user code, for at most `timeout_s` a call."""
-        calls = [reward.calls(samples) for reward in self._rewards]
-        works = [self._work(at, [[samples[each] for each in call] for call in calls[at]], observer) for at in self._all]
+        """One grade for each sample, in order. Rewards run in parallel. Waits for user code, for at most `timeout_s` a
+        call, and for the batches before this one:
+
+        - A synchronous reward makes all calls for one batch and then those for the next, in the order of arrival. It
+          has one call at a time over all batches, so that it need not be thread-safe; only a call that was given up
+          may still run beside it.
+        - Calls of an asynchronous reward wait together, whatever their batch."""
+        calls, works = self._works(samples, observer)
         if observer is not None:
             observer.on_calls([len(each) for each in calls])
-            for at, call in observer.alone:
-                await self._run(at, works[at].only(call))
         await asyncio.gather(*(self._run(at, works[at]) for at in self._all))
         by_reward = [_spread(calls[at], works[at], len(samples)) for at in self._all]
         return [self._graded(sample, [outcomes[at] for outcomes in by_reward]) for at, sample in enumerate(samples)]
+
+    async def call_alone(self, samples: Sequence[Sample], calls: Sequence[CallId], observer: Observer) -> None:
+        """Makes only these calls of the batch, one at a time. Their results go to the observer."""
+        _, works = self._works(samples, observer)
+        for at, call in calls:
+            await self._run(at, works[at].only(call))
 
     async def aclose(self) -> None:
         """Ends the event loops of asynchronous functions; calls that hang in them are abandoned."""
@@ -109,6 +134,12 @@ class EpisodeGrader:
     def _all(self) -> range:
         return range(len(self._rewards))
 
+    def _works(self, samples: Sequence[Sample], observer: Observer | None) -> tuple[list[list[list[int]]], list[Work]]:
+        """The calls of each reward, as positions of their samples, and the work that makes them."""
+        calls = [reward.calls(samples) for reward in self._rewards]
+        works = [self._work(at, [[samples[each] for each in call] for call in calls[at]], observer) for at in self._all]
+        return calls, works
+
     def _work(self, at: int, batches: Sequence[Sequence[Sample]], observer: Observer | None) -> Work:
         if observer is None:
             return Work(self._rewards[at], batches)
@@ -125,7 +156,11 @@ class EpisodeGrader:
         return work
 
     async def _run(self, at: int, work: Work) -> None:
-        await (self._run_async(at, work) if self._rewards[at].is_async else self._run_sync(work))
+        if self._rewards[at].is_async:
+            await self._run_async(at, work)
+        else:
+            async with self._locks.of(self._rewards[at].function):
+                await self._run_sync(work)
 
     async def _run_sync(self, work: Work) -> None:
         """One thread makes the calls for one sample after the other. When a call outlives its deadline, its thread is
@@ -151,23 +186,43 @@ class EpisodeGrader:
         return None
 
     async def _run_async(self, at: int, work: Work) -> None:
-        """All calls share one event loop. A call that blocks the loop is abandoned with it, and the delayed calls run
-        again in a new loop."""
-        num_hanging = 0
-        while not work.is_done:
-            if num_hanging >= self._most_hanging:
-                return work.fail_rest(self._gave_up(num_hanging))
-            lane = self._loops.get(at) or AsyncLane()
-            self._loops[at] = lane
-            blocked = await lane.run(work, self._timeout_s, self._too_slow())
-            if blocked is None:
-                return None
-            self._lanes.append(self._loops.pop(at))
-            num_hanging += 1
-            for position in blocked:
-                work.fail(position, f"{self._too_slow()}: it blocks the event loop; await what waits, or write `def`")
-                work.tell(position)
+        """All calls of all batches share one event loop. A call that blocks the loop is abandoned with it, and the
+        delayed calls run again in a new loop. If nobody knows which call it is, each batch continues in a loop of its
+        own, so that a batch fails no calls of another."""
+        num_hanging, is_apart = 0, False
+        lane: AsyncLane | None = None
+        try:
+            while not work.is_done:
+                if num_hanging >= self._most_hanging:
+                    return work.fail_rest(self._gave_up(num_hanging))
+                lane = AsyncLane() if is_apart else self._shared_lane(at)
+                abandoned = await lane.run(work, self._timeout_s, self._too_slow())
+                if abandoned is None:
+                    return None
+                self._abandon(at, lane)
+                is_apart = is_apart or abandoned.is_unknown
+                num_hanging += bool(abandoned.culprits)
+                for position in abandoned.culprits:
+                    work.fail(
+                        position, f"{self._too_slow()}: it blocks the event loop; await what waits, or write `def`"
+                    )
+                    work.tell(position)
+        finally:
+            if is_apart and lane is not None and lane not in self._lanes:
+                lane.stop()
+                self._lanes.append(lane)
         return None
+
+    def _shared_lane(self, at: int) -> AsyncLane:
+        if at not in self._loops:
+            self._loops[at] = AsyncLane()
+        return self._loops[at]
+
+    def _abandon(self, at: int, lane: AsyncLane) -> None:
+        if lane not in self._lanes:  # another batch was faster
+            self._lanes.append(lane)
+        if self._loops.get(at) is lane:
+            del self._loops[at]
 
     def _too_slow(self) -> str:
         return f"did not return in {self._timeout_s:g} s"

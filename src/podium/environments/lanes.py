@@ -11,14 +11,16 @@ import contextlib
 import inspect
 import threading
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from podium.environments.activity import Mark
 from podium.environments.rewards import Reward, RewardResult, Sample
 from podium.errors import PodiumError, what_raised
 
-# Asynchronous calls in flight: enough for a remote judge without overloading it.
+# Asynchronous calls of one reward in flight, over all batches: enough for a remote judge without overloading it.
 _MOST_AT_ONCE = 256
 _CLOSING_S = 2.0
 
@@ -160,12 +162,29 @@ class SyncLane:
             self._home.call_soon_threadsafe(self._done.set)
 
 
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """Why a batch has to go on in another lane: a call blocks the event loop of this one.
+
+    `culprits` are the calls of the batch that block it; none if another batch does. `is_unknown`: the batches of the
+    lane are all suspects, so each should go on in a lane of its own."""
+
+    culprits: list[int]
+    is_unknown: bool = False
+
+
 class AsyncLane:
-    """An event loop in a thread, kept from batch to batch: clients that a function opened in it stay open."""
+    """An event loop in a thread, for any number of batches at a time, which share the limit of calls in flight. It is
+    kept from batch to batch: clients that a function opened in it stay open.
+
+    `run`, `stop` and `close` belong to the thread that grades, the other methods to the loop's thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._overdue: list[asyncio.Task[list[RewardResult]]] = []
+        self._batches: list[_OpenCalls] = []
+        self._waiting: deque[_OpenCalls] = deque()  # batches with calls that have not begun, in order of arrival
+        self._num_open = self._num_settled = self._num_beats = 0
         self._thread = threading.Thread(target=self._run, name="reward event loop", daemon=True)
         self._thread.start()
         self._blocked = False
@@ -175,41 +194,88 @@ class AsyncLane:
         """Calls that were given up and still run."""
         return sum(not task.done() for task in list(self._overdue)) + int(self._blocked and self._thread.is_alive())
 
-    async def run(self, work: Work, timeout_s: float, too_slow: str) -> list[int] | None:
+    async def run(self, work: Work, timeout_s: float, too_slow: str) -> Abandoned | None:
         """Waits until all open calls of the work have a result. A call that takes longer than `timeout_s` is cancelled
-        and fails. When the loop stays in a single call for that long, the call blocks it: the lane must be abandoned,
-        and the positions of the responsible calls are returned."""
-        home, news = asyncio.get_running_loop(), asyncio.Event()
-        batch = _OpenCalls(work, self._loop, timeout_s, too_slow, self._overdue)
-
-        def tell() -> None:
-            with contextlib.suppress(RuntimeError):  # the loop that waited is closed
-                home.call_soon_threadsafe(news.set)
-
-        batch.when_done = tell
-        self._loop.call_soon_threadsafe(batch.begin)
-        seen, since = batch.glimpse(), time.monotonic()
+        and fails. When the loop stays in a single call for that long, the call blocks it: the lane is abandoned by all
+        of its batches, and a new one must be used for what is left."""
+        batch = _OpenCalls(self, self._loop, work, timeout_s, too_slow)
+        self._batches.append(batch)
+        self._loop.call_soon_threadsafe(self._begin, batch)
+        seen, since = self._glimpse(), time.monotonic()
         try:
-            while not work.is_done:
-                await _set_within(news, timeout_s / 4)
-                news.clear()
-                if (now := batch.glimpse()) != seen:
+            while not batch.is_over:
+                await _set_within(batch.news, timeout_s / 4)
+                batch.news.clear()
+                if (now := self._glimpse()) != seen:
                     seen, since = now, time.monotonic()
-                elif time.monotonic() - since >= timeout_s:
-                    self._blocked = True
-                    return batch.leave()
-                self._loop.call_soon_threadsafe(batch.beat)
+                elif not batch.is_over and time.monotonic() - since >= timeout_s:
+                    self._abandon()
+                with contextlib.suppress(RuntimeError):  # the loop was abandoned, and is closed
+                    self._loop.call_soon_threadsafe(self._beat)
         except asyncio.CancelledError:
-            self._loop.call_soon_threadsafe(batch.cancel)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(batch.cancel)
             raise
-        return None
+        finally:
+            self._batches.remove(batch)
+        return batch.abandoned
+
+    def stop(self) -> None:
+        """Ends the loop's thread as soon as user code lets it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     def close(self) -> None:
         """Ends the loop's thread; waits for it, but not for user code that does not end."""
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self.stop()
         self._thread.join(_CLOSING_S)
         self._blocked = self._thread.is_alive()
         self._overdue.clear()  # what would not be cancelled lies still now
+
+    def add_overdue(self, task: asyncio.Task[list[RewardResult]]) -> None:
+        """Adds a call that was given up, and still runs."""
+        self._overdue[:] = [each for each in self._overdue if not each.done()]
+        self._overdue.append(task)
+
+    def go_on(self) -> None:
+        """A call is over: its place is given to the next one."""
+        self._num_open -= 1
+        self._num_settled += 1
+        self._fill()
+
+    def _begin(self, batch: _OpenCalls) -> None:
+        self._waiting.append(batch)
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and self._num_open < _MOST_AT_ONCE:
+            if self._waiting[0].begin_next():
+                self._num_open += 1
+            else:
+                self._waiting.popleft()
+
+    def _beat(self) -> None:
+        self._num_beats += 1
+
+    def _glimpse(self) -> tuple[asyncio.Task[Any] | None, int, int]:
+        """The task that the loop runs now, the number of finished calls, and the number of loop iterations since
+        counting began. While the loop runs, one of them changes."""
+        return asyncio.current_task(self._loop), self._num_settled, self._num_beats
+
+    def _abandon(self) -> None:
+        """Leaves the loop to the call that blocks it: no batch gets a result from it any more."""
+        self._blocked = True
+        running = asyncio.current_task(self._loop)
+        open_calls = {batch: batch.leave() for batch in self._batches}
+        culprits = {batch: [calls[running]] for batch, calls in open_calls.items() if running and running in calls}
+        is_known = bool(culprits) or running in self._overdue  # a call that was given up has its result: a failure
+        if not is_known and len(open_calls) == 1:
+            culprits = {batch: list(calls.values()) for batch, calls in open_calls.items()}
+            is_known = True
+        for batch in self._batches:
+            batch.abandoned = Abandoned(culprits.get(batch, []), is_unknown=not is_known)
+            batch.news.set()
+        self.stop()  # when the call returns after all, the others must not go on here too
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -225,54 +291,50 @@ class AsyncLane:
 
 
 class _OpenCalls:
-    """The calls of some work in one event loop. Methods run in the loop's thread unless they say otherwise."""
+    """The calls of one batch in a lane. Methods run in the loop's thread unless they say otherwise."""
 
     def __init__(
-        self, work: Work, loop: asyncio.AbstractEventLoop, timeout_s: float, too_slow: str,
-        overdue: list[asyncio.Task[list[RewardResult]]],
-    ) -> None:  # fmt: skip
-        self._work, self._loop = work, loop
+        self, lane: AsyncLane, loop: asyncio.AbstractEventLoop, work: Work, timeout_s: float, too_slow: str
+    ) -> None:
+        self._lane, self._loop, self._work = lane, loop, work
         self._timeout_s, self._too_slow = timeout_s, too_slow
-        self._overdue = overdue
-        self._waiting = iter([position for position, result in enumerate(work.results) if result is None])
-        self._open: dict[asyncio.Task[list[RewardResult]], int] = {}
-        self._num_settled = self._num_beats = 0
+        waiting = [position for position, result in enumerate(work.results) if result is None]
+        self._waiting, self._num_left = iter(waiting), len(waiting)
+        self._open: dict[asyncio.Task[Any], int] = {}
         self._left = False
         self._lock = threading.Lock()  # between the loop's thread and `leave`
-        self.when_done: Callable[[], None] = _nothing
+        self._home = asyncio.get_running_loop()
+        # For the loop that waits:
+        self.news = asyncio.Event()
+        self.abandoned: Abandoned | None = None
 
-    def begin(self) -> None:
-        for _ in range(_MOST_AT_ONCE):
-            self._next()
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to wait for. From any thread."""
+        return self._work.is_done or self.abandoned is not None
+
+    def begin_next(self) -> bool:
+        """Begins the next call. False if there is none."""
+        position = None if self._left else next(self._waiting, None)
+        if position is None:
+            return False
+        task = self._loop.create_task(self._timed(position))
+        with self._lock:
+            self._open[task] = position
+        task.add_done_callback(self._finished)
+        return True
 
     def cancel(self) -> None:
+        """Ends all calls; their results are dropped."""
         self._left = True
         for task in self._open:
             task.cancel()
 
-    def beat(self) -> None:
-        self._num_beats += 1
-
-    def glimpse(self) -> tuple[asyncio.Task[Any] | None, int, int]:
-        """The task that the loop runs now, the number of finished calls, and the number of loop iterations since
-        counting began. While the loop runs, one of them changes. May be called from any thread."""
-        return asyncio.current_task(self._loop), self._num_settled, self._num_beats
-
-    def leave(self) -> list[int]:
-        """Writes nothing from here on. Returns the call that the loop is in now, or all open ones if that is unknown.
-        From any thread."""
+    def leave(self) -> dict[asyncio.Task[Any], int]:
+        """Writes nothing from here on. Returns the open calls. From any thread."""
         with self._lock:
             self._left = True
-            running = asyncio.current_task(self._loop)
-            return [self._open[running]] if running in self._open else list(self._open.values())
-
-    def _next(self) -> None:
-        position = None if self._left else next(self._waiting, None)
-        if position is not None:
-            task = self._loop.create_task(self._timed(position))
-            with self._lock:
-                self._open[task] = position
-            task.add_done_callback(self._finished)
+            return dict(self._open)
 
     async def _timed(self, position: int) -> list[RewardResult]:
         # The deadline counts from here and not from the task's creation: other tasks may have run in between.
@@ -286,40 +348,38 @@ class _OpenCalls:
 
     def _finished(self, task: asyncio.Task[list[RewardResult]]) -> None:
         with self._lock:
-            position = self._open.pop(task, None)
-            if position is None or self._left:
+            position, counts = self._open.pop(task, None), not self._left
+            if position is None:
                 return  # it was given up before
-            if task.cancelled():
+            if counts and task.cancelled():
                 self._work.fail(position, "cancelled itself")
-            else:
+            elif counts:
                 self._work.results[position] = task.result()
-        self._work.tell(position)
-        self._go_on()
+        self._go_on(position, counts)
 
     def _late(self, task: asyncio.Task[list[RewardResult]]) -> None:
         with self._lock:
-            position = self._open.pop(task, None)
-            if position is None or self._left:
+            position, counts = self._open.pop(task, None), not self._left
+            if position is None:
                 return
-            self._work.fail(position, self._too_slow)
-        self._work.tell(position)
-        self._overdue.append(task)
+            if counts:
+                self._work.fail(position, self._too_slow)
+        self._lane.add_overdue(task)
         task.cancel()
-        self._go_on()
+        self._go_on(position, counts)
 
-    def _go_on(self) -> None:
-        self._num_settled += 1
-        self._next()
-        if not self._open:
-            self.when_done()
+    def _go_on(self, position: int, counts: bool) -> None:
+        if counts:
+            self._work.tell(position)
+            self._num_left -= 1
+            if not self._num_left:
+                with contextlib.suppress(RuntimeError):  # the loop that waited is closed
+                    self._home.call_soon_threadsafe(self.news.set)
+        self._lane.go_on()
 
 
 async def _awaited(returned: Awaitable[Any]) -> Any:
     return await returned
-
-
-def _nothing() -> None:
-    """Until somebody waits."""
 
 
 async def _set_within(event: asyncio.Event, timeout_s: float) -> bool:

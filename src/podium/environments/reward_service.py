@@ -11,8 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from podium.environments.activity import Activity, Mark
-from podium.environments.grading import CallId, EpisodeGrader, Grade, Observer
+from podium.environments.grading import CallId, EpisodeGrader, FunctionLocks, Grade, Observer
 from podium.environments.rewards import RewardResult, Sample, build_rewards
+from podium.environments.signatures import Per
 from podium.recipe import RewardSection
 
 _TELL_EVERY_S = 0.05
@@ -27,13 +28,31 @@ class RewardSpec:
     timeout_s: float
     also_scored: bool
 
+    @property
+    def num_slots(self) -> int:
+        """Slots of the process's activity: one for each reward, because all of them may run at the same time."""
+        return max(1, sum(len(sections) for sections, _ in self.sections.values()))
+
+    def first_slot(self, purpose: str) -> int:
+        """The slot of the first reward for this purpose; the others follow."""
+        first = 0
+        for each, (sections, _) in self.sections.items():
+            if each == purpose:
+                return first
+            first += len(sections)
+        raise KeyError(purpose)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradeBatch:
-    """A batch to grade; `known` and `alone` are an Observer's. `careful`: every result is sent before the next call."""
+    """A batch to grade, beside the other open ones; `known` is an Observer's.
+
+    `alone`: only these calls are made, one at a time, and their results are sent; there are no grades. `careful`: every
+    result is sent before the next call."""
 
     purpose: str
     samples: Sequence[Sample]
+    first_call: int = 0  # added to call numbers in the activity slots: each open batch has numbers of its own
     known: Mapping[CallId, list[RewardResult] | str] = field(default_factory=dict)
     alone: Sequence[CallId] = ()
     careful: bool = False
@@ -54,30 +73,37 @@ class Settled:
 
 
 class RewardService:
-    """Graders by purpose. The slot of a reward has the number of its call while that runs, counted from 1."""
+    """Graders by purpose, which grade any number of batches at a time. The slot of a reward has the number of its call
+    while that runs, counted from the batch's `first_call` + 1."""
 
     def __init__(self, activity: Activity, spec: RewardSpec) -> None:
-        self._activity = activity
+        self._activity, self._spec = activity, spec
+        self._rewards = {purpose: build_rewards(sections, key) for purpose, (sections, key) in spec.sections.items()}
+        locks = FunctionLocks()  # a function may both be a reward and score held-out answers
         self._graders = {
-            purpose: EpisodeGrader(build_rewards(sections, key), timeout_s=spec.timeout_s, also_scored=spec.also_scored)
-            for purpose, (sections, key) in spec.sections.items()
+            purpose: EpisodeGrader(rewards, timeout_s=spec.timeout_s, also_scored=spec.also_scored, locks=locks)
+            for purpose, rewards in self._rewards.items()
         }
 
-    def describe(self) -> None:
-        """Empty: the rewards are loaded."""
+    def describe(self) -> dict[str, tuple[Per, ...]]:
+        """The input of one call of each reward, by purpose."""
+        return {purpose: tuple(reward.per for reward in rewards) for purpose, rewards in self._rewards.items()}
 
     async def answer(self, order: GradeBatch, tell: Callable[[Any], None]) -> tuple[list[Grade], int]:
         """Grades one batch, and reports results as they come. Returns the number of calls that outlived their deadline
-        and still run."""
+        and still run, over all batches."""
         grader, news = self._graders[order.purpose], _News(asyncio.get_running_loop(), tell, careful=order.careful)
+        first_slot = self._spec.first_slot(order.purpose)
         observer = Observer(
-            mark=lambda call: Mark(self._activity, call[0], call[1] + 1),
+            mark=lambda call: Mark(self._activity, first_slot + call[0], order.first_call + call[1] + 1),
             on_calls=lambda counts: tell(Calls(tuple(counts))),
             on_settled=news.add,
             known=order.known,
-            alone=order.alone,
         )
         try:
+            if order.alone:
+                await grader.call_alone(order.samples, order.alone, observer)
+                return [], grader.num_stuck
             return await grader.grade(order.samples, observer), grader.num_stuck
         finally:
             news.stop()
@@ -92,9 +118,13 @@ class _News:
         self._timer = loop.call_later(_TELL_EVERY_S, self._tick)
 
     def add(self, call: CallId, outcomes: list[RewardResult]) -> None:
-        """Adds a result, from the thread of any lane."""
+        """Adds a result, from any thread."""
         self._waiting.append((call, outcomes))
-        if self._careful and threading.current_thread() is not threading.main_thread():
+        if not self._careful:
+            return
+        if threading.current_thread() is threading.main_thread():  # which has the event loop
+            self._send()
+        else:
             sent = threading.Event()
             self._loop.call_soon_threadsafe(self._send, sent)
             sent.wait(_SENT_S)

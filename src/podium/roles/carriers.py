@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from podium.cluster.objects import RowRefs
 from podium.data.tasks import IndexedTask, Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
+from podium.environments.signatures import Per
 from podium.recipe import AlgorithmSection
 
 Floats = NDArray[np.float64]
@@ -187,6 +188,19 @@ class GradeNote:
     extras: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # further numbers: sum and count
     texts: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first rows
     warnings: tuple[str, ...] = ()  # for the console, which shows equal ones once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraderFacts:
+    """What the controller must know to cut episodes into batches for graders."""
+
+    inputs: tuple[Per, ...]  # of one call of each reward function for training
+
+    @property
+    def takes_single_episodes(self) -> bool:
+        """Whether episodes may be graded one by one, because no function compares episodes. Otherwise all episodes of
+        a group (and of the step, if a function takes a "batch") belong into one batch."""
+        return all(each == "sample" for each in self.inputs)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

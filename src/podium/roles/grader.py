@@ -4,7 +4,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,9 +26,10 @@ from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import RewardSpec
 from podium.environments.rewards import Sample
 from podium.recipe import FunctionReward, ModelReward, ModelSection, OnPolicyRecipe, RewardSection, VerifierReward
-from podium.roles.carriers import GradeNote, GradeShard
+from podium.roles.carriers import GradeNote, GraderFacts, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
 
+_CLOSING_S = 10.0
 # Training rows that are compared with held-out ones.
 _FEW_ROWS = 16
 
@@ -83,30 +88,44 @@ def require_scorable_heldout(recipe: OnPolicyRecipe, heldout: Sequence[Task]) ->
 
 class Grader:
     """Grades episodes. Reward functions run in a separate process, so that a hang, a crash or endless output affects
-    nothing else."""
+    nothing else.
+
+    `grade` may be called by several threads at the same time: the work thread, and the control threads of its worker.
+    Their batches are open together, so that the waiting of asynchronous rewards overlaps."""
 
     def __init__(self, context: WorkerContext, spec: GraderSpec) -> None:
         self._context, self._spec = context, spec
-        self._output = OutputCap(f"the reward of {context.worker}")
+        self._output = output = OutputCap(f"the reward of {context.worker}")
         sections = {"train": (spec.rewards, "reward"), "evaluation": (spec.evaluation, "evaluation.generation.score")}
         rewards = RewardSpec(sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored)
-        self._grader = HostedGrader(rewards, output=self._output)  # starts while the tokenizer is read
-        tokenizer = load_tokenizer(spec.model)
-        self._reader = TextReader(tokenizer)
-        self._loop = asyncio.new_event_loop()  # a reference is kept: the process is connected to it
+        self._thread = _GradingThread(lambda: HostedGrader(rewards, output=output))
+        self._finalizer = weakref.finalize(self, self._thread.close)  # a role that is dropped with its worker
         try:
-            self._loop.run_until_complete(self._grader.open())
+            tokenizer = load_tokenizer(spec.model)  # while the process starts
+            self._reader, self._reading = TextReader(tokenizer), threading.Lock()
+            self._thread.opened.result()
         except BaseException:
-            self._grader.close()
+            self.close()
             raise
 
+    def close(self) -> None:
+        """Ends the reward processes and the grader's thread."""
+        self._finalizer()
+
+    def facts(self) -> GraderFacts:
+        """What a batch has to hold together, as far as the reward functions for training are concerned."""
+        return GraderFacts(inputs=self._thread.opened.result().inputs["train"])
+
     def grade(self, shard: GradeShard, purpose: Purpose) -> GradeNote:
-        """Rewards of every row, and why some have none. Waits for user code, within the deadline of each call."""
+        """Rewards of every row, and why some have none. Waits for user code, within the deadline of each call; calls of
+        a synchronous reward also wait for those of the batches before."""
         with self._context.span("decoding"):
-            texts = list(self._reader.read(shard.rows.read())) if len(shard.rows) else []
+            block = shard.rows.read() if len(shard.rows) else None
+            with self._reading:  # tokenizers need not be thread-safe
+                texts = list(self._reader.read(block)) if block is not None else []
             samples = [self._sample(shard, row, text) for row, text in enumerate(texts)]
         with self._context.span("rewards"):
-            grades = self._loop.run_until_complete(self._grader.grade(purpose, samples))
+            grades = self._thread.grade(purpose, samples)
         sections = self._spec.rewards if purpose == "train" else self._spec.evaluation
         return GradeNote(
             values_NR=_values(grades, sum(not isinstance(section, ModelReward) for section in sections)),
@@ -148,6 +167,54 @@ class Grader:
             turns=self._turns(task, text),
             environment_reward=None if np.isnan(environment) else environment,
         )
+
+
+class _GradingThread:
+    """A thread with the event loop of a hosted grader and of its processes. It lasts until `close`."""
+
+    def __init__(self, start: Callable[[], HostedGrader]) -> None:
+        """Starts the thread, and in it the grader. `opened` tells when that is ready, or why it is not."""
+        self._start = start
+        self._loop, self._closing = asyncio.new_event_loop(), asyncio.Event()
+        self._grader: HostedGrader | None = None
+        self.opened: Future[HostedGrader] = Future()
+        self._thread = threading.Thread(target=self._run, name="grading", daemon=True)
+        self._thread.start()
+
+    def grade(self, purpose: Purpose, samples: Sequence[Sample]) -> list[Grade]:
+        """Grades a batch beside those of other threads, and waits for it. An error if it is closed meanwhile."""
+        grading = self.opened.result().grade(purpose, samples)
+        return asyncio.run_coroutine_threadsafe(grading, self._loop).result()
+
+    def close(self) -> None:
+        """Ends the grader's processes and the thread, and waits for that."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end)
+        if threading.current_thread() is not self._thread:  # where the garbage collector may be
+            self._thread.join(_CLOSING_S)
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # in the end it cancels the batches
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        """Waits for `close`."""
+        if self._closing.is_set():
+            return
+        try:
+            self._grader = self._start()
+            await self._grader.open()
+        except BaseException as error:
+            self.opened.set_exception(error)
+            self._end()
+            return
+        self.opened.set_result(self._grader)
+        await self._closing.wait()
+
+    def _end(self) -> None:
+        self._closing.set()
+        if self._grader is not None:
+            self._grader.close()
 
 
 def _said(text: EpisodeText) -> str:

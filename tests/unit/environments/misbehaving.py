@@ -120,5 +120,32 @@ async def async_reward(answer: str) -> float:
     return 2.0
 
 
+_waiting = 0
+
+
+async def meeting(answer: str) -> float:
+    """Returns once as many calls wait at the same time as the answer says; 0.0 if they do not within half a minute."""
+    global _waiting
+    _waiting += 1
+    end_s = time.monotonic() + 30.0
+    while _waiting < int(answer) and time.monotonic() < end_s:
+        await asyncio.sleep(0.01)
+    return float(_waiting >= int(answer))
+
+
+async def process_id(answer: str) -> float:
+    if answer == "slow":
+        await asyncio.sleep(1.0)
+    return float(os.getpid())
+
+
+def as_number(answer: str) -> float:
+    return float(answer)
+
+
+def ranks(answers: list[str]) -> list[float]:
+    return [float(sorted(answers).index(answer)) for answer in answers]
+
+
 def length(answer: str) -> float:
     return float(len(answer))

@@ -466,6 +466,154 @@ def test_a_cancelled_grading_ends_at_once_and_its_thread_after_the_call(gate: th
     assert called == ["0"]
 
 
+# --- several batches at a time ---
+
+
+def graded_together(
+    given: Sequence[Reward], *batches: Sequence[Sample], timeout_s: float = PATIENT_S, most_hanging: int = 16
+) -> list[list[Grade]]:
+    async def grades() -> list[list[Grade]]:
+        async with EpisodeGrader(given, timeout_s=timeout_s, most_hanging=most_hanging) as grader:
+            return await asyncio.gather(*map(grader.grade, batches))
+
+    return asyncio.run(grades())
+
+
+def test_asynchronous_calls_of_several_batches_wait_together() -> None:
+    waiting: list[str] = []
+    all_wait = asyncio.Event()
+
+    async def judge(answer: str) -> float:
+        waiting.append(answer)
+        if len(waiting) == 5:
+            all_wait.set()
+        await all_wait.wait()
+        return float(answer)
+
+    first, second = graded_together([reward(judge)], samples(3), samples(5)[3:])
+
+    assert totals(first) == [0.0, 1.0, 2.0]
+    assert totals(second) == [3.0, 4.0]
+
+
+def test_the_limit_of_calls_in_flight_is_for_all_batches_together() -> None:
+    under_way, most = 0, 0
+
+    async def judge(answer: str) -> float:
+        nonlocal under_way, most
+        under_way += 1
+        most = max(most, under_way)
+        await asyncio.sleep(0.01)
+        under_way -= 1
+        return float(answer)
+
+    batches = graded_together([reward(judge)], samples(200), samples(200), samples(200))
+
+    assert [totals(batch) for batch in batches] == [[float(number) for number in range(200)]] * 3
+    assert most == 256
+
+
+@pytest.mark.parametrize("num_rewards", [1, 2])
+def test_a_synchronous_function_makes_one_call_at_a_time_for_batch_after_batch(num_rewards: int) -> None:
+    running, called = 0, list[str]()
+
+    def careless(answer: str) -> float:
+        nonlocal running
+        running += 1
+        assert running == 1
+        called.append(answer)
+        time.sleep(0.002)
+        running -= 1
+        return float(answer)
+
+    given = [reward(careless, name=f"careless {number}") for number in range(num_rewards)]
+    batches = graded_together(given, samples(3), samples(6)[3:], samples(9)[6:])
+
+    assert [totals(batch) for batch in batches] == [
+        [float(num_rewards * number) for number in range(first, first + 3)] for first in (0, 3, 6)
+    ]
+    assert called[:3] == ["0", "1", "2"]
+    assert sorted(called) == sorted(str(number) for number in range(9) for _ in range(num_rewards))
+
+
+def test_a_call_that_hangs_costs_the_other_batches_nothing(gate: threading.Event) -> None:
+    def slow(answer: str) -> float:
+        if answer == "1":
+            gate.wait(60)
+        return 1.0
+
+    first, second = graded_together([reward(slow)], samples(3), samples(5)[3:], timeout_s=SOON_S)
+
+    assert totals(first) == [1.0, None, 1.0]
+    assert totals(second) == [1.0, 1.0]
+
+
+def test_every_batch_may_have_as_many_hanging_calls(gate: threading.Event) -> None:
+    hangs = reward(lambda answer: gate.wait(60))
+
+    batches = graded_together([hangs], samples(2), samples(2), timeout_s=0.05, most_hanging=1)
+
+    assert [["1 calls" in str(grade.error) for grade in batch] for batch in batches] == [[False, True]] * 2
+
+
+def test_a_call_that_blocks_the_loop_of_all_batches_fails_alone(gate: threading.Event) -> None:
+    called: list[str] = []
+
+    async def judge(answer: str) -> float:
+        called.append(answer)
+        await asyncio.sleep(0.01)
+        if answer == "1":
+            gate.wait(60)
+        await asyncio.sleep(0.01)
+        return 1.0
+
+    first, second = graded_together([reward(judge)], samples(3), samples(300)[3:], timeout_s=SOON_S)
+
+    assert totals(first) == [1.0, None, 1.0]
+    assert re.search(r"^f .*0\.8 s.*event loop", str(first[1].error))
+    assert totals(second) == [1.0] * 297
+    assert called.count("1") == 1
+    assert called.count("3") == 2  # it was delayed, and is repeated
+
+
+def test_a_loop_that_is_blocked_by_nobody_knows_what_fails_no_other_batch(gate: threading.Event) -> None:
+    async def judge(answer: str) -> float:
+        if answer == "0":
+            asyncio.get_running_loop().call_soon(gate.wait, 60)
+        await asyncio.sleep(0.05)
+        return 1.0
+
+    first, second = graded_together([reward(judge)], samples(1), samples(4)[1:], timeout_s=SOON_S)
+
+    assert totals(first) == [None]
+    assert totals(second) == [1.0, 1.0, 1.0]
+
+
+def test_a_batch_that_is_cancelled_leaves_the_others_alone() -> None:
+    release = asyncio.Event()
+    begun = threading.Event()
+    loops: list[asyncio.AbstractEventLoop] = []
+
+    async def judge(answer: str) -> float:
+        if answer == "299":
+            loops.append(asyncio.get_running_loop())
+            begun.set()
+        await release.wait()
+        return 1.0
+
+    async def run() -> list[Grade]:
+        async with EpisodeGrader([reward(judge)], timeout_s=PATIENT_S) as grader:
+            cancelled = asyncio.create_task(grader.grade(samples(255)))
+            await asyncio.sleep(0)
+            kept = asyncio.create_task(grader.grade(samples(301)[299:]))
+            await asyncio.to_thread(begun.wait, 10)
+            cancelled.cancel()
+            loops[0].call_soon_threadsafe(release.set)
+            return await kept
+
+    assert totals(asyncio.run(run())) == [1.0, 1.0]
+
+
 @pytest.mark.serial
 @pytest.mark.parametrize("kind", ["sync", "async", "verifier"])
 def test_ten_thousand_samples_take_well_under_a_second_on_an_idle_machine(kind: str) -> None:

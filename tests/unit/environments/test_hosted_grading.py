@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
@@ -22,6 +23,8 @@ from podium.recipe import FunctionReward
 MISBEHAVING = Path(__file__).with_name("misbehaving.py")
 TIMEOUT_S = 2.0
 
+Value = TypeVar("Value")
+
 pytestmark = pytest.mark.slow
 
 
@@ -34,18 +37,42 @@ def sample(number: int, answer: str) -> Sample:
 
 def graded(names: Sequence[str], *batches: Sequence[str], output: OutputCap | None = None) -> list[list[Grade]]:
     """Batch after batch, by the same grader."""
-    sections = tuple(FunctionReward.model_validate({"function": f"{MISBEHAVING}:{name}"}) for name in names)
-    spec = RewardSpec(sections={"train": (sections, "reward")}, timeout_s=TIMEOUT_S, also_scored=False)
 
-    async def main() -> list[list[Grade]]:
+    async def main(grader: HostedGrader) -> list[list[Grade]]:
+        return [await grader.grade("train", samples(batch)) for batch in batches]
+
+    return with_grader(names, main, output=output)
+
+
+def graded_together(names: Sequence[str], *batches: Sequence[str]) -> list[list[Grade]]:
+    """All batches at the same time, by the same grader."""
+
+    async def main(grader: HostedGrader) -> list[list[Grade]]:
+        return await asyncio.gather(*(grader.grade("train", samples(batch)) for batch in batches))
+
+    return with_grader(names, main)
+
+
+def samples(answers: Sequence[str]) -> list[Sample]:
+    return [sample(number, answer) for number, answer in enumerate(answers)]
+
+
+def with_grader(
+    names: Sequence[str], run: Callable[[HostedGrader], Awaitable[Value]], *, output: OutputCap | None = None
+) -> Value:
+    sections = tuple(FunctionReward.model_validate({"function": f"{MISBEHAVING}:{name}"}) for name in names)
+    spec = RewardSpec(
+        sections={"train": (sections, "reward"), "evaluation": (sections[:1], "evaluation.generation.score")},
+        timeout_s=TIMEOUT_S,
+        also_scored=False,
+    )
+
+    async def main() -> Value:
         async with asyncio.timeout(120):
             grader = HostedGrader(spec, output=output or OutputCap("the reward"))
             try:
                 await grader.open()
-                return [
-                    await grader.grade("train", [sample(number, answer) for number, answer in enumerate(batch)])
-                    for batch in batches
-                ]
+                return await run(grader)
             finally:
                 grader.close()
 
@@ -120,3 +147,57 @@ def test_printing_without_end_costs_its_own_call_and_no_disk(capfd: pytest.Captu
 def test_rewards_that_cannot_be_loaded_are_the_recipes_mistake() -> None:
     with pytest.raises(RecipeError, match=r"^reward\.0\.function: .*'absent'"):
         graded(["absent"], ["ok"])
+
+
+# --- several batches at a time ---
+
+
+def test_batches_in_one_process_wait_together() -> None:
+    batches = graded_together(["meeting"], ["4", "4"], ["4", "4"])
+
+    assert [[grade.total for grade in batch] for batch in batches] == [[1.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize("name", ["reward", "async_reward"])
+def test_a_sample_that_ends_the_process_fails_alone_in_all_batches(name: str) -> None:
+    first, second, third = graded_together([name], ["ok", "exit", "ok"], ["ok", "ok"], ["exit", "ok"])
+
+    assert_errors(first, {1}, f"^{name} .*exit code 3")
+    assert errors(second) == {}
+    assert_errors(third, {0}, f"^{name} .*exit code 3")
+
+
+def test_of_the_rewards_of_several_batches_the_one_to_blame_is_found() -> None:
+    first, second = graded_together(["length", "reward", "async_reward"], ["four", "exit", "four"], ["four"] * 200)
+
+    assert_errors(first, {1}, "^reward .*exit code 3.*; async_reward .*exit code 3")
+    assert [grade.values for grade in first] == [(4.0, 1.0, 2.0), (4.0, None, None), (4.0, 1.0, 2.0)]
+    assert [grade.values for grade in second] == [(4.0, 1.0, 2.0)] * 200
+
+
+def test_a_call_that_hangs_in_one_batch_costs_another_nothing() -> None:
+    first, second = graded_together(["reward", "meeting"], ["sleep"], ["1", "1"])
+
+    assert_errors(first, {0}, f"^reward (?!blocked).*{TIMEOUT_S:g} s.*; meeting .*ValueError")
+    assert [grade.values for grade in second] == [(1.0, 1.0), (1.0, 1.0)]
+
+
+def test_a_process_with_a_hanging_call_gets_no_new_batch_and_ends_with_its_last_one() -> None:
+    async def run(grader: HostedGrader) -> tuple[list[Grade], list[Grade], list[Grade]]:
+        # 256 calls at a time take a second each, so that this lasts longer than the call that hangs.
+        lasting = asyncio.create_task(grader.grade("train", samples(["slow"] * 600)))
+        hanging = await grader.grade("train", samples(["sleep"]))
+        return hanging, await grader.grade("train", samples(["ok"])), await lasting
+
+    hanging, later, lasting = with_grader(["process_id", "reward"], run)
+
+    [old] = {grade.values[0] for grade in hanging}
+    assert {grade.values for grade in lasting} == {(old, 1.0)}
+    assert later[0].values[0] not in (old, None)
+
+
+def test_rewards_say_what_they_are_called_with() -> None:
+    async def inputs(grader: HostedGrader) -> object:
+        return grader.inputs
+
+    assert with_grader(["length", "meeting"], inputs) == {"train": ("sample", "sample"), "evaluation": ("sample",)}
