@@ -153,7 +153,7 @@ def test_a_logger_that_is_none_is_refused_before_the_first_step(pieces: Workspac
     recipe = pieces.recipe(run={"loggers": ["pieces.py:to_chat"]})
     (pieces.path / "pieces.py").write_text("def to_chat(folder):\n    return None\n")
 
-    pieces.refused(pieces.podium("train", recipe), "run.loggers.0: ", "pieces.py:to_chat ", "NoneType")
+    pieces.refused(pieces.podium("train", recipe), "run.loggers.0: ", "pieces.py:to_chat ", "None")
 
 
 def test_a_logger_that_raises_is_not_mistaken_for_podium(pieces: Workspace) -> None:

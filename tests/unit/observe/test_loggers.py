@@ -50,7 +50,7 @@ def test_a_plug_in_is_called_with_the_run_folder(tmp_path: Path, plugin: str) ->
 
 
 def test_a_plug_in_that_returns_no_logger_is_named_by_its_key(tmp_path: Path, plugin: str) -> None:
-    with pytest.raises(RecipeError, match=r"run\.loggers\.1: .*listing\.py:nothing .*NoneType.*close\(\)"):
+    with pytest.raises(RecipeError, match=r"run\.loggers\.1: .*listing\.py:nothing .*None.*close\(\)"):
         open_loggers([f"{plugin}:Listing", f"{plugin}:nothing"], tmp_path)
     assert (tmp_path / "listing.txt").read_text() == "closed\n"  # the first one was not left open
 
