@@ -102,7 +102,7 @@ class Kind:
     run: Callable[[Coroutine[Any, Any, None]], None]
 
 
-@pytest.fixture(params=["simulated", "inline", pytest.param("ray", marks=pytest.mark.serial)])
+@pytest.fixture(params=["simulated", "inline", pytest.param("ray", marks=[pytest.mark.serial, pytest.mark.slow])])
 def kind(request: pytest.FixtureRequest) -> Kind:
     if request.param == "ray":
         request.getfixturevalue("local_ray")

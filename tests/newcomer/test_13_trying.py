@@ -117,7 +117,12 @@ def test_an_environment_that_fails_is_named_with_file_and_line(workspace: Worksp
 
 
 @pytest.mark.parametrize(
-    ("name", "fact", "line"), [("Misfit", "a tuple", 16), ("Forgetful", "None", 20), ("WrongReward", "high", 24)]
+    ("name", "fact", "line"),
+    [
+        ("Misfit", "a tuple", 16),
+        pytest.param("Forgetful", "None", 20, marks=pytest.mark.slow),
+        pytest.param("WrongReward", "high", 24, marks=pytest.mark.slow),
+    ],
 )
 def test_an_environment_that_returns_another_type_is_named_with_file_and_line(
     workspace: Workspace, name: str, fact: str, line: int

@@ -43,11 +43,21 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         **_rewards(record),
         **_groups(record.graded, record.solving),
         **_episodes(record),
-        **(_update(record.report) if record.report is not None else {"optimizer_steps": 0.0}),
-        **(_critic(record.critic) if record.critic is not None else {}),
+        **_updates(record),
         **_distance(record),
         **_speed(record),
         **record.extra,
+    }
+
+
+def _updates(record: StepRecord) -> dict[str, float]:
+    """Metrics of the updates. A step that had nothing to learn from has 0 optimizer steps; PPO's critic warm-up has
+    metrics of the critic only."""
+    if record.report is None and record.critic is None:
+        return {"optimizer_steps": 0.0}
+    return {
+        **(_update(record.report) if record.report is not None else {}),
+        **(_critic(record.critic) if record.critic is not None else {}),
     }
 
 
