@@ -115,6 +115,7 @@ def test_options_and_kept_episodes_reach_program_and_ledger(user: Workspace) -> 
     assert user.metric("half", "episodes/learned_from") == {1: 8.0, 2: 8.0, 3: 8.0}
 
 
+@pytest.mark.slow
 def test_a_custom_program_resumes_exactly(user: Workspace) -> None:
     steps = {"steps": 4, "checkpoint": {"every": 2, "keep": 9, "background": False}}
     _done(user.podium("train", rl_recipe(user, "whole", **_custom("grpo"), **steps)))

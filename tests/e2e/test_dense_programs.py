@@ -375,6 +375,7 @@ def parts(workspace: Workspace) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in (workspace.path / "runs/.cache").rglob("part-*.json")}
 
 
+@pytest.mark.slow
 def test_a_request_to_stop_is_heard_during_the_pass_and_the_same_command_continues(workspace: Workspace) -> None:
     write_pairs(workspace)
     (workspace.path / "stopper.py").write_text(STOPPER)

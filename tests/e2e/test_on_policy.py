@@ -113,6 +113,7 @@ def test_grpo_records_every_step_every_episode_and_a_checkpoint(workspace: Works
     assert json.loads((run / "run.json").read_text())["status"] == "finished"
 
 
+@pytest.mark.slow
 def test_an_exported_policy_answers(workspace: Workspace) -> None:
     trained(workspace, rl_recipe(workspace))
 
@@ -154,6 +155,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(workspace: Wo
     assert first[1]["reward/mean"] != other[1]["reward/mean"]
 
 
+@pytest.mark.slow
 def test_micro_batches_change_neither_loss_nor_gradient(workspace: Workspace) -> None:
     whole = trained(workspace, rl_recipe(workspace, "whole"))
     cut = trained(workspace, rl_recipe(workspace, "cut", micro_batch_tokens=64, data={"max_length": 64}))

@@ -386,6 +386,7 @@ def test_a_reward_model_of_several_labels_is_refused(workspace: Workspace) -> No
     workspace.refused(outcome, "three ", "3 labels")
 
 
+@pytest.mark.slow
 def test_a_run_whose_weights_diverged_stops_and_does_not_blame_the_reward(workspace: Workspace) -> None:
     """The weights are not numbers any more after the first step."""
     optimizer = {"lr": 1e38, "clip_norm": None}

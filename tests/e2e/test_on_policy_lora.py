@@ -80,6 +80,7 @@ def test_the_base_as_reference_gives_the_numbers_of_a_second_model(workspace: Wo
     assert "reference" not in {path.name for path in (workspace.path / "runs/base").iterdir()}
 
 
+@pytest.mark.slow
 def test_a_reference_that_starts_from_an_adapter_is_base_and_adapter(workspace: Workspace) -> None:
     adapter = save_peft_adapter(workspace.model, workspace.path / "adapter")
     recipe = rl_recipe(workspace, model=adapted(workspace, adapter=str(adapter)), algorithm={"kl": KL})

@@ -139,6 +139,7 @@ def test_what_changed_is_run_again_with_all_that_depends_on_it_and_nothing_else(
     assert set(done(file, overrides=harmless).values()) == {"skipped"}
 
 
+@pytest.mark.slow
 def test_a_stage_that_comes_to_the_same_weights_again_runs_nothing_behind_it(workspace: Workspace) -> None:
     file = chain(workspace, steps=2)
     unshuffled = ["stages.a.data.shuffle=false", "stages.a.steps=2"]
@@ -265,6 +266,7 @@ def test_a_pipeline_that_is_killed_around_an_export_trains_nothing_again(moment:
     assert not (runs / "a" / "export.partial").exists()
 
 
+@pytest.mark.slow
 def test_weights_that_somebody_changed_are_exported_again(workspace: Workspace) -> None:
     file = chain(workspace, steps=2)
     done(file)
@@ -273,6 +275,7 @@ def test_weights_that_somebody_changed_are_exported_again(workspace: Workspace) 
     assert done(file) == {"a": "exported", "b": "skipped"}
 
 
+@pytest.mark.slow
 def test_a_stage_that_was_killed_before_its_first_checkpoint_begins_again(workspace: Workspace) -> None:
     file = chain(workspace, steps=2)
     done(file)

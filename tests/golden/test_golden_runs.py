@@ -11,6 +11,7 @@ import pytest
 
 from golden.runs import PIPELINE, RECORDED, RUNS, fingerprint, machine, make_task, run
 
+_SLOW = ("sft-two-ranks", PIPELINE)  # several processes, or two runs
 _FOUND: dict[str, Any] = json.loads(RECORDED.read_text(encoding="utf-8"))
 
 
@@ -22,7 +23,9 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.skipif(machine() != _FOUND["where"], reason=f"recorded on {_FOUND['where']}, and this is {machine()}")
-@pytest.mark.parametrize("name", [*RUNS, PIPELINE])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in _SLOW else []) for name in [*RUNS, PIPELINE]]
+)
 def test_a_run_computes_what_was_recorded(name: str, task: Path) -> None:
     recorded = _FOUND["runs"][name]
     now = fingerprint(run(name, task))

@@ -430,6 +430,7 @@ def _pipeline_file(workspace: Workspace) -> str:
     return str(_file(workspace.path, yaml.safe_dump(values), "one.yaml"))
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_is_to_be_overwritten_stays_until_the_new_one_has_begun(workspace: Workspace) -> None:
     file = _pipeline_file(workspace)
     assert workspace.podium("train", file).code == 0

@@ -107,6 +107,7 @@ def test_an_environment_is_played(workspace: Workspace) -> None:
     assert episode.marked.count("[[") == 2
 
 
+@pytest.mark.slow
 def test_an_environment_that_fails_is_named_with_file_and_line(workspace: Workspace) -> None:
     (workspace.path / "echo.py").write_text(ENVIRONMENT)
     recipe = rl_recipe(workspace, "sums", environment={"environment": "echo.py:Broken"})

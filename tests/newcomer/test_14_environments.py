@@ -79,6 +79,7 @@ def test_the_instance_of_a_tool_class_is_closed() -> None:
     assert not hasattr(ToolEnvironment([Handle().look]), "close")
 
 
+@pytest.mark.slow
 def test_the_docs_environment_runs_from_rows_without_a_prompt(workspace: Workspace) -> None:
     (workspace.path / "games.py").write_text(block_with("class HigherLower"))
     workspace.rows("train.jsonl", [{"seed": number} for number in range(8)])

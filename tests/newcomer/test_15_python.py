@@ -473,6 +473,7 @@ def test_an_interrupt_in_a_notebook_saves_and_stops_the_run(workspace: Workspace
     assert 1 <= result.step < 500
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_as_in_jupyter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its code cells, one after the other in one process with a running event loop; `await` may stand at the top of a
     cell, as in Jupyter."""

@@ -122,7 +122,9 @@ def adapter_call(folder: Path, out: Path) -> RankCall:
     return rank, (folder / "base", folder / "adapter", out)
 
 
-@pytest.fixture(scope="module", params=[2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=[pytest.param(2, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow)]
+)
 def by_ranks(request: pytest.FixtureRequest, folder: Path) -> Seen:
     if request.param == 2:
         seen: Seen = request.getfixturevalue("two_ranks")

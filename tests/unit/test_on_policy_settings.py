@@ -215,6 +215,7 @@ def worse(answer, reference):
 """
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_of_ppo_can_be_resumed(workspace: Workspace) -> None:
     """keep_best keeps an old step of the policy; its critic and its refreshed reference must be kept with it."""
     (workspace.path / "score.py").write_text(WORSE)

@@ -113,6 +113,7 @@ def test_the_number_of_workers_and_the_prefetch_change_nothing(folder):
             assert encode(first.state)[0] == encode(second.state)[0]
 
 
+@pytest.mark.slow
 def test_an_error_in_the_background_reaches_the_consumer_as_itself_and_stays(folder, tmp_path):
     file = tmp_path / "bad.jsonl"
     write(file, [{"text": "fine " * 5}] * 30 + [{"body": "oops"}])
@@ -142,6 +143,7 @@ def test_a_source_without_any_trained_token_is_an_error_after_one_epoch(folder, 
         take(loader, 50)
 
 
+@pytest.mark.slow
 def test_a_map_plug_in_runs_in_the_workers_too(folder, tmp_path):
     plugin = tmp_path / "shape.py"
     plugin.write_text("def shape(row):\n    return {'text': row['text'].upper()} if 'b' in row['text'] else None\n")

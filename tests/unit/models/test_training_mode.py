@@ -154,6 +154,7 @@ def test_an_adapters_dropout_does_not_switch_on_that_of_its_base(folders: dict[s
     assert abs(loss(dropout=1e-6) - loss()) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_resumed_run_with_dropout_continues_bit_for_bit(tmp_path: Path) -> None:
     model, data = save_tiny_folder(tmp_path / "gpt2", "gpt2"), write_chats(tmp_path / "train.jsonl")
     runs = tmp_path / "runs"

@@ -96,6 +96,7 @@ def _run(recipe: PipelineRecipe, folder: PipelineFolder, instant: _Instant) -> P
     return run_pipeline(recipe, folder, instant.verbs())
 
 
+@pytest.mark.slow
 def test_a_stage_that_is_done_stays_done_when_it_was_only_being_looked_at(recipe: PipelineRecipe) -> None:
     """Its checkpoints were removed to make room: if Ctrl-C took its status, it would be trained again."""
     instant, folder = _Instant(), PipelineFolder.at(recipe)
@@ -116,6 +117,7 @@ def test_a_stage_that_is_done_stays_done_when_it_was_only_being_looked_at(recipe
     assert instant.calls == []
 
 
+@pytest.mark.slow
 def test_a_moved_pipeline_exports_an_adapter_on_the_base_that_moved_with_it(recipe: PipelineRecipe) -> None:
     instant, folder = _Instant(), PipelineFolder.at(recipe)
     _run(recipe, folder, instant)
