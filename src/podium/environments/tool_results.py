@@ -18,18 +18,18 @@ from pydantic import BaseModel
 from podium.errors import type_phrase
 
 
-class ResultError(Exception):
+class ToolResultError(Exception):
     """A tool returned a value that has no text; the message is for the model."""
 
 
 def result_text(result: Any) -> str:
-    """The text of a result. A ResultError names the type of a value that is neither JSON nor has a text of its own."""
+    """The text of a result. A ToolResultError names the type of a value that is neither JSON nor has a text of its own."""
     if isinstance(result, str) and not isinstance(result, Enum):
         return result
     try:
         return json.dumps(_plain(result), ensure_ascii=False, default=_plain)
     except ValueError as error:  # a value that contains itself
-        raise ResultError(f"the result cannot be written as JSON ({error})") from error
+        raise ToolResultError(f"the result cannot be written as JSON ({error})") from error
 
 
 def _plain(value: Any) -> Any:
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
         return value.tolist()
     kind: Any = type(value)
     if kind.__str__ is object.__str__ and kind.__repr__ is object.__repr__:
-        raise ResultError(
+        raise ToolResultError(
             f"the result has {type_phrase(value)}, which is not JSON and has no text. Return texts, numbers, lists and "
             "dicts"
         )

@@ -12,7 +12,7 @@ from podium.data.kinds import Message
 from podium.data.tasks import Task
 from podium.environments.chat_format import Call, ToolCall
 from podium.environments.protocol import Observation, Outcome, Turn, call_within
-from podium.environments.tool_results import ResultError, result_text
+from podium.environments.tool_results import ToolResultError, result_text
 from podium.environments.tool_schemas import ArgumentError, ToolArguments, read_docstring
 from podium.errors import RecipeError, what_raised, with_place
 from podium.recipe import plugins
@@ -118,7 +118,7 @@ async def run_tool(tool: Tool, arguments: Mapping[str, Any], *, timeout_s: float
     named = with_place(f"the tool {tool.name}", tool.function)
     try:
         text = result_text(result)
-    except ResultError as error:
+    except ToolResultError as error:
         return replace(_failed(str(error), max_chars), warning=f"{named}: {error}", is_tools_fault=True)
     except Exception as error:  # methods of the result are the user's code too
         failed = _failed(f"{type(error).__name__}: {error}", max_chars)
