@@ -84,10 +84,9 @@ def descendants(root: int) -> dict[int, str]:
             with suppress(OSError):
                 state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
                 if state != "Z":
-                    parents[int(entry.name)] = int(parent)
-                    names[int(entry.name)] = (
-                        entry.joinpath("cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
-                    )
+                    name = entry.joinpath("cmdline").read_bytes().split(b"\0")[0]
+                    parents[int(entry.name)] = int(parent)  # last: it may end between two reads
+                    names[int(entry.name)] = name.decode(errors="replace")
     found: dict[int, str] = {}
     edge = {root}
     while edge:
