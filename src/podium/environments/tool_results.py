@@ -23,7 +23,7 @@ class ToolResultError(Exception):
 
 
 def result_text(result: Any) -> str:
-    """The text of a result. A ToolResultError names the type of a value that is neither JSON nor has a text of its own."""
+    """The text of a result. A ToolResultError names the type of a value that is neither JSON nor has its own text."""
     if isinstance(result, str) and not isinstance(result, Enum):
         return result
     try:
