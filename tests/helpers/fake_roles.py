@@ -9,8 +9,10 @@ the real one would.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,12 +22,12 @@ from helpers.made_batches import WORKER, make_answer, make_report, make_result
 from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
 from podium.cluster.objects import InlineStored, RowRefs
-from podium.cluster.results import Metric, ShardResult
+from podium.cluster.results import ShardResult
 from podium.data.costs import SequenceCost
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, ValueColumns
 from podium.roles.blocks import empty_block
-from podium.roles.carriers import DistanceNote, EpisodeNote, Residency, SamplingPlan, UpdatePlan
+from podium.roles.carriers import DistanceNote, EpisodeNote, GraderFacts, Residency, SamplingPlan, UpdatePlan
 from podium.roles.grading_handle import Rewarded
 from podium.roles.handles import joined_distance
 from podium.roles.interfaces import LearnerFacts
@@ -110,20 +112,27 @@ class FakeGenerator(_Placed):
         self._chance, self._version = self._bandit.chance, transfer.version
         return 4
 
-    async def generate(
-        self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan
-    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
-        self._works("generate", tuple(prompt.prompt_index for prompt in prompts), samples, plan)
+    @asynccontextmanager
+    async def streaming(self, plan: SamplingPlan) -> AsyncIterator[FakeStream]:
+        yield FakeStream(self, plan)
+
+    async def lanes(self) -> tuple[int, ...]:
+        return (1000,)
+
+    async def replace(self, stream: Any, lost: Any) -> None:
+        raise lost.error
+
+    def blocks(
+        self, prompts: Sequence[IndexedTask], samples: tuple[int, ...], plan: SamplingPlan
+    ) -> Iterator[ShardResult[TrajectoryBlock]]:
+        self._works("generate", tuple(prompt.prompt_index for prompt in prompts), len(samples), plan)
         for first in reversed(range(0, len(prompts), 2)):
             answers = [
                 self._answer(TrajectoryId(prompt.prompt_index, sample), plan)
                 for prompt in prompts[first : first + 2]
-                for sample in range(samples)
+                for sample in samples
             ]
-            counted = Metric(
-                name="generated_tokens", value=float(sum(each.num_tokens for each in answers)), reduction="sum"
-            )
-            result = make_result(answers, metrics=(counted,))
+            result = make_result(answers)
             yield replace(result, note=self._bandit.environment(result.note))
 
     def _answer(self, id: TrajectoryId, plan: SamplingPlan) -> Completion:
@@ -139,6 +148,33 @@ class FakeGenerator(_Placed):
             logprobs=[math.log(max(chance, 1e-9)), *(0.0 for _ in behind)],
             finish="length" if self._bandit.is_truncated(id) else "stop",
         )  # fmt: skip
+
+
+class FakeStream:
+    """All that a generator is given is answered at once."""
+
+    num_workers = 1
+
+    def __init__(self, generator: FakeGenerator, plan: SamplingPlan) -> None:
+        self._generator, self._plan = generator, plan
+        self._arrivals: asyncio.Queue[ShardResult[TrajectoryBlock] | None] = asyncio.Queue()
+        self._num_tokens = 0.0
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {"generated_tokens": self._num_tokens}
+
+    def admit(self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0) -> None:
+        for block in self._generator.blocks(prompts, samples, self._plan):
+            self._num_tokens += float(block.note.sampled_N.sum())
+            self._arrivals.put_nowait(block)
+
+    async def finish(self) -> None:
+        self._arrivals.put_nowait(None)
+
+    async def __aiter__(self) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
+        while (block := await self._arrivals.get()) is not None:
+            yield block
 
 
 class FakeLearner(_Placed):
@@ -188,6 +224,14 @@ class FakeGrader:
     def __init__(self, bandit: Bandit, rewards: tuple[int, ...]) -> None:
         self._bandit, self._rewards = bandit, rewards
 
+    num_graders = 1
+
+    async def facts(self) -> GraderFacts:
+        return GraderFacts(inputs=("sample",))
+
+    async def grade_on(self, rank: int, rollouts: Rollouts) -> Rewarded:
+        return await self.grade(rollouts)
+
     async def grade(self, rollouts: Rollouts, purpose: str = "train", *, show: int = 0) -> Rewarded:
         self._bandit.journal.append(("grade", "grader", purpose, len(rollouts)))
         errors = {row: error for row, id in enumerate(rollouts.rows.ids) if (error := self._bandit.fails(id))}
@@ -199,7 +243,7 @@ class FakeGrader:
             rewards=self._rewards,
             values_NR=np.repeat(value_N[:, None], columns, axis=1),
             errors=errors,
-            extras={"correct/certain": (float(len(rollouts)), float(len(rollouts)))},
+            extras={"correct/certain": np.ones(len(rollouts))},
             texts=tuple((row, f"prompt {row}", said) for row, said in enumerate(right[:show])),
         )
 

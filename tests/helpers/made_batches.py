@@ -15,7 +15,7 @@ from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
 from podium.cluster.identity import WorkerId
 from podium.cluster.objects import InlineStored
-from podium.cluster.results import Metric, ShardResult
+from podium.cluster.results import Metric, ShardResult, reduce_metrics
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.recipe import Recipe, apply_overrides, parse_recipe
@@ -100,7 +100,10 @@ def make_rollouts(
         each.id.prompt_index: make_task(each.id.prompt_index, source=(sources or {}).get(each.id.prompt_index, "sums"))
         for each in answers
     }
-    return Rollouts.of([make_result(answers, metrics=metrics)], tasks, step=step, version=version)
+    return Rollouts.of(
+        [make_result(answers)], tasks, step=step, version=version,
+        metrics=reduce_metrics([(WORKER, metric) for metric in metrics]),
+    )  # fmt: skip
 
 
 def make_graded(

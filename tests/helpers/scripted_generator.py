@@ -48,7 +48,7 @@ class ScriptedEngine:
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
         """They are answered at once in any case."""
 
-    def results(self, *, deadline_s: float) -> Iterator[Completion]:
+    def results(self, *, deadline_s: float, tick_s: float | None = None) -> Iterator[Completion]:
         while True:
             with self._lock:
                 if not self._waiting:

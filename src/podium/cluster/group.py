@@ -52,7 +52,7 @@ class _Opened:
     worker_pool: WorkerPool
     worker: WorkerId
     rank: int
-    ids: TrajectoryIds
+    ids: TrajectoryIds | None  # None: unknown in advance
     blocks: Blocks
 
 
@@ -169,6 +169,22 @@ class RoleGroup(Generic[RoleT]):
         async for block in merged([self._blocks(each) for each in opened]):
             yield block
 
+    async def stream_open(
+        self, rank: int, method: Callable[Concatenate[RoleT, P], Iterable[Computed[RowsT]]], *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> AsyncIterator[ShardResult[RowsT]]:  # fmt: skip
+        """Yields blocks of one rank whose trajectories are not known in advance, because the worker is given more while
+        it runs. The caller checks what comes. The deadline is for the wait between two blocks."""
+        member = self._worker_pool().member(self._at(rank))
+        name = self._name(method)
+        order = Invoke(member.worker, self._role, name, "rows")
+        opened = _Opened(
+            name=name, worker_pool=self._worker_pool(), worker=member.worker, rank=rank, ids=None,
+            blocks=member.process.stream(order, *args, **kwargs),
+        )  # fmt: skip
+        async for result in self._blocks(opened):
+            yield result
+
     def _open(
         self, shards: Sequence[tuple[int, Shard]], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[_Opened]:
@@ -199,9 +215,10 @@ class RoleGroup(Generic[RoleT]):
             if reply.last:
                 break
             result: ShardResult[Any] = self._result(reply, opened.rank, rows)
-            waiting = self._tick_off(waiting, result)
+            if waiting is not None:
+                waiting = self._tick_off(waiting, result)
             yield result
-        if len(waiting):
+        if waiting is not None and len(waiting):
             raise ResultError(
                 f"{opened.worker} ended {self._role}.{opened.name} and these trajectories never came: {waiting}."
             )

@@ -13,6 +13,7 @@ from podium.controller.state import RunState
 from podium.data.tasks import IndexedTask
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import SamplingPlan
+from podium.roles.episode_stream import run_all
 from podium.roles.stages import GradedRollouts, Rollouts
 
 
@@ -44,12 +45,11 @@ class Episodes:
     ) -> Rollouts:
         """Generates episodes for these prompts. Publishes the newest weights to generators first, if needed."""
         roles, version = self._parts.roles, self._state.version
-        source = roles.generator if roles.runner is None else roles.runner
         await self._devices.publish(version)
         async with self._devices.phase("rollout"):
-            blocks = [block async for block in source.generate(prompts, samples, sampling)]
+            blocks, metrics = await run_all(roles.episode_workers, prompts, samples, sampling)
         tasks = {prompt.prompt_index: prompt.task for prompt in prompts}
-        rollouts = Rollouts.of(blocks, tasks, step=step, version=version)
+        rollouts = Rollouts.of(blocks, tasks, step=step, version=version, metrics=metrics)
         objects.hold(rollouts.rows)
         return rollouts
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,21 +18,36 @@ from podium.errors import RewardError, RolloutError
 from podium.recipe import GradingSection, OnPolicyRecipe
 from podium.roles.carriers import Floats
 from podium.roles.grader import Purpose
-from podium.roles.grading_handle import GraderHandle
+from podium.roles.grading_handle import GraderHandle, Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
+
+ModelScores = Mapping[int, Floats]
+"""Scores of reward models, by their positions among the recipe's rewards."""
 
 
 async def grade_rollouts(
     rollouts: Rollouts, recipe: OnPolicyRecipe, grader: GraderHandle, reward_models: RewardModels
 ) -> tuple[GradedRollouts, dict[int, str]]:
     """Returns all episodes with their rewards, and by row why an episode has none."""
+    rewarded = await grader.grade(rollouts)
+    return sum_rewards(rollouts, rewarded, await model_scores(rollouts, reward_models), recipe)
+
+
+async def model_scores(rollouts: Rollouts, reward_models: RewardModels) -> ModelScores:
+    """Scores of all episodes by each reward model."""
+    return {index: await model.score(rollouts) for index, model in reward_models}
+
+
+def sum_rewards(
+    rollouts: Rollouts, rewarded: Rewarded, scores: ModelScores, recipe: OnPolicyRecipe
+) -> tuple[GradedRollouts, dict[int, str]]:
+    """The total reward of each episode, and by row why an episode has none; pure."""
     values_NR = np.full((len(rollouts), len(recipe.reward)), np.nan)
-    grades = await grader.grade(rollouts)
-    for at, index in enumerate(grades.rewards):
-        values_NR[:, index] = grades.values_NR[:, at]
-    errors = {**grades.errors, **rollouts.note.errors}
-    for index, model in reward_models:
-        values_NR[:, index] = await model.score(rollouts)
+    for at, index in enumerate(rewarded.rewards):
+        values_NR[:, index] = rewarded.values_NR[:, at]
+    errors = {**rewarded.errors, **rollouts.note.errors}
+    for index, scores_N in scores.items():
+        values_NR[:, index] = scores_N
         for row in np.flatnonzero(~np.isfinite(values_NR[:, index])).tolist():
             errors.setdefault(row, f"reward model {recipe.reward_models[index]} gave {values_NR[row, index]}")
     weights = np.array([reward.weight for reward in recipe.reward])
@@ -47,10 +62,15 @@ async def grade_rollouts(
         num_failed=len(errors),
         num_dropped=0,
         first_error=errors[min(errors)] if errors else None,
-        extras=dict(grades.extras),
+        extras={name: _sum_and_count(values_N) for name, values_N in rewarded.extras.items()},
         failed=frozenset(rollouts.rows.ids[row] for row in errors),
     )
     return everything, errors
+
+
+def _sum_and_count(values_N: Floats) -> tuple[float, float]:
+    values = values_N[np.isfinite(values_N)].tolist()
+    return sum(values), float(len(values))
 
 
 def without_failed(
@@ -78,13 +98,19 @@ def without_failed(
         )
     warn(f"{message}{everything.first_error}")
     if grading.on_error == "zero":
-        return replace(everything, rewards_N=np.where(failed_N, 0.0, everything.rewards_N))
+        return failed_as_zero(everything, rows)
     bad = np.isin(everything.group_N, np.unique(everything.group_N[failed_N]))
     return replace(
         everything.take(np.flatnonzero(~bad)),
         num_dropped=int(bad.sum()),
         left_out=(everything.rollouts.take(np.flatnonzero(bad)),),
     )
+
+
+def failed_as_zero(everything: GradedRollouts, rows: Collection[int]) -> GradedRollouts:
+    """Counts the rewards of these rows as 0."""
+    failed_N = np.isin(np.arange(len(everything)), list(rows))
+    return replace(everything, rewards_N=np.where(failed_N, 0.0, everything.rewards_N))
 
 
 def shaping(rollouts: Rollouts, recipe: OnPolicyRecipe) -> Floats:

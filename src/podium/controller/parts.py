@@ -14,6 +14,7 @@ from podium.controller.prompts import PromptSource
 from podium.data.tasks import Task
 from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe
+from podium.roles.episode_stream import EpisodeWorkers
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.runner_handle import RunnerHandle
@@ -37,6 +38,11 @@ class Roles:
     critic: CriticHandle | None = None
     reference: ScorerHandle | None = None
     teachers: tuple[ScorerHandle, ...] = ()
+
+    @property
+    def episode_workers(self) -> EpisodeWorkers:
+        """Who runs episodes: generators, or runners if there is an environment."""
+        return self.generator if self.runner is None else self.runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -47,6 +47,7 @@ class PromptSource:
         self._epoch = 0
         self._has_taken = state is not None
         self._ahead: _Ahead | None = None
+        self._ready: list[IndexedTask] = []  # of those taken ahead, when some of them were taken
 
     def take(self, count: int) -> list[IndexedTask]:
         """Returns the next prompts that leave room for an answer."""
@@ -54,14 +55,14 @@ class PromptSource:
             ahead, self._ahead = self._ahead, None
             if isinstance(ahead.result, Exception):
                 raise ahead.result
-            assert len(ahead.result) == count, f"{len(ahead.result)} prompts were taken ahead and {count} are taken"
-            return ahead.result
-        return self._next_prompts(count)
+            self._ready += ahead.result
+        taken, self._ready = self._ready[:count], self._ready[count:]
+        return taken + self._next_prompts(count - len(taken))
 
     def take_ahead(self, count: int) -> None:
         """Takes the next prompts early, while workers are busy. State and metrics do not change yet. `take` raises an
         error in a prompt later, so that it does not fail the current step."""
-        if self._ahead is None:
+        if self._ahead is None and not self._ready:
             state, metrics, num_skipped = self.state(), self.metrics(), len(self._cursor.skipped_rows)
             try:
                 result: list[IndexedTask] | Exception = self._next_prompts(count)
@@ -118,7 +119,8 @@ class PromptSource:
         return rows[begin:end]
 
     def state(self) -> dict[str, Any]:
-        """Position of the next prompts, including those taken ahead."""
+        """Position of the next prompts, including those taken ahead. Not while only some of those were taken."""
         if self._ahead is not None:
             return self._ahead.state
+        assert not self._ready, f"{len(self._ready)} prompts were taken ahead and are not taken yet"
         return {"cursor": self._cursor.state(), "left_out": self._left_out}

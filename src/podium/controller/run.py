@@ -12,6 +12,7 @@ from podium.cluster import ObjectScope
 from podium.controller.devices import Devices
 from podium.controller.episodes import Episodes
 from podium.controller.evaluation import OnPolicyEvaluation, OnPolicyEvaluator
+from podium.controller.executor import StepExecutor
 from podium.controller.parts import OnPolicyParts, RecipeT_co
 from podium.controller.role_calls import CriticRole, PolicyRole, ReferenceRole, TeacherRole
 from podium.controller.state import RunState
@@ -32,7 +33,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._parts, self.recipe, self._state = parts, parts.recipe, state
         self._kl, roles = parts.recipe.full_algorithm.kl, parts.roles
         self._devices = devices = Devices(parts)
-        self._episodes = Episodes(parts, devices, state)
+        self._episodes, self._executor = Episodes(parts, devices, state), StepExecutor(parts, devices, state)
         self._evaluator = OnPolicyEvaluator(parts, devices, self._episodes)
         self._milestones = Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
@@ -99,6 +100,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         state.step = step.number
         if policy is not None:
             state.version = step.number
+        self._executor.commit(step.number, is_updated=policy is not None)
         await self._refresh_reference()
         self._adapt_kl(batch)
         try:
@@ -162,13 +164,13 @@ class OnPolicyRun(Generic[RecipeT_co]):
     # --- internals ---
 
     async def _begin(self, number: int, objects: ObjectScope) -> Step:
-        sampled = await self._episodes.sample(self.recipe.rollout.prompts_per_step, number, objects)
+        step = await self._executor.sample(number, objects)
         return Step(
             number=number,
             lr=learning_rate(self.recipe.optimizer, number, self.recipe.steps),
             kl_coefficient=self._state.kl_coefficient,
-            sampled=sampled,
-            episodes=sampled,
+            sampled=step.sampled,
+            episodes=step.episodes,
             objects=objects,
         )
 

@@ -26,6 +26,7 @@ from podium.errors import RoleError
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import FINISHES
 from podium.roles.episode_runner import EpisodeRunner
+from podium.roles.episode_stream import EpisodeWorkers, run_all
 from podium.roles.grader import Grader
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import GeneratorHandle
@@ -147,12 +148,13 @@ async def _generate(
     recipe: OnPolicyRecipe, workers: Workers, prompts: Sequence[IndexedTask], samples: int, warn: Callable[[str], None]
 ) -> Rollouts:
     generator = GeneratorHandle(workers.role(GENERATOR, Generator))
-    source: GeneratorHandle | RunnerHandle = generator
+    source: EpisodeWorkers = generator
     if recipe.environment is not None:
         await workers.open_channel(GENERATOR, to=RUNNER)
         source = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, warn=warn)
-    blocks = [block async for block in source.generate(prompts, samples, training_sampling(recipe))]
-    return Rollouts.of(blocks, {prompt.prompt_index: prompt.task for prompt in prompts}, step=0, version=0)
+    blocks, metrics = await run_all(source, prompts, samples, training_sampling(recipe))
+    tasks = {prompt.prompt_index: prompt.task for prompt in prompts}
+    return Rollouts.of(blocks, tasks, step=0, version=0, metrics=metrics)
 
 
 async def _grade(

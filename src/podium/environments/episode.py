@@ -156,9 +156,12 @@ async def run_episode(
     return running.over(finish, error)
 
 
+EpisodeJob = tuple[TrajectoryId, Task]
+
+
 async def run_episodes(
     make: MakeEnvironment,
-    jobs: Iterable[tuple[TrajectoryId, Task]],
+    jobs: Iterable[EpisodeJob] | asyncio.Queue[EpisodeJob | None],
     policy: Policy,
     tokenizer: TurnTokenizer,
     *,
@@ -166,15 +169,26 @@ async def run_episodes(
     concurrency: int,
     greedy: bool = False,
 ) -> AsyncGenerator[Episode, None]:
-    """Yields episodes as they finish, with at most `concurrency` running; `jobs` is read as places become free.
+    """Yields episodes as they finish, with at most `concurrency` running; `jobs` is read as places become free. A queue
+    may be filled meanwhile; None ends it.
 
     An exception of the policy is raised after all episodes that finished before it. The other episodes are then
     cancelled, as they are when the caller stops early (close the generator, or leave it in `contextlib.aclosing`)."""
     finished: asyncio.Queue[Episode | None] = asyncio.Queue()
-    waiting = iter(jobs)
+    waiting = jobs if isinstance(jobs, asyncio.Queue) else iter(jobs)
+
+    async def next_job() -> EpisodeJob | None:
+        """Every job is taken by one worker; the end is for all of them."""
+        if not isinstance(waiting, asyncio.Queue):
+            return next(waiting, None)
+        job = await waiting.get()
+        if job is None:
+            waiting.put_nowait(None)
+        return job
 
     async def work() -> None:
-        for id, task in waiting:  # shared: every job is taken by one worker
+        while (job := await next_job()) is not None:
+            id, task = job
             finished.put_nowait(await _run_job(make, id, task, policy, tokenizer, limits=limits, greedy=greedy))
 
     workers = [asyncio.ensure_future(work()) for _ in range(concurrency)]

@@ -139,8 +139,8 @@ class GrpoAlgorithm(PolicySection, RewardShapingSection):
     )
     max_refills: Count | None = Field(
         None,
-        description="Rounds of generation in one step with dynamic_sampling; then the step continues with what it has. "
-        "Default: 4.",
+        description="With dynamic_sampling, a step replaces at most this many times prompts_per_step groups; then it "
+        "continues with what it has. Default: 4.",
     )
 
     @property

@@ -46,6 +46,9 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
         trained_N=sampled,
         turns_N=np.ones(len(answers), np.int64),
         version_N=np.array([int(each.versions_L.min()) if each.num_tokens else -1 for each in answers], np.int64),
+        newest_version_N=np.array(
+            [int(each.versions_L.max()) if each.num_tokens else -1 for each in answers], np.int64
+        ),
         environment_N=np.full(len(answers), np.nan),
         errors={row: each.error for row, each in enumerate(answers) if each.error is not None},
     )

@@ -46,19 +46,19 @@ class SamplingPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PromptShard:
-    """Prompts for one data rank of generators, each to be answered `samples` times."""
+    """Prompts for one worker, each to be answered once for every number in `samples`."""
 
     prompts: tuple[IndexedTask, ...]
-    samples: int
+    samples: tuple[int, ...]
     attempt: int = 0
 
     @cached_property
     def ids(self) -> TrajectoryIds:
         """Ids of all episodes: every sample of every prompt."""
         prompt_indices = np.array([prompt.prompt_index for prompt in self.prompts], np.int64)
-        array = np.zeros((len(prompt_indices) * self.samples, 4), np.int64)
-        array[:, 0] = np.repeat(prompt_indices, self.samples)
-        array[:, 1] = np.tile(np.arange(self.samples), len(prompt_indices))
+        array = np.zeros((len(prompt_indices) * len(self.samples), 4), np.int64)
+        array[:, 0] = np.repeat(prompt_indices, len(self.samples))
+        array[:, 1] = np.tile(np.array(self.samples, np.int64), len(prompt_indices))
         array[:, 3] = self.attempt
         return TrajectoryIds(array)
 
@@ -110,6 +110,7 @@ class EpisodeNote:
     trained_N: Ints  # tokens that count in the loss
     turns_N: Ints
     version_N: Ints  # the oldest version that sampled one of its tokens; -1 if none was sampled
+    newest_version_N: Ints  # the newest one
     environment_N: Floats  # sum of the environment's rewards; NaN without an environment
     turn_rewards: TurnRewards = field(default_factory=TurnRewards.none)
     errors: Mapping[int, str] = field(default_factory=dict)  # by row
@@ -125,6 +126,7 @@ class EpisodeNote:
             trained_N=self.trained_N[rows],
             turns_N=self.turns_N[rows],
             version_N=self.version_N[rows],
+            newest_version_N=self.newest_version_N[rows],
             environment_N=self.environment_N[rows],
             turn_rewards=self.turn_rewards.take(rows),
             errors={place[row]: error for row, error in self.errors.items() if row in place},
@@ -148,6 +150,7 @@ class EpisodeNote:
             trained_N=np.concatenate([part.trained_N for part in parts]),
             turns_N=np.concatenate([part.turns_N for part in parts]),
             version_N=np.concatenate([part.version_N for part in parts]),
+            newest_version_N=np.concatenate([part.newest_version_N for part in parts]),
             environment_N=np.concatenate([part.environment_N for part in parts]),
             turn_rewards=TurnRewards.concatenate([(part.turn_rewards, len(part.finish_N)) for part in parts]),
             errors={
@@ -185,7 +188,7 @@ class GradeNote:
 
     values_NR: Floats  # by reward of the recipe
     errors: Mapping[int, str]  # by row: why it has no total
-    extras: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # further numbers: sum and count
+    extras: Mapping[str, Floats] = field(default_factory=dict)  # further numbers of each row; NaN: it has none
     texts: tuple[tuple[str, str], ...] = ()  # (prompt, answer) of the first rows
     warnings: tuple[str, ...] = ()  # for the console, which shows equal ones once
 

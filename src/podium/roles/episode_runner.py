@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from podium.data.tokenizer import load_tokenizer, parted_stops, stop_tokens
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.environments.episode import (
     Episode,
+    EpisodeJob,
     EpisodeLimits,
     TurnAnswer,
     TurnRequest,
@@ -28,13 +29,14 @@ from podium.environments.episode import (
 from podium.environments.hosted_episodes import EnvironmentHost
 from podium.environments.output_cap import OutputCap
 from podium.environments.transcript import TurnTokenizer, check_template, check_tools_shown
+from podium.errors import RolloutError
 from podium.models.folder import local_folder
 from podium.recipe import EnvironmentSection, ModelSection
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
-from podium.roles.interfaces import Generator
+from podium.roles.interfaces import EpisodeSource, Generator
 from podium.rollout.requests import Completion, Request, Sampling
 
-_BLOCK_EVERY_S = 0.5
+_BLOCK_EVERY_S = 0.05
 # Of one block, from environments.
 _MOST_WARNINGS = 5
 # How long a generator holds a runner's call without results: short, so that new requests are sent soon.
@@ -52,7 +54,7 @@ class RunnerSpec:
     deadline_s: float = 600.0  # of one call to a generator
 
 
-class EpisodeRunner:
+class EpisodeRunner(EpisodeSource):
     """Runs episodes as coroutines of one event loop. The environment's code runs in separate processes."""
 
     def __init__(self, context: WorkerContext, spec: RunnerSpec) -> None:
@@ -67,6 +69,9 @@ class EpisodeRunner:
         self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
         self._is_checked = False
+        self._jobs: asyncio.Queue[EpisodeJob | None] = asyncio.Queue()
+        self._abandoned = asyncio.Event()
+        self._plan, self._is_finished = SamplingPlan(max_new_tokens=1, temperature=1.0), True
         self._loop = asyncio.new_event_loop()  # a reference is kept: the environment's processes are connected to it
         try:
             self._loop.run_until_complete(self._host.open())
@@ -74,10 +79,32 @@ class EpisodeRunner:
             self._host.close()
             raise
 
-    def run(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
-        """Plays every episode of the shard; yields whole groups as they finish."""
+    def begin_stream(self, plan: SamplingPlan) -> None:
+        """Accepts prompts from now on. Their episodes are sampled by this plan."""
+        self._jobs, self._plan, self._is_finished = asyncio.Queue(), plan, False
+        self._abandoned = asyncio.Event()
+
+    def admit(self, shard: PromptShard) -> None:
+        """Adds the episodes of these prompts to the stream. For control threads."""
+        if self._is_finished:
+            raise RolloutError("prompts were admitted to a stream of episodes that is not open, or was finished.")
         self._check_template(shard)
-        blocks = self._blocks(shard, plan)
+        jobs = [
+            (TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt), prompt.task)
+            for prompt in shard.prompts
+            for sample in shard.samples
+        ]
+        self._loop.call_soon_threadsafe(self._enqueue, jobs)
+
+    def finish_stream(self, abandon: bool) -> None:
+        """No more prompts come."""
+        self._is_finished = True
+        self._loop.call_soon_threadsafe(self._abandoned.set if abandon else self._enqueue_end)
+
+    def stream(self) -> Iterator[Computed[TrajectoryBlock]]:
+        """Plays the episodes that `admit` brings and yields them as they end, until `finish_stream` was called and all
+        are over."""
+        blocks = self._blocks()
         self._host.begin_shard()
         try:
             while True:
@@ -88,6 +115,18 @@ class EpisodeRunner:
         finally:
             self._loop.run_until_complete(blocks.aclose())
             self._host.end_shard()
+
+    def lanes(self) -> int:
+        """Number of episodes that run at the same time."""
+        return self._spec.environment.concurrency
+
+    def _enqueue(self, jobs: Sequence[EpisodeJob]) -> None:
+        """In the thread of the event loop."""
+        for job in jobs:
+            self._jobs.put_nowait(job)
+
+    def _enqueue_end(self) -> None:
+        self._jobs.put_nowait(None)
 
     def _check_template(self, shard: PromptShard) -> None:
         """Checks the chat template before the first chat. A template that changes earlier turns would make tokens
@@ -104,8 +143,33 @@ class EpisodeRunner:
             check_tools_shown(tokenizer, messages, tools)
         self._is_checked = True
 
-    async def _blocks(self, shard: PromptShard, plan: SamplingPlan) -> AsyncGenerator[Computed[TrajectoryBlock], None]:
-        section = self._spec.environment
+    async def _blocks(self) -> AsyncGenerator[Computed[TrajectoryBlock], None]:
+        """Waits for episodes, and passes on those that have ended at short intervals."""
+        ready: list[Episode] = []
+        async with self._policy() as policy, aclosing(self._episodes(policy)) as episodes:
+            sent, coming = time.monotonic(), asyncio.ensure_future(anext(episodes, None))
+            abandoned = asyncio.ensure_future(self._abandoned.wait())
+            try:
+                while not abandoned.done():
+                    left_s = max(0.0, sent + _BLOCK_EVERY_S - time.monotonic()) if ready else None
+                    await asyncio.wait({coming, abandoned}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                    if coming.done():
+                        episode = coming.result()
+                        if episode is None:
+                            break
+                        ready.append(episode)
+                        coming = asyncio.ensure_future(anext(episodes, None))
+                    if ready and time.monotonic() - sent >= _BLOCK_EVERY_S:
+                        yield self._computed(ready)
+                        ready, sent = [], time.monotonic()
+            finally:
+                coming.cancel()
+                abandoned.cancel()
+                await asyncio.gather(coming, abandoned, return_exceptions=True)
+        yield self._computed(ready)
+
+    def _episodes(self, policy: EnginePolicy) -> AsyncGenerator[Episode, None]:
+        section, plan = self._spec.environment, self._plan
         limits = EpisodeLimits(
             max_turns=section.max_turns,
             max_new_tokens=plan.max_new_tokens,
@@ -113,36 +177,20 @@ class EpisodeRunner:
             max_length=self._spec.max_length,
             timeout_s=section.timeout_s,
         )
-        jobs = [
-            (TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt), prompt.task)
-            for prompt in shard.prompts
-            for sample in range(shard.samples)
-        ]
-        stops, strings = self._parted_stops(plan.stop)
-        policy = EnginePolicy(
+        return run_episodes(
+            self._host.make, self._jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
+            greedy=plan.temperature == 0,
+        )  # fmt: skip
+
+    def _policy(self) -> EnginePolicy:
+        stops, strings = self._parted_stops(self._plan.stop)
+        return EnginePolicy(
             self._context.channel(self._spec.generator),
             str(self._context.worker),
-            replace(plan, stop=strings),
+            replace(self._plan, stop=strings),
             self._stops | stops,
             self._spec.deadline_s,
         )
-        groups: dict[int, list[Episode]] = {}
-        ready: list[Episode] = []
-        sent = time.monotonic()
-        async with policy:
-            episodes = run_episodes(
-                self._host.make, jobs, policy, self._tokenizer, limits=limits, concurrency=section.concurrency,
-                greedy=plan.temperature == 0,
-            )  # fmt: skip
-            async with aclosing(episodes):
-                async for episode in episodes:
-                    groups.setdefault(episode.id.prompt_index, []).append(episode)
-                    if len(groups[episode.id.prompt_index]) == shard.samples:
-                        ready += groups.pop(episode.id.prompt_index)
-                        if groups and time.monotonic() - sent > _BLOCK_EVERY_S:
-                            yield self._computed(ready)
-                            ready, sent = [], time.monotonic()
-        yield self._computed(ready)
 
     def _computed(self, episodes: list[Episode]) -> Computed[TrajectoryBlock]:
         episodes = sorted(episodes, key=lambda each: each.id)
@@ -231,20 +279,15 @@ def note_of(episodes: list[Episode]) -> EpisodeNote:
         for end, reward in zip(each.turn_ends, each.turn_rewards, strict=False)
         if reward
     ]
-    sampled = [each.versions_T >= 0 for each in episodes]
+    versions = [each.versions_T[each.versions_T >= 0] for each in episodes]  # of the sampled tokens
     names = sorted({name for each in episodes for name in each.metrics})
     return EpisodeNote(
         finish_N=np.array([FINISHES.index(each.finish) for each in episodes], np.int8),
-        sampled_N=np.array([int(mask.sum()) for mask in sampled], np.int64),
+        sampled_N=np.array([len(each) for each in versions], np.int64),
         trained_N=np.array([int(each.loss_mask_T.sum()) for each in episodes], np.int64),
         turns_N=np.array([each.num_turns for each in episodes], np.int64),
-        version_N=np.array(
-            [
-                int(each.versions_T[mask].min()) if mask.any() else -1
-                for each, mask in zip(episodes, sampled, strict=True)
-            ],
-            np.int64,
-        ),
+        version_N=np.array([int(each.min()) if len(each) else -1 for each in versions], np.int64),
+        newest_version_N=np.array([int(each.max()) if len(each) else -1 for each in versions], np.int64),
         environment_N=np.array([each.reward for each in episodes], np.float64),
         turn_rewards=TurnRewards(
             row_K=np.array([row for row, _, _ in places], np.int64),

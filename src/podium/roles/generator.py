@@ -16,6 +16,7 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
 from podium.models.causal_lm import load_config
+from podium.roles.admissions import Admissions
 from podium.roles.blocks import block_of
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
 from podium.roles.interfaces import Generator, GeneratorSpec
@@ -31,8 +32,8 @@ from podium.weights.weight_transfers import WeightTransfer
 from podium.weights.whole_copy import WholeCopy
 
 _IDLE_S = 0.05
-# Blocks are sent as they finish, but not more often than this: each costs the controller a message.
-_BLOCK_EVERY_S = 0.5
+# Episodes are sent as they end, but not more often than this: each block costs the controller a message.
+_BLOCK_EVERY_S = 0.05
 
 
 class GeneratorRank(Generator):
@@ -48,28 +49,54 @@ class GeneratorRank(Generator):
         self._learner: LearnerRank | None = None
         self._engine: RolloutEngine = self._open()
         self._peak_tokens = 0
-        self._mailboxes = Mailboxes()
+        self._admissions, self._mailboxes = Admissions(), Mailboxes()
+        self._plan = SamplingPlan(max_new_tokens=1, temperature=1.0)  # of the current stream
 
-    def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
-        """Answers every prompt of the shard; yields whole groups as they finish."""
+    def begin_stream(self, plan: SamplingPlan) -> None:
+        """Accepts prompts from now on."""
+        self._plan = plan
+        self._admissions.open()
+
+    def admit(self, shard: PromptShard) -> None:
+        """Submits the prompts to the engine, which goes on meanwhile."""
+        requests = self._requests(shard, self._plan)
+        self._admissions.add([request.id for request in requests])
+        try:
+            self._engine.submit(requests)
+        except BaseException:
+            self._admissions.end([request.id for request in requests])
+            raise
+
+    def finish_stream(self, abandon: bool) -> None:
+        """Ends `stream` when all admitted prompts are answered, or cancelled."""
+        self._admissions.finish()
+        if abandon:
+            self._engine.cancel(self._admissions.open_ids)
+
+    def stream(self) -> Iterator[Computed[TrajectoryBlock]]:
+        """Answers admitted prompts and yields episodes as they end, several at a time."""
         before, began = self._engine.load(), time.perf_counter()
-        with self._context.span("submitting"):
-            self._engine.submit(self._requests(shard, plan))
-        waiting = {prompt.prompt_index: shard.samples for prompt in shard.prompts}
-        groups: dict[int, list[Completion]] = {}
-        ready: list[Completion] = []
-        sent = time.perf_counter()
         self._peak_tokens = 0
-        for answer in self._engine.results(deadline_s=self._spec.deadline_s):
-            self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
-            groups.setdefault(answer.id.prompt_index, []).append(answer)
-            if len(groups[answer.id.prompt_index]) < waiting[answer.id.prompt_index]:
-                continue
-            ready += groups.pop(answer.id.prompt_index)
-            if groups and time.perf_counter() - sent > _BLOCK_EVERY_S:
+        ready: list[Completion] = []
+        while self._admissions.wait_for_work(_IDLE_S):
+            sent = time.perf_counter()
+            for answer in self._engine.results(deadline_s=self._spec.deadline_s, tick_s=_BLOCK_EVERY_S):
+                if answer is not None:
+                    self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
+                    ready.append(answer)
+                if ready and time.perf_counter() - sent > _BLOCK_EVERY_S:
+                    yield self._computed(ready, ())
+                    self._admissions.end([answer.id for answer in ready])
+                    ready, sent = [], time.perf_counter()
+            if ready:
                 yield self._computed(ready, ())
-                ready, sent = [], time.perf_counter()
-        yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
+                self._admissions.end([answer.id for answer in ready])
+                ready = []
+        yield self._computed([], self._metrics(before, time.perf_counter() - began))
+
+    def lanes(self) -> int:
+        """Number of sequences that the engine generates at the same time."""
+        return self._engine.capacity.max_running
 
     def serve(self) -> tuple[Metric, ...]:
         """Answers requests of episode runners until `stop_serving` is called."""
@@ -184,7 +211,7 @@ class GeneratorRank(Generator):
         requests = []
         for prompt in shard.prompts:
             tokens = prompt.task.encode(self._prompts)
-            for sample in range(shard.samples):
+            for sample in shard.samples:
                 id = TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt)
                 requests.append(Request(id=id, prompt=tokens, sampling=sampling, seed=plan.seed))
         return requests

@@ -26,7 +26,7 @@ from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import RewardSpec
 from podium.environments.rewards import Sample
 from podium.recipe import FunctionReward, ModelReward, ModelSection, OnPolicyRecipe, RewardSection, VerifierReward
-from podium.roles.carriers import GradeNote, GraderFacts, GradeShard
+from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard
 from podium.roles.texts import EpisodeText, TextReader
 
 _CLOSING_S = 10.0
@@ -230,10 +230,6 @@ def _values(grades: Sequence[Grade], num_rewards: int) -> np.ndarray:
     return values
 
 
-def _extras(grades: Sequence[Grade]) -> dict[str, tuple[float, float]]:
-    sums: dict[str, tuple[float, float]] = {}
-    for grade in grades:
-        for name, value in grade.extras.items():
-            total, count = sums.get(name, (0.0, 0.0))
-            sums[name] = (total + value, count + 1)
-    return sums
+def _extras(grades: Sequence[Grade]) -> dict[str, Floats]:
+    names = dict.fromkeys(name for grade in grades for name in grade.extras)
+    return {name: np.array([grade.extras.get(name, np.nan) for grade in grades]) for name in names}

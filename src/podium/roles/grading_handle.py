@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from podium.cluster import RoleGroup, Workers
+from podium.cluster import RoleGroup, WorkerId, Workers
 from podium.data.trajectories import Ints
 from podium.environments.grading import MOST_HANGING
 from podium.errors import ClusterError, DeadlineError, WorkerDiedError
-from podium.roles.carriers import Floats, GradeNote, GradeShard, Residency
+from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard, Residency
 from podium.roles.grader import Grader, Purpose
 from podium.roles.handles import PHASE_S, even_parts
 from podium.roles.interfaces import RewardModel
@@ -27,9 +27,47 @@ class Rewarded:
 
     rewards: tuple[int, ...]  # positions of the columns among the recipe's rewards
     values_NR: Floats
-    errors: Mapping[int, str]
-    extras: Mapping[str, tuple[float, float]]
-    texts: tuple[tuple[int, str, str], ...]  # (row, prompt, answer) of the rows that were asked for
+    errors: Mapping[int, str]  # by row: why it has no reward
+    extras: Mapping[str, Floats]  # further numbers of each row; NaN: it has none
+    texts: tuple[tuple[int, str, str], ...] = ()  # row, prompt, answer
+
+    def __len__(self) -> int:
+        return len(self.values_NR)
+
+    def take(self, rows: Ints) -> Rewarded:
+        """The results of these rows, in this order."""
+        place = {int(row): at for at, row in enumerate(rows)}
+        return Rewarded(
+            rewards=self.rewards,
+            values_NR=self.values_NR[rows],
+            errors={place[row]: error for row, error in self.errors.items() if row in place},
+            extras={name: values_N[rows] for name, values_N in self.extras.items()},
+            texts=tuple((place[row], prompt, answer) for row, prompt, answer in self.texts if row in place),
+        )
+
+    @classmethod
+    def join(cls, parts: Sequence[Rewarded]) -> Rewarded:
+        """The results of several batches, one after the other."""
+        firsts = np.cumsum([0, *(len(part) for part in parts)]).tolist()
+        names = sorted({name for part in parts for name in part.extras})
+        return cls(
+            rewards=parts[0].rewards,
+            values_NR=np.concatenate([part.values_NR for part in parts]),
+            errors={
+                row + first: error
+                for part, first in zip(parts, firsts, strict=False)
+                for row, error in part.errors.items()
+            },
+            extras={
+                name: np.concatenate([part.extras.get(name, np.full(len(part), np.nan)) for part in parts])
+                for name in names
+            },
+            texts=tuple(
+                (row + first, prompt, answer)
+                for part, first in zip(parts, firsts, strict=False)
+                for row, prompt, answer in part.texts
+            ),
+        )
 
 
 class GraderHandle:
@@ -46,50 +84,51 @@ class GraderHandle:
         # is for a worker that fails in another way.
         self._deadline_s = 2 * (MOST_HANGING + 2) * (timeout_s + 5.0) + 30.0
 
+    @property
+    def num_graders(self) -> int:
+        """Number of processes that grade."""
+        return self._group.mesh.shape.world
+
+    async def facts(self) -> GraderFacts:
+        """How episodes may be cut into batches."""
+        return (await self._group.call_one(0, Grader.facts)).value
+
+    async def grade_on(self, rank: int, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
+        """Grades a batch on one grader, which may grade others at the same time."""
+        note = await self._share(rank, shard_of(rollouts, show=show), purpose)
+        return Rewarded(
+            rewards=self._rewards,
+            values_NR=note.values_NR,
+            errors=note.errors,
+            extras=note.extras,
+            texts=tuple((row, prompt, answer) for row, (prompt, answer) in enumerate(note.texts)),
+        )
+
     async def grade(self, rollouts: Rollouts, purpose: Purpose = "train", *, show: int = 0) -> Rewarded:
         """Grades a batch. Groups stay whole, because a reward may compare within them. `show`: of how many rows the
         texts are returned too."""
-        parts = group_parts(rollouts.group_N, self._group.mesh.shape.world)
-        notes = await asyncio.gather(
+        if not len(rollouts):
+            return Rewarded(rewards=self._rewards, values_NR=np.empty((0, 0)), errors={}, extras={})
+        parts = group_parts(rollouts.group_N, self.num_graders)
+        rewarded = await asyncio.gather(
             *(
-                self._share(rank, shard_of(rollouts, part, show=int((part < show).sum())), purpose)
+                self.grade_on(rank, rollouts.take(part), purpose, show=int((part < show).sum()))
                 for rank, part in enumerate(parts)
                 if len(part)
             )
         )
-        order = np.argsort(np.concatenate([part for part in parts if len(part)] or [np.empty(0, np.int64)]))
-        filled = [part for part in parts if len(part)]
-        extras: dict[str, tuple[float, float]] = {}
-        for note in notes:
-            for name, (total, count) in note.extras.items():
-                before = extras.get(name, (0.0, 0.0))
-                extras[name] = (before[0] + total, before[1] + count)
-        columns = notes[0].values_NR.shape[1] if notes else 0
-        return Rewarded(
-            rewards=self._rewards,
-            values_NR=np.concatenate([note.values_NR for note in notes])[order] if notes else np.empty((0, columns)),
-            errors={
-                int(part[row]): error
-                for part, note in zip(filled, notes, strict=True)
-                for row, error in note.errors.items()
-            },
-            extras=extras,
-            texts=tuple(
-                (int(row), prompt, answer)
-                for part, note in zip(filled, notes, strict=True)
-                for row, (prompt, answer) in zip(part, note.texts, strict=False)
-            ),
-        )
+        return Rewarded.join(rewarded).take(np.argsort(np.concatenate(parts)))
 
     async def _share(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:
         error: ClusterError | None = None
         for _ in range(2):
+            worker = self._group.workers[rank]
             try:
                 group = self._group.within(self._deadline_s)
-                note: GradeNote = (await group.call_one(rank, Grader.grade, shard, purpose)).value
+                note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
             except (WorkerDiedError, DeadlineError) as failed:
                 error = failed
-                await self._replace(rank)
+                await self._replace(worker)
                 continue
             self._show(note.warnings)
             return note
@@ -106,10 +145,11 @@ class GraderHandle:
                 self._warned.add(warning)
                 self._warn(warning)
 
-    async def _replace(self, rank: int) -> None:
-        worker = self._group.workers[rank]
-        with contextlib.suppress(WorkerDiedError):  # it may be dead already
-            await self._workers.end_worker(worker)
+    async def _replace(self, worker: WorkerId) -> None:
+        """Once for all batches that the worker had."""
+        if worker in self._group.workers:
+            with contextlib.suppress(WorkerDiedError):  # it may be dead already
+                await self._workers.end_worker(worker)
         await self._workers.recover(worker.pool)
 
 
@@ -123,7 +163,7 @@ class RewardModelHandle:
     async def score(self, rollouts: Rollouts) -> Floats:
         """One score for each episode."""
         parts = even_parts(rollouts.rows.lengths_N, self._group.mesh.shape.world)
-        shards = [shard_of(rollouts, part) for part in parts]
+        shards = [shard_of(rollouts.take(part)) for part in parts]
         merged = await self._group.call_sharded(RewardModel.score, shards)
         scores = np.empty(len(rollouts))
         for result in merged.results:
@@ -136,15 +176,13 @@ class RewardModelHandle:
         await self._group.call_all(RewardModel.hold, residency)
 
 
-def shard_of(rollouts: Rollouts, rows: Ints, *, show: int = 0) -> GradeShard:
-    """A shard of some rows of a batch, with their tasks."""
-    taken = rollouts.rows.take(rows)
-    prompt_indices = set(taken.ids.array_N4[:, 0].tolist())
+def shard_of(rollouts: Rollouts, *, show: int = 0) -> GradeShard:
+    """A batch for a grader."""
     return GradeShard(
-        rows=taken,
-        tasks={prompt_index: rollouts.tasks[prompt_index] for prompt_index in prompt_indices},
-        truncated_N=rollouts.truncated_N[rows],
-        environment_N=rollouts.note.environment_N[rows],
+        rows=rollouts.rows,
+        tasks=rollouts.tasks,
+        truncated_N=rollouts.truncated_N,
+        environment_N=rollouts.note.environment_N,
         show=show,
     )
 

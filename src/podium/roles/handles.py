@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +17,11 @@ from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
-from podium.data.tasks import IndexedTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import (
     DistanceNote,
     Floats,
-    PromptShard,
     Residency,
     SamplingPlan,
     TurnRewards,
@@ -31,6 +29,7 @@ from podium.roles.carriers import (
     UpdateShard,
     ValueShard,
 )
+from podium.roles.episode_stream import EpisodeStream, Lost, streaming
 from podium.roles.interfaces import Critic, CriticShard, Generator, Learner, LearnerFacts, Scorer
 from podium.roles.stages import (
     Advantages,
@@ -53,7 +52,7 @@ class GeneratorHandle:
     """Generators on all generating devices."""
 
     def __init__(self, group: RoleGroup[Generator]) -> None:
-        group.requires(Generator.generate, Generator.install, Generator.share, Generator.hold, Generator.load)
+        group.requires(Generator.stream, Generator.install, Generator.share, Generator.hold, Generator.load)
         self._group = group.within(PHASE_S)
 
     @property
@@ -61,15 +60,17 @@ class GeneratorHandle:
         """Number of engines, one per data rank."""
         return self._group.mesh.shape.world
 
-    async def generate(
-        self, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan, *, attempt: int = 0
-    ) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
-        """Yields blocks of finished groups as they arrive. Prompts are assigned round-robin, because answer lengths are
-        unknown."""
-        dealt = [tuple(prompts[first :: self.num_engines]) for first in range(self.num_engines)]
-        shards = [PromptShard(prompts=part, samples=samples, attempt=attempt) for part in dealt]
-        async for block in self._group.stream_sharded(Generator.generate, shards, plan):
-            yield block
+    def streaming(self, plan: SamplingPlan) -> AbstractAsyncContextManager[EpisodeStream]:
+        """Streams of all engines."""
+        return streaming(self._group, plan)
+
+    async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
+        """Raises the error: an engine that died takes the run with it."""
+        raise lost.error
+
+    async def lanes(self) -> tuple[int, ...]:
+        """Number of sequences that each engine generates at the same time."""
+        return tuple(answer.value for answer in await self._group.call_all(Generator.lanes))
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:

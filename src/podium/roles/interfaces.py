@@ -155,12 +155,34 @@ class GeneratorSpec:
     deadline_s: float = 600.0  # without progress
 
 
-class Generator(ABC):
-    """One engine. `generate` runs on the worker's work thread; control methods may run at the same time."""
+class EpisodeSource(ABC):
+    """A worker that runs episodes: a generator, or an episode runner. `stream` runs on the work thread; the other
+    methods are for control threads."""
 
     @abstractmethod
-    def generate(self, shard: PromptShard, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
-        """Answers every prompt of the shard; yields whole groups as they finish."""
+    def begin_stream(self, plan: SamplingPlan) -> None:
+        """Called before `stream`: prompts may be admitted from now on. Their episodes are sampled by this plan."""
+
+    @abstractmethod
+    def stream(self) -> Iterator[Computed[TrajectoryBlock]]:
+        """Runs the episodes that `admit` brings and yields them as they end, until `finish_stream` was called and all
+        are over. Waits for prompts in short intervals. The last block may be empty and have the metrics."""
+
+    @abstractmethod
+    def admit(self, shard: PromptShard) -> None:
+        """Adds episodes to the stream."""
+
+    @abstractmethod
+    def finish_stream(self, abandon: bool) -> None:
+        """No more prompts come. `abandon`: running episodes are given up."""
+
+    @abstractmethod
+    def lanes(self) -> int:
+        """Number of episodes that run at the same time; further ones wait."""
+
+
+class Generator(EpisodeSource):
+    """One engine. `stream` and `serve` run on the worker's work thread; control methods may run at the same time."""
 
     @abstractmethod
     def serve(self) -> tuple[Metric, ...]:

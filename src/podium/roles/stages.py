@@ -20,7 +20,7 @@ from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
 from podium.algorithms.values import ValueStatistics
 from podium.cluster.objects import RowRefs
-from podium.cluster.results import ShardResult, reduce_metrics, stored_rows
+from podium.cluster.results import ShardResult, stored_rows
 from podium.data.tasks import Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
 from podium.recipe.solving import Solving
@@ -41,8 +41,9 @@ class Rollouts:
 
     @classmethod
     def of(
-        cls, blocks: Sequence[ShardResult[TrajectoryBlock]], tasks: Mapping[int, Task], *, step: int, version: int
-    ) -> Rollouts:
+        cls, blocks: Sequence[ShardResult[TrajectoryBlock]], tasks: Mapping[int, Task], *, step: int, version: int,
+        metrics: Mapping[str, float],
+    ) -> Rollouts:  # fmt: skip
         """Joins blocks from generators, in ascending order of id."""
         order = TrajectoryIds.concatenate([block.ids for block in blocks]).order
         return cls(
@@ -51,7 +52,7 @@ class Rollouts:
             rows=stored_rows([block for block in blocks if len(block.ids)]),
             note=EpisodeNote.in_order([block.note for block in blocks], order),
             tasks=tasks,
-            metrics=reduce_metrics([(block.worker, metric) for block in blocks for metric in block.metrics]),
+            metrics=metrics,
         )
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol, overload
 
 from podium.data.trajectories import TrajectoryId
 from podium.rollout.requests import Completion, Request
@@ -64,9 +64,16 @@ class RolloutEngine(Protocol):
     def submit(self, requests: Sequence[Request]) -> None:
         """Takes requests. It is the caller's error to submit an id that is already running."""
 
-    def results(self, *, deadline_s: float) -> Iterator[Completion]:
+    @overload
+    def results(self, *, deadline_s: float) -> Iterator[Completion]: ...
+
+    @overload
+    def results(self, *, deadline_s: float, tick_s: float) -> Iterator[Completion | None]: ...
+
+    def results(self, *, deadline_s: float, tick_s: float | None = None) -> Iterator[Completion | None]:
         """Yields answers in the order in which they finish, until none is left. `deadline_s` bounds the wait for
-        progress: if the engine stays paused or asleep for longer, this raises an error with the reason."""
+        progress: if the engine stays paused or asleep for longer, this raises an error with the reason. With `tick_s`
+        it also yields None, about that often: the caller can do something else while nothing finishes."""
 
     def cancel(self, ids: Iterable[TrajectoryId]) -> None:
         """Ends these answers with the tokens sampled so far; ids that are not running are ignored."""

@@ -8,6 +8,7 @@ import json
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ def test_versions_ascend_and_generators_have_each_before_they_generate(tmp_path:
 
     assert [entry[::2] for entry in trial.bandit.calls("share")] == [("share", number) for number in range(4)]
     order = [entry[0] for entry in trial.bandit.calls("share", "generate", "grade", "update")]
-    assert order == ["share", "generate", "grade", "update"] * 4
+    assert [what for what, _ in groupby(order)] == ["share", "generate", "grade", "update"] * 4
     assert [plan.version for plan, _ in trial.bandit.updates] == [0, 1, 2, 3]
 
 
@@ -285,7 +286,8 @@ def test_generators_apart_are_sent_the_weights_and_do_not_share_them(tmp_path: P
     trial.run()
 
     names = [entry[0] for entry in trial.bandit.journal]
-    assert names[:6] == ["describe", "send", "install", "generate", "grade", "update"]
+    in_order = [what for what, _ in groupby(names)]
+    assert in_order[:6] == ["describe", "send", "install", "generate", "grade", "update"]
     assert [entry[2:] for entry in trial.bandit.calls("send")] == [(0, "weights"), (1, "weights")]
     assert not trial.bandit.calls("share")
 

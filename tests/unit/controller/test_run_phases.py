@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def test_phases_follow_one_another(tmp_path: Path, program: str, phases: list[st
 
     trial.run()
 
-    assert [entry[1] for entry in _steps(trial, 2) if entry[0] != "share"] == phases
+    # Episodes are graded as they end, in several batches.
+    happened = [entry[:2] for entry in _steps(trial, 2) if entry[0] != "share"]
+    assert [role for (_, role), _ in groupby(happened)] == phases
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -73,7 +76,7 @@ def test_who_leaves_goes_before_who_comes(tmp_path: Path) -> None:
     trial.run()
 
     message = [entry[1:3] if entry[0] == "hold" else entry[0] for entry in _steps(trial, 2)]
-    assert message == [
+    assert [what for what, _ in groupby(message)] == [
         "generate",
         "grade",
         ("generator", "offloaded"),

@@ -34,6 +34,11 @@ def _failing(*ids: tuple[int, int]) -> Any:
 # --- dynamic sampling ---
 
 
+def _generated(trial: Trial) -> list[int]:
+    """Prompts in the order in which generators got them."""
+    return [prompt_index for entry in trial.bandit.calls("generate") for prompt_index in entry[2]]
+
+
 def test_groups_of_equal_rewards_are_replaced_by_other_prompts(tmp_path: Path) -> None:
     trial = Trial(
         tmp_path, ONE_STEP, "algorithm.dynamic_sampling=true", bandit=Bandit(is_right=_mixed_where(1, 3, 5, 7))
@@ -41,8 +46,8 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(tmp_path: Path) -
 
     trial.run()
 
-    # Two of four prompts say something, so four more are drawn for the two that are missing.
-    assert [entry[2] for entry in trial.bandit.calls("generate")] == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    # Two of four prompts say something. Each of the others is replaced, and so are those that replace them.
+    assert _generated(trial) == list(range(8))
     ((_, train_batch),) = trial.bandit.updates
     assert np.unique(train_batch.rollouts.group_N).tolist() == [1, 3, 5, 7]
     assert Counter(trial.episodes("prompt_index, state")) == {
@@ -54,17 +59,19 @@ def test_groups_of_equal_rewards_are_replaced_by_other_prompts(tmp_path: Path) -
     assert line.values["rollout/generated_tokens"] == 8 * 7
 
 
-def test_what_is_left_over_of_a_refill_is_not_learned_from(tmp_path: Path) -> None:
+def test_no_more_prompts_are_generated_than_are_needed(tmp_path: Path) -> None:
     trial = Trial(
-        tmp_path, ONE_STEP, "algorithm.dynamic_sampling=true", bandit=Bandit(is_right=_mixed_where(1, 2, 3, 4, 5))
+        tmp_path,
+        "steps=2",
+        "algorithm.dynamic_sampling=true",
+        bandit=Bandit(is_right=_mixed_where(1, 2, 3, 4, *range(5, 9))),
     )
 
     trial.run()
 
-    assert [entry[2] for entry in trial.bandit.calls("generate")] == [(0, 1, 2, 3), (4, 5)]
-    ((_, train_batch),) = trial.bandit.updates
-    assert np.unique(train_batch.rollouts.group_N).tolist() == [1, 2, 3, 4]
-    assert set(trial.episodes("prompt_index")) == {(draw,) for draw in range(6)}
+    assert _generated(trial) == list(range(9))
+    groups = [np.unique(train_batch.rollouts.group_N).tolist() for _, train_batch in trial.bandit.updates]
+    assert groups == [[1, 2, 3, 4], [5, 6, 7, 8]]
 
 
 def test_refills_stop_after_max_refills_and_the_step_continues_with_what_it_has(tmp_path: Path) -> None:
@@ -75,8 +82,8 @@ def test_refills_stop_after_max_refills_and_the_step_continues_with_what_it_has(
 
     trial.run()
 
-    # One of 4 says something: 3 missing / 0.25 are 12 more; then 3 / 0.25 again, within a factor of four.
-    assert [len(entry[2]) for entry in trial.bandit.calls("generate")] == [4, 12, 12]
+    # One of 4 says something. At most two steps' worth of prompts, 8, replace others.
+    assert _generated(trial) == list(range(12))
     ((_, train_batch),) = trial.bandit.updates
     assert train_batch.rollouts.group_N.tolist() == [2] * 4
 
@@ -109,7 +116,7 @@ def test_nothing_to_learn_from_makes_no_version_and_a_warning(tmp_path: Path) ->
     assert [line.values["episodes/learned_from"] for line in trial.lines] == [0, 0]
     assert "loss" not in trial.lines[0].values
     assert Counter(trial.episodes("step, state, version")) == {
-        (1, "uninformative", 0): 80, (2, "uninformative", 0): 80
+        (1, "uninformative", 0): 32, (2, "uninformative", 0): 32
     }  # fmt: skip
     assert list(trial.bandit.saves["policy"]) == [2]
 

@@ -32,7 +32,8 @@ def _note(first: int, count: int, turns: list[tuple[int, int, int]], errors: set
     rows = np.arange(first, first + count)
     return EpisodeNote(
         finish_N=(rows % 7).astype(np.int8), sampled_N=rows * 10, trained_N=rows * 20, turns_N=rows * 30,
-        version_N=rows * 40, environment_N=rows / 8, turn_rewards=_turns([each for each in turns if each[0] < count]),
+        version_N=rows * 40, newest_version_N=rows * 41, environment_N=rows / 8,
+        turn_rewards=_turns([each for each in turns if each[0] < count]),
         errors={row: f"row {first + row}" for row in sorted(errors) if row < count}, counts={"calls": rows * 50.0},
     )  # fmt: skip
 
@@ -121,7 +122,7 @@ def test_counts_that_only_some_blocks_have_are_joined_too() -> None:
 def test_a_shard_of_prompts_knows_the_ids_of_its_episodes() -> None:
     shard = PromptShard(
         prompts=tuple(IndexedTask(prompt_index=draw, epoch=0, task=make_task(draw)) for draw in (4, 9)),
-        samples=2,
+        samples=(0, 1),
         attempt=1,
     )
 

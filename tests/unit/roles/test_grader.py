@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from helpers.made_batches import make_answer, make_rollouts
@@ -65,9 +64,7 @@ def spec(*rewards: dict[str, Any]) -> GraderSpec:
 
 def shard(*tokens: int) -> GradeShard:
     """Episodes of one token each."""
-    return shard_of(
-        make_rollouts([make_answer(row, tokens=[each]) for row, each in enumerate(tokens)]), np.arange(len(tokens))
-    )
+    return shard_of(make_rollouts([make_answer(row, tokens=[each]) for row, each in enumerate(tokens)]))
 
 
 def values(note: GradeNote) -> list[list[float]]:

@@ -46,7 +46,7 @@ def test_blocks_that_come_in_any_order_are_one_batch_in_order(ids: list[tuple[in
     blocks = [make_result(_answers(shuffled[first : first + 3])) for first in range(0, len(shuffled), 3)]
     tasks = {draw: make_task(draw) for draw, _ in ids}
 
-    rollouts = Rollouts.of([*blocks, make_result([])], tasks, step=1, version=0)
+    rollouts = Rollouts.of([*blocks, make_result([])], tasks, step=1, version=0, metrics={})
 
     assert [tuple(id)[:2] for id in rollouts.rows.ids] == ids
     assert rollouts.note.sampled_N.tolist() == [_length(*id) for id in ids]
@@ -59,7 +59,7 @@ def test_an_episode_that_comes_twice_is_an_error() -> None:
     blocks = [make_result([make_answer(0)]), make_result([make_answer(0)])]
 
     with pytest.raises(ResultError, match=r"0\.0#0"):
-        Rollouts.of(blocks, {0: make_task(0)}, step=1, version=0)
+        Rollouts.of(blocks, {0: make_task(0)}, step=1, version=0, metrics={})
 
 
 def test_taking_rows_takes_their_tasks_along() -> None:

@@ -9,6 +9,7 @@ import time
 from collections import Counter, abc, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import overload
 
 import numpy as np
 import torch
@@ -129,10 +130,17 @@ class NativeEngine:
                 self._sequences[request.id] = sequence
                 self._scheduler.waiting.append(sequence)
 
-    def results(self, *, deadline_s: float) -> Iterator[Completion]:
-        """Yields sequences as they finish, until none is left. Works in the thread that iterates. Waits only while the
-        engine is paused or asleep, for `resume`, `wake` or `cancel` from another thread, and at most `deadline_s`."""
-        last = time.monotonic()
+    @overload
+    def results(self, *, deadline_s: float) -> Iterator[Completion]: ...
+
+    @overload
+    def results(self, *, deadline_s: float, tick_s: float) -> Iterator[Completion | None]: ...
+
+    def results(self, *, deadline_s: float, tick_s: float | None = None) -> Iterator[Completion | None]:
+        """Yields sequences as they finish, until none is left, and None every `tick_s`. Works in the thread that
+        iterates. Waits only while the engine is paused or asleep, for `resume`, `wake` or `cancel` from another thread,
+        and at most `deadline_s`."""
+        last = ticked = time.monotonic()
         while True:
             idle = None
             with self._lock:
@@ -152,6 +160,9 @@ class NativeEngine:
                 last = time.monotonic()
             elif idle is None:
                 last = time.monotonic()
+                if tick_s is not None and last - ticked >= tick_s:
+                    yield None
+                    ticked = time.monotonic()
             else:
                 left = last + deadline_s - time.monotonic()
                 if left <= 0:

@@ -12,7 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 import torch
@@ -94,10 +94,17 @@ class VllmEngine:
             for request in requests:
                 self._admit(request)
 
-    def results(self, *, deadline_s: float) -> Iterator[Completion]:
+    @overload
+    def results(self, *, deadline_s: float) -> Iterator[Completion]: ...
+
+    @overload
+    def results(self, *, deadline_s: float, tick_s: float) -> Iterator[Completion | None]: ...
+
+    def results(self, *, deadline_s: float, tick_s: float | None = None) -> Iterator[Completion | None]:
         """Steps the engine. While it is paused or asleep, this waits for another caller: `resume`, `wake`, `cancel`,
         `install` and `close` unblock it."""
         progress, mark = time.monotonic(), None
+        ticked = progress
         while True:
             with self._lock:
                 self._require_open()
@@ -114,6 +121,9 @@ class VllmEngine:
             if ready is not None:
                 yield ready
                 progress = time.monotonic()  # what the caller did meanwhile is not the engine's
+            elif reason is None and tick_s is not None and time.monotonic() - ticked >= tick_s:
+                yield None
+                ticked = time.monotonic()
             else:
                 self._wait(reason, seen, until=progress + deadline_s, deadline_s=deadline_s)
 
@@ -349,7 +359,7 @@ class VllmEngine:
         if left <= 0:
             raise RolloutError(
                 f"no answer advanced for {deadline_s:g} s, and {len(self._answers)} are under way. The engine is "
-                f"{reason or 'running, and vLLM prompt_indices nothing'}."
+                f"{reason or 'running, and vLLM schedules nothing'}."
             )
         if reason is not None:
             self._lock.wait_for_another(seen, timeout_s=left)

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One side of the overlap benchmark: podium.train with answers of given lengths and a slow reward, on Ray."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import podium
+from grpo_clock import StepClock
+from grpo_task import PROMPTS, SAMPLES, SideResult, Task
+from overlap_task import CAP, MEDIAN
+from podium.observe import read_metrics
+from podium.roles import interfaces
+
+HERE = Path(__file__).resolve().parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--task", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    asked = parser.parse_args()
+    implementations: Any = interfaces.IMPLEMENTATIONS
+    implementations[interfaces.Generator] = "overlap_task:MeasuredGenerator"
+    with tempfile.TemporaryDirectory() as scratch:
+        train(Task.read(asked.task), scratch).write(asked.out)
+
+
+def train(task: Task, scratch: str) -> SideResult:
+    """Trains for `steps` and accounts what came after `warmup`."""
+    StepClock.cpu_at = frozenset({task.warmup, task.steps})
+    podium.train(_recipe(task, scratch))
+    lines = [each for each in read_metrics(Path(scratch) / "overlap" / "metrics.jsonl") if "step_s" in each.values]
+    timed = [line.values for line in lines[task.warmup :]]
+    assert all(values["episodes/learned_from"] == PROMPTS * SAMPLES for values in timed)
+    names = set.intersection(*(set(values) for values in timed))
+    return SideResult(
+        step_s=[end - begin for begin, end in pairwise(StepClock.wall_s[task.warmup - 1 :])],
+        cpu_s=(StepClock.cpu_s[task.steps] - StepClock.cpu_s[task.warmup]) / len(timed),
+        reward=statistics.mean(values["reward/mean"] for values in timed),
+        phases={name: statistics.median(values[name] for values in timed) for name in sorted(names)},
+    )
+
+
+def _recipe(task: Task, scratch: str) -> podium.Recipe:
+    return podium.parse_recipe(
+        {
+            "program": "grpo",
+            "model": {"path": str(task.model), "init": "random"},
+            "data": {
+                "train": [{"path": str(task.prompts)}], "shuffle": False, "max_length": task.longest + CAP * MEDIAN,
+            },
+            "rollout": {
+                "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": CAP * MEDIAN,
+            },
+            "reward": [{"function": f"{HERE / 'overlap_task.py'}:slow_reward"}],
+            "grading": {"workers": 8},
+            # Weights stay as they are, so that both sides sample the same tokens in every step.
+            "optimizer": {"lr": 1e-12, "clip_norm": 1.0},
+            "steps": task.steps,
+            "placement": {
+                "launcher": "ray", "layout": "colocated", "devices": 2, "device": "cpu", "threads": 1, "onednn": False,
+            },
+            "run": {"folder": scratch, "name": "overlap", "loggers": ["grpo_clock:StepClock"]},
+        }
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's side of streams: workers get episodes while they run, and send them as they end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from podium.cluster import Metric, RoleGroup, ShardResult, WorkerId
+from podium.cluster.results import reduce_metrics
+from podium.data.tasks import IndexedTask
+from podium.data.trajectories import TrajectoryBlock
+from podium.errors import WorkerDiedError
+from podium.roles.carriers import PromptShard, SamplingPlan
+from podium.roles.interfaces import EpisodeSource
+
+Block = ShardResult[TrajectoryBlock]
+
+# How long workers may take to give up their episodes when a stream is abandoned.
+_ABANDON_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """A worker died in the stream. Its running episodes are gone; those that it sent are kept."""
+
+    rank: int
+    worker: WorkerId
+    error: WorkerDiedError
+
+
+class EpisodeStream:
+    """Open streams of all workers of a role. Used by one task of the controller, inside `streaming`."""
+
+    def __init__(self, group: RoleGroup[Any], plan: SamplingPlan, look_at: Callable[[Block], None]) -> None:
+        self._group, self._plan, self._look_at = group, plan, look_at
+        self._arrivals: asyncio.Queue[Block | Lost | BaseException | None] = asyncio.Queue()
+        self._pumps: dict[int, asyncio.Task[None]] = {}
+        self._admitting: set[asyncio.Task[None]] = set()
+        self._metrics: list[tuple[WorkerId, Metric]] = []
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics that the workers sent, over all of them; complete when the stream is closed."""
+        return reduce_metrics(self._metrics)
+
+    def note_metrics(self, worker: WorkerId, metrics: Iterable[Metric]) -> None:
+        """Adds metrics of a worker."""
+        self._metrics += [(worker, metric) for metric in metrics]
+
+    @property
+    def num_workers(self) -> int:
+        """Number of workers that run episodes."""
+        return self._group.mesh.shape.world
+
+    async def begin(self, ranks: Sequence[int]) -> None:
+        """Opens the streams of these workers."""
+        await asyncio.gather(*(self._group.call_one(rank, EpisodeSource.begin_stream, self._plan) for rank in ranks))
+        for rank in ranks:
+            self._pumps[rank] = asyncio.create_task(self._pump(rank))
+
+    def admit(self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0) -> None:
+        """Sends prompts to a worker, without waiting for it. An error is raised by the iteration."""
+        shard = PromptShard(prompts=tuple(prompts), samples=samples, attempt=attempt)
+        task = asyncio.create_task(self._admit(rank, shard))
+        self._admitting.add(task)
+        task.add_done_callback(self._admitting.discard)
+
+    async def finish(self) -> None:
+        """No more prompts come: the iteration ends when all are answered."""
+        while self._admitting:
+            await asyncio.gather(*self._admitting)
+        await self._group.control_all(EpisodeSource.finish_stream, False)
+
+    async def __aiter__(self) -> AsyncIterator[Block | Lost]:
+        """Yields blocks as they arrive, and workers that are lost. Waits for any worker to send something. Ends after
+        `finish`, when all workers have ended their streams."""
+        while any(not pump.done() for pump in self._pumps.values()) or not self._arrivals.empty():
+            arrival = await self._arrivals.get()
+            if isinstance(arrival, BaseException):
+                raise arrival
+            if arrival is not None:
+                yield arrival
+
+    async def abandon(self) -> None:
+        """Gives up what is running, so that the workers can do something else."""
+        for task in (*self._admitting,):
+            task.cancel()
+        alive = [rank for rank, pump in self._pumps.items() if not pump.done()]
+        group = self._group.within(_ABANDON_S)
+        await asyncio.gather(
+            *(group.control_one(rank, EpisodeSource.finish_stream, True) for rank in alive), return_exceptions=True
+        )
+        await asyncio.wait(self._pumps.values(), timeout=_ABANDON_S)
+        for pump in self._pumps.values():
+            pump.cancel()
+        await asyncio.gather(*self._pumps.values(), return_exceptions=True)
+
+    async def _admit(self, rank: int, shard: PromptShard) -> None:
+        try:
+            await self._group.control_one(rank, EpisodeSource.admit, shard)
+        except WorkerDiedError:
+            pass  # the pump reports it
+        except Exception as error:
+            self._arrivals.put_nowait(error)
+
+    async def _pump(self, rank: int) -> None:
+        """Passes on the blocks of one worker until its stream ends."""
+        worker = self._group.workers[rank]
+        try:
+            async for block in self._group.stream_open(rank, EpisodeSource.stream):
+                self.note_metrics(block.worker, block.metrics)
+                self._look_at(block)
+                self._arrivals.put_nowait(block)
+        except WorkerDiedError as error:
+            self._arrivals.put_nowait(Lost(rank=rank, worker=worker, error=error))
+        except Exception as error:
+            self._arrivals.put_nowait(error)
+        self._arrivals.put_nowait(None)
+
+
+@asynccontextmanager
+async def streaming(
+    group: RoleGroup[Any], plan: SamplingPlan, look_at: Callable[[Block], None] = lambda block: None
+) -> AsyncIterator[EpisodeStream]:
+    """Streams of all workers of a role. `look_at` gets every block. Leaving the block early gives up what is
+    running."""
+    stream = EpisodeStream(group, plan, look_at)
+    await stream.begin(range(stream.num_workers))
+    try:
+        yield stream
+    finally:
+        await stream.abandon()
+
+
+class EpisodeWorkers(Protocol):
+    """The handle of workers that run episodes: of generators, or of episode runners."""
+
+    def streaming(self, plan: SamplingPlan) -> AbstractAsyncContextManager[EpisodeStream]:
+        """Streams of all workers."""
+        ...
+
+    async def lanes(self) -> tuple[int, ...]:
+        """Number of episodes that each worker runs at the same time."""
+        ...
+
+    async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
+        """Starts another worker in place of a lost one and opens its stream, or raises the error."""
+        ...
+
+
+async def run_all(
+    workers: EpisodeWorkers, prompts: Sequence[IndexedTask], samples: int, plan: SamplingPlan
+) -> tuple[list[Block], dict[str, float]]:
+    """Runs `samples` episodes for each prompt and returns all blocks with the workers' metrics. Prompts are dealt
+    round-robin. Episodes of a worker that dies run again under the next attempt, with the same random numbers."""
+    async with workers.streaming(plan) as stream:
+        num_workers, blocks = stream.num_workers, list[Block]()
+        open_by_rank = [
+            {
+                (prompt.prompt_index, sample): prompt
+                for prompt in prompts[rank::num_workers]
+                for sample in range(samples)
+            }
+            for rank in range(num_workers)
+        ]
+        attempts = [0] * num_workers
+        for rank in range(num_workers):
+            stream.admit(rank, prompts[rank::num_workers], tuple(range(samples)))
+        is_finished = not prompts
+        if is_finished:
+            await stream.finish()
+        async for arrival in stream:
+            if isinstance(arrival, Lost):
+                rank = arrival.rank
+                attempts[rank] += 1
+                await workers.replace(stream, arrival)
+                for (_, sample), prompt in open_by_rank[rank].items():
+                    stream.admit(rank, [prompt], (sample,), attempts[rank])
+                continue
+            blocks.append(arrival)
+            for prompt_index, sample, _, _ in arrival.ids.array_N4.tolist():
+                del open_by_rank[arrival.rank][prompt_index, sample]
+            if not is_finished and not any(open_by_rank):
+                is_finished = True
+                await stream.finish()
+    return blocks, stream.metrics
