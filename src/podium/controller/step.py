@@ -57,16 +57,6 @@ class Step:
         """Group of each episode: episodes with the same number answer the same prompt."""
         return self.episodes.group_N
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups among the episodes to train on."""
-        return len(np.unique(self.group_N))
-
-    @property
-    def num_sampled_groups(self) -> int:
-        """Number of groups of all sampled episodes."""
-        return len(np.unique(self.sampled.group_N))
-
     def rewards_less_kl(self, reference: ReferenceLogprobs | None) -> Floats:
         """Rewards minus the KL penalty, which is 0 unless the recipe has the KL in the reward."""
         if reference is None:
@@ -90,10 +80,6 @@ class Step:
             sampled=GradedRollouts.join([self.sampled, more]),
             episodes=GradedRollouts.join([self.episodes, more.take(_positions(which, len(more)))]),
         )
-
-    def first_groups(self, count: int) -> Step:
-        """Returns a step that trains only on the first `count` groups, in the order of the data."""
-        return self.keep(np.isin(self.group_N, np.unique(self.group_N)[:count]))
 
     def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
         """Registers rows to be freed when the step is committed."""

@@ -47,8 +47,8 @@ def test_nothing_can_be_kept() -> None:
 def test_what_is_not_kept_stays_among_the_sampled() -> None:
     kept = STEP.keep(~STEP.episodes.uniform_N)
 
-    assert (len(kept), kept.num_groups, kept.num_sampled_groups) == (2, 1, 2)
-    assert (len(STEP), STEP.num_groups) == (4, 2)  # a step does not change
+    assert (len(kept), len(kept.sampled)) == (2, 4)
+    assert len(STEP) == 4  # a step does not change
 
 
 def test_further_episodes_are_sampled_ones_and_in_the_order_of_their_ids() -> None:
@@ -58,12 +58,6 @@ def test_further_episodes_are_sampled_ones_and_in_the_order_of_their_ids() -> No
 
     assert step.group_N.tolist() == [4, 4, 9, 9]
     assert sorted(set(step.sampled.group_N.tolist())) == [2, 4, 7, 9]
-
-
-def test_the_first_groups_are_those_of_the_first_prompts() -> None:
-    assert STEP.first_groups(1).group_N.tolist() == [4, 4]
-    assert len(STEP.first_groups(5)) == 4
-    assert len(STEP.first_groups(0)) == 0
 
 
 def test_a_batch_carries_what_its_step_computes_with() -> None:
@@ -84,7 +78,7 @@ def test_an_estimate_of_more_episodes_than_are_kept_is_refused() -> None:
     estimate = Advantages(values_N=np.array([0.5, -0.5, 0.0, 0.0]))
     assert advantages_of(STEP.batch(estimate)).tolist() == [0.5, -0.5, 0.0, 0.0]
     with pytest.raises(ProgramError, match="2 episodes"):
-        STEP.first_groups(1).batch(estimate)
+        STEP.keep(STEP.group_N == 4).batch(estimate)
 
 
 def test_log_probs_of_more_episodes_than_are_kept_are_refused() -> None:
@@ -96,7 +90,7 @@ def test_log_probs_of_more_episodes_than_are_kept_are_refused() -> None:
     )
     assert STEP.batch(nothing_N, reference=reference).reference is reference
     with pytest.raises(ProgramError, match=r"4 episodes.* 2 episodes.*step\.keep"):
-        STEP.first_groups(1).batch(np.zeros(2), reference=reference)
+        STEP.keep(STEP.group_N == 4).batch(np.zeros(2), reference=reference)
 
 
 def test_the_kl_in_the_reward_comes_off_the_rewards() -> None:
@@ -110,4 +104,4 @@ def test_the_kl_in_the_reward_comes_off_the_rewards() -> None:
     assert STEP.rewards_less_kl(reference).tolist() == [0.75, 0.0, 1.0, 2.0]
     assert STEP.rewards_less_kl(None).tolist() == [1.0, 0.0, 2.0, 2.0]
     with pytest.raises(ProgramError, match="scored 4 episodes"):
-        STEP.first_groups(1).rewards_less_kl(reference)
+        STEP.keep(STEP.group_N == 4).rewards_less_kl(reference)
