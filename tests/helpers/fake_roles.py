@@ -159,21 +159,34 @@ class FakeStream:
         self._generator, self._plan = generator, plan
         self._arrivals: asyncio.Queue[ShardResult[TrajectoryBlock] | None] = asyncio.Queue()
         self._num_tokens = 0.0
+        self._num_open = 0  # blocks that are to come
 
     @property
     def metrics(self) -> dict[str, float]:
         return {"generated_tokens": self._num_tokens}
 
     def admit(self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0) -> None:
-        for block in self._generator.blocks(prompts, samples, self._plan):
-            self._num_tokens += float(block.note.sampled_N.sum())
+        for block in self.promised(prompts, samples):
             self._arrivals.put_nowait(block)
+
+    def promised(self, prompts: Sequence[IndexedTask], samples: tuple[int, ...]) -> list[ShardResult[TrajectoryBlock]]:
+        """The blocks of these prompts, which the stream waits for."""
+        blocks = list(self._generator.blocks(prompts, samples, self._plan))
+        self._num_open += len(blocks)
+        self._num_tokens += float(sum(block.note.sampled_N.sum() for block in blocks))
+        return blocks
 
     async def finish(self) -> None:
         self._arrivals.put_nowait(None)
 
     async def __aiter__(self) -> AsyncIterator[ShardResult[TrajectoryBlock]]:
-        while (block := await self._arrivals.get()) is not None:
+        is_finished = False
+        while not is_finished or self._num_open:
+            block = await self._arrivals.get()
+            if block is None:
+                is_finished = True
+                continue
+            self._num_open -= 1
             yield block
 
 

@@ -153,7 +153,7 @@ class StepExecutor:
         ):
             listening = asyncio.create_task(self._listen(stream))
             try:
-                self._admit(stream)
+                await self._admit(stream)
                 while self._running.total() or self._may_admit_more(grading):
                     match await self._arrivals.get():
                         case Lost() as lost:
@@ -165,7 +165,7 @@ class StepExecutor:
                             raise error
                         case block:
                             self._note_ended(block, step, objects, grading)
-                    self._admit(stream)
+                    await self._admit(stream)
                 await stream.finish()
                 await listening
             finally:
@@ -203,6 +203,10 @@ class StepExecutor:
         except Exception as error:
             self._arrivals.put_nowait(error)
 
+    def _has_all_groups(self) -> bool:
+        """Whether every group of the step was admitted, and none can be replaced."""
+        return not self._settings.replaces_uniform and len(self._groups) == self._settings.groups_per_step
+
     def _may_admit_more(self, grading: GradingQueue) -> bool:
         """Whether rewards that are still missing may let the scheduler replace a group."""
         is_graded = grading.is_idle and self._arrivals.empty()
@@ -225,8 +229,9 @@ class StepExecutor:
                 case _:
                     pass  # grading begins when episodes end; a void group stays with its step
 
-    def _admit(self, stream: EpisodeStream) -> None:
-        """Sends admitted groups to their workers. New numbers take the next prompts of the data."""
+    async def _admit(self, stream: EpisodeStream) -> None:
+        """Sends admitted groups to their workers. New numbers take the next prompts of the data. When the step has all
+        its groups, the stream is finished: its last block then brings the metrics."""
         admits, self._admits = self._admits, []
         new = sorted({admit.group for admit in admits} - self._groups.keys())
         for number, prompt in zip(new, self._parts.prompts.take(len(new)), strict=True):
@@ -237,6 +242,8 @@ class StepExecutor:
             together[int(admit.worker), admit.samples, admit.attempt].append(self._groups[admit.group].prompt)
         for (rank, samples, attempt), prompts in together.items():
             stream.admit(rank, prompts, samples, attempt)
+        if admits and self._has_all_groups():
+            await stream.finish()
 
     def _lose(self, lost: Lost) -> None:
         """The worker is replaced already: the scheduler gives it its episodes again."""

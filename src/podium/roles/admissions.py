@@ -11,12 +11,13 @@ from podium.errors import RolloutError
 
 
 class Admissions:
-    """Control threads call `add` and `finish`; the work thread calls `wait_for_work` and `end`."""
+    """Control threads call `add` and `finish`; the work thread calls the others. Episodes may come before their stream
+    begins. When it has ended, the next one may come."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._ids: set[TrajectoryId] = set()
-        self._is_open = False
+        self._is_finished = False
 
     @property
     def open_ids(self) -> tuple[TrajectoryId, ...]:
@@ -24,16 +25,17 @@ class Admissions:
         with self._changed:
             return tuple(self._ids)
 
-    def open(self) -> None:
-        """Accepts episodes from now on."""
+    @property
+    def is_over(self) -> bool:
+        """Whether no episode is left and none can come."""
         with self._changed:
-            self._ids, self._is_open = set(), True
+            return self._is_finished and not self._ids
 
     def add(self, ids: Iterable[TrajectoryId]) -> None:
         """Notes episodes before they begin."""
         with self._changed:
-            if not self._is_open:
-                raise RolloutError("prompts were admitted to a stream that is not open, or was finished.")
+            if self._is_finished:
+                raise RolloutError("prompts were admitted to a stream that was finished.")
             self._ids.update(ids)
             self._changed.notify_all()
 
@@ -43,14 +45,19 @@ class Admissions:
             self._ids.difference_update(ids)
 
     def finish(self) -> None:
-        """No more episodes come."""
+        """No more episodes come for this stream."""
         with self._changed:
-            self._is_open = False
+            self._is_finished = True
             self._changed.notify_all()
 
-    def wait_for_work(self, wait_s: float) -> bool:
-        """Waits briefly if there is no work. Returns False when none is left and none can come."""
+    def reset(self) -> None:
+        """The stream has ended."""
         with self._changed:
-            if not self._ids and self._is_open:
+            self._ids, self._is_finished = set(), False
+
+    def wait_for_work(self, wait_s: float) -> bool:
+        """Waits briefly if there is no work. Returns False when the stream is over."""
+        with self._changed:
+            if not self._ids and not self._is_finished:
                 self._changed.wait(wait_s)
-            return self._is_open or bool(self._ids)
+            return not self._is_finished or bool(self._ids)

@@ -71,7 +71,7 @@ class EpisodeRunner(EpisodeSource):
         self._is_checked = False
         self._jobs: asyncio.Queue[EpisodeJob | None] = asyncio.Queue()
         self._abandoned = asyncio.Event()
-        self._plan, self._is_finished = SamplingPlan(max_new_tokens=1, temperature=1.0), True
+        self._is_finished = False  # whether no more prompts come for this stream
         self._loop = asyncio.new_event_loop()  # a reference is kept: the environment's processes are connected to it
         try:
             self._loop.run_until_complete(self._host.open())
@@ -79,15 +79,10 @@ class EpisodeRunner(EpisodeSource):
             self._host.close()
             raise
 
-    def begin_stream(self, plan: SamplingPlan) -> None:
-        """Accepts prompts from now on. Their episodes are sampled by this plan."""
-        self._jobs, self._plan, self._is_finished = asyncio.Queue(), plan, False
-        self._abandoned = asyncio.Event()
-
-    def admit(self, shard: PromptShard) -> None:
+    def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
         """Adds the episodes of these prompts to the stream. For control threads."""
         if self._is_finished:
-            raise RolloutError("prompts were admitted to a stream of episodes that is not open, or was finished.")
+            raise RolloutError("prompts were admitted to a stream of episodes that was finished.")
         self._check_template(shard)
         jobs = [
             (TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt), prompt.task)
@@ -101,10 +96,10 @@ class EpisodeRunner(EpisodeSource):
         self._is_finished = True
         self._loop.call_soon_threadsafe(self._abandoned.set if abandon else self._enqueue_end)
 
-    def stream(self) -> Iterator[Computed[TrajectoryBlock]]:
+    def stream(self, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         """Plays the episodes that `admit` brings and yields them as they end, until `finish_stream` was called and all
         are over."""
-        blocks = self._blocks()
+        blocks = self._blocks(plan)
         self._host.begin_shard()
         try:
             while True:
@@ -115,6 +110,7 @@ class EpisodeRunner(EpisodeSource):
         finally:
             self._loop.run_until_complete(blocks.aclose())
             self._host.end_shard()
+            self._jobs, self._abandoned, self._is_finished = asyncio.Queue(), asyncio.Event(), False
 
     def lanes(self) -> int:
         """Number of episodes that run at the same time."""
@@ -143,10 +139,10 @@ class EpisodeRunner(EpisodeSource):
             check_tools_shown(tokenizer, messages, tools)
         self._is_checked = True
 
-    async def _blocks(self) -> AsyncGenerator[Computed[TrajectoryBlock], None]:
+    async def _blocks(self, plan: SamplingPlan) -> AsyncGenerator[Computed[TrajectoryBlock], None]:
         """Waits for episodes, and passes on those that have ended at short intervals."""
         ready: list[Episode] = []
-        async with self._policy() as policy, aclosing(self._episodes(policy)) as episodes:
+        async with self._policy(plan) as policy, aclosing(self._episodes(policy, plan)) as episodes:
             sent, coming = time.monotonic(), asyncio.ensure_future(anext(episodes, None))
             abandoned = asyncio.ensure_future(self._abandoned.wait())
             try:
@@ -168,8 +164,8 @@ class EpisodeRunner(EpisodeSource):
                 await asyncio.gather(coming, abandoned, return_exceptions=True)
         yield self._computed(ready)
 
-    def _episodes(self, policy: EnginePolicy) -> AsyncGenerator[Episode, None]:
-        section, plan = self._spec.environment, self._plan
+    def _episodes(self, policy: EnginePolicy, plan: SamplingPlan) -> AsyncGenerator[Episode, None]:
+        section = self._spec.environment
         limits = EpisodeLimits(
             max_turns=section.max_turns,
             max_new_tokens=plan.max_new_tokens,
@@ -182,12 +178,12 @@ class EpisodeRunner(EpisodeSource):
             greedy=plan.temperature == 0,
         )  # fmt: skip
 
-    def _policy(self) -> EnginePolicy:
-        stops, strings = self._parted_stops(self._plan.stop)
+    def _policy(self, plan: SamplingPlan) -> EnginePolicy:
+        stops, strings = self._parted_stops(plan.stop)
         return EnginePolicy(
             self._context.channel(self._spec.generator),
             str(self._context.worker),
-            replace(self._plan, stop=strings),
+            replace(plan, stop=strings),
             self._stops | stops,
             self._spec.deadline_s,
         )

@@ -39,6 +39,7 @@ class EpisodeStream:
         self._group, self._plan, self._look_at = group, plan, look_at
         self._arrivals: asyncio.Queue[Block | Lost | BaseException | None] = asyncio.Queue()
         self._pumps: dict[int, asyncio.Task[None]] = {}
+        self._finished: set[int] = set()  # ranks that get no more prompts
         self._admitting: set[asyncio.Task[None]] = set()
         self._metrics: list[tuple[WorkerId, Metric]] = []
 
@@ -56,10 +57,10 @@ class EpisodeStream:
         """Number of workers that run episodes."""
         return self._group.mesh.shape.world
 
-    async def begin(self, ranks: Sequence[int]) -> None:
+    def begin(self, ranks: Sequence[int]) -> None:
         """Opens the streams of these workers."""
-        await asyncio.gather(*(self._group.call_one(rank, EpisodeSource.begin_stream, self._plan) for rank in ranks))
         for rank in ranks:
+            self._finished.discard(rank)
             self._pumps[rank] = asyncio.create_task(self._pump(rank))
 
     def admit(self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0) -> None:
@@ -70,10 +71,13 @@ class EpisodeStream:
         task.add_done_callback(self._admitting.discard)
 
     async def finish(self) -> None:
-        """No more prompts come: the iteration ends when all are answered."""
+        """No more prompts come: the iteration ends when all are answered. A worker that is replaced afterwards must be
+        finished again."""
         while self._admitting:
             await asyncio.gather(*self._admitting)
-        await self._group.control_all(EpisodeSource.finish_stream, False)
+        ranks = [rank for rank in self._pumps if rank not in self._finished]
+        self._finished.update(ranks)
+        await asyncio.gather(*(self._group.control_one(rank, EpisodeSource.finish_stream, False) for rank in ranks))
 
     async def __aiter__(self) -> AsyncIterator[Block | Lost]:
         """Yields blocks as they arrive, and workers that are lost. Waits for any worker to send something. Ends after
@@ -101,7 +105,7 @@ class EpisodeStream:
 
     async def _admit(self, rank: int, shard: PromptShard) -> None:
         try:
-            await self._group.control_one(rank, EpisodeSource.admit, shard)
+            await self._group.control_one(rank, EpisodeSource.admit, shard, self._plan)
         except WorkerDiedError:
             pass  # the pump reports it
         except Exception as error:
@@ -111,7 +115,7 @@ class EpisodeStream:
         """Passes on the blocks of one worker until its stream ends."""
         worker = self._group.workers[rank]
         try:
-            async for block in self._group.stream_open(rank, EpisodeSource.stream):
+            async for block in self._group.stream_open(rank, EpisodeSource.stream, self._plan):
                 self.note_metrics(block.worker, block.metrics)
                 self._look_at(block)
                 self._arrivals.put_nowait(block)
@@ -129,7 +133,7 @@ async def streaming(
     """Streams of all workers of a role. `look_at` gets every block. Leaving the block early gives up what is
     running."""
     stream = EpisodeStream(group, plan, look_at)
-    await stream.begin(range(stream.num_workers))
+    stream.begin(range(stream.num_workers))
     try:
         yield stream
     finally:

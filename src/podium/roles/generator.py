@@ -50,16 +50,10 @@ class GeneratorRank(Generator):
         self._engine: RolloutEngine = self._open()
         self._peak_tokens = 0
         self._admissions, self._mailboxes = Admissions(), Mailboxes()
-        self._plan = SamplingPlan(max_new_tokens=1, temperature=1.0)  # of the current stream
 
-    def begin_stream(self, plan: SamplingPlan) -> None:
-        """Accepts prompts from now on."""
-        self._plan = plan
-        self._admissions.open()
-
-    def admit(self, shard: PromptShard) -> None:
+    def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
         """Submits the prompts to the engine, which goes on meanwhile."""
-        requests = self._requests(shard, self._plan)
+        requests = self._requests(shard, plan)
         self._admissions.add([request.id for request in requests])
         try:
             self._engine.submit(requests)
@@ -73,26 +67,28 @@ class GeneratorRank(Generator):
         if abandon:
             self._engine.cancel(self._admissions.open_ids)
 
-    def stream(self) -> Iterator[Computed[TrajectoryBlock]]:
+    def stream(self, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         """Answers admitted prompts and yields episodes as they end, several at a time."""
         before, began = self._engine.load(), time.perf_counter()
         self._peak_tokens = 0
         ready: list[Completion] = []
-        while self._admissions.wait_for_work(_IDLE_S):
-            sent = time.perf_counter()
-            for answer in self._engine.results(deadline_s=self._spec.deadline_s, tick_s=_BLOCK_EVERY_S):
-                if answer is not None:
-                    self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
-                    ready.append(answer)
-                if ready and time.perf_counter() - sent > _BLOCK_EVERY_S:
+        try:
+            while self._admissions.wait_for_work(_IDLE_S):
+                sent = time.perf_counter()
+                for answer in self._engine.results(deadline_s=self._spec.deadline_s, tick_s=_BLOCK_EVERY_S):
+                    if answer is not None:
+                        self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
+                        self._admissions.end([answer.id])
+                        ready.append(answer)
+                    if ready and time.perf_counter() - sent > _BLOCK_EVERY_S and not self._admissions.is_over:
+                        yield self._computed(ready, ())
+                        ready, sent = [], time.perf_counter()
+                if ready and not self._admissions.is_over:
                     yield self._computed(ready, ())
-                    self._admissions.end([answer.id for answer in ready])
-                    ready, sent = [], time.perf_counter()
-            if ready:
-                yield self._computed(ready, ())
-                self._admissions.end([answer.id for answer in ready])
-                ready = []
-        yield self._computed([], self._metrics(before, time.perf_counter() - began))
+                    ready = []
+            yield self._computed(ready, self._metrics(before, time.perf_counter() - began))
+        finally:
+            self._admissions.reset()
 
     def lanes(self) -> int:
         """Number of sequences that the engine generates at the same time."""

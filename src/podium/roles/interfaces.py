@@ -160,21 +160,17 @@ class EpisodeSource(ABC):
     methods are for control threads."""
 
     @abstractmethod
-    def begin_stream(self, plan: SamplingPlan) -> None:
-        """Called before `stream`: prompts may be admitted from now on. Their episodes are sampled by this plan."""
-
-    @abstractmethod
-    def stream(self) -> Iterator[Computed[TrajectoryBlock]]:
+    def stream(self, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         """Runs the episodes that `admit` brings and yields them as they end, until `finish_stream` was called and all
-        are over. Waits for prompts in short intervals. The last block may be empty and have the metrics."""
+        are over. Waits for prompts in short intervals. The last block has the metrics."""
 
     @abstractmethod
-    def admit(self, shard: PromptShard) -> None:
-        """Adds episodes to the stream."""
+    def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
+        """Adds episodes to the stream, which has the same plan. It may begin a moment later."""
 
     @abstractmethod
     def finish_stream(self, abandon: bool) -> None:
-        """No more prompts come. `abandon`: running episodes are given up."""
+        """No more prompts come for this stream. `abandon`: running episodes are given up."""
 
     @abstractmethod
     def lanes(self) -> int:

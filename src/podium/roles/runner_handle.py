@@ -50,7 +50,7 @@ class RunnerHandle:
         self._warn(f"{str(lost.error).splitlines()[0]} Its unfinished episodes are run again.")
         await self._generator.forget(str(lost.worker))
         await self._workers.recover(lost.worker.pool)
-        await stream.begin([lost.rank])
+        stream.begin([lost.rank])
 
     def _look_at(self, block: Block) -> None:
         """Shows the warnings of a block, equal ones once."""

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Streams of episodes, on threads and on the virtual clock: admitted while they run, each once, given up together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from helpers.clusters import one_role
+from helpers.made_batches import make_answer, make_task
+from podium.cluster import (
+    Computed,
+    Metric,
+    RoleGroup,
+    WorkerContext,
+    Workers,
+    open_inline,
+    open_simulated,
+    run_virtual,
+)
+from podium.data.tasks import IndexedTask
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId
+from podium.errors import RoleError, WorkerDiedError
+from podium.roles.blocks import block_of, empty_block
+from podium.roles.carriers import PromptShard, SamplingPlan
+from podium.roles.episode_stream import EpisodeStream, Lost, run_all, streaming
+from podium.roles.interfaces import EpisodeSource
+
+PLAN = SamplingPlan(max_new_tokens=4, temperature=1.0)
+
+
+class Source(EpisodeSource):
+    """One episode at a time, each of which takes a moment."""
+
+    def __init__(self, context: WorkerContext, seconds: float = 0.02) -> None:
+        self._seconds = seconds
+        self._jobs: deque[TrajectoryId] = deque()
+        self._is_finished = self._is_abandoned = False
+
+    def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
+        if any(prompt.prompt_index == 13 for prompt in shard.prompts):
+            raise ValueError("an unlucky prompt")
+        self._jobs.extend(shard.ids)
+
+    def finish_stream(self, abandon: bool) -> None:
+        self._is_finished, self._is_abandoned = True, abandon
+
+    async def stream(self, plan: SamplingPlan) -> AsyncIterator[Computed[TrajectoryBlock]]:  # type: ignore[override]
+        count = 0
+        while not self._is_abandoned and (self._jobs or not self._is_finished):
+            await asyncio.sleep(self._seconds if self._jobs else 0.001)
+            if self._jobs:
+                id = self._jobs.popleft()
+                block, note = block_of([replace(make_answer(id.prompt_index, id.sample), id=id)])
+                count += 1
+                yield Computed(rows=block, note=note)
+        self._jobs.clear()
+        self._is_finished = self._is_abandoned = False
+        _, note = block_of([])
+        counted = Metric(name="generated_tokens", value=float(count), reduction="sum")
+        yield Computed(rows=empty_block(), note=note, metrics=(counted,))
+
+    def lanes(self) -> int:
+        return 1
+
+    def greet(self) -> str:
+        return "here"
+
+
+class Sources:
+    """A handle that replaces workers which die."""
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        self.group: RoleGroup[Source] = workers.role("source", Source)
+
+    def streaming(self, plan: SamplingPlan) -> AbstractAsyncContextManager[EpisodeStream]:
+        return streaming(self.group, plan)
+
+    async def lanes(self) -> tuple[int, ...]:
+        return tuple(answer.value for answer in await self.group.call_all(Source.lanes))
+
+    async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
+        await self._workers.recover(lost.worker.pool)
+        stream.begin([lost.rank])
+
+
+@pytest.fixture(params=["inline", "simulated"])
+def in_cluster(request: pytest.FixtureRequest) -> Callable[[Callable[[Sources], Awaitable[None]]], None]:
+    """Runs a test with two workers, on threads or on the virtual clock."""
+    opened, run = {"inline": (open_inline, asyncio.run), "simulated": (open_simulated, run_virtual)}[request.param]
+
+    def with_sources(body: Callable[[Sources], Awaitable[None]]) -> None:
+        async def main() -> None:
+            async with asyncio.timeout(30), opened() as cluster:
+                await body(Sources(await cluster.start(one_role(Source, name="source"))))
+
+        run(main())
+
+    return with_sources
+
+
+def _prompts(*indices: int) -> list[IndexedTask]:
+    return [IndexedTask(prompt_index=index, epoch=0, task=make_task(index)) for index in indices]
+
+
+def _ids(blocks: list[Any]) -> Counter[tuple[int, int]]:
+    return Counter((id.prompt_index, id.sample) for block in blocks for id in block.ids)
+
+
+Body = Callable[[Callable[[Sources], Awaitable[None]]], None]
+
+
+def test_every_episode_comes_once_with_the_metrics_of_all_workers(in_cluster: Body) -> None:
+    async def body(sources: Sources) -> None:
+        blocks, metrics = await run_all(sources, _prompts(0, 1, 2), 4, PLAN)
+        assert _ids(blocks) == {(index, sample): 1 for index in range(3) for sample in range(4)}
+        assert metrics == {"generated_tokens": 12.0}
+        blocks, metrics = await run_all(sources, [], 4, PLAN)
+        assert (_ids(blocks), metrics) == ({}, {"generated_tokens": 0.0})
+
+    in_cluster(body)
+
+
+def test_prompts_are_admitted_while_others_run(in_cluster: Body) -> None:
+    async def body(sources: Sources) -> None:
+        found: list[Any] = []
+        async with sources.streaming(PLAN) as stream:
+            stream.admit(0, _prompts(0), (0, 1))
+            async for block in stream:
+                found.append(block)
+                if len(found) == 1:
+                    stream.admit(1, _prompts(1), (0,))
+                if len(_ids(found)) == 3:
+                    await stream.finish()
+        assert _ids(found) == {(0, 0): 1, (0, 1): 1, (1, 0): 1}
+
+    in_cluster(body)
+
+
+def test_a_stream_that_is_left_early_gives_its_workers_back(in_cluster: Body) -> None:
+    async def body(sources: Sources) -> None:
+        with pytest.raises(KeyError):
+            await leave(sources)
+        answers = await sources.group.within(5.0).call_all(Source.greet)
+        assert [answer.value for answer in answers] == ["here", "here"]
+
+    async def leave(sources: Sources) -> None:
+        async with sources.streaming(PLAN) as stream:
+            stream.admit(0, _prompts(*range(9)), tuple(range(50)))
+            async for _ in stream:
+                raise KeyError("somebody else's error")
+
+    in_cluster(body)
+
+
+def test_an_admission_that_fails_ends_the_iteration(in_cluster: Body) -> None:
+    async def body(sources: Sources) -> None:
+        with pytest.raises(RoleError, match="an unlucky prompt"):
+            await run_all(sources, _prompts(12, 13), 1, PLAN)
+
+    in_cluster(body)
+
+
+def test_episodes_of_a_worker_that_dies_run_again_under_the_next_attempt(in_cluster: Body) -> None:
+    async def body(sources: Sources) -> None:
+        ending = asyncio.create_task(_end_soon(sources))
+        blocks, _ = await run_all(sources, _prompts(*range(6)), 4, PLAN)
+        await ending
+        assert _ids(blocks) == {(index, sample): 1 for index in range(6) for sample in range(4)}
+        attempts = {id.attempt for block in blocks for id in block.ids if id.prompt_index % 2}
+        assert attempts == {0, 1}  # what it had sent is kept
+
+    async def _end_soon(sources: Sources) -> None:
+        await asyncio.sleep(0.1)
+        await sources._workers.end_worker(sources.group.workers[1])
+
+    in_cluster(body)
+
+
+def test_a_handle_that_does_not_replace_raises_the_death(in_cluster: Body) -> None:
+    class Fragile(Sources):
+        async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
+            raise lost.error
+
+    async def body(sources: Sources) -> None:
+        fragile = Fragile(sources._workers)
+        asyncio.get_running_loop().call_later(0.05, lambda: asyncio.ensure_future(_end(sources)))
+        with pytest.raises(WorkerDiedError):
+            await run_all(fragile, _prompts(*range(6)), 4, PLAN)
+
+    async def _end(sources: Sources) -> None:
+        await sources._workers.end_worker(sources.group.workers[0])
+
+    in_cluster(body)

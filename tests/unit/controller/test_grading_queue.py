@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Episodes are graded as they are submitted: batches are shared among graders and grow while all are busy."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from helpers.made_batches import make_answer, make_rollouts
+from podium.controller.grading_queue import GradedPart, GradingQueue
+from podium.roles.grading_handle import Rewarded
+from podium.roles.stages import Rollouts
+
+
+class HeldGraders:
+    """Graders that answer when the test says so."""
+
+    def __init__(self, num_graders: int) -> None:
+        self.num_graders = num_graders
+        self.open: list[tuple[int, list[int], asyncio.Future[Rewarded]]] = []
+
+    async def grade_on(self, rank: int, rollouts: Rollouts) -> Rewarded:
+        answer: asyncio.Future[Rewarded] = asyncio.get_running_loop().create_future()
+        self.open.append((rank, np.unique(rollouts.group_N).tolist(), answer))
+        return await answer
+
+    def answer(self, at: int = 0) -> None:
+        _, groups, answer = self.open.pop(at)
+        answer.set_result(Rewarded(rewards=(0,), values_NR=np.ones((len(groups), 1)), errors={}, extras={}))
+
+
+def _group(number: int) -> Rollouts:
+    return make_rollouts([make_answer(number)])
+
+
+async def _settled() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+def _queue(num_graders: int) -> tuple[HeldGraders, GradingQueue, list[GradedPart | Exception]]:
+    graders: Any = HeldGraders(num_graders)
+    delivered: list[GradedPart | Exception] = []
+    return graders, GradingQueue(graders, delivered.append), delivered
+
+
+def test_what_ends_while_all_graders_are_busy_makes_the_next_batch_larger() -> None:
+    async def main() -> None:
+        graders, queue, delivered = _queue(2)
+        for number in range(12):
+            queue.submit(_group(number))
+        await _settled()
+        # Four batches of one episode for each grader; the others wait.
+        assert [(rank, groups) for rank, groups, _ in graders.open] == [(n % 2, [n]) for n in range(8)]
+        graders.answer(1)
+        await _settled()
+        assert graders.open[-1][:2] == (1, [8, 9, 10, 11])
+        assert not queue.is_idle
+        while graders.open:
+            graders.answer()
+            await _settled()
+        assert queue.is_idle
+        graded = [part for part in delivered if isinstance(part, GradedPart)]
+        assert sorted(index for part in graded for index in part.rollouts.group_N.tolist()) == list(range(12))
+
+    asyncio.run(main())
+
+
+def test_the_queue_is_idle_when_the_last_result_is_delivered() -> None:
+    async def main() -> None:
+        graders: Any = HeldGraders(1)
+        idle: list[bool] = []
+        queue = GradingQueue(graders, lambda part: idle.append(queue.is_idle))
+        queue.submit(_group(0))
+        queue.submit(_group(1))
+        await _settled()
+        graders.answer()
+        await _settled()
+        graders.answer()
+        await _settled()
+        assert idle == [False, True]
+
+    asyncio.run(main())
+
+
+def test_an_error_is_delivered_and_closing_gives_up_the_rest() -> None:
+    async def main() -> None:
+        graders, queue, delivered = _queue(1)
+        for number in range(9):
+            queue.submit(_group(number))
+        await _settled()
+        graders.open[0][2].set_exception(ValueError("no grader"))
+        await _settled()
+        assert [str(each) for each in delivered] == ["no grader"]
+        await queue.close()
+        assert len(delivered) == 1
+
+    asyncio.run(main())

@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the episodes of a step are run: graded as they end, admitted as there is room, and audited."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.fake_roles import Bandit, FakeGrader, FakeStream
+from helpers.trials import Trial
+from podium.controller.schedule_audit import ScheduleAudit
+from podium.data.tasks import IndexedTask
+from podium.errors import ClusterError, InvariantError
+from podium.roles.carriers import EpisodeNote, GraderFacts
+from podium.roles.grading_handle import Rewarded
+from podium.roles.stages import Rollouts
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def test_episodes_are_graded_while_others_are_generated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block after the first comes only when one more batch was graded: a run that grades at the end would hang."""
+    trial, releasing = Trial(tmp_path, "steps=2"), list[asyncio.Task[None]]()
+
+    def admit(
+        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+    ) -> None:
+        before = len(trial.bandit.calls("grade"))
+        releasing.append(asyncio.create_task(release(self, self.promised(prompts, samples), before)))
+
+    async def release(stream: FakeStream, blocks: list[Any], before: int) -> None:
+        for number, block in enumerate(blocks):
+            while len(trial.bandit.calls("grade")) < before + number:
+                await asyncio.sleep(0)
+            stream._arrivals.put_nowait(block)
+
+    monkeypatch.setattr(FakeStream, "admit", admit)
+    run = trial.run()
+
+    assert run.num_committed == 2
+
+
+@pytest.mark.parametrize("inputs", [("sample",), ("sample", "group"), ("batch",)])
+def test_groups_that_a_reward_compares_are_graded_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inputs: tuple[Any, ...]
+) -> None:
+    seen: list[list[int]] = []
+
+    async def facts(self: FakeGrader) -> GraderFacts:
+        return GraderFacts(inputs=inputs)
+
+    async def grade_on(self: FakeGrader, rank: int, rollouts: Rollouts) -> Rewarded:
+        seen.append(rollouts.group_N.tolist())
+        return await self.grade(rollouts)
+
+    monkeypatch.setattr(FakeGrader, "facts", facts)
+    monkeypatch.setattr(FakeGrader, "grade_on", grade_on)
+    trial = Trial(tmp_path, "steps=1")
+    trial.run()
+
+    assert sum(len(batch) for batch in seen) == 16
+    if inputs != ("sample",):
+        assert all(count == 4 for batch in seen for count in Counter(batch).values())
+
+
+def test_a_failure_of_the_graders_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def grade_on(self: FakeGrader, rank: int, rollouts: Rollouts) -> Rewarded:
+        raise ClusterError("the graders are gone")
+
+    monkeypatch.setattr(FakeGrader, "grade_on", grade_on)
+    trial = Trial(tmp_path, "steps=1")
+    with pytest.raises(ClusterError, match="the graders are gone"):
+        trial.run()
+
+
+def test_every_decision_of_a_run_is_audited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: Counter[str] = Counter()
+
+    def observe(self: ScheduleAudit, event: Any, actions: Any) -> None:
+        seen.update([type(event).__name__, *(type(action).__name__ for action in actions)])
+        original(self, event, actions)
+
+    original = ScheduleAudit.observe
+    monkeypatch.setattr(ScheduleAudit, "observe", observe)
+    Trial(tmp_path, "steps=3").run()
+
+    assert seen == {
+        "WorkerJoined": 1, "StepRequested": 3, "EpisodeEnded": 48, "GroupGraded": 12, "StepCommitted": 3,
+        "WeightsInstalled": 2, "Admit": 12, "Grade": 12, "StartStep": 3, "Publish": 2,
+    }  # fmt: skip
+
+
+def test_a_generator_that_stamps_another_version_ends_the_run(tmp_path: Path) -> None:
+    def mislabelled(note: EpisodeNote) -> EpisodeNote:
+        return replace(note, newest_version_N=np.full(len(note.version_N), 9))
+
+    with pytest.raises(InvariantError, match="invariant: versions"):
+        Trial(tmp_path, "steps=1", bandit=Bandit(environment=mislabelled)).run()
