@@ -44,6 +44,9 @@ from podium.roles.episode_stream import Block, EpisodeStream, Lost
 from podium.roles.grading_handle import Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
 
+# A worker is given a quarter more episodes than it runs at the same time: a free lane must not wait for a message.
+_AHEAD = 4
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Group:
@@ -104,7 +107,7 @@ class StepExecutor:
         self._publishes: list[Publish] = []  # decided and not carried out yet
         self._start: StartStep | None = None
         self._running: Counter[str] = Counter()  # worker -> episodes that were admitted and have not ended
-        self._lanes: tuple[int, ...] = ()  # by rank; empty before the first step
+        self._lanes: tuple[int, ...] = ()  # by rank: episodes that a worker is given; empty before the first step
         self._arrivals: asyncio.Queue[Block | Lost | GradedPart | Exception] = asyncio.Queue()
         self._grades_single = False  # whether episodes are graded one by one
 
@@ -135,7 +138,7 @@ class StepExecutor:
         await self._devices.publish(version)
         if not self._lanes:
             self._grades_single = (await roles.grader.facts()).takes_single_episodes
-            self._lanes = await roles.episode_workers.lanes()
+            self._lanes = tuple(lanes + -(-lanes // _AHEAD) for lanes in await roles.episode_workers.lanes())
             for rank, lanes in enumerate(self._lanes):
                 self._tell(WorkerJoined(worker=str(rank), lanes=lanes, version=version))
         publishes, self._publishes = self._publishes, []

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_roles import Bandit, FakeGrader, FakeStream
+from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeStream
 from helpers.trials import Trial
 from podium.controller.schedule_audit import ScheduleAudit
 from podium.data.tasks import IndexedTask
@@ -103,3 +103,17 @@ def test_a_generator_that_stamps_another_version_ends_the_run(tmp_path: Path) ->
 
     with pytest.raises(InvariantError, match="invariant: versions"):
         Trial(tmp_path, "steps=1", bandit=Bandit(environment=mislabelled)).run()
+
+
+def test_a_worker_is_given_a_quarter_more_than_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def lanes(self: FakeGenerator) -> tuple[int, ...]:
+        return (4,)
+
+    monkeypatch.setattr(FakeGenerator, "lanes", lanes)
+    trial = Trial(tmp_path, "steps=1")
+    trial.run()
+
+    # Five of four lanes: a second group of four episodes keeps it busy, a third waits until some have ended.
+    given = [entry[2] for entry in trial.bandit.calls("generate")]
+    assert given[0] == (0, 1)
+    assert sorted(index for indices in given for index in indices) == [0, 1, 2, 3]
