@@ -54,7 +54,11 @@ def test_phases_follow_one_another(tmp_path: Path, program: str, phases: list[st
 
     # Episodes are graded as they end, in several batches.
     happened = [entry[:2] for entry in _steps(trial, 2) if entry[0] != "share"]
-    assert [role for (_, role), _ in groupby(happened)] == phases
+    in_order = [role for (_, role), _ in groupby(happened)]
+    if program == "reward model":  # functions and models grade at the same time
+        assert (in_order[0], in_order[-1], set(in_order)) == (phases[0], phases[-1], set(phases))
+    else:
+        assert in_order == phases
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
