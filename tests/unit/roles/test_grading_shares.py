@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from helpers.made_batches import make_answer, make_rollouts
 from podium.cluster import MeshShape
 from podium.cluster.identity import WorkerId
+from podium.cluster.results import Span
 from podium.errors import DeadlineError, WorkerDiedError
 from podium.roles.carriers import GradeNote, GradeShard
 from podium.roles.grading_handle import GraderHandle, Rewarded, group_parts, shard_of
@@ -67,7 +68,11 @@ class FakeGraders:
         self.ended: list[int] = []
         self.recovered: list[str] = []
         self.warnings: list[str] = []
+        self.spans: list[Span] = []
         self._answer = answer
+
+    def record(self, spans: Sequence[Span]) -> None:
+        self.spans += spans
 
     def requires(self, *methods: Any) -> None: ...
 
@@ -107,7 +112,7 @@ def _graded(
 
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_answers_of_all_graders_are_in_the_order_of_the_rows(count: int) -> None:
-    _, _, found = _graded(count, _draws, show=3)
+    graders, _, found = _graded(count, _draws, show=3)
 
     assert found.rewards == (0, 2)
     assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
@@ -117,6 +122,7 @@ def test_answers_of_all_graders_are_in_the_order_of_the_rows(count: int) -> None
     assert size_N[mine].tolist() == [4, 4, 6, 6, 7, 7, 9, 9][: int(mine.sum())]
     assert mine.sum() == 2 * -(-4 // min(count, 4))
     assert found.texts == ((0, "3?", "!"), (1, "3?", "!"), (2, "5?", "!"))
+    assert len({span.worker for span in graders.spans}) == len(graders.spans) == min(count, 4)
 
 
 def test_a_grader_that_dies_is_replaced_and_its_share_tried_once_more() -> None:
