@@ -160,11 +160,11 @@ class Trial:
         """Step -> value, of the steps that have it."""
         return {line.step: line.values[name] for line in self.lines if name in line.values}
 
-    def episodes(self, columns: str = "*", rest: str = "") -> list[tuple[Any, ...]]:
+    def episodes(self, columns: str = "*", rest: str = "", *, table: str = "episodes") -> list[tuple[Any, ...]]:
         """What the ledger has, in the order of ids."""
         file = sqlite3.connect(self.folder.path / "episodes.sqlite")
         try:
-            return file.execute(f"SELECT {columns} FROM episodes {rest}").fetchall()
+            return file.execute(f"SELECT {columns} FROM {table} {rest}").fetchall()
         finally:
             file.close()
 

@@ -18,6 +18,7 @@ from podium.controller.devices import Devices
 from podium.controller.episodes import training_sampling
 from podium.controller.grading import failed_as_zero, model_scores, sum_rewards, without_failed
 from podium.controller.grading_queue import GradedPart, GradingQueue
+from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.schedule_audit import ScheduleAudit
 from podium.controller.scheduler import Scheduler
@@ -102,7 +103,8 @@ class StepExecutor:
         self._scheduler = Scheduler(settings, step=state.step, version=state.version)
         self._audit = ScheduleAudit(settings, step=state.step, version=state.version)
         self._groups: dict[int, _Group] = {}
-        self._numbers: dict[int, int] = {}  # prompt index -> group
+        self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
+        self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
         self._admits: list[Admit] = []  # decided and not sent yet
         self._publishes: list[Publish] = []  # decided and not carried out yet
         self._start: StartStep | None = None
@@ -126,9 +128,22 @@ class StepExecutor:
         start, self._start = self._start, None
         return self._collect(start, step, metrics)
 
-    def commit(self, step: int, *, is_updated: bool) -> None:
-        """Tells the scheduler that a step is committed."""
+    def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
+        """Tells the scheduler that a step is committed. Returns the histories of the groups that ended with it."""
         self._tell(StepCommitted(step=step, version=step if is_updated else None))
+        return [
+            GroupRecord(
+                prompt_index=self._prompt_indices.pop(each.number),
+                step=step,
+                attempts=each.attempts,
+                admitted_version=each.admitted_version,
+                oldest_version=each.oldest,
+                newest_version=each.newest,
+                trained_version=each.trained_version,
+                void=each.void,
+            )
+            for each in self._audit.take_finished()
+        ]
 
     # --- the phases of a step ---
 
@@ -239,7 +254,7 @@ class StepExecutor:
         new = sorted({admit.group for admit in admits} - self._groups.keys())
         for number, prompt in zip(new, self._parts.prompts.take(len(new)), strict=True):
             self._groups[number] = _Group(prompt=prompt)
-            self._numbers[prompt.prompt_index] = number
+            self._numbers[prompt.prompt_index], self._prompt_indices[number] = number, prompt.prompt_index
         together: defaultdict[tuple[int, tuple[int, ...], int], list[IndexedTask]] = defaultdict(list)
         for admit in admits:
             together[int(admit.worker), admit.samples, admit.attempt].append(self._groups[admit.group].prompt)

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records every episode in one SQLite file: sampled, graded, and the step that consumed it, exactly once."""
+"""Records every episode and every group in one SQLite file: what became of it, and the step that consumed it, exactly
+once."""
 
 from __future__ import annotations
 
 import sqlite3
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from podium.data.trajectories import TrajectoryId
@@ -20,6 +21,11 @@ CREATE TABLE IF NOT EXISTS episodes (
   PRIMARY KEY (prompt_index, sample, branch, attempt)
 ) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_step ON episodes (step);
+CREATE TABLE IF NOT EXISTS groups (
+  prompt_index INTEGER PRIMARY KEY, step INTEGER NOT NULL, attempts INTEGER NOT NULL,
+  admitted_version INTEGER NOT NULL, oldest_version INTEGER NOT NULL, newest_version INTEGER NOT NULL,
+  trained_version INTEGER, void TEXT
+);
 """
 
 
@@ -39,6 +45,20 @@ class EpisodeRecord:
     reward: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRecord:
+    """The ledger's row for one group: its way through the schedule. Versions are -1 where it has no tokens."""
+
+    prompt_index: int
+    step: int  # that trained on it, or for which it was replaced
+    attempts: int
+    admitted_version: int  # of the worker that it was first given to
+    oldest_version: int  # among its tokens
+    newest_version: int
+    trained_version: int | None  # of the weights that the update began with; None: it was not trained
+    void: str | None  # why it was not trained
+
+
 class Ledger:
     """Writes the rows of a step together when the step closes, in a separate thread. Only one thread may use it at a
     time: closing the file while another thread uses it would end the process."""
@@ -56,13 +76,16 @@ class Ledger:
                 "episodes."
             ) from error
 
-    def close_step(self, records: Iterable[EpisodeRecord]) -> None:
+    def close_step(self, records: Iterable[EpisodeRecord], groups: Iterable[GroupRecord] = ()) -> None:
         """Writes the rows in one transaction. A duplicate id is an error, so no episode counts twice."""
         rows = [(*each.id, each.step, each.source, each.state, each.finish, each.version, each.tokens, each.reward)
                 for each in records]  # fmt: skip
         try:
             with self._using, self._file:
                 self._file.executemany("INSERT INTO episodes VALUES (?,?,?,?,?,?,?,?,?,?,?)", rows)
+                self._file.executemany(
+                    "INSERT INTO groups VALUES (?,?,?,?,?,?,?,?)", [astuple(each) for each in groups]
+                )
         except sqlite3.IntegrityError as error:
             raise RunFolderError(
                 f"an episode of step {rows[0][4]} is in the ledger already ({error}), so it would count twice. This is "
@@ -70,8 +93,9 @@ class Ledger:
             ) from error
 
     def rewind(self, step: int) -> int:
-        """Deletes episodes after `step`, whose weights are gone. Returns the number of deleted episodes."""
+        """Deletes episodes and groups after `step`, whose weights are gone. Returns the number of deleted episodes."""
         with self._using, self._file:
+            self._file.execute("DELETE FROM groups WHERE step > ?", (step,))
             return self._file.execute("DELETE FROM episodes WHERE step > ?", (step,)).rowcount
 
     def count(self, state: str | None = None) -> int:

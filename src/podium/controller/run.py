@@ -100,13 +100,13 @@ class OnPolicyRun(Generic[RecipeT_co]):
         state.step = step.number
         if policy is not None:
             state.version = step.number
-        self._executor.commit(step.number, is_updated=policy is not None)
+        groups = self._executor.commit(step.number, is_updated=policy is not None)
         await self._refresh_reference()
         self._adapt_kl(batch)
         try:
             await self._log.record(
                 step, batch, policy=policy, critic=critic,
-                kl_coefficient=step.kl_coefficient if kl is not None else None, metrics=metrics or {},
+                kl_coefficient=step.kl_coefficient if kl is not None else None, metrics=metrics or {}, groups=groups,
             )  # fmt: skip
         finally:  # a step that stops the run (it diverged, a logger failed) can be saved like any other
             self._resume_values = self._values_to_resume()

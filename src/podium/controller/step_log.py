@@ -6,9 +6,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
 from podium.controller.state import RunState
@@ -55,6 +56,7 @@ class StepLog:
         critic: CriticReport | None,
         kl_coefficient: float | None,
         metrics: Mapping[str, float],
+        groups: Sequence[GroupRecord],
     ) -> None:
         """Records a finished step."""
         parts, recipe = self._parts, self._parts.recipe
@@ -74,7 +76,7 @@ class StepLog:
         values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}
         await self.written()
         rows = ledger_records(step.sampled, used, step.number)
-        self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, rows))
+        self._writing = asyncio.create_task(asyncio.to_thread(parts.ledger.close_step, rows, groups))
         parts.log.skipped_rows(step.number, parts.prompts.take_skipped())
         for note in parts.prompts.notes if step.number == 1 else ():
             parts.log.console.note(note)

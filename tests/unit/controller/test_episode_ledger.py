@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from podium.controller.ledger import EpisodeRecord, Ledger
+from podium.controller.ledger import EpisodeRecord, GroupRecord, Ledger
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RunFolderError
 
@@ -69,6 +69,22 @@ def test_another_attempt_at_an_episode_is_another_trajectory(ledger: Ledger) -> 
     ledger.close_step([_record(0), _record(0, attempt=1)])
 
     assert ledger.count() == 2
+
+
+def _group(draw: int, *, step: int) -> GroupRecord:
+    return GroupRecord(
+        prompt_index=draw, step=step, attempts=1, admitted_version=0, oldest_version=0, newest_version=0,
+        trained_version=0, void=None,
+    )  # fmt: skip
+
+
+def test_a_group_is_trained_once_and_may_come_again_when_its_step_is_undone(ledger: Ledger) -> None:
+    ledger.close_step([_record(0)], [_group(0, step=1)])
+    with pytest.raises(RunFolderError):
+        ledger.close_step([_record(5, step=2)], [_group(0, step=2)])
+    assert ledger.count() == 1  # all of a step, or nothing
+    ledger.rewind(0)
+    ledger.close_step([_record(0)], [_group(0, step=1)])
 
 
 def test_rewinding_forgets_later_steps_which_may_then_come_again(ledger: Ledger) -> None:

@@ -117,3 +117,18 @@ def test_a_worker_is_given_a_quarter_more_than_it_runs(tmp_path: Path, monkeypat
     given = [entry[2] for entry in trial.bandit.calls("generate")]
     assert given[0] == (0, 1)
     assert sorted(index for indices in given for index in indices) == [0, 1, 2, 3]
+
+
+def test_the_ledger_has_the_history_of_every_group(tmp_path: Path) -> None:
+    is_right = lambda id, chance: id.prompt_index == 1 or id.sample % 2 == 0  # noqa: E731
+    trial = Trial(tmp_path, "steps=2", "algorithm.dynamic_sampling=true", bandit=Bandit(is_right=is_right))
+    trial.run()
+
+    columns = "prompt_index, step, attempts, oldest_version, newest_version, trained_version, void"
+    rows = trial.episodes(columns, "ORDER BY prompt_index", table="groups")
+    # Prompt 1 has equal rewards and is replaced by prompt 4; the weights of step 1 are version 1.
+    assert rows[:5] == [
+        (0, 1, 1, 0, 0, 0, None), (1, 1, 1, 0, 0, None, "uniform"), (2, 1, 1, 0, 0, 0, None), (3, 1, 1, 0, 0, 0, None),
+        (4, 1, 1, 0, 0, 0, None),
+    ]  # fmt: skip
+    assert rows[5:] == [(number, 2, 1, 1, 1, 1, None) for number in range(5, 9)]
