@@ -16,12 +16,12 @@ import statistics
 import time
 
 from podium.controller.schedule_audit import ScheduleAudit
-from podium.controller.scheduler import Scheduler
+from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Admit,
     EpisodeEnded,
     Event,
-    Grade,
+    GradeGroup,
     GroupGraded,
     Publish,
     ScheduleSettings,
@@ -37,7 +37,7 @@ class Timed:
     """Tells events to a scheduler under audit and keeps what each took."""
 
     def __init__(self, settings: ScheduleSettings) -> None:
-        self.scheduler, self.audit = Scheduler(settings), ScheduleAudit(settings)
+        self.scheduler, self.audit = GroupScheduler(settings), ScheduleAudit(settings)
         self.decide_s: dict[str, list[float]] = {}
         self.audit_s: list[float] = []
         self.num_running = self.most_running = 0
@@ -76,7 +76,7 @@ def run(devices: int, episodes: int, samples: int, staleness: int, steps: int) -
                             oldest=versions[action.worker], newest=versions[action.worker],
                         )  # fmt: skip
                         heapq.heappush(later, (now + rng.lognormvariate(0.0, 1.0), next(ticks), ended))
-                case Grade():
+                case GradeGroup():
                     graded = GroupGraded(group=action.group, is_uniform=False)
                     heapq.heappush(later, (now, next(ticks), graded))
                 case StartStep():

@@ -11,14 +11,14 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
-from podium.controller.scheduler import Scheduler
+from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
-    End,
+    EndRun,
     EpisodeEnded,
     Event,
-    Grade,
+    GradeGroup,
     GroupGraded,
     Publish,
     ScheduleSettings,
@@ -78,7 +78,7 @@ class World:
     settings: ScheduleSettings
     costs: Costs
     lanes: tuple[int, ...]
-    scheduler: Scheduler
+    scheduler: GroupScheduler
     audit: ScheduleAudit | None
     version: int = 0
     stop_after: int | None = None
@@ -132,7 +132,7 @@ class World:
                 engine = self.engines[action.worker]
                 engine.waiting.extend(Sequence(action.group, action.attempt, sample) for sample in action.samples)
                 self._fill(engine)
-            case Grade():
+            case GradeGroup():
                 self._after(costs.grade_s * rng.random() * 2, "graded", action.group)
             case StartStep():
                 self.steps.append(action)
@@ -142,7 +142,7 @@ class World:
             case Void():
                 if action.reason == "stopped":
                     self.stopped.append(action.group)
-            case End():
+            case EndRun():
                 self.ended = True
 
     def _fill(self, engine: Engine) -> None:
@@ -204,7 +204,8 @@ class World:
 
 
 def world_of(
-    settings: ScheduleSettings, costs: Costs, lanes: tuple[int, ...], *, scheduler: type[Scheduler] = Scheduler,
+    settings: ScheduleSettings, costs: Costs, lanes: tuple[int, ...], *,
+    scheduler: type[GroupScheduler] = GroupScheduler,
     audited: bool = True, stop_after: int | None = None,
 ) -> World:  # fmt: skip
     """A world at the beginning of a run."""

@@ -21,7 +21,7 @@ from podium.controller.grading_queue import GradedPart, GradingQueue
 from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.schedule_audit import ScheduleAudit
-from podium.controller.scheduler import Scheduler
+from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
@@ -100,7 +100,7 @@ class StepExecutor:
     def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
         self._parts, self._devices, self._state = parts, devices, state
         self._settings = settings = schedule_settings(parts.recipe)
-        self._scheduler = Scheduler(settings, step=state.step, version=state.version)
+        self._scheduler = GroupScheduler(settings, step=state.step, version=state.version)
         self._audit = ScheduleAudit(settings, step=state.step, version=state.version)
         self._groups: dict[int, _Group] = {}
         self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins

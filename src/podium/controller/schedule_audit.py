@@ -14,10 +14,10 @@ from typing import Literal, Never, assert_never
 from podium.controller.scheduling import (
     Action,
     Admit,
-    End,
+    EndRun,
     EpisodeEnded,
     Event,
-    Grade,
+    GradeGroup,
     GroupGraded,
     GroupState,
     Publish,
@@ -203,7 +203,7 @@ class ScheduleAudit:
         match action:
             case Admit():
                 self._admit(action, event)
-            case Grade():
+            case GradeGroup():
                 group = self._live(action.group, event)
                 if group.state != "complete":
                     self._broken("conservation", f"it is {group.state} and is to be graded", event, group)
@@ -222,7 +222,7 @@ class ScheduleAudit:
                     self._broken("no silent bias", f"it is void as {action.reason}, and it is not", event, group)
                 self._move(group, "void", action)
                 self._finish(group, void=action.reason)
-            case End():
+            case EndRun():
                 if self._groups:
                     group = next(iter(self._groups.values()))
                     self._broken("conservation", "the run ends and this group has no end", event, group)

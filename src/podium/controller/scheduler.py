@@ -22,10 +22,10 @@ from typing import assert_never
 from podium.controller.scheduling import (
     Action,
     Admit,
-    End,
+    EndRun,
     EpisodeEnded,
     Event,
-    Grade,
+    GradeGroup,
     GroupGraded,
     Publish,
     ScheduleSettings,
@@ -68,7 +68,7 @@ class _Worker:
         return len(self.running) / self.lanes
 
 
-class Scheduler:
+class GroupScheduler:
     """The state of a schedule, and `decide`, which advances it. `reoffered`: groups of an earlier start of the run that
     no committed step has trained on; their prompts come first."""
 
@@ -161,7 +161,7 @@ class Scheduler:
         if not worker.running:
             self._to_publish[worker.name] = None  # for `finish`
         if not group.missing:
-            yield Grade(group=group.number)
+            yield GradeGroup(group=group.number)
 
     def _end_grading(self, event: GroupGraded) -> Iterator[Action]:
         group = self._groups[event.group]
@@ -220,7 +220,7 @@ class Scheduler:
             self._has_ended = True
             yield from (Void(group=number, reason="stopped") for number in sorted(self._groups))
             self._groups.clear()
-            yield End()
+            yield EndRun()
             return
         step, num_most = self._started + 1, self._settings.groups_per_step
         if self._num_graded < num_most - self._num_short or not self._leaves_room(step):

@@ -124,7 +124,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grade:
+class GradeGroup:
     """All episodes of a group have ended."""
 
     group: int
@@ -156,8 +156,8 @@ class Void:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class End:
+class EndRun:
     """There is no further step for the program."""
 
 
-Action = Admit | Grade | StartStep | Publish | Void | End
+Action = Admit | GradeGroup | StartStep | Publish | Void | EndRun

@@ -11,7 +11,7 @@ import pytest
 
 from helpers.schedules import Costs, Sequence, World, world_of
 from podium.controller.schedule_audit import ScheduleAudit
-from podium.controller.scheduler import Scheduler
+from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     EpisodeEnded,
@@ -93,7 +93,7 @@ def test_nothing_is_lost_or_trained_twice_over_a_stop_and_a_resume() -> None:
         settings = first.settings
         second = World(
             settings, first.costs, first.lanes,
-            Scheduler(settings, step=1, version=1, next_group=follows, reoffered=left),
+            GroupScheduler(settings, step=1, version=1, next_group=follows, reoffered=left),
             ScheduleAudit(settings, step=1, version=1, reoffered=left), version=1,
         ).run()  # fmt: skip
         before = {number for step in first.steps for number in step.groups}
@@ -111,7 +111,7 @@ def test_nothing_is_lost_or_trained_twice_over_a_stop_and_a_resume() -> None:
 ASYNC = ScheduleSettings(steps=8, groups_per_step=3, samples=2, staleness=1, on_new_weights="keep")
 
 
-class _TrainsTwice(Scheduler):
+class _TrainsTwice(GroupScheduler):
     """Starts every second step with a group of the step before."""
 
     last: tuple[int, ...] = ()
@@ -125,7 +125,7 @@ class _TrainsTwice(Scheduler):
             yield action
 
 
-class _Forgets(Scheduler):
+class _Forgets(GroupScheduler):
     """Forgets a group that has finished, as a queue that is emptied would."""
 
     def _start_step(self) -> Iterator[Action]:
@@ -135,7 +135,7 @@ class _Forgets(Scheduler):
             yield action
 
 
-class _AdmitsTooMuch(Scheduler):
+class _AdmitsTooMuch(GroupScheduler):
     """Fills all lanes, whatever the bound says."""
 
     def _has_room(self, deadline: int) -> bool:
@@ -145,7 +145,7 @@ class _AdmitsTooMuch(Scheduler):
         return True
 
 
-class _DropsTheSlow(Scheduler):
+class _DropsTheSlow(GroupScheduler):
     """Voids what has not finished when a step starts."""
 
     def _start_step(self) -> Iterator[Action]:
@@ -155,12 +155,12 @@ class _DropsTheSlow(Scheduler):
                 yield Void(group=min(self._groups), reason="uniform")
 
 
-class _DoesNotWaitForAcknowledgements(Scheduler):
+class _DoesNotWaitForAcknowledgements(GroupScheduler):
     def _is_acknowledged(self, group: object) -> bool:
         return True
 
 
-class _PublishesUnderFinish(Scheduler):
+class _PublishesUnderFinish(GroupScheduler):
     def _publish(self) -> Iterator[Action]:
         for worker in self._workers.values():
             if worker.sent == worker.version < self._version:
@@ -168,14 +168,14 @@ class _PublishesUnderFinish(Scheduler):
                 yield Publish(version=self._version, worker=worker.name)
 
 
-class _RunsAhead(Scheduler):
+class _RunsAhead(GroupScheduler):
     """Generates during the update at staleness 0."""
 
     def _deadline(self, version: int) -> int:
         return super()._deadline(version) + (self._started > self._committed)
 
 
-def _world(settings: ScheduleSettings, scheduler: type[Scheduler], seed: int, **costs: float) -> World:
+def _world(settings: ScheduleSettings, scheduler: type[GroupScheduler], seed: int, **costs: float) -> World:
     return world_of(settings, Costs(random.Random(seed), **costs), (2, 3), scheduler=scheduler, stop_after=6)
 
 
@@ -197,7 +197,7 @@ def _world(settings: ScheduleSettings, scheduler: type[Scheduler], seed: int, **
     ],
 )
 def test_a_scheduler_that_breaks_an_invariant_is_caught(
-    invariant: str, scheduler: type[Scheduler], settings: ScheduleSettings, costs: dict[str, float]
+    invariant: str, scheduler: type[GroupScheduler], settings: ScheduleSettings, costs: dict[str, float]
 ) -> None:
     reports = [_report(_world(settings, scheduler, seed, **costs)) for seed in range(20)]
     assert sum(f"invariant: {invariant}" in report for report in reports) >= 15
@@ -226,7 +226,7 @@ def test_a_version_that_did_not_sample_the_token_is_caught() -> None:
     """AReaL #1569: tokens had the version at the end of the request. Here the learner's version is stamped before the
     worker has it."""
     world = _MislabelledEngine(
-        ASYNC, Costs(random.Random(0), publish_s=3.0), (2, 3), Scheduler(ASYNC), ScheduleAudit(ASYNC)
+        ASYNC, Costs(random.Random(0), publish_s=3.0), (2, 3), GroupScheduler(ASYNC), ScheduleAudit(ASYNC)
     )
     with pytest.raises(InvariantError, match="invariant: versions"):
         world.run()
@@ -234,7 +234,7 @@ def test_a_version_that_did_not_sample_the_token_is_caught() -> None:
 
 def test_the_report_names_the_group_its_history_and_the_event() -> None:
     settings = ScheduleSettings(steps=4, groups_per_step=1, samples=1, staleness=0)
-    scheduler, audit = Scheduler(settings), ScheduleAudit(settings)
+    scheduler, audit = GroupScheduler(settings), ScheduleAudit(settings)
 
     def tell(event: Event) -> None:
         audit.observe(event, scheduler.decide(event))
@@ -259,6 +259,6 @@ def test_the_report_names_the_group_its_history_and_the_event() -> None:
 def test_an_event_that_cannot_be_is_refused(wrong: Event) -> None:
     settings = ScheduleSettings(steps=4, groups_per_step=1, samples=1)
     audit, joined = ScheduleAudit(settings), WorkerJoined(worker="a", lanes=1, version=0)
-    audit.observe(joined, Scheduler(settings).decide(joined))
+    audit.observe(joined, GroupScheduler(settings).decide(joined))
     with pytest.raises(InvariantError):
         audit.observe(wrong, [])

@@ -9,14 +9,14 @@ import pytest
 
 from helpers.schedules import Costs, World, world_of
 from podium.controller.schedule_audit import ScheduleAudit
-from podium.controller.scheduler import Scheduler
+from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
-    End,
+    EndRun,
     EpisodeEnded,
     Event,
-    Grade,
+    GradeGroup,
     GroupGraded,
     Publish,
     ScheduleSettings,
@@ -35,7 +35,7 @@ class Told:
     """A scheduler under audit, told events one by one."""
 
     def __init__(self, settings: ScheduleSettings, **begin: int) -> None:
-        self.scheduler, self.audit = Scheduler(settings, **begin), ScheduleAudit(settings)
+        self.scheduler, self.audit = GroupScheduler(settings, **begin), ScheduleAudit(settings)
 
     def __call__(self, event: Event) -> list[Action]:
         actions = self.scheduler.decide(event)
@@ -54,7 +54,7 @@ class Told:
         """Ends and grades these groups of one sample each."""
         actions: list[Action] = []
         for group in groups:
-            assert self.ends(group, version=version, worker=worker)[0] == Grade(group=group)
+            assert self.ends(group, version=version, worker=worker)[0] == GradeGroup(group=group)
             actions += self(GroupGraded(group=group, is_uniform=False))
         return actions
 
@@ -77,7 +77,7 @@ def test_at_staleness_0_nothing_is_generated_between_the_start_of_a_step_and_its
     assert _admitted(told(WeightsInstalled(worker="a", version=1))) == [(2, "a"), (3, "a")]
     assert told.trains(2, 3, version=1) == [StartStep(step=2, groups=(2, 3), voided=())]
     assert told(StepCommitted(step=2, version=2)) == []
-    assert told(StepRequested()) == [End()]
+    assert told(StepRequested()) == [EndRun()]
     assert told.audit.counts == {"trained": 4}
 
 
@@ -120,7 +120,7 @@ def test_with_finish_a_worker_ends_its_sequences_before_it_gets_new_weights() ->
     told(StepRequested())
     told.trains(0)
     assert told(StepCommitted(step=1, version=1)) == []
-    assert told.ends(1) == [Grade(group=1), Publish(version=1, worker="a")]
+    assert told.ends(1) == [GradeGroup(group=1), Publish(version=1, worker="a")]
 
 
 def test_a_lost_workers_episodes_run_elsewhere_and_ended_ones_are_kept() -> None:
@@ -130,7 +130,7 @@ def test_a_lost_workers_episodes_run_elsewhere_and_ended_ones_are_kept() -> None
     assert told(WorkerLost(worker="a")) == []
     assert told(WorkerJoined(worker="b", lanes=2, version=0)) == [Admit(group=0, attempt=1, samples=(0,), worker="b")]
     assert told.ends(0, 0) == []  # what the lost worker sent arrives late
-    assert told.ends(0, 0, attempt=1, worker="b") == [Grade(group=0)]
+    assert told.ends(0, 0, attempt=1, worker="b") == [GradeGroup(group=0)]
 
 
 def test_dynamic_sampling_replaces_uniform_groups_as_they_come() -> None:
@@ -160,9 +160,9 @@ def test_a_stop_ends_after_the_step_and_offers_what_is_left_at_the_next_start() 
     live, following = told.scheduler.live_groups, told.scheduler.next_group
     assert (live, following) == ((0,), 2)
     told(StopRequested())
-    assert told(StepRequested()) == [Void(group=0, reason="stopped"), End()]
+    assert told(StepRequested()) == [Void(group=0, reason="stopped"), EndRun()]
 
-    again = Scheduler(settings, step=1, version=1, next_group=following, reoffered=live)
+    again = GroupScheduler(settings, step=1, version=1, next_group=following, reoffered=live)
     assert _admitted(again.decide(WorkerJoined(worker="a", lanes=8, version=1))) == [(0, "a"), (2, "a")]
 
 
@@ -173,7 +173,7 @@ def test_capacity_after_a_resume_is_capacity_before_it(staleness: int) -> None:
     settings = ScheduleSettings(
         steps=99, groups_per_step=3, samples=1, staleness=staleness, on_new_weights="keep"
     )  # fmt: skip
-    fresh, resumed = Scheduler(settings), Scheduler(settings, step=50, version=50, next_group=150)
+    fresh, resumed = GroupScheduler(settings), GroupScheduler(settings, step=50, version=50, next_group=150)
     for scheduler, version in ((fresh, 0), (resumed, 50)):
         actions = scheduler.decide(WorkerJoined(worker="a", lanes=1000, version=version))
         assert len(_admitted(actions)) == 3 * (staleness + 1)

@@ -93,7 +93,7 @@ def test_every_decision_of_a_run_is_audited(tmp_path: Path, monkeypatch: pytest.
 
     assert seen == {
         "WorkerJoined": 1, "StepRequested": 3, "EpisodeEnded": 48, "GroupGraded": 12, "StepCommitted": 3,
-        "WeightsInstalled": 2, "Admit": 12, "Grade": 12, "StartStep": 3, "Publish": 2,
+        "WeightsInstalled": 2, "Admit": 12, "GradeGroup": 12, "StartStep": 3, "Publish": 2,
     }  # fmt: skip
 
 
