@@ -5,7 +5,7 @@
 
 Tiny Qwen3 on CPU, two workers on Ray, 8 prompts x 8 samples. Answers have log-normal lengths (sigma 1, at most 16 times
 the median), the same on both sides: the generator ends each at its given length, and the learning rate changes no
-weight. The reward takes 0.3 s a call and has 8 graders. The figure is the median over the timed steps of all turns."""
+weight. The reward takes 0.3 s a call and has 4 graders. The figure is the median over the timed steps of all turns."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _recipe(task: Task, scratch: str) -> podium.Recipe:
                 "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": CAP * MEDIAN,
             },
             "reward": [{"function": f"{HERE / 'overlap_task.py'}:slow_reward"}],
-            "grading": {"workers": 8},
+            "grading": {"workers": 4},
             # Weights stay as they are, so that both sides sample the same tokens in every step.
             "optimizer": {"lr": 1e-12, "clip_norm": 1.0},
             "steps": task.steps,

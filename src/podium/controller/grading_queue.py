@@ -30,7 +30,8 @@ class GradingQueue:
     def __init__(self, grader: GraderHandle, deliver: Callable[[GradedPart | Exception], None]) -> None:
         self._grader, self._deliver = grader, deliver
         self._waiting: list[Rollouts] = []
-        self._open = [0] * grader.num_graders
+        self._open = [0] * grader.num_graders  # batches of each grader
+        self._num_open = [0] * grader.num_graders  # and their episodes
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -53,12 +54,14 @@ class GradingQueue:
     def _send(self) -> None:
         """Shares what waits among the graders that have room."""
         while self._waiting and min(self._open) < _MOST_OPEN:
-            rank = self._open.index(min(self._open))
-            num_free = sum(count < _MOST_OPEN for count in self._open)
-            share = -(-len(self._waiting) // num_free)
+            free = [rank for rank, count in enumerate(self._open) if count < _MOST_OPEN]
+            rank = min(free, key=lambda each: self._num_open[each])
+            share = -(-len(self._waiting) // len(self._open))  # also for graders that have no room yet
             parts, self._waiting = self._waiting[:share], self._waiting[share:]
+            rollouts = Rollouts.join(parts)
             self._open[rank] += 1
-            task = asyncio.create_task(self._grade(rank, Rollouts.join(parts)))
+            self._num_open[rank] += len(rollouts)
+            task = asyncio.create_task(self._grade(rank, rollouts))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -69,5 +72,6 @@ class GradingQueue:
         except Exception as error:
             result = error
         self._open[rank] -= 1
+        self._num_open[rank] -= len(rollouts)
         self._send()
         self._deliver(result)  # last: who waits for it may look whether more is to come

@@ -60,12 +60,12 @@ class _Worker:
     version: int  # acknowledged
     sent: int  # the last version that it was told to install
     running: set[tuple[int, int]] = field(default_factory=set)  # (group, sample)
+    share: int = 0  # most episodes that it is given: its lanes, or its part of all that may run
 
     @property
     def load(self) -> float:
-        """Its episodes as a share of its lanes. Below 1, a further group keeps it busy; what exceeds its lanes waits
-        in its queue."""
-        return len(self.running) / self.lanes
+        """Its episodes as part of its share. Below 1 it gets a further group; what exceeds its lanes waits there."""
+        return len(self.running) / self.share
 
 
 class GroupScheduler:
@@ -93,7 +93,7 @@ class GroupScheduler:
         self._voided: list[int] = []  # since the last step
         self._num_replaced = 0  # of them
         self._num_short = 0  # uniform groups that were not replaced: the next step has fewer groups
-        self._is_requested = self._is_stopping = self._has_ended = False
+        self._has_begun = self._is_requested = self._is_stopping = self._has_ended = False
 
     @property
     def live_groups(self) -> tuple[int, ...]:
@@ -119,7 +119,7 @@ class GroupScheduler:
             case GroupGraded():
                 actions += self._end_grading(event)
             case StepRequested():
-                self._is_requested = True
+                self._has_begun = self._is_requested = True
             case StepCommitted():
                 self._commit(event)
             case WeightsInstalled():
@@ -139,7 +139,7 @@ class GroupScheduler:
         worker = _Worker(name=event.worker, lanes=event.lanes, version=event.version, sent=event.version)
         self._workers[event.worker] = worker
         self._to_publish[event.worker] = None
-        self._may_take(worker)
+        self._deal_shares()
 
     def _lose(self, event: WorkerLost) -> None:
         """Its running groups wait for another worker. Episodes that have ended stay."""
@@ -147,8 +147,7 @@ class GroupScheduler:
         for number in sorted({number for number, _ in worker.running}) if worker is not None else ():
             self._groups[number].attempt += 1
             heapq.heappush(self._offered, number)
-        for other in self._workers.values():
-            self._may_take(other)
+        self._deal_shares()
 
     def _end_episode(self, event: EpisodeEnded) -> Iterator[Action]:
         worker, group = self._workers.get(event.worker), self._groups.get(event.group)
@@ -236,8 +235,9 @@ class GroupScheduler:
         yield StartStep(step=step, groups=tuple(sorted(numbers)), voided=voided)
 
     def _admit(self) -> Iterator[Action]:
-        """Gives groups to the workers with the lowest load, while they have lanes and the deadlines have room."""
-        if self._is_over or self._is_stopping:
+        """Gives groups to the workers with the lowest load, while they have lanes and the deadlines have room. Nothing
+        is given out before the first step is requested: the workers that are there at the start all get a part."""
+        if self._is_over or self._is_stopping or not self._has_begun:
             return
         while self._free and self._has_group():
             load, name = heapq.heappop(self._free)
@@ -256,6 +256,14 @@ class GroupScheduler:
 
     def _new_group(self, number: int) -> _Group:
         return _Group(number=number, missing=set(range(self._settings.samples)))
+
+    def _deal_shares(self) -> None:
+        """Workers get new weights one after the other. The first one must not take all groups that have room then."""
+        settings, num_workers = self._settings, max(1, len(self._workers))
+        most_groups = settings.groups_per_step * (settings.staleness + 1)
+        for worker in self._workers.values():
+            worker.share = min(worker.lanes, -(-most_groups // num_workers) * settings.samples)
+            self._may_take(worker)
 
     def _may_take(self, worker: _Worker) -> None:
         """Puts a worker among those that may get a group."""

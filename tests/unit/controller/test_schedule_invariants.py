@@ -20,6 +20,7 @@ from podium.controller.scheduling import (
     ScheduleSettings,
     StartStep,
     StepCommitted,
+    StepRequested,
     Void,
     WeightsInstalled,
     WorkerJoined,
@@ -240,6 +241,7 @@ def test_the_report_names_the_group_its_history_and_the_event() -> None:
         audit.observe(event, scheduler.decide(event))
 
     tell(WorkerJoined(worker="a", lanes=1, version=0))
+    tell(StepRequested())
     with pytest.raises(InvariantError) as caught:
         tell(EpisodeEnded(group=0, attempt=0, sample=0, worker="a", oldest=3, newest=3))
     report = str(caught.value)
@@ -258,7 +260,8 @@ def test_the_report_names_the_group_its_history_and_the_event() -> None:
 )
 def test_an_event_that_cannot_be_is_refused(wrong: Event) -> None:
     settings = ScheduleSettings(steps=4, groups_per_step=1, samples=1)
-    audit, joined = ScheduleAudit(settings), WorkerJoined(worker="a", lanes=1, version=0)
-    audit.observe(joined, GroupScheduler(settings).decide(joined))
+    audit, scheduler = ScheduleAudit(settings), GroupScheduler(settings)
+    for event in (WorkerJoined(worker="a", lanes=1, version=0), StepRequested()):
+        audit.observe(event, scheduler.decide(event))
     with pytest.raises(InvariantError):
         audit.observe(wrong, [])

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -69,8 +70,8 @@ def _steps(actions: list[Action]) -> list[StartStep]:
 
 def test_at_staleness_0_nothing_is_generated_between_the_start_of_a_step_and_its_new_weights() -> None:
     told = Told(ScheduleSettings(steps=2, groups_per_step=2, samples=1))
-    assert _admitted(told(WorkerJoined(worker="a", lanes=8, version=0))) == [(0, "a"), (1, "a")]
-    assert told(StepRequested()) == []
+    assert told(WorkerJoined(worker="a", lanes=8, version=0)) == []
+    assert _admitted(told(StepRequested())) == [(0, "a"), (1, "a")]
     assert told.trains(1, 0) == [StartStep(step=1, groups=(0, 1), voided=())]
     assert told(StepCommitted(step=1, version=1)) == [Publish(version=1, worker="a")]
     assert told(StepRequested()) == []
@@ -91,9 +92,9 @@ def test_a_step_without_an_update_needs_no_new_weights() -> None:
 
 def test_staleness_1_admits_the_next_step_while_the_first_is_trained() -> None:
     told = Told(ScheduleSettings(steps=9, groups_per_step=2, samples=1, staleness=1, on_new_weights="keep"))
+    told(WorkerJoined(worker="a", lanes=8, version=0))
     # Version 0 may be trained by steps 1 and 2, so 4 groups may begin on it.
-    assert _admitted(told(WorkerJoined(worker="a", lanes=8, version=0))) == [(n, "a") for n in range(4)]
-    told(StepRequested())
+    assert _admitted(told(StepRequested())) == [(n, "a") for n in range(4)]
     # The first two that finish make the first step, whatever their place in the data.
     assert _steps(told.trains(3, 1)) == [StartStep(step=1, groups=(1, 3), voided=())]
     actions = told(StepCommitted(step=1, version=1))
@@ -108,10 +109,23 @@ def test_staleness_1_admits_the_next_step_while_the_first_is_trained() -> None:
 
 def test_a_worker_gets_a_group_when_a_lane_is_free() -> None:
     told = Told(ScheduleSettings(steps=1, groups_per_step=4, samples=2))
-    assert _admitted(told(WorkerJoined(worker="a", lanes=2, version=0))) == [(0, "a")]
-    assert _admitted(told(WorkerJoined(worker="b", lanes=4, version=0))) == [(1, "b"), (2, "b")]
+    told(WorkerJoined(worker="a", lanes=2, version=0))
+    told(WorkerJoined(worker="b", lanes=4, version=0))
+    assert _admitted(told(StepRequested())) == [(0, "a"), (1, "b"), (2, "b")]
     assert _admitted(told.ends(2, 0, worker="b")) == [(3, "b")]  # a lane, not a whole group, is free
     assert _admitted(told.ends(0, 0)) == []  # the step has all its groups
+
+
+def test_the_first_worker_with_new_weights_does_not_take_everything() -> None:
+    told = Told(ScheduleSettings(steps=9, groups_per_step=5, samples=1))
+    told(WorkerJoined(worker="a", lanes=100, version=0))
+    told(WorkerJoined(worker="b", lanes=100, version=0))
+    assert Counter(worker for _, worker in _admitted(told(StepRequested()))) == {"a": 3, "b": 2}
+    for group in range(5):
+        told.trains(group, worker="ab"[group % 2])
+    told(StepCommitted(step=1, version=1))
+    assert len(_admitted(told(WeightsInstalled(worker="a", version=1)))) == 3
+    assert len(_admitted(told(WeightsInstalled(worker="b", version=1)))) == 2
 
 
 def test_with_finish_a_worker_ends_its_sequences_before_it_gets_new_weights() -> None:
@@ -126,6 +140,7 @@ def test_with_finish_a_worker_ends_its_sequences_before_it_gets_new_weights() ->
 def test_a_lost_workers_episodes_run_elsewhere_and_ended_ones_are_kept() -> None:
     told = Told(ScheduleSettings(steps=1, groups_per_step=1, samples=2))
     told(WorkerJoined(worker="a", lanes=2, version=0))
+    told(StepRequested())
     told.ends(0, 1)
     assert told(WorkerLost(worker="a")) == []
     assert told(WorkerJoined(worker="b", lanes=2, version=0)) == [Admit(group=0, attempt=1, samples=(0,), worker="b")]
@@ -163,7 +178,8 @@ def test_a_stop_ends_after_the_step_and_offers_what_is_left_at_the_next_start() 
     assert told(StepRequested()) == [Void(group=0, reason="stopped"), EndRun()]
 
     again = GroupScheduler(settings, step=1, version=1, next_group=following, reoffered=live)
-    assert _admitted(again.decide(WorkerJoined(worker="a", lanes=8, version=1))) == [(0, "a"), (2, "a")]
+    again.decide(WorkerJoined(worker="a", lanes=8, version=1))
+    assert _admitted(again.decide(StepRequested())) == [(0, "a"), (2, "a")]
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -175,8 +191,8 @@ def test_capacity_after_a_resume_is_capacity_before_it(staleness: int) -> None:
     )  # fmt: skip
     fresh, resumed = GroupScheduler(settings), GroupScheduler(settings, step=50, version=50, next_group=150)
     for scheduler, version in ((fresh, 0), (resumed, 50)):
-        actions = scheduler.decide(WorkerJoined(worker="a", lanes=1000, version=version))
-        assert len(_admitted(actions)) == 3 * (staleness + 1)
+        scheduler.decide(WorkerJoined(worker="a", lanes=1000, version=version))
+        assert len(_admitted(scheduler.decide(StepRequested()))) == 3 * (staleness + 1)
 
 
 def test_no_finished_group_is_dropped() -> None:
