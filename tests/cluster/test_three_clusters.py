@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from helpers.clusters import drain, one_role
-from helpers.roles import Request, ids, make_block
+from helpers.roles import Batch, Request, ids, make_block
 from podium.cluster import (
     Cluster,
     Computed,
@@ -31,6 +31,7 @@ from podium.cluster import (
     run_virtual,
     stored_rows,
 )
+from podium.cluster.objects import InlineStored
 from podium.data.trajectories import TrajectoryBlock
 from podium.errors import ClusterError, DeadlineError, RoleError, WorkerDiedError
 
@@ -76,6 +77,11 @@ class Waiter:
 
     def stop(self) -> None:
         self._stop = True
+
+    def tokens_of(self, batch: Batch) -> int:
+        """Reads rows on a control thread. They came with the call."""
+        assert all(isinstance(piece, InlineStored) for piece in batch.block.pieces)
+        return int(batch.block.read().lengths_N.sum())
 
     async def ask(self, rank: int) -> int:
         """Asks another role's worker directly, over a channel."""
@@ -160,6 +166,21 @@ def test_blocks_of_a_stream_come_one_by_one_and_can_be_read(kind: Kind) -> None:
         rows = stored_rows(blocks)
         assert rows.ids.same_as(ids(range(5)))
         assert rows.read().ids.same_as(ids(range(5)))
+
+    run(kind, body)
+
+
+def test_many_control_calls_read_the_same_rows_at_the_same_time(kind: Kind) -> None:
+    """Ray 2.60 loses a value where one thread of a worker drops a reference while another gets it: 1 read in 1,000
+    waited forever."""
+
+    async def body(workers: Workers) -> None:
+        group = workers.role("waiter", Waiter)
+        for _ in range(12):
+            blocks = [block async for block in group.stream_one(0, Waiter.generate, Request(ids=ids(range(4))), 0.0)]
+            batches = [Batch(block=stored_rows([block])) for block in blocks for _ in range(8)]
+            tokens = await asyncio.gather(*(group.control_one(1, Waiter.tokens_of, batch) for batch in batches))
+            assert [answer.value for answer in tokens] == [int(batch.block.lengths_N.sum()) for batch in batches]
 
     run(kind, body)
 

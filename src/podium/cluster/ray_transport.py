@@ -26,15 +26,14 @@ from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Wherea
 from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
+from podium.cluster.ray_arguments import RayStored, pack
 from podium.cluster.ray_compat import available_resources_per_node, death_reason
-from podium.cluster.transport import BundlePlace, ByReference, GoneError
+from podium.cluster.transport import BundlePlace, GoneError
 from podium.cluster.worker import Worker
 from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
 
 Value = TypeVar("Value")
 
-# Longest wait for an object from another node.
-_FETCH_S = 120.0
 _DEATHS = (
     ray.exceptions.RayActorError,
     ray.exceptions.WorkerCrashedError,
@@ -305,8 +304,9 @@ class RayProcess:
 
     async def _blocks(self, items: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         while True:
-            reply = await self._answer(await self._next(items))
+            # A reply shows that its rows, which were sent before, have come whole.
             rows = RayStored(await self._next(items))
+            reply = await self._answer(await self._next(items))
             yield reply, rows
             if reply.last:
                 return
@@ -402,8 +402,8 @@ def _got_at_once(refs: list[Any]) -> list[Any] | None:
 
 def _sent(method: Any, call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     try:
-        by_name = dict(zip(named, _references(tuple(named.values())), strict=True))
-        return method.remote(call, *_references(arguments), **by_name)
+        packed, references = pack(arguments, named)
+        return method.remote(call, packed, *references)
     except (TypeError, pickle.PicklingError):
         what = f"{call.role}.{call.method}" if isinstance(call, Invoke) else type(call).__name__.lower()
         bad = [f"number {at}" for at, value in enumerate(arguments) if not _travels(value)]
@@ -417,53 +417,7 @@ def _sent(method: Any, call: Call, arguments: tuple[Any, ...], named: dict[str, 
 
 def _travels(value: Any) -> bool:
     try:
-        ray.cloudpickle.dumps(value)
+        pack((value,), {})
     except Exception:
         return False
     return True
-
-
-def _references(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Ray fetches an argument that is itself a reference before it calls the method."""
-    return tuple(_reference(each.stored) if isinstance(each, ByReference) else each for each in arguments)
-
-
-def _reference(stored: Stored[Any]) -> Any:
-    assert isinstance(stored, RayStored)
-    return stored.reference()
-
-
-class RayStored(Stored[Any]):
-    """An object of Ray's store, owned by the calling process: it outlives the worker that created it."""
-
-    def __init__(self, ref: Any) -> None:
-        self._ref = ref
-        self._gone = ""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RayStored, (self.reference(),)
-
-    def reference(self) -> Any:
-        """Ray's reference; a StoreError after the object was freed."""
-        if self._ref is None:
-            raise StoreError(
-                f"a stored object cannot be used: {self._gone}. Use it before, or let a later step hold it."
-            )
-        if not ray.is_initialized():
-            raise StoreError("a stored object is used after its cluster was closed. Read it before.")
-        return self._ref
-
-    def read(self) -> Any:
-        """Fetches the object; a StoreError if it is lost or late."""
-        try:
-            return ray.get(self.reference(), timeout=_FETCH_S)
-        except ray.exceptions.GetTimeoutError:
-            raise StoreError(
-                f"an object did not come from the store in {_FETCH_S:.0f} s: its node is overloaded, or cut off."
-            ) from None
-        except ray.exceptions.ObjectLostError as error:
-            raise StoreError(f"an object is lost with the node that held it: {str(error).splitlines()[0]}") from error
-
-    def free(self, reason: str) -> None:
-        """Drops the reference; `reason` is for errors of later reads."""
-        self._ref, self._gone = None, reason

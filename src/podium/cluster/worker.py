@@ -10,6 +10,7 @@ import ray
 
 from podium.cluster.host import RoleHost, extend_import_path
 from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
+from podium.cluster.ray_arguments import PackedArguments, unpack
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
@@ -36,25 +37,29 @@ class Worker:
         return self._name
 
     @ray.method(concurrency_group="work")
-    def perform(self, call: Call, *arguments: Any, **named: Any) -> Reply:
+    def perform(self, call: Call, packed: PackedArguments, *objects: Any) -> Reply:
         """Runs a call in the work thread."""
+        arguments, named = unpack(packed, objects)
         return self._host.perform(call, *arguments, **named)[0]
 
     @ray.method(concurrency_group="work", num_returns=2)
-    def perform_storing(self, call: Invoke, *arguments: Any, **named: Any) -> tuple[Reply, Any]:
+    def perform_storing(self, call: Invoke, packed: PackedArguments, *objects: Any) -> tuple[Reply, Any]:
         """Runs a call in the work thread; reply and rows are two objects."""
+        arguments, named = unpack(packed, objects)
         return self._host.perform(call, *arguments, **named)
 
     @ray.method(concurrency_group="work")
-    def stream(self, call: Invoke, *arguments: Any, **named: Any) -> Iterator[Any]:
-        """Yields reply, rows, reply, rows ...: each is a separate object, owned by the caller."""
+    def stream(self, call: Invoke, packed: PackedArguments, *objects: Any) -> Iterator[Any]:
+        """Yields rows, reply, rows, reply ...: each is a separate object, owned by the caller."""
+        arguments, named = unpack(packed, objects)
         for reply, rows in self._host.stream(call, *arguments, **named):
-            yield reply
             yield rows
+            yield reply
 
     @ray.method(concurrency_group="control")
-    def control(self, call: Invoke, *arguments: Any, **named: Any) -> Reply:
+    def control(self, call: Invoke, packed: PackedArguments, *objects: Any) -> Reply:
         """Runs a call beside the work thread."""
+        arguments, named = unpack(packed, objects)
         return self._host.control(call, *arguments, **named)
 
     @ray.method(concurrency_group="ask")
