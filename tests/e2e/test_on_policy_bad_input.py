@@ -184,7 +184,7 @@ def test_dynamic_sampling_gives_up_where_all_rewards_are_equal(workspace: Worksp
     text = said(workspace, recipe)
     assert "warning: step 1: " in text
     values = numbers(workspace.path / "runs/sums")[1]
-    assert values["episodes"] == 16 + 2 * 64  # twice as many as would do if a quarter were informative
+    assert values["episodes"] == 16 + 2 * 16  # every group was replaced twice
     assert values["episodes/learned_from"] == 0
 
 

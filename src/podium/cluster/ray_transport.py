@@ -347,7 +347,8 @@ class RayProcess:
         """Translates an error of Ray. It does not come from the role, whose exceptions the role host catches. Either
         arguments or answers cannot be pickled, or the worker has ended."""
         if isinstance(error, ray.exceptions.ObjectLostError):
-            return StoreError(f"an argument is lost with the node that held it: {str(error).splitlines()[0]}")
+            lost = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
+            return StoreError(f"an argument is lost with the node that held it: {str(lost).splitlines()[0]}")
         if isinstance(error, ray.exceptions.RayTaskError):
             return ClusterError(f"a call could not be carried to or from its worker: {error.cause!r}\n{error}")
         if isinstance(error, ray.exceptions.ActorUnavailableError):
