@@ -44,7 +44,7 @@ from podium.recipe.pipeline_loading import (
     resolved_pipeline,
     unmade_stage_recipe,
 )
-from podium.recipe.rules import recipe_warnings
+from podium.recipe.warnings import recipe_warnings
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import Prepared, require_what_export_reads, write_note
 from podium.runs.listing import list_lines

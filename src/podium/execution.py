@@ -22,8 +22,8 @@ from podium.recipe import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.changes import changes, is_training_data, reason_against, what_matters
 from podium.recipe.programs import BUILT_IN
 from podium.recipe.resolving import RecipeT, resolved, with_steps
-from podium.recipe.rules import recipe_warnings
 from podium.recipe.variables import KeyParts, texts_of
+from podium.recipe.warnings import recipe_warnings
 from podium.runs.failing import forget_failures
 from podium.runs.folder import RunFolder
 from podium.runs.lineage import NOTE, Prepared

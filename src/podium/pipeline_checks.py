@@ -11,7 +11,7 @@ from podium.models.folder import is_hub_id
 from podium.recipe import PipelineRecipe
 from podium.recipe.pipeline import references
 from podium.recipe.pipeline_loading import unmade_stage_recipe
-from podium.recipe.rules import recipe_warnings
+from podium.recipe.warnings import recipe_warnings
 
 
 def check_pipeline(

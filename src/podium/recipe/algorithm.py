@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
+from pydantic.json_schema import JsonSchemaValue
 
-from podium.recipe.fields import Count, Place, Real, Section, Switch
+from podium.recipe.fields import Count, Place, Real, Section, Shorthand, Switch
 from podium.recipe.plugins import Plugin
 
 AdvantageName = Literal[
@@ -15,6 +16,9 @@ AdvantageName = Literal[
 ]
 LossName = Literal["clipped", "sequence_clipped", "clipped_weights", "policy_gradient"]
 ReductionName = Literal["token_mean", "sequence_sum_mean", "sequence_mean_mean", "constant"]
+CorrectionName = Literal[
+    "token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "sequence_geometric_mask"
+]
 
 # Only this estimator works with a single episode of a prompt: it compares with the whole step.
 _WITHOUT_GROUPS = ("reinforce_pp",)
@@ -58,14 +62,40 @@ class KlSection(Section):
 class CorrectionSection(Section):
     """Off-policy correction: weights for tokens that other weights (or another engine) sampled."""
 
-    kind: Literal["token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "sequence_geometric_mask"] = (
-        Field(
-            "token_truncate",
-            description="Truncate the importance weight at `cap` (TIS), or leave out what lies outside [low, cap].",
-        )
+    kind: CorrectionName = Field(
+        "token_truncate",
+        description="Truncate the importance weight at `cap` (TIS), or leave out what lies outside [low, cap].",
     )
     cap: Real = Field(2.0, gt=0, description="Largest importance weight.")
     low: Real = Field(0.0, ge=0, description="Of the masked kinds.")
+
+
+class CorrectionByName(Shorthand):
+    """A correction by its kind alone, or a word for none. YAML reads an unquoted off as false."""
+
+    def in_full(self, value: Any) -> Any:
+        """`{kind: ...}` for a text that is not `auto`; None for none."""
+        if value is False or value in ("none", "off"):
+            return None
+        return {"kind": value} if isinstance(value, str) and value != "auto" else value
+
+    def short_schema(self, schema: JsonSchemaValue) -> JsonSchemaValue:
+        """A kind, or a word for none."""
+        return {"enum": [*get_args(CorrectionName), "none", "off", False]}
+
+
+def _correction_tag(value: Any) -> str:
+    return "correction=auto" if value == "auto" else "correction=section"
+
+
+AnyCorrection = Annotated[
+    Annotated[
+        Annotated[Literal["auto"], Tag("correction=auto")] | Annotated[CorrectionSection, Tag("correction=section")],
+        Discriminator(_correction_tag),
+    ]
+    | None,
+    CorrectionByName(),
+]
 
 
 class OverlongSection(Section):
@@ -87,6 +117,10 @@ class UpdateSection(Section):
     epochs: Count = Field(1, description="How often a batch of rollouts is gone through.")
     mini_batches: Count = Field(1, description="Optimizer steps of one epoch.")
     mask_truncated: Switch = Field(False, description="Episodes that ran out of tokens are not trained on.")
+
+    def correction_at(self, staleness: int) -> CorrectionSection | None:
+        """The off-policy correction that applies with this `rollout.staleness`; None: there is none."""
+        return None
 
 
 class RewardShapingSection(Section):
@@ -111,19 +145,28 @@ class PolicySection(UpdateSection):
         description="Recompute log-probs by the learner before the first update and take ratios against those; auto: "
         "where an off-policy correction is on.",
     )
-    correction: CorrectionSection | None = None
+    correction: AnyCorrection = Field(
+        "auto",
+        description="Off-policy correction. auto: none at rollout.staleness 0, token_truncate with its default cap "
+        "above; none; a kind; or a section.",
+    )
+    max_kl_behavior: Real | None = Field(
+        None,
+        gt=0,
+        description="Stops the run when kl/behavior of a step is above this: the mean KL (k3) per token of the trained "
+        "policy from the one that its ratios compare with. Default: no limit.",
+    )
+
+    def correction_at(self, staleness: int) -> CorrectionSection | None:
+        """The recipe's correction, or what auto means."""
+        if self.correction == "auto":
+            return CorrectionSection() if staleness > 0 else None
+        return self.correction
 
     @property
     def loss_spans_tokens(self) -> bool:
         """Whether the loss of a token may depend on other tokens of its episode. A custom loss may."""
         return self.loss == "sequence_clipped" or isinstance(self.loss, Plugin)
-
-    @property
-    def needs_idle_episodes(self) -> bool:
-        """Whether an episode with advantage 0 can still have a loss or a gradient. An entropy bonus, a KL term, a
-        correction or a custom loss can give it one."""
-        terms = self.entropy != 0 or self.kl is not None or self.correction is not None
-        return terms or isinstance(self.loss, Plugin)
 
 
 class GrpoAlgorithm(PolicySection, RewardShapingSection):
@@ -172,5 +215,19 @@ class ExpertAlgorithm(UpdateSection, RewardShapingSection):
     keep_per_prompt: Count = Field(1, description="Solved episodes of a prompt to learn from.")
 
 
-class AlgorithmSection(GrpoAlgorithm, PpoAlgorithm, ExpertAlgorithm):
-    """Every key: what a custom program has. Learners and critics are given this, whatever the program."""
+class CustomAlgorithm(GrpoAlgorithm, PpoAlgorithm, ExpertAlgorithm):
+    """Every key: what a custom program has."""
+
+
+class AlgorithmSection(CustomAlgorithm):
+    """What learners and critics are given, whatever the program: every key, and the correction that applies in place
+    of `auto`."""
+
+    correction: CorrectionSection | None = None
+
+    @property
+    def needs_idle_episodes(self) -> bool:
+        """Whether an episode with advantage 0 can still have a loss or a gradient. An entropy bonus, a KL term, a
+        correction or a custom loss can give it one."""
+        terms = self.entropy != 0 or self.kl is not None or self.correction is not None
+        return terms or isinstance(self.loss, Plugin)

@@ -32,6 +32,7 @@ _HARMLESS = (
     "model.self_check",
     "model.trust_remote_code",
     "optimizer.max_skipped_in_a_row",
+    "algorithm.max_kl_behavior",
     "grading.workers",
     "grading.timeout_s",
     "grading.max_failed_share",
@@ -57,6 +58,10 @@ _CODE = re.compile(r"^(reward\.\d+\.function|environment\.environment|environmen
 
 # A resolved recipe has these as `steps` and `optimizer.warmup_steps`.
 _RESOLVED = ("epochs", "optimizer.warmup_ratio")
+
+
+# Newer than the first stored fingerprints: at these values, recipes keep the fingerprint that they had without the key.
+_OFF = {"rollout.staleness": 0, "rollout.on_new_weights": "keep"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +102,11 @@ def what_matters(recipe: Recipe) -> dict[str, Any]:
     as the reference that was written: options are where secrets are, and a new password is no other recipe."""
     flat = _flat(recipe.model_dump(mode="json"))
     flat |= {key: text for key, text in written_options(recipe).items() if key in flat}
-    return {key: value for key, value in flat.items() if key not in _RESOLVED and not _is_harmless(key, recipe)}
+    return {
+        key: value
+        for key, value in flat.items()
+        if key not in _RESOLVED and not _is_harmless(key, recipe) and not (key in _OFF and value == _OFF[key])
+    }
 
 
 def written_options(recipe: Recipe) -> dict[str, str]:

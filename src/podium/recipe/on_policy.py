@@ -48,6 +48,17 @@ class RolloutSection(EngineSection):
     stop: Annotated[tuple[str, ...], OneOrMore()] = Field(
         (), description="Texts that end an answer, beside the tokenizer's end tokens."
     )
+    staleness: NonNegative = Field(
+        0,
+        description="An update may use tokens that weights up to so many versions older sampled, so that generation "
+        "goes on during the update. 0: strictly on-policy; generation waits.",
+    )
+    on_new_weights: Literal["finish", "keep", "recompute"] = Field(
+        "keep",
+        description="With staleness, what running sequences do when new weights arrive. finish: they end with the old "
+        "weights first; keep: they go on with the new weights and the old KV cache; recompute: they go on with the new "
+        "weights, and their cache is computed again.",
+    )
 
     @property
     def truncation(self) -> Truncation:

@@ -25,6 +25,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
         *_batches(recipe),
         *_placement(recipe),
         *_engine(recipe),
+        *_staleness(recipe),
         *_environment(recipe),
     ]
 
@@ -78,7 +79,7 @@ def _loss(recipe: OnPolicyRecipe) -> Iterator[str]:
         )
     if not isinstance(algorithm, PolicySection):
         return
-    correction = algorithm.correction
+    correction = recipe.correction
     if correction is not None and "truncate" in correction.kind and correction.low:
         yield "algorithm.correction.low: is of the masked kinds; truncation has a cap only. Remove it."
     if correction is not None and correction.low > correction.cap:
@@ -87,7 +88,10 @@ def _loss(recipe: OnPolicyRecipe) -> Iterator[str]:
             "dropped. Lower it."
         )
     if algorithm.proximal == "never" and correction is not None:
-        yield "algorithm.proximal: a correction weighs proximal against behaviour log-probs. Remove `never`."
+        yield (
+            f"algorithm.proximal: a correction ({correction.kind}) weighs proximal against behaviour log-probs. Remove "
+            "`never`, or set algorithm.correction to none."
+        )
     if algorithm.loss != "clipped" and algorithm.dual_clip is not None:
         yield f"algorithm.dual_clip: {algorithm.loss} has none. Remove it, or set algorithm.loss to clipped."
 
@@ -182,6 +186,47 @@ def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
         yield (
             "rollout.engine: vllm is given whole weights of the shapes of model.path, so model.lora and "
             "model.new_tokens need the native engine."
+        )
+
+
+def _staleness(recipe: OnPolicyRecipe) -> Iterator[str]:
+    rollout, placement = recipe.rollout, recipe.placement
+    staleness = rollout.staleness
+    if staleness == 0:
+        if rollout.on_new_weights != "keep":
+            yield (
+                f"rollout.on_new_weights: {rollout.on_new_weights} has no meaning with staleness 0: new weights arrive "
+                "when no sequence is running. Remove it, or raise rollout.staleness."
+            )
+        return
+    if not recipe.can_be_stale:
+        yield (
+            f"rollout.staleness: {recipe.program} imitates episodes by cross-entropy. It has no ratios between new and "
+            f"old weights, so nothing could correct for tokens that are {staleness} versions old. Set it to 0."
+        )
+        return
+    # Both launcher inline and layout colocated leave no device to generate on meanwhile: one sentence is enough.
+    if placement.launcher == "inline":
+        yield (
+            f"rollout.staleness: {staleness} needs devices that generate during the update, and launcher inline is one "
+            "process on one device. Set it to 0, or use launcher ray with placement.layout split."
+        )
+    elif placement.layout == "colocated":
+        yield (
+            f"rollout.staleness: {staleness} needs devices that generate during the update. With layout colocated, "
+            "generation and update take turns on the same devices, so nothing can overlap. Set placement.layout to "
+            "split (2 devices or more), or staleness to 0."
+        )
+    if staleness >= recipe.steps > 0:
+        yield (
+            f"rollout.staleness: {staleness} is not below steps {recipe.steps}. The update of step n starts from "
+            f"version n - 1, so the last one starts from version {recipe.steps - 1}, and no token can be more than "
+            f"{recipe.steps - 1} versions old. Lower it to {recipe.steps - 1} or less, or raise steps."
+        )
+    if rollout.offload_optimizer:
+        yield (
+            "rollout.offload_optimizer: moves optimizer state away while episodes are generated, and with staleness "
+            f"{staleness} updates run at that time. Remove it, or set rollout.staleness to 0."
         )
 
 

@@ -11,6 +11,8 @@ from pydantic.config import JsonDict
 
 from podium.recipe.algorithm import (
     AlgorithmSection,
+    CorrectionSection,
+    CustomAlgorithm,
     ExpertAlgorithm,
     GrpoAlgorithm,
     PolicySection,
@@ -319,6 +321,7 @@ class OnPolicyRecipe(Recipe):
     learns_from_rewards: ClassVar[bool] = False  # so that it needs some
     only_logs_rewards: ClassVar[bool] = False
     uses_estimator: ClassVar[bool] = False  # of algorithm.advantage
+    can_be_stale: ClassVar[bool] = True  # its loss says by ratios how likely the trained weights find old tokens
 
     placement: OnPolicyPlacementSection = OnPolicyPlacementSection()
     evaluation: OnPolicyEvaluationSection = OnPolicyEvaluationSection()
@@ -344,9 +347,15 @@ class OnPolicyRecipe(Recipe):
         return self.evaluation.generation
 
     @property
+    def correction(self) -> CorrectionSection | None:
+        """The off-policy correction that applies, also where the recipe says auto; None: there is none."""
+        return self.algorithm.correction_at(self.rollout.staleness)
+
+    @property
     def full_algorithm(self) -> AlgorithmSection:
-        """The algorithm with every key; keys that the program does not have are at their defaults, which is off."""
-        return AlgorithmSection.model_validate(self.algorithm.model_dump())
+        """The algorithm with every key, and with the correction that applies. Keys that the program does not have are
+        at their defaults, which is off."""
+        return AlgorithmSection.model_validate({**self.algorithm.model_dump(), "correction": self.correction})
 
     @property
     def reward_models(self) -> dict[int, str]:
@@ -422,6 +431,7 @@ class ExpertIterationRecipe(OnPolicyRecipe):
     """Solved episodes are imitated."""
 
     learns_from_rewards: ClassVar[bool] = True
+    can_be_stale: ClassVar[bool] = False
 
     program: Literal["expert_iteration"]
     rollout: TruncatedRolloutSection = TruncatedRolloutSection()
@@ -441,7 +451,7 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
     program: Plugin = Field(description="`file.py:function`.")
     signal: Literal["on_policy"] = Field(description="on_policy: the weights generate the data, and a controller runs.")
     rollout: TruncatedRolloutSection = TruncatedRolloutSection()
-    algorithm: AlgorithmSection = AlgorithmSection()
+    algorithm: CustomAlgorithm = CustomAlgorithm()
     critic: CriticSection | None = None
     teachers: Teachers = Field((), description="Frozen models that the program may use.")
     options: dict[str, JsonValue] = Field(default_factory=dict, description="Settings of the program's own.")

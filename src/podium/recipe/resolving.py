@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 from podium.errors import RecipeError
 from podium.recipe import plugins
+from podium.recipe.algorithm import PolicySection
 from podium.recipe.loading import parse_recipe
-from podium.recipe.recipes import Recipe, SpmdRecipe
+from podium.recipe.recipes import OnPolicyRecipe, Recipe, SpmdRecipe
 from podium.recipe.variables import put, value_at
 
 RecipeT = TypeVar("RecipeT", bound=Recipe)
@@ -55,7 +56,14 @@ def resolved(recipe: RecipeT, model_config: Mapping[str, Any]) -> RecipeT:
     values["data"]["max_length"] = _max_length(recipe, model_config)
     if recipe.steps > 0:
         values["optimizer"] |= _warmup(recipe, recipe.steps)
+    if isinstance(recipe, OnPolicyRecipe) and _has_auto_correction(recipe):
+        correction = recipe.correction
+        values["algorithm"]["correction"] = None if correction is None else correction.model_dump(mode="json")
     return _same_program(recipe, values)
+
+
+def _has_auto_correction(recipe: OnPolicyRecipe) -> bool:
+    return isinstance(recipe.algorithm, PolicySection) and recipe.algorithm.correction == "auto"
 
 
 def with_steps(recipe: RecipeT, steps: int) -> RecipeT:

@@ -6,8 +6,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from podium.recipe.plugins import Plugin
-
 if TYPE_CHECKING:
     from podium.recipe.recipes import Recipe
 
@@ -22,16 +20,6 @@ def shared_rules(recipe: Recipe) -> list[str]:
         *_evaluation(recipe),
         *_names(recipe),
     ]
-
-
-def recipe_warnings(recipe: Recipe) -> list[str]:
-    """Warnings about values that are allowed but seldom intended."""
-    warnings = []
-    if recipe.model.lora is not None and recipe.model.init == "random":
-        warnings.append("model.lora: an adapter of random weights learns little. Remove model.init, or model.lora.")
-    if isinstance(recipe.program, Plugin) and recipe.execution == "controlled" and not recipe.gives_rewards:
-        warnings.append("reward: there is none, so step.rewards_N is 0 for every episode of the program.")
-    return warnings
 
 
 def steps_problem(*, has_steps: bool, has_epochs: bool) -> str | None:

@@ -9,17 +9,19 @@ from typing import Any
 import pytest
 import yaml
 
-from helpers.made_batches import on_policy_recipe
+from helpers.made_batches import on_policy_recipe, on_policy_values
 from helpers.recipes import make_recipe
 from podium.errors import RecipeError
-from podium.recipe import AlgorithmSection, CriticSection, PpoRecipe, parse_recipe
-from podium.recipe.changes import changes
+from podium.recipe import AlgorithmSection, CorrectionSection, CriticSection, PpoRecipe, dump_recipe, parse_recipe
+from podium.recipe.changes import changes, what_matters
 from podium.recipe.pipeline_loading import load_any_recipe
-from podium.recipe.resolving import resolved
+from podium.recipe.resolving import resolved, with_steps
+from podium.recipe.warnings import recipe_warnings
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PPO, EXPERT = "program=ppo", "program=expert_iteration"
 DISTILL = ("program=on_policy_distill", "teachers=[{path: models/large}]")
+SPLIT = "placement={layout: split, devices: 2}"
 HELDOUT = "data.heldout=[{path: h.jsonl}]"
 
 # --- rules ---
@@ -63,6 +65,26 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     (("placement={launcher: inline, devices: 2}",), "placement.devices"),
     (("rollout.engine=vllm",), "rollout.engine"),
     (("rollout.engine=vllm", "placement={layout: split, devices: 2}", "model.lora={}"), "rollout.engine"),
+    # Staleness.
+    (("rollout.staleness=-1", SPLIT), "rollout.staleness"),
+    (("rollout.staleness=true", SPLIT), "rollout.staleness"),
+    (("rollout.staleness=0.5", SPLIT), "rollout.staleness"),
+    (("rollout.staleness=1",), "rollout.staleness"),
+    (("rollout.staleness=1", "placement={layout: colocated, devices: 4}"), "rollout.staleness"),
+    (("rollout.staleness=1", "placement.launcher=inline"), "rollout.staleness"),
+    ((EXPERT, "rollout.staleness=1"), "rollout.staleness"),
+    ((EXPERT, "rollout.staleness=1", SPLIT), "rollout.staleness"),
+    (("rollout.staleness=100", SPLIT), "rollout.staleness"),
+    (("rollout.staleness=1", "rollout.offload_optimizer=true", SPLIT), "rollout.offload_optimizer"),
+    (("rollout.on_new_weights=finish",), "rollout.on_new_weights"),
+    (("rollout.on_new_weights=recompute", SPLIT), "rollout.on_new_weights"),
+    (("rollout.on_new_weights=wait", "rollout.staleness=1", SPLIT), "rollout.on_new_weights"),
+    (("rollout.staleness=1", SPLIT, "algorithm.proximal=never"), "algorithm.proximal"),
+    (("algorithm.correction=tis",), "algorithm.correction.kind"),
+    (("algorithm.correction=true",), "algorithm.correction"),
+    (("algorithm.correction={cap: 0}",), "algorithm.correction.cap"),
+    (("algorithm.correction={caps: 3}",), "algorithm.correction.caps"),
+    (("algorithm.max_kl_behavior=0",), "algorithm.max_kl_behavior"),
     # Environments.
     (("environment={}",), "environment"),
     (("environment={environment: 'a.py:A', tools: ['a.py:f']}",), "environment"),
@@ -123,6 +145,18 @@ def test_several_broken_rules_are_reported_together() -> None:
         (EXPERT, "rollout.top_k=5"),
         ("placement={layout: split, devices: 2, rollout_devices: 1}",),
         ("placement={layout: split, devices: 2}", "rollout.engine=vllm"),
+        ("rollout.staleness=1", "rollout.on_new_weights=recompute", SPLIT, "rollout.engine=vllm"),
+        ("rollout.staleness=99", "rollout.on_new_weights=finish", SPLIT),
+        ("rollout.staleness=1", "rollout.offload_optimizer=false", SPLIT),
+        ("rollout.staleness=2", SPLIT, PPO),
+        ("rollout.staleness=2", SPLIT, *DISTILL),
+        ("rollout.staleness=1", SPLIT, "algorithm={correction: none, proximal: never}"),
+        (
+            "rollout.staleness=0",
+            "rollout.on_new_weights=keep",
+        ),
+        (EXPERT, "rollout.staleness=0"),
+        ("algorithm.max_kl_behavior=0.05",),
         ("placement.launcher=inline",),
         ("environment={environment: 'a.py:Game', options: {size: 3}}", "reward=[]"),
         ("environment={tools: ['a.py:f', 'a.py:g']}",),
@@ -147,6 +181,97 @@ def test_columns_of_tasks_are_read_by_on_policy_programs_only(name: str) -> None
         make_recipe(f"data.train.0.columns={{{name}: mine}}")
 
 
+def test_a_staleness_that_no_token_can_have_is_refused_with_the_numbers() -> None:
+    with pytest.raises(RecipeError, match=r"rollout\.staleness: 7 .*steps 5.* version 4.*\b4 or less"):
+        on_policy_recipe("rollout.staleness=7", SPLIT, "steps=5")
+
+
+def test_a_run_of_epochs_is_held_to_its_staleness_when_its_steps_are_counted() -> None:
+    recipe = parse_recipe({key: value for key, value in on_policy_values(
+        "rollout.staleness=5", SPLIT, "epochs=1").items() if key != "steps"})  # fmt: skip
+
+    assert with_steps(recipe, 6).rollout.staleness == 5
+    with pytest.raises(RecipeError, match=r"rollout\.staleness"):
+        with_steps(recipe, 5)
+
+
+# --- off-policy correction ---
+
+CORRECTIONS: list[tuple[str, int, CorrectionSection | None]] = [
+    ("auto", 0, None),
+    ("auto", 1, CorrectionSection(kind="token_truncate", cap=2.0)),
+    ("auto", 4, CorrectionSection(kind="token_truncate", cap=2.0)),
+    ("none", 1, None),
+    ("null", 1, None),
+    ("off", 1, None),  # YAML: false
+    ("'off'", 1, None),
+    ("token_mask", 0, CorrectionSection(kind="token_mask")),
+    ("{}", 0, CorrectionSection()),
+    ("{kind: sequence_mask, low: 0.5}", 2, CorrectionSection(kind="sequence_mask", low=0.5)),
+]
+
+
+@pytest.mark.parametrize(("written", "staleness", "expected"), CORRECTIONS)
+def test_the_correction_that_applies(written: str, staleness: int, expected: CorrectionSection | None) -> None:
+    recipe = on_policy_recipe(f"algorithm.correction={written}", f"rollout.staleness={staleness}", SPLIT)
+
+    assert recipe.correction == expected
+    assert recipe.full_algorithm.correction == expected
+    assert recipe.full_algorithm.needs_idle_episodes == (expected is not None)
+
+
+@pytest.mark.parametrize(("written", "staleness", "expected"), CORRECTIONS)
+def test_a_resolved_recipe_shows_what_the_correction_became(
+    written: str, staleness: int, expected: CorrectionSection | None
+) -> None:
+    recipe = on_policy_recipe(f"algorithm.correction={written}", f"rollout.staleness={staleness}", SPLIT)
+
+    once = resolved(recipe, {})
+
+    assert once.algorithm.correction == expected
+    assert resolved(once, {}) == once
+    assert yaml.safe_load(dump_recipe(once))["algorithm"]["correction"] == (expected and expected.model_dump())
+
+
+def test_a_custom_program_has_staleness_and_its_correction() -> None:
+    values = on_policy_values("program='mine.py:train'", "signal=on_policy", "rollout.staleness=1", SPLIT)
+    recipe = parse_recipe(values)
+
+    assert recipe.correction == recipe.full_algorithm.correction == CorrectionSection()
+
+
+def test_a_number_from_the_environment_stays_a_reference_in_a_resolved_correction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CAP", "3.5")
+    recipe = resolved(on_policy_recipe("algorithm.correction={cap: '${env:CAP}'}"), {})
+
+    assert recipe.correction == CorrectionSection(cap=3.5)
+    assert "${env:CAP}" in dump_recipe(recipe)
+
+
+def test_stale_tokens_without_a_correction_are_warned_of() -> None:
+    stale = ("rollout.staleness=3", SPLIT)
+    (warning,) = recipe_warnings(on_policy_recipe(*stale, "algorithm.correction=none"))
+
+    assert warning.startswith("algorithm.correction: ")
+    assert "3" in warning
+    assert recipe_warnings(on_policy_recipe(*stale)) == []
+    assert recipe_warnings(on_policy_recipe("algorithm.correction=none")) == []
+
+
+def test_what_came_with_staleness_does_not_count_in_a_fingerprint_where_it_is_off() -> None:
+    """Stages of pipelines and runs of earlier versions keep their fingerprints."""
+    added = ("rollout.staleness", "rollout.on_new_weights", "algorithm.max_kl_behavior")
+    plain = what_matters(resolved(on_policy_recipe(SPLIT), {}))
+
+    assert not plain.keys() & set(added)
+    assert plain["algorithm.correction"] is None
+    stale = what_matters(resolved(on_policy_recipe("rollout.staleness=1", "rollout.on_new_weights=finish", SPLIT), {}))
+    assert (stale["rollout.staleness"], stale["rollout.on_new_weights"]) == (1, "finish")
+    assert stale["algorithm.correction.kind"] == "token_truncate"
+
+
 # --- defaults ---
 
 
@@ -158,7 +283,9 @@ def test_the_shortest_recipe_has_the_documented_defaults() -> None:
     assert (algorithm.loss, algorithm.reduction, algorithm.clip_low, algorithm.clip_high) == (
         "clipped", "token_mean", 0.2, 0.2
     )  # fmt: skip
-    assert (algorithm.epochs, algorithm.mini_batches, algorithm.kl, algorithm.correction) == (1, 1, None, None)
+    assert (algorithm.epochs, algorithm.mini_batches, algorithm.kl, algorithm.correction) == (1, 1, None, "auto")
+    assert (recipe.rollout.staleness, recipe.rollout.on_new_weights) == (0, "keep")
+    assert (recipe.correction, algorithm.max_kl_behavior) == (None, None)
     assert (grading.on_error, grading.max_failed_share, grading.solved_at) == ("drop_group", 0.5, 1.0)
     assert (critic.value_clip, critic.warmup_steps, critic.lr) == (0.2, 0, None)
     assert (recipe.rollout.temperature, recipe.rollout.engine, recipe.placement.layout) == (1.0, "native", "colocated")
@@ -280,6 +407,7 @@ KL, TOOLS = "algorithm.kl={coefficient: 0.1}", "environment={tools: ['a.py:f']}"
         ((), "checkpoint.every=3"),
         ((), HELDOUT),
         ((), "run.log_every=5"),
+        ((), "algorithm.max_kl_behavior=0.1"),
         ((), "steps=200"),
         ((TOOLS,), "environment.runners=4"),
         ((TOOLS,), "environment.concurrency=4"),
@@ -301,6 +429,8 @@ def test_sizes_and_places_leave_a_run_what_it_is(before: tuple[str, ...], overri
         ((), "rollout.max_new_tokens=9"),
         ((), "rollout.stop=[END]"),
         ((), "rollout.max_length=40"),
+        ((SPLIT,), "rollout.staleness=1"),
+        ((SPLIT, "rollout.staleness=1"), "rollout.on_new_weights=finish"),
         (("placement={layout: split, devices: 2}",), "rollout.engine=vllm"),
         ((), "reward.0.weight=2"),
         ((), "reward=[{verifier: exact_match}, {model: m}]"),

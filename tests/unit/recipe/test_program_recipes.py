@@ -37,7 +37,7 @@ from podium.recipe import (
 from podium.recipe.keys import owners_of, program_keys
 from podium.recipe.programs import BUILT_IN
 from podium.recipe.resolving import resolved
-from podium.recipe.rules import recipe_warnings
+from podium.recipe.warnings import recipe_warnings
 
 SHARED = {"program", "model", "data", "optimizer", "steps", "epochs", "micro_batch_tokens", "placement"}
 SHARED |= {"checkpoint", "evaluation", "run"}
@@ -54,7 +54,17 @@ SECTIONS: dict[str, set[str]] = {
     "expert_iteration": ON_POLICY,
 }
 UPDATE = {"reduction", "constant", "epochs", "mini_batches", "mask_truncated"}
-POLICY = UPDATE | {"loss", "clip_low", "clip_high", "dual_clip", "entropy", "kl", "proximal", "correction"}
+POLICY = UPDATE | {
+    "loss",
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "entropy",
+    "kl",
+    "proximal",
+    "correction",
+    "max_kl_behavior",
+}
 ALGORITHM: dict[str, set[str]] = {
     "sft": {"loss"},
     "grpo": POLICY | {"overlong", "advantage", "gamma", "dynamic_sampling", "max_refills"},

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warnings about recipes: values that are allowed but seldom intended."""
+
+from __future__ import annotations
+
+from podium.recipe.plugins import Plugin
+from podium.recipe.recipes import OnPolicyRecipe, Recipe
+
+
+def recipe_warnings(recipe: Recipe) -> list[str]:
+    """Each as a sentence with the key."""
+    warnings = []
+    if recipe.model.lora is not None and recipe.model.init == "random":
+        warnings.append("model.lora: an adapter of random weights learns little. Remove model.init, or model.lora.")
+    if isinstance(recipe.program, Plugin) and recipe.execution == "controlled" and not recipe.gives_rewards:
+        warnings.append("reward: there is none, so step.rewards_N is 0 for every episode of the program.")
+    if isinstance(recipe, OnPolicyRecipe) and recipe.rollout.staleness > 0 and recipe.correction is None:
+        warnings.append(
+            f"algorithm.correction: there is none, so tokens of weights that are up to {recipe.rollout.staleness} "
+            "versions old count as if the newest had sampled them. Learning may suffer. Set it to auto."
+        )
+    return warnings
