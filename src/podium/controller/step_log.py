@@ -94,7 +94,8 @@ class StepLog:
             await writing
 
     def _check(self, step: int, report: UpdateReport | None, *, is_warm_up: bool) -> None:
-        """Checks for steps without a finite loss, and for engines whose log-probs differ from the policy's."""
+        """Checks for steps without a finite loss, for a policy that runs away from the one that sampled, and for
+        engines whose log-probs differ from the policy's."""
         recipe, console = self._parts.recipe, self._parts.log.console
         if report is None:
             if not is_warm_up:
@@ -103,7 +104,9 @@ class StepLog:
         if report.skipped:
             console.warning(f"step {step}: {report.skipped} optimizer steps were not finite and were skipped")
         self._guard.check(step, is_skipped=report.skipped > 0, suspect="rewards")
-        if recipe.full_algorithm.correction is None:
+        algorithm = recipe.full_algorithm
+        _check_kl(step, report.statistics.kl_k3, algorithm.max_kl_behavior, recipe.rollout.staleness)
+        if algorithm.correction is None:
             alarm = self._gaps.look(report.gap)
             if alarm is not None:
                 console.warning(f"step {step}: {alarm}")
@@ -118,6 +121,18 @@ class StepLog:
         else:
             return
         self._parts.log.console.warning(f"step {step}: {text}")
+
+
+def _check_kl(step: int, kl: float, limit: float | None, staleness: int) -> None:
+    """Raises an error if `kl/behavior` of a step is above `algorithm.max_kl_behavior`."""
+    if limit is None or kl <= limit:
+        return
+    stale = f"rollout.staleness (now {staleness}), " if staleness > 0 else ""
+    raise TrainingDivergedError(
+        f"step {step}: kl/behavior is {kl:.4g}, and algorithm.max_kl_behavior is {limit:g}. The policy has moved too "
+        f"far from the one that its ratios compare with. Lower {stale}optimizer.lr, algorithm.mini_batches or "
+        "algorithm.epochs, or raise the limit."
+    )
 
 
 def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) -> StepView:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from helpers.fake_roles import Bandit
 from helpers.made_batches import advantages_of
 from helpers.trials import Trial
+from podium.algorithms.policy import PolicyStatistics
 from podium.errors import RecipeError, TrainingDivergedError
 from podium.roles.stages import TeacherAdvantages, TokenAdvantages
 from podium.weights.canary import LogprobGap
@@ -286,6 +288,31 @@ def test_steps_in_a_row_that_are_not_finite_stop_the_run(tmp_path: Path) -> None
     assert [line.step for line in trial.lines] == [1, 2, 3, 4, 5, 6, 7]
     assert len(trial.console.warnings) == 5
     assert trial.bandit.saves == {}  # what is not finite is not saved
+
+
+def _moved(kl: float) -> dict[str, Any]:
+    """A report whose `kl/behavior` is `kl`."""
+    return {"statistics": dataclasses.replace(PolicyStatistics.merge([]), count=10.0, sum_kl_k3=10 * kl)}
+
+
+def test_a_policy_that_runs_away_from_the_one_that_sampled_stops_the_run(tmp_path: Path) -> None:
+    bandit = Bandit(reports=lambda step: _moved(0.3 if step == 3 else 0.1))
+    trial = Trial(tmp_path, "algorithm.max_kl_behavior=0.1", bandit=bandit)  # the limit itself is allowed
+
+    with pytest.raises(TrainingDivergedError, match=r"step 3: .* 0\.3.* 0\.1\b") as caught:
+        trial.run()
+
+    assert {"algorithm.max_kl_behavior", "optimizer.lr"} <= set(re.findall(r"[a-z_]+\.[a-z_]+", str(caught.value)))
+    assert trial.metric("kl/behavior")[3] == pytest.approx(0.3)  # the step that stopped it is recorded
+    assert trial.bandit.saves == {}
+
+
+def test_a_run_without_a_limit_of_its_kl_goes_on(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, "steps=2", bandit=Bandit(reports=lambda step: _moved(9.0)))
+
+    trial.run()
+
+    assert trial.metric("kl/behavior") == {1: pytest.approx(9.0), 2: pytest.approx(9.0)}
 
 
 def test_the_step_that_stops_a_run_is_in_the_ledger(tmp_path: Path) -> None:
