@@ -101,6 +101,14 @@ def test_what_nothing_stands_for_names_no_key() -> None:
         ("sft", "warmup_ratio", "optimizer.warmup_ratio"),
         ("grpo", "max_epochs", "algorithm.epochs"),
         ("sft", "max_epochs", "epochs"),
+        ("grpo", "max_head_offpolicyness", "rollout.staleness"),
+        ("ppo", "max_async_level", "rollout.staleness"),
+        ("grpo", "max_off_policy_steps", "rollout.staleness"),
+        ("on_policy_distill", "async_steps", "rollout.staleness"),
+        ("grpo", "in_flight_weight_updates", "rollout.on_new_weights"),
+        ("grpo", "use_tis", "algorithm.correction"),
+        ("grpo", "tis_clip", "algorithm.correction.cap"),
+        ("ppo", "use_decoupled_loss", "algorithm.proximal"),
     ],
 )
 def test_a_key_of_another_project_is_answered_for_the_program(program: str, name: str, key: str) -> None:
@@ -145,6 +153,45 @@ def test_keys_in_sections_of_ours_and_of_others_are_answered_with_their_paths() 
         assert f" {key}" in line
     assert "actor_rollout_ref.rollout.tensor_model_parallel_size: " in message
     assert {"actor_rollout_ref", "trainer"} <= set(SECTIONS)
+
+
+def test_sections_of_asynchronous_trainers_are_answered_with_their_paths() -> None:
+    written = yaml.safe_load(
+        """
+        async_training: {staleness_threshold: 0.5, partial_rollout: true}
+        grpo: {async_grpo: {max_trajectory_age_steps: 1, recompute_kv_cache_after_weight_updates: true}}
+        trainer: {fully_async: {max_staleness_steps: 2}}
+        algorithm: {rollout_correction: {rollout_is: token, rollout_is_threshold: 2.0, bypass_mode: true}}
+        """
+    )
+    message = _refused(_values("grpo", **written))
+    for path, key in {
+        "async_training.staleness_threshold": "rollout.staleness",
+        "async_training.partial_rollout": "rollout.on_new_weights",
+        "grpo.async_grpo.max_trajectory_age_steps": "rollout.staleness",
+        "grpo.async_grpo.recompute_kv_cache_after_weight_updates": "rollout.on_new_weights",
+        "trainer.fully_async.max_staleness_steps": "rollout.staleness",
+        "algorithm.rollout_correction.rollout_is": "algorithm.correction.kind",
+        "algorithm.rollout_correction.rollout_is_threshold": "algorithm.correction.cap",
+        "algorithm.rollout_correction.bypass_mode": "algorithm.proximal",
+    }.items():
+        assert re.search(rf" {re.escape(key)}[ .]", _line(message, f"{path}: ")), path
+
+
+def test_expert_iteration_is_not_told_to_use_staleness() -> None:
+    line = _line(_refused(_values("expert_iteration", max_async_level=1)), "max_async_level")
+    assert re.search(r"expert_iteration has nothing like it.* rollout\.staleness of grpo", line)
+
+
+@pytest.mark.parametrize(
+    ("override", "fact"),
+    [
+        ("algorithm.correction=tis", r"algorithm\.correction\.kind: .*\btoken_truncate\?"),
+        ("algorithm.correction=true", r"algorithm\.correction: .*\bauto\b.*rollout\.staleness"),
+    ],
+)
+def test_values_about_stale_tokens_are_answered(override: str, fact: str) -> None:
+    assert re.search(fact, _refused({**recipe_values("program=grpo", override), "reward": "exact_match"}))
 
 
 def test_hints_reach_the_stages_of_a_pipeline() -> None:

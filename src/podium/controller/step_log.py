@@ -125,7 +125,7 @@ class StepLog:
 
 def _check_kl(step: int, kl: float, limit: float | None, staleness: int) -> None:
     """Raises an error if `kl/behavior` of a step is above `algorithm.max_kl_behavior`."""
-    if limit is None or kl <= limit:
+    if limit is None or not kl > limit:  # the guard of skipped steps counts those without a finite loss
         return
     stale = f"rollout.staleness (now {staleness}), " if staleness > 0 else ""
     raise TrainingDivergedError(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keys of verl, TRL, OpenRLHF and prime-rl, and what stands for them in a Podium recipe. Tables only: `suggesting`
-picks the hint that fits a program. A key of Podium inside `how` is written in backticks. `migration_values` has their
-values, `migration_programs` their programs."""
+"""Keys of verl, TRL, OpenRLHF, prime-rl and others, and what stands for them in a Podium recipe. Tables only:
+`suggesting` picks the hint that fits a program. A key of Podium inside `how` is written in backticks.
+`migration_values` has their values, `migration_programs` their programs."""
 
 from __future__ import annotations
 
@@ -240,10 +240,24 @@ _ALGORITHM = {
     **_same("gae_lambda lambd lambda lam", KeyHint("algorithm.lam")),
     **_same("gamma", KeyHint("algorithm.gamma"), KeyHint("preference.gamma", "of loss simpo")),
     **_same(
-        "tis_imp_ratio_cap vllm_importance_sampling_cap rollout_is_threshold",
+        "tis_imp_ratio_cap vllm_importance_sampling_cap rollout_is_threshold tis_clip rollout_rs_threshold "
+        "truncated_importance_sampling_ratio truncated_importance_sampling_ratio_cap",
         KeyHint("algorithm.correction.cap", "the same number"),
     ),
-    **_same("vllm_importance_sampling_correction enable_vllm_is_correction", KeyHint("algorithm.correction")),
+    **_same("behav_imp_weight_cap", KeyHint("algorithm.correction.cap", "with `algorithm.correction.kind` token_mask")),
+    **_same("rollout_rs_threshold_lower", KeyHint("algorithm.correction.low", "of the masked kinds")),
+    **_same("rollout_is", KeyHint("algorithm.correction.kind", "token is token_truncate, sequence sequence_truncate")),
+    **_same(
+        "rollout_rs",
+        KeyHint("algorithm.correction.kind", "token_mask, sequence_mask or sequence_geometric_mask"),
+    ),
+    **_same("use_decoupled_loss recompute_logprob", KeyHint("algorithm.proximal", "true is always")),
+    **_same("rollout_correction.bypass_mode", KeyHint("algorithm.proximal", "true is never, false is always")),
+    **_same(
+        "vllm_importance_sampling_correction enable_vllm_is_correction use_importance_sampling_correction use_tis "
+        "rollout_correction",
+        KeyHint("algorithm.correction", "auto, none, a kind, or a section"),
+    ),
     **_same("critic_warmup freezing_actor_steps", KeyHint("critic.warmup_steps", "the same number")),
     **_same("critic_pretrain critic_model value_model value_model_path critic.model.path", KeyHint("critic.path")),
     **_same("simpo_gamma", KeyHint("preference.gamma", "the same number")),
@@ -295,6 +309,32 @@ _ROLLOUT = {
         "reward_pretrain reward_model_path reward_model_name_or_path reward_model "
         "reward_model.path reward_model.model.path",
         KeyHint("reward.0.model", "a folder or hub id"),
+    ),
+}
+
+_OVERLAPPED = ("grpo", "ppo", "on_policy_distill", "on_policy")
+_OVERLAP = {
+    **_same(
+        "max_head_offpolicyness max_async_level async_level max_off_policy_steps max_staleness max_staleness_steps "
+        "max_trajectory_age_steps async_steps async_generation_ratio",
+        KeyHint("rollout.staleness", "the same number, with `placement.layout` split", _OVERLAPPED),
+    ),
+    **_same(
+        "staleness_threshold",
+        KeyHint("rollout.staleness", "a number of versions, where verl has a share of samples", _OVERLAPPED),
+    ),
+    **_same("async_train", KeyHint("rollout.staleness", "1 or more, with `placement.layout` split", _OVERLAPPED)),
+    **_same(
+        "async_training.partial_rollout",
+        KeyHint("rollout.on_new_weights", "true is recompute, false is finish", _OVERLAPPED),
+    ),
+    **_same(
+        "in_flight_weight_updates inflight_updates",
+        KeyHint("rollout.on_new_weights", "true is keep, false is finish", _OVERLAPPED),
+    ),
+    **_same(
+        "recompute_kv_cache_after_weight_updates",
+        KeyHint("rollout.on_new_weights", "true is recompute, false is keep", _OVERLAPPED),
     ),
 }
 
@@ -379,7 +419,9 @@ _RUN = {
     **_same("ddp_timeout", KeyHint("placement.timeout_s", "seconds")),
 }
 
-KEYS: Mapping[str, tuple[KeyHint, ...]] = _SIZES | _LENGTHS | _OPTIMIZER | _ALGORITHM | _ROLLOUT | _MODEL | _DATA | _RUN
+KEYS: Mapping[str, tuple[KeyHint, ...]] = (
+    _SIZES | _LENGTHS | _OPTIMIZER | _ALGORITHM | _ROLLOUT | _OVERLAP | _MODEL | _DATA | _RUN
+)
 """Name, or the end of a key path -> what stands for it; the first hint that fits the program counts."""
 
 WITHOUT: Mapping[str, str] = {
@@ -398,10 +440,6 @@ WITHOUT: Mapping[str, str] = {
     **dict.fromkeys(("load_in_4bit", "load_in_8bit", "quantization"), "weights are not quantized. Remove it"),
     **dict.fromkeys(
         ("resume_from_checkpoint", "resume_mode", "load_checkpoint"), "a run is continued by `podium resume RUN`"
-    ),
-    **dict.fromkeys(
-        ("max_async_level", "async_level", "max_staleness", "async_train"),
-        "a step trains on what the newest weights generated. Remove it",
     ),
     **dict.fromkeys(
         ("ulysses_sequence_parallel_size", "context_parallel_size", "ring_attn_size", "sequence_parallel_size"),
@@ -426,5 +464,6 @@ WITHOUT: Mapping[str, str] = {
 SECTIONS = (
     "actor_rollout_ref", "actor", "ref", "trainer", "custom_reward_function", "orchestrator", "inference",
     "training_args", "kl_ctrl", "sampling_params", "sampling", "ckpt", "optim", "multi_turn", "overlong_buffer",
+    "async_training", "async_grpo", "fully_async",
 )  # fmt: skip
 """Sections of other projects whose keys have their places elsewhere."""

@@ -57,6 +57,15 @@ VALUES: Mapping[str, Mapping[str, ValueHint]] = {
         **_same("kl", None, "it is k1 where `algorithm.kl.where` is reward; in the loss use k3_straight or k2"),
         **_same("abs full", None, "it has no counterpart; in the loss use k3_straight, in the reward k1"),
     },
+    "algorithm.correction": {
+        **_same("true", None, "use auto (on above `rollout.staleness` 0) or {} (always on)"),
+    },
+    "algorithm.correction.kind": {
+        **_same("tis token", "token_truncate"),
+        **_same("sequence", "sequence_truncate"),
+        **_same("icepop", "token_mask", "with `algorithm.correction.low`"),
+        **_same("geometric", "sequence_geometric_mask"),
+    },
     "preference.loss": {
         **_same("dpo", "sigmoid"),
         **_same("robust", "sigmoid", "with `preference.label_smoothing`"),

@@ -202,7 +202,7 @@ def _staleness(recipe: OnPolicyRecipe) -> Iterator[str]:
     if not recipe.can_be_stale:
         yield (
             f"rollout.staleness: {recipe.program} imitates episodes by cross-entropy. It has no ratios between new and "
-            f"old weights, so nothing could correct for tokens that are {staleness} versions old. Set it to 0."
+            f"old weights, so nothing could correct for tokens of older weights. Set it to 0, not {staleness}."
         )
         return
     # Both launcher inline and layout colocated leave no device to generate on meanwhile: one sentence is enough.
