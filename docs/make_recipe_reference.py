@@ -208,11 +208,17 @@ def _keys(part: Mapping[str, Any], path: str, schema: Mapping[str, Any]) -> Iter
         of_section = sections[0].get("description", "") if len(sections) == 1 else _forms_text(sections)
         yield Key(
             name=name + "[]" * is_list,
-            type=_link(f"{path}.{name}".lstrip(".") + "[]" * is_list, is_list, sections),
+            type=_words(value) + _link(f"{path}.{name}".lstrip(".") + "[]" * is_list, is_list, sections),
             default=default,
             description=value.get("description") or of_section,
             is_section=True,
         )
+
+
+def _words(value: Mapping[str, Any]) -> str:
+    """Words that a key takes in place of its section."""
+    branches = [*value.get("anyOf", ()), *value.get("oneOf", ())]
+    return "".join(f"`{each['const']}` or " if "const" in each else _words(each) for each in branches)
 
 
 def _forms_text(sections: Sequence[Mapping[str, Any]]) -> str:
@@ -237,7 +243,7 @@ def _default(value: Mapping[str, Any], is_required: bool, sections: Sequence[Any
     default = value.get("default")
     if default is None or default in ([], {}) or "default" not in value:
         return "none"
-    return "its defaults" if sections else f"`{_plain(default)}`"
+    return "its defaults" if sections and not isinstance(default, str) else f"`{_plain(default)}`"
 
 
 def _plain(value: Any) -> str:
