@@ -40,7 +40,10 @@ from podium.roles.stages import (
     TrainBatch,
     UpdateReport,
 )
+from podium.rollout.engine import Load
 from podium.rollout.requests import Completion
+from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import ByStore
 
 WRONG, RIGHT = 10, 11
 
@@ -111,6 +114,14 @@ class FakeGenerator(_Placed):
         self._works("install", transfer.version)
         self._chance, self._version = self._bandit.chance, transfer.version
         return 4
+
+    async def install_in_flight(self, rank: int, transfer: ByStore, in_flight: str) -> int:
+        self._works("install_in_flight", transfer.version.number, in_flight)
+        self._chance, self._version = self._bandit.chance, transfer.version.number
+        return 4
+
+    async def load(self) -> tuple[Load, ...]:
+        return (Load(**dict.fromkeys(Load.__slots__, 0)),)
 
     @asynccontextmanager
     async def streaming(self, plan: SamplingPlan) -> AsyncIterator[FakeStream]:
@@ -219,6 +230,10 @@ class FakeLearner(_Placed):
     async def send(self, transfer: Any) -> int:
         self._works("send", transfer.version, transfer.link)
         return 4
+
+    async def store(self, number: int) -> ByStore:
+        self._works("store", number)
+        return ByStore(version=WeightVersion(number=number, manifest=(), fingerprints=()))
 
     async def save(self, step: int, values: Any) -> None:
         self._works("save", step)

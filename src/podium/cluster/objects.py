@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -142,8 +142,12 @@ class ObjectScope:
 
     def hold(self, rows: RowRefs[RowsT]) -> RowRefs[RowsT]:
         """Registers rows to be freed when the scope closes."""
-        self._held += rows.pieces
+        self.free_at_end(rows.pieces)
         return rows
+
+    def free_at_end(self, pieces: Iterable[Stored[Any]]) -> None:
+        """Registers objects to be freed when the scope closes."""
+        self._held += pieces
 
     def __exit__(self, *ended: object) -> None:
         """Frees its objects; reading them afterwards raises an error that says so."""

@@ -88,6 +88,10 @@ class Devices:
                 await send_weights(roles.policy, roles.generator, ByBroadcast(version=described, link=LINK))
         self._published = version
 
+    def note_published(self, version: int) -> None:
+        """All generators have got this version while they generated."""
+        self._published = version
+
     def _handle(self, role: str) -> Any:
         roles, names = self._parts.roles, self._parts.names
         by_name: dict[str | None, Any] = {

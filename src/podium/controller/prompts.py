@@ -46,6 +46,8 @@ class PromptSource:
         self._left_out = 0 if state is None else int(state["left_out"])
         self._epoch = 0
         self._has_taken = state is not None
+        # Prompts after the position that steps before it have used already; a run with stale groups leaves some.
+        self._done: frozenset[int] = frozenset(() if state is None else state.get("done", ()))
         self._ahead: _Ahead | None = None
         self._ready: list[IndexedTask] = []  # of those taken ahead, when some of them were taken
 
@@ -79,6 +81,9 @@ class PromptSource:
         while len(taken) < count:
             prompt = self._cursor.take(1)[0]
             length = self._length
+            if prompt.prompt_index in self._done:
+                self._done -= {prompt.prompt_index}
+                continue
             if length <= self._room:
                 taken.append(prompt)
                 self._epoch, in_a_row, self._has_taken = prompt.epoch, 0, True
@@ -123,4 +128,5 @@ class PromptSource:
         if self._ahead is not None:
             return self._ahead.state
         assert not self._ready, f"{len(self._ready)} prompts were taken ahead and are not taken yet"
-        return {"cursor": self._cursor.state(), "left_out": self._left_out}
+        done = {"done": sorted(self._done)} if self._done else {}
+        return {"cursor": self._cursor.state(), "left_out": self._left_out, **done}

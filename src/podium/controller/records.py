@@ -213,8 +213,10 @@ def _speed(record: StepRecord) -> dict[str, float]:
         "rollout/preemptions": rollouts.metrics.get("preemptions", 0.0),
         "rollout/cache_used": rollouts.metrics.get("cache_used", 0.0),
     }
-    if seconds.get("rollout"):
-        metrics["rollout/tokens_per_s"] = generated / seconds["rollout"]
+    # Where generation goes on during the update, it takes all of the time.
+    generating_s = seconds.get("rollout") or rollouts.metrics.get("seconds", 0.0)
+    if generating_s:
+        metrics["rollout/tokens_per_s"] = generated / generating_s
     if report is not None and seconds.get("update"):
         metrics["update/tokens_per_s"] = float(record.used.rollouts.rows.lengths_N.sum()) / seconds["update"]
         metrics["mfu"] = report.flops / step_s / record.peak_flops

@@ -7,12 +7,15 @@ import inspect
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Generic
 
+import numpy as np
+
 from podium.algorithms.kl import adaptive_coefficient
 from podium.cluster import ObjectScope
 from podium.controller.devices import Devices
 from podium.controller.episodes import Episodes
 from podium.controller.evaluation import OnPolicyEvaluation, OnPolicyEvaluator
-from podium.controller.executor import StepExecutor
+from podium.controller.executor import Executor, StepExecutor
+from podium.controller.overlap import OverlapExecutor
 from podium.controller.parts import OnPolicyParts, RecipeT_co
 from podium.controller.role_calls import CriticRole, PolicyRole, ReferenceRole, TeacherRole
 from podium.controller.state import RunState
@@ -33,7 +36,9 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._parts, self.recipe, self._state = parts, parts.recipe, state
         self._kl, roles = parts.recipe.full_algorithm.kl, parts.roles
         self._devices = devices = Devices(parts)
-        self._episodes, self._executor = Episodes(parts, devices, state), StepExecutor(parts, devices, state)
+        self._episodes = Episodes(parts, devices, state)
+        overlaps = parts.recipe.rollout.staleness > 0
+        self._executor: Executor = (OverlapExecutor if overlaps else StepExecutor)(parts, devices, state)
         self._evaluator = OnPolicyEvaluator(parts, devices, self._episodes)
         self._milestones = Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
@@ -69,7 +74,10 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     async def sample(self, step: Step, num_prompts: int) -> GradedRollouts:
         """Returns further groups for a step: generates and grades the next prompts of the data, like the others."""
-        return await self._episodes.sample(num_prompts, step.number, step.objects)
+        await self._executor.pause()
+        more = await self._episodes.sample(num_prompts, step.number, step.objects)
+        self._executor.note_used(np.unique(more.group_N).tolist())
+        return more
 
     async def commit(
         self,
@@ -127,6 +135,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
     async def save_before_failing(self) -> None:
         """Saves the last committed step of a run that fails, and waits until all checkpoints are written. Raises an
         error if the weights are no longer those of that step."""
+        await self._executor.close()
         if self.unsaved_step is not None:
             for name in sorted(self._state.updated_roles):
                 role = self._parts.roles.critic if name == "critic" else self._parts.roles.policy
@@ -199,6 +208,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     async def _evaluate(self) -> None:
         step = self._state.step
+        await self._executor.pause()
         self._evaluation = evaluation = await self._evaluator.evaluate(step)
         self._milestones.evaluated_step = step
         self._parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.answers)
@@ -229,7 +239,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
     def _values_to_resume(self) -> dict[str, Any]:
         """Read when a step is committed: a later step that fails has taken prompts already."""
         return {
-            "cursor": self._parts.prompts.state(),
+            "cursor": self._executor.data_state(),
             "kl_coefficient": self._state.kl_coefficient if self._kl is not None else None,
             "skipped_in_a_row": self._log.skipped_in_a_row,
             "version": self._state.version,
@@ -237,6 +247,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     async def _finish(self) -> None:
         step = self._state.step
+        await self._executor.close()
         is_saved_late = self._milestones.saved_step != step
         await self._save()
         await self._log.written()

@@ -188,7 +188,7 @@ class GroupScheduler:
     def _install(self, event: WeightsInstalled) -> None:
         worker = self._workers.get(event.worker)
         if worker is not None:
-            worker.version = event.version
+            worker.version, worker.sent = event.version, max(worker.sent, event.version)
             self._to_publish[worker.name] = None  # there may be a newer one by now
             self._may_take(worker)
 

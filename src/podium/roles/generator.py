@@ -23,7 +23,7 @@ from podium.roles.interfaces import Generator, GeneratorSpec
 from podium.roles.learner import LearnerRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.checkpoints import open_engine
-from podium.rollout.engine import Load, MemoryChange, RolloutEngine
+from podium.rollout.engine import InFlight, Load, MemoryChange, RolloutEngine
 from podium.rollout.native.engine import NativeEngine
 from podium.rollout.requests import Completion, Request, Sampling
 from podium.weights.transports import received
@@ -132,11 +132,11 @@ class GeneratorRank(Generator):
         """Cancels the requests of a dead runner."""
         self._engine.cancel(self._mailboxes.of(runner))
 
-    def install(self, transfer: WeightTransfer) -> int:
+    def install(self, transfer: WeightTransfer, in_flight: InFlight = "recompute") -> int:
         """Receives and installs weights; returns the bytes received."""
         device = torch.device(self._context.device)
         delivery = received(transfer, device=device, link=self._context.transfer)
-        self._engine.install(transfer.version, delivery)
+        self._engine.install(transfer.version, delivery, in_flight=in_flight)
         return delivery.moved_bytes if delivery is not None else 0
 
     def check_base(self, version: WeightVersion) -> None:

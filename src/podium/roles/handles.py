@@ -39,10 +39,10 @@ from podium.roles.stages import (
     TrainBatch,
     UpdateReport,
 )
-from podium.rollout.engine import Load
+from podium.rollout.engine import InFlight, Load
 from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
-from podium.weights.weight_transfers import ByBroadcast
+from podium.weights.weight_transfers import ByBroadcast, ByStore, Readable
 
 # A phase may take hours. Everything in it that can hang has its own deadline: collectives, engines, environments.
 PHASE_S = 24 * 3600.0
@@ -99,6 +99,10 @@ class GeneratorHandle:
         """Installs weights on all engines; returns the bytes received."""
         answers = await self._group.call_all(Generator.install, transfer)
         return sum(answer.value for answer in answers)
+
+    async def install_in_flight(self, rank: int, transfer: ByStore, in_flight: InFlight) -> int:
+        """Installs stored weights on one engine while it answers prompts; returns the bytes received."""
+        return (await self._group.control_one(rank, Generator.install, transfer, in_flight)).value
 
     async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
@@ -199,6 +203,16 @@ class LearnerHandle:
     async def send(self, transfer: ByBroadcast) -> int:
         """Sends published weights; returns the bytes sent by all ranks."""
         return sum(answer.value for answer in await self._group.call_all(Learner.send, transfer))
+
+    async def store(self, number: int) -> ByStore:
+        """Puts the current weights into the object store as version `number`."""
+        transfer = ByStore(version=await self.describe(number))
+        by_rank = await asyncio.gather(*(self._buckets(rank, transfer) for rank in range(self.num_ranks)))
+        return replace(transfer, stored=tuple(by_rank[0]))
+
+    async def _buckets(self, rank: int, transfer: ByStore) -> list[Readable]:
+        blocks = [block async for block in self._group.stream_open(rank, Learner.store, transfer)]
+        return [block.stored for block in blocks if block.stored is not None]
 
     async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""

@@ -25,10 +25,10 @@ from podium.roles.carriers import (
     UpdateShard,
     ValueShard,
 )
-from podium.rollout.engine import Load, MemoryChange
+from podium.rollout.engine import InFlight, Load, MemoryChange
 from podium.rollout.requests import Completion, Request
 from podium.weights.versions import WeightVersion
-from podium.weights.weight_transfers import WeightTransfer
+from podium.weights.weight_transfers import ByStore, WeightBucket, WeightTransfer
 
 if TYPE_CHECKING:
     from podium.algorithms.corrections import EffectiveSampleSize
@@ -125,6 +125,10 @@ class Learner(ABC):
         """Sends published weights to generators on other devices; returns the bytes that this rank sent."""
 
     @abstractmethod
+    def store(self, transfer: ByStore) -> Iterator[Computed[WeightBucket]]:
+        """Puts published weights into the object store: rank 0 yields the buckets."""
+
+    @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:
         """Sets the residency. Offloaded: state that generation does not read (moments, masters, gradients) is in host
         memory."""
@@ -202,8 +206,9 @@ class Generator(EpisodeSource):
         """Cancels the requests of a dead runner. For control threads."""
 
     @abstractmethod
-    def install(self, transfer: WeightTransfer) -> int:
-        """Receives and installs published weights; returns the bytes received."""
+    def install(self, transfer: WeightTransfer, in_flight: InFlight = "recompute") -> int:
+        """Receives and installs published weights; returns the bytes received. Weights from the object store can be
+        installed by a control thread, while the engine answers prompts."""
 
     @abstractmethod
     def check_base(self, version: WeightVersion) -> None:

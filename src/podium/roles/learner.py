@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ from podium.roles.interfaces import MICRO_BATCH, Learner, LearnerFacts, LearnerS
 from podium.roles.policy_update import PolicyUpdate
 from podium.rollout.engine import MemoryChange
 from podium.weights.published import PublishedWeights
-from podium.weights.transports import send_by_broadcast
+from podium.weights.transports import send_by_broadcast, send_by_store
 from podium.weights.versions import WeightVersion
-from podium.weights.weight_transfers import ByBroadcast, WeightTransfer
+from podium.weights.weight_transfers import ByBroadcast, ByStore, WeightBucket, WeightTransfer
 
 
 class LearnerRank(Learner):
@@ -132,6 +132,11 @@ class LearnerRank(Learner):
         """Broadcasts published weights; returns the bytes that this rank sent."""
         assert isinstance(transfer, ByBroadcast)
         return send_by_broadcast(transfer, self.weights, self._context.transfer(transfer.link), self.mesh.device)
+
+    def store(self, transfer: ByStore) -> Iterator[Computed[WeightBucket]]:
+        """Yields the buckets of the weights on rank 0; the other ranks help to gather them."""
+        for bucket in send_by_store(transfer, self.weights, is_sender=self.mesh.rank == 0):
+            yield Computed(rows=bucket)
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves moments, masters and gradients to host memory, or back."""

@@ -37,6 +37,7 @@ class Load:
 
     waiting: int
     running: int
+    cache_tokens: int  # that the cache can hold
     cache_tokens_used: int  # held by running answers, a shared prompt counted once
     cache_tokens_kept: int  # of finished answers, evicted when room is needed
     finished: int

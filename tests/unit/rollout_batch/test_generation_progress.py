@@ -12,6 +12,7 @@ from podium.rollout.jobs import GenerationSummary
 from podium.rollout.progress import Progress, Standing, describe
 
 LOAD = Load(
+    cache_tokens=1000,
     waiting=5, running=8, cache_tokens_used=0, cache_tokens_kept=0, finished=0, generated_tokens=4000,
     prefilled_tokens=0, reused_tokens=0, preemptions=0,
 )  # fmt: skip

@@ -298,6 +298,7 @@ class NativeEngine:
         return Load(
             waiting=len(self._scheduler.waiting),
             running=self._scheduler.num_running,
+            cache_tokens=self._sizes.cache_tokens,
             cache_tokens_used=self._block_manager.num_held * block,
             cache_tokens_kept=self._block_manager.num_kept * block,
             finished=self._finished,

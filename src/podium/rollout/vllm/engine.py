@@ -208,6 +208,7 @@ class VllmEngine:
             return Load(
                 waiting=state.waiting,
                 running=state.running,
+                cache_tokens=self._capacity.cache_tokens,
                 cache_tokens_used=state.cache_tokens_used,
                 cache_tokens_kept=state.cache_tokens_kept,
                 finished=self._finished,

@@ -1,0 +1,339 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Groups on their way from admission to a step: asks the scheduler, keeps what workers and graders send, and joins the
+groups of a step. How episodes are run is up to the executors."""
+
+# N episodes
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from podium.cluster import ObjectScope
+from podium.controller.grading import ModelScores, failed_as_zero, model_scores, sum_rewards, without_failed
+from podium.controller.grading_queue import GradedPart
+from podium.controller.ledger import GroupRecord
+from podium.controller.parts import OnPolicyParts
+from podium.controller.schedule_audit import ScheduleAudit
+from podium.controller.scheduler import GroupScheduler
+from podium.controller.scheduling import (
+    Action,
+    Admit,
+    EpisodeEnded,
+    Event,
+    GroupGraded,
+    Publish,
+    ScheduleSettings,
+    StartStep,
+    StepCommitted,
+    WorkerJoined,
+    WorkerLost,
+)
+from podium.controller.state import RunState
+from podium.data.tasks import IndexedTask
+from podium.data.trajectories import TrajectoryIds
+from podium.recipe import OnPolicyRecipe
+from podium.roles.carriers import Floats
+from podium.roles.episode_stream import Block, Lost
+from podium.roles.grading_handle import Rewarded
+from podium.roles.stages import GradedRollouts, Rollouts
+
+# A worker is given a quarter more episodes than it runs at the same time: a free lane must not wait for a message.
+_AHEAD = 4
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Group:
+    """The episodes of a prompt that have ended, and their rewards so far."""
+
+    prompt: IndexedTask
+    before: Mapping[str, Any]  # state of the data before its prompt was taken
+    episodes: list[Rollouts] = field(default_factory=list)  # one part for each block that had some
+    graded: list[GradedPart] = field(default_factory=list)
+    scores: dict[int, Floats] | None = None  # of reward models
+
+    @property
+    def rollouts(self) -> Rollouts:
+        """All episodes that have ended, ids ascending."""
+        return Rollouts.join(self.episodes)
+
+    @property
+    def num_ended(self) -> int:
+        """Episodes that have ended."""
+        return sum(len(part) for part in self.episodes)
+
+    @property
+    def num_graded(self) -> int:
+        """Episodes with results of all reward functions."""
+        return sum(len(part.rollouts) for part in self.graded)
+
+    def rewarded(self) -> Rewarded:
+        """The results of reward functions in the order of `rollouts`."""
+        order = TrajectoryIds.concatenate([part.rollouts.rows.ids for part in self.graded]).order
+        return Rewarded.join([part.rewarded for part in self.graded]).take(order)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledStep:
+    """The episodes of a step: all that were sampled for it, and those to train on."""
+
+    sampled: GradedRollouts
+    episodes: GradedRollouts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Episodes to start on a worker."""
+
+    rank: int
+    prompts: tuple[IndexedTask, ...]
+    samples: tuple[int, ...]
+    attempt: int
+
+
+def schedule_settings(recipe: OnPolicyRecipe) -> ScheduleSettings:
+    """What the recipe fixes for the scheduler."""
+    rollout, algorithm = recipe.rollout, recipe.full_algorithm
+    return ScheduleSettings(
+        steps=recipe.steps,
+        groups_per_step=rollout.prompts_per_step,
+        samples=rollout.samples_per_prompt,
+        staleness=rollout.staleness,
+        on_new_weights=rollout.on_new_weights,
+        replaces_uniform=algorithm.dynamic_sampling,
+        max_replaced=algorithm.num_refills * rollout.prompts_per_step,
+    )
+
+
+class GroupFlow:
+    """Only the controller's event loop uses it. Nothing here waits."""
+
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], state: RunState) -> None:
+        self._parts, self._state = parts, state
+        self.settings = settings = schedule_settings(parts.recipe)
+        self._scheduler = GroupScheduler(settings, step=state.step, version=state.version)
+        self._audit = ScheduleAudit(settings, step=state.step, version=state.version)
+        self._groups: dict[int, _Group] = {}
+        self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
+        self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
+        self._done: set[int] = set()  # prompt indices that are trained or void, above that of the oldest live group
+        self._admits: list[Admit] = []  # decided and not sent yet
+        self._publishes: list[Publish] = []  # decided and not carried out yet
+        self._start: StartStep | None = None
+        self._running: Counter[str] = Counter()  # worker -> episodes that it was given and that have not ended
+        self._lanes: tuple[int, ...] = ()  # by rank: episodes that a worker is given
+        self._grades_single = False  # whether episodes are graded one by one
+
+    @property
+    def num_running(self) -> int:
+        """Episodes that workers were given and that have not ended."""
+        return self._running.total()
+
+    @property
+    def num_workers(self) -> int:
+        """Workers that run episodes."""
+        return len(self._lanes)
+
+    @property
+    def num_groups(self) -> int:
+        """Groups that no step has taken."""
+        return len(self._groups)
+
+    @property
+    def is_step_ready(self) -> bool:
+        """Whether the scheduler has decided to start a step that is not collected yet."""
+        return self._start is not None
+
+    def open(self, lanes: Sequence[int], *, grades_single: bool) -> None:
+        """Tells the scheduler about the workers. `lanes`: episodes that each runs at the same time."""
+        self._grades_single = grades_single
+        self._lanes = tuple(count + -(-count // _AHEAD) for count in lanes)
+        for rank, count in enumerate(self._lanes):
+            self.tell(WorkerJoined(worker=str(rank), lanes=count, version=self._state.version))
+
+    # --- events and actions ---
+
+    def tell(self, event: Event) -> None:
+        """Tells the scheduler what happened. Keeps its actions, and has them audited."""
+        actions: Sequence[Action] = self._scheduler.decide(event)
+        self._audit.observe(event, actions)
+        for action in actions:
+            match action:
+                case Admit():
+                    self._admits.append(action)
+                case Publish():
+                    self._publishes.append(action)
+                case StartStep():
+                    self._start = action
+                case _:
+                    pass  # grading begins when episodes end; a void group stays with its step
+
+    def take_publishes(self) -> list[Publish]:
+        """Weights to install, decided since the last call."""
+        publishes, self._publishes = self._publishes, []
+        return publishes
+
+    def take_admissions(self) -> list[Admission]:
+        """Episodes to start, decided since the last call. New groups take the next prompts of the data."""
+        admits, self._admits = self._admits, []
+        for number in sorted({admit.group for admit in admits} - self._groups.keys()):
+            before = self._parts.prompts.state() if self.settings.staleness else {}
+            (prompt,) = self._parts.prompts.take(1)
+            self._groups[number] = _Group(prompt=prompt, before=before)
+            self._numbers[prompt.prompt_index], self._prompt_indices[number] = number, prompt.prompt_index
+        together: defaultdict[tuple[int, tuple[int, ...], int], list[IndexedTask]] = defaultdict(list)
+        for admit in admits:
+            together[int(admit.worker), admit.samples, admit.attempt].append(self._groups[admit.group].prompt)
+            self._running[admit.worker] += len(admit.samples)
+        return [
+            Admission(rank=rank, prompts=tuple(prompts), samples=samples, attempt=attempt)
+            for (rank, samples, attempt), prompts in together.items()
+        ]
+
+    def note_lost(self, lost: Lost) -> None:
+        """The worker is replaced already: the scheduler gives it its episodes again."""
+        worker, version = str(lost.rank), self._state.version
+        self._running[worker] = 0
+        self.tell(WorkerLost(worker=worker))
+        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[lost.rank], version=version))
+
+    def note_ended(self, block: Block) -> list[Rollouts]:
+        """Notes the episodes of a block. Returns what can be graded now: single episodes, or complete groups."""
+        if not len(block.ids):
+            return []  # it has metrics only
+        numbers = sorted({self._numbers[index] for index in block.ids.array_N4[:, 0].tolist()})
+        prompts = [self._groups[number].prompt for number in numbers]
+        tasks = {prompt.prompt_index: prompt.task for prompt in prompts}
+        state = self._state
+        rollouts = Rollouts.of([block], tasks, step=state.step + 1, version=state.version, metrics={})
+        to_grade: list[Rollouts] = []
+        for number, prompt in zip(numbers, prompts, strict=True):
+            group = self._groups[number]
+            mine = rollouts.take(np.flatnonzero(rollouts.group_N == prompt.prompt_index))
+            group.episodes.append(mine)
+            if self._grades_single:
+                to_grade.append(mine)
+            elif group.num_ended == self.settings.samples:
+                to_grade.append(group.rollouts)
+        note, rank = rollouts.note, str(block.rank)
+        for row, (index, sample, _, attempt) in enumerate(rollouts.rows.ids.array_N4.tolist()):
+            self._running[rank] -= 1
+            self.tell(
+                EpisodeEnded(
+                    group=self._numbers[index],
+                    attempt=attempt,
+                    sample=sample,
+                    worker=rank,
+                    oldest=int(note.version_N[row]),
+                    newest=int(note.newest_version_N[row]),
+                )
+            )
+        return to_grade
+
+    def note_graded(self, part: GradedPart) -> None:
+        """Notes rewards, which may be of several groups."""
+        for index in np.unique(part.rollouts.group_N).tolist():
+            rows, number = np.flatnonzero(part.rollouts.group_N == index), self._numbers[index]
+            graded = GradedPart(rollouts=part.rollouts.take(rows), rewarded=part.rewarded.take(rows))
+            self._groups[number].graded.append(graded)
+            self._settle(number)
+
+    @property
+    def has_unscored(self) -> bool:
+        """Whether reward models have complete groups to score."""
+        return bool(self._parts.roles.reward_models) and bool(self._unscored())
+
+    async def score(self) -> None:
+        """Reward models score all complete groups that have no scores yet."""
+        unscored = self._unscored()
+        rollouts = Rollouts.join([self._groups[number].rollouts for number in unscored])
+        scores = await model_scores(rollouts, self._parts.roles.reward_models)
+        for number in unscored:
+            group = self._groups[number]
+            mine = np.flatnonzero(rollouts.group_N == group.prompt.prompt_index)
+            group.scores = {index: scores_N[mine] for index, scores_N in scores.items()}
+            self._settle(number)
+
+    # --- steps ---
+
+    def collect(self, step: int, objects: ObjectScope, metrics: Mapping[str, float]) -> SampledStep:
+        """Joins the groups of the step that the scheduler started, in the order of the data. `objects` frees their rows
+        when the step is over, but for objects in which other groups have rows too."""
+        assert self._start is not None, "the scheduler has started a step"
+        start, self._start = self._start, None
+        recipe, numbers = self._parts.recipe, sorted((*start.groups, *start.voided))
+        groups = [self._groups.pop(number) for number in numbers]
+        joined = Rollouts.join([group.rollouts for group in groups])
+        rollouts = replace(joined, step=step, version=self._state.version, metrics=metrics)
+        still_used = {
+            id(piece) for group in self._groups.values() for part in group.episodes for piece in part.rows.pieces
+        }
+        objects.free_at_end(piece for piece in rollouts.rows.pieces if id(piece) not in still_used)
+        rewarded = Rewarded.join([group.rewarded() for group in groups])
+        models = [index for index, _ in self._parts.roles.reward_models]
+        scores: ModelScores = {
+            index: np.concatenate([(group.scores or {})[index] for group in groups]) for index in models
+        }
+        everything, errors = sum_rewards(rollouts, rewarded, scores, recipe)
+        sampled = without_failed(everything, errors, recipe.grading, self._parts.log.console.warning)
+        voided = [
+            group.prompt.prompt_index for number, group in zip(numbers, groups, strict=True) if number in start.voided
+        ]
+        for group in groups:
+            del self._numbers[group.prompt.prompt_index]
+            self._done.add(group.prompt.prompt_index)
+        trained = sampled.take(np.flatnonzero(~np.isin(sampled.group_N, voided))) if voided else sampled
+        return SampledStep(sampled=sampled, episodes=trained)
+
+    def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
+        """Tells the scheduler that a step is committed. Returns the histories of the groups that ended with it."""
+        self.tell(StepCommitted(step=step, version=step if is_updated else None))
+        return [
+            GroupRecord(
+                prompt_index=self._prompt_indices.pop(each.number),
+                step=step,
+                attempts=each.attempts,
+                admitted_version=each.admitted_version,
+                oldest_version=each.oldest,
+                newest_version=each.newest,
+                trained_version=each.trained_version,
+                void=each.void,
+            )
+            for each in self._audit.take_finished()
+        ]
+
+    def note_used(self, prompt_indices: Iterable[int]) -> None:
+        """Prompts that the program took for itself: they are not offered again."""
+        self._done.update(prompt_indices)
+
+    def data_state(self) -> dict[str, Any]:
+        """Where a resumed run continues in the data: before the oldest group that no committed step has trained on,
+        without the prompts after it that are done."""
+        if not self._groups:
+            self._done.clear()
+            return self._parts.prompts.state()
+        oldest = min(self._groups.values(), key=lambda group: group.prompt.prompt_index)
+        self._done = {index for index in self._done if index > oldest.prompt.prompt_index}
+        return {**oldest.before, "done": sorted({*self._done, *oldest.before.get("done", ())})}
+
+    # --- internals ---
+
+    def _unscored(self) -> list[int]:
+        samples = self.settings.samples
+        return [number for number, group in self._groups.items() if group.scores is None and group.num_ended == samples]
+
+    def _settle(self, number: int) -> None:
+        """Tells the scheduler when all episodes of a group have all their rewards."""
+        group = self._groups[number]
+        if group.num_graded < self.settings.samples or (self._parts.roles.reward_models and group.scores is None):
+            return
+        recipe = self._parts.recipe
+        graded, errors = sum_rewards(group.rollouts, group.rewarded(), group.scores or {}, recipe)
+        if errors and recipe.grading.on_error == "zero":
+            graded, errors = failed_as_zero(graded, errors), {}
+        # A group without all its rewards is not replaced: that its reward fails is nothing about the prompt.
+        self.tell(GroupGraded(group=number, is_uniform=not errors and bool(graded.uniform_N.all())))

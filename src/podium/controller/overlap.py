@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation that goes on while the policy learns: staleness above 0.
+
+Streams to the workers stay open over many steps. A task reads them; what it and the graders bring is told to the
+scheduler at once, and what that admits is sent at once. After an update the learner puts its weights into the object
+store, and is free for the next one. Every generator takes them from there while it generates."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from podium.cluster import ObjectScope
+from podium.controller.devices import Devices
+from podium.controller.episodes import training_sampling
+from podium.controller.grading_queue import GradedPart, GradingQueue
+from podium.controller.group_flow import GroupFlow, SampledStep
+from podium.controller.ledger import GroupRecord
+from podium.controller.parts import OnPolicyParts
+from podium.controller.scheduling import StepRequested, WeightsInstalled
+from podium.controller.state import RunState
+from podium.recipe import OnPolicyRecipe
+from podium.roles.episode_stream import Block, EpisodeStream, Lost
+from podium.rollout.engine import InFlight, Load
+from podium.weights.weight_transfers import ByStore
+
+
+class OverlapExecutor:
+    """The controller's event loop uses it: one task that runs the program, and those that this class starts. A failure
+    of one of those is raised by the next `sample` or `pause`."""
+
+    def __init__(self, parts: OnPolicyParts[OnPolicyRecipe], devices: Devices, state: RunState) -> None:
+        self._parts, self._devices, self._state = parts, devices, state
+        self._flow = GroupFlow(parts, state)
+        self._grading = GradingQueue(parts.roles.grader, self._note_graded)
+        self._in_flight: InFlight = "keep" if parts.recipe.rollout.on_new_weights == "keep" else "recompute"
+        self._is_open = self._is_pausing = False
+        self._stream: EpisodeStream | None = None
+        self._generating: asyncio.Task[None] | None = None
+        self._storing: asyncio.Task[None] | None = None  # the learner must keep its weights until it ends
+        self._transfer: ByStore | None = None  # the newest weights in the object store
+        self._to_install: set[str] = set()  # workers that wait for them
+        self._versions: dict[int, int] = {}  # engine -> version of its weights
+        self._scoring: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._changed = asyncio.Event()
+        self._error: Exception | None = None
+        self._loads: tuple[Load, ...] = ()  # of the engines, when the last step began
+        self._began = 0.0
+
+    async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
+        """The next step that the scheduler starts. Generation goes on when it is returned."""
+        if self._generating is None:
+            await self._begin()
+        self._flow.tell(StepRequested())
+        self._send()
+        with self._parts.watch.span("wait"):
+            await self._until(lambda: self._flow.is_step_ready)
+        if self._storing is not None:
+            with self._parts.watch.span("publish"):
+                await self._storing
+        return self._flow.collect(step, objects, await self._engine_metrics())
+
+    def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
+        """Notes that a step is committed, and begins to publish its weights."""
+        records = self._flow.commit(step, is_updated=is_updated)
+        if is_updated and step < self._flow.settings.steps:
+            self._storing = self._start(self._store, self._state.version)
+        self._send()
+        return records
+
+    def data_state(self) -> dict[str, Any]:
+        """The position of the oldest prompt that no committed step has trained on."""
+        return self._flow.data_state()
+
+    def note_used(self, prompt_indices: Iterable[int]) -> None:
+        """They are not offered again by a run that resumes before them."""
+        self._flow.note_used(prompt_indices)
+
+    async def pause(self) -> None:
+        """Waits until the episodes that run now have ended and all weights are installed. Then the workers are idle.
+        Episodes that are admitted meanwhile wait for the next `sample`."""
+        if self._generating is None:
+            return
+        self._is_pausing = True
+        try:
+            await self._until(lambda: not self._flow.num_running and not self._tasks)
+            if self._stream is not None:
+                await self._stream.finish()
+            generating, self._generating = self._generating, None
+            await generating
+            self._raise_error()
+            self._devices.note_published(min(self._versions.values()))
+        finally:
+            self._is_pausing = False
+
+    async def close(self) -> None:
+        """Gives up what is running."""
+        tasks = [*self._tasks, *([self._generating] if self._generating is not None else [])]
+        self._generating = None
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._grading.close()
+
+    # --- tasks ---
+
+    async def _begin(self) -> None:
+        """Gives the workers the newest weights, and opens their streams."""
+        roles = self._parts.roles
+        await self._devices.publish(self._state.version)
+        if not self._is_open:
+            facts, lanes = await roles.grader.facts(), await roles.episode_workers.lanes()
+            self._flow.open(lanes, grades_single=facts.takes_single_episodes)
+            self._is_open = True
+        self._versions = dict.fromkeys(range(roles.generator.num_engines), self._state.version)
+        self._to_install.update(publish.worker for publish in self._flow.take_publishes())
+        for worker in sorted(self._to_install):
+            self._flow.tell(WeightsInstalled(worker=worker, version=self._state.version))
+        self._to_install.clear()
+        self._loads, self._began = await roles.generator.load(), time.perf_counter()
+        self._generating = asyncio.create_task(self._generate())
+
+    async def _generate(self) -> None:
+        """Reads the streams until they are finished."""
+        workers = self._parts.roles.episode_workers
+        try:
+            async with workers.streaming(training_sampling(self._parts.recipe)) as stream:
+                self._stream = stream
+                self._send()
+                try:
+                    async for arrival in stream:
+                        await self._note(arrival, stream)
+                        self._changed.set()
+                except Exception as error:
+                    self._fail(error)  # before the streams are closed, which may take long
+        except Exception as error:
+            self._fail(error)
+        finally:
+            self._stream = None
+
+    async def _note(self, arrival: Block | Lost, stream: EpisodeStream) -> None:
+        if isinstance(arrival, Lost):
+            await self._parts.roles.episode_workers.replace(stream, arrival)
+            self._flow.note_lost(arrival)
+            self._send(is_repeated=True)
+            return
+        for part in self._flow.note_ended(arrival):
+            self._grading.submit(part)
+        if self._flow.has_unscored and (self._scoring is None or self._scoring.done()):
+            self._scoring = self._start(self._score)
+        self._send()
+
+    async def _score(self) -> None:
+        """Reward models score complete groups, until none waits."""
+        while self._flow.has_unscored:
+            await self._flow.score()
+            self._send()
+
+    async def _store(self, version: int) -> None:
+        """Puts the learner's weights into the object store, for all workers that are to get them."""
+        self._transfer = await self._parts.roles.policy.store(version)
+        self._publish()
+
+    async def _install(self, workers: tuple[str, ...], transfer: ByStore) -> None:
+        """Installs weights for these workers. With episode runners they are those of all engines."""
+        generator = self._parts.roles.generator
+        ranks = range(generator.num_engines) if self._parts.roles.runner is not None else map(int, workers)
+        version = transfer.version.number
+        await asyncio.gather(*(self._install_on(rank, transfer) for rank in ranks))
+        for worker in workers:
+            self._flow.tell(WeightsInstalled(worker=worker, version=version))
+        self._send()
+
+    async def _install_on(self, rank: int, transfer: ByStore) -> None:
+        await self._parts.roles.generator.install_in_flight(rank, transfer, self._in_flight)
+        self._versions[rank] = transfer.version.number
+
+    # --- what happens ---
+
+    def _send(self, *, is_repeated: bool = False) -> None:
+        """Carries out what the scheduler decided. `is_repeated`: episodes of a lost worker are among it, which a pause
+        waits for."""
+        self._to_install.update(publish.worker for publish in self._flow.take_publishes())
+        self._publish()
+        if self._stream is None or (self._is_pausing and not is_repeated):
+            return
+        try:
+            for each in self._flow.take_admissions():
+                self._stream.admit(each.rank, each.prompts, each.samples, each.attempt)
+        except Exception as error:  # of the data
+            self._fail(error)
+
+    def _publish(self) -> None:
+        """Starts to install the newest weights where they are waited for, as soon as they are stored."""
+        runner, transfer = self._parts.roles.runner, self._transfer
+        if not self._to_install or transfer is None or transfer.version.number != self._state.version:
+            return
+        if runner is not None and len(self._to_install) < self._flow.num_workers:
+            return  # engines answer all runners: the others have not ended their episodes yet
+        workers, self._to_install = tuple(sorted(self._to_install)), set()
+        for each in [workers] if runner is not None else [(worker,) for worker in workers]:
+            self._start(self._install, each, transfer)
+
+    def _note_graded(self, part: GradedPart | Exception) -> None:
+        if isinstance(part, Exception):
+            self._fail(part)
+            return
+        self._flow.note_graded(part)
+        self._send()
+        self._changed.set()
+
+    def _start(self, work: Callable[..., Awaitable[None]], *arguments: Any) -> asyncio.Task[None]:
+        async def run() -> None:
+            try:
+                await work(*arguments)
+            except Exception as error:
+                self._fail(error)
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._changed.set()
+
+        task = asyncio.create_task(run())
+        self._tasks.add(task)
+        task.add_done_callback(end)
+        return task
+
+    def _fail(self, error: Exception) -> None:
+        self._error = self._error or error
+        self._changed.set()
+
+    async def _until(self, is_so: Callable[[], bool]) -> None:
+        """Waits for workers and graders, which have their own deadlines."""
+        while True:
+            self._raise_error()
+            if is_so():
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    async def _engine_metrics(self) -> dict[str, float]:
+        """What the engines did since the last step began."""
+        before, began = self._loads, self._began
+        self._loads, self._began = await self._parts.roles.generator.load(), time.perf_counter()
+        pairs = list(zip(self._loads, before, strict=True))
+        return {
+            "generated_tokens": float(sum(now.generated_tokens - then.generated_tokens for now, then in pairs)),
+            "prefilled_tokens": float(sum(now.prefilled_tokens - then.prefilled_tokens for now, then in pairs)),
+            "reused_tokens": float(sum(now.reused_tokens - then.reused_tokens for now, then in pairs)),
+            "preemptions": float(sum(now.preemptions - then.preemptions for now, then in pairs)),
+            "cache_used": max(load.cache_tokens_used / max(1, load.cache_tokens) for load in self._loads),
+            "seconds": self._began - began,
+        }

@@ -1,0 +1,306 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Generation that goes on while the policy learns, over fake roles: what is trained on what, and what is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from helpers.fake_roles import FakeGenerator, FakeGrader, FakeLearner, FakeStream
+from helpers.made_batches import WORKER, make_answer, make_result
+from helpers.trials import Trial
+from podium.controller.prompts import PromptSource
+from podium.controller.run import OnPolicyRun
+from podium.data.tasks import IndexedTask
+from podium.data.trajectories import TrajectoryId
+from podium.errors import ClusterError, DataError, WorkerDiedError
+from podium.roles.episode_stream import Lost
+from podium.weights.weight_transfers import ByStore
+
+pytestmark = pytest.mark.timeout(60)
+
+SPLIT = ("placement={layout: split, devices: 2}", "steps=6")
+
+
+@pytest.fixture(autouse=True)
+def slow_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each prompt takes a few turns of the event loop, more or fewer by its number, and is answered with the weights
+    that are there then."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def admit(
+        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+    ) -> None:
+        self._num_open += len(prompts)
+        self._generator._bandit.journal.append(("admit", "generator", [prompt.prompt_index for prompt in prompts]))
+        for prompt in prompts:
+            task = asyncio.create_task(answer(self, prompt, samples))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def answer(stream: FakeStream, prompt: IndexedTask, samples: tuple[int, ...]) -> None:
+        for _ in range(5 + 7 * prompt.prompt_index % 11):
+            await asyncio.sleep(0)
+        for block in stream.promised([prompt], samples):
+            stream._num_open -= 1  # counted by `admit` already
+            stream._arrivals.put_nowait(block)
+
+    monkeypatch.setattr(FakeStream, "admit", admit)
+
+
+def trained(trial: Trial) -> list[tuple[Any, ...]]:
+    """(prompt index, step, oldest version, newest version, trained version) of every group in the ledger."""
+    columns = "prompt_index, step, oldest_version, newest_version, trained_version"
+    return trial.episodes(columns, "ORDER BY prompt_index", table="groups")
+
+
+def capacity(trial: Trial) -> int:
+    """Prompts that were admitted before anything was trained."""
+    journal = trial.bandit.journal
+    first_update = next(at for at, entry in enumerate(journal) if entry[0] == "update")
+    return sum(len(entry[2]) for entry in journal[:first_update] if entry[0] == "admit")
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep", "recompute", "finish"])
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_no_group_is_older_than_the_bound_and_each_is_trained_once(
+    tmp_path: Path, staleness: int, on_new_weights: str
+) -> None:
+    trial = Trial(
+        tmp_path, *SPLIT, "steps=8", f"rollout.staleness={staleness}", f"rollout.on_new_weights={on_new_weights}"
+    )
+    trial.run()
+
+    rows = trained(trial)
+    assert [row[0] for row in rows] == list(range(32))
+    assert Counter(row[1] for row in rows) == dict.fromkeys(range(1, 9), 4)
+    ages = [row[4] - row[2] for row in rows]
+    assert all(0 <= age <= staleness for age in ages)
+    assert max(ages) >= 1  # something did overlap
+    assert trial.metric("staleness/max")[8] <= staleness
+
+
+def test_generation_goes_on_during_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The update of step 1 ends only when prompts of step 2 were answered: without overlap it would wait forever."""
+    original = FakeLearner.update
+
+    async def update(self: FakeLearner, batch: Any, plan: Any, *, seed: int) -> Any:
+        while plan.step == 1 and not any(4 in entry[2] for entry in self._bandit.calls("generate")):
+            await asyncio.sleep(0)
+        return await original(self, batch, plan, seed=seed)
+
+    monkeypatch.setattr(FakeLearner, "update", update)
+    run = Trial(tmp_path, *SPLIT, "rollout.staleness=1").run()
+
+    assert run.num_committed == 6
+
+
+def test_weights_reach_engines_while_they_generate(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, *SPLIT, "rollout.staleness=1", "rollout.on_new_weights=recompute")
+    trial.run()
+
+    # The first version is sent before anything runs; the last one is needed by nobody.
+    assert [entry[2] for entry in trial.bandit.calls("send")] == [0]
+    assert [entry[2] for entry in trial.bandit.calls("store")] == [1, 2, 3, 4, 5]
+    assert [entry[2:] for entry in trial.bandit.calls("install_in_flight")] == [
+        (version, "recompute") for version in (1, 2, 3, 4, 5)
+    ]
+
+
+def test_with_finish_an_engine_gets_weights_only_when_it_has_nothing_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    open_prompts: list[int] = []
+    streams: list[FakeStream] = []
+
+    async def install(self: FakeGenerator, rank: int, transfer: ByStore, in_flight: str) -> int:
+        open_prompts.append(sum(stream._num_open for stream in streams))
+        return await original(self, rank, transfer, in_flight)
+
+    def init(self: FakeStream, *arguments: Any) -> None:
+        original_init(self, *arguments)
+        streams.append(self)
+
+    original, original_init = FakeGenerator.install_in_flight, FakeStream.__init__
+    monkeypatch.setattr(FakeGenerator, "install_in_flight", install)
+    monkeypatch.setattr(FakeStream, "__init__", init)
+    Trial(tmp_path, *SPLIT, "rollout.staleness=2", "rollout.on_new_weights=finish").run()
+
+    assert open_prompts
+    assert set(open_prompts) == {0}
+
+
+def test_the_learner_is_not_updated_while_its_weights_are_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storing = {"now": 0}
+    original_store, original_update = FakeLearner.store, FakeLearner.update
+
+    async def store(self: FakeLearner, number: int) -> ByStore:
+        storing["now"] += 1
+        for _ in range(40):
+            await asyncio.sleep(0)
+        storing["now"] -= 1
+        return await original_store(self, number)
+
+    async def update(self: FakeLearner, batch: Any, plan: Any, *, seed: int) -> Any:
+        assert not storing["now"]
+        return await original_update(self, batch, plan, seed=seed)
+
+    monkeypatch.setattr(FakeLearner, "store", store)
+    monkeypatch.setattr(FakeLearner, "update", update)
+    assert Trial(tmp_path, *SPLIT, "rollout.staleness=2").run().num_committed == 6
+
+
+def test_an_evaluation_has_the_engines_for_itself_and_the_newest_weights(tmp_path: Path) -> None:
+    trial = Trial(tmp_path, *SPLIT, "rollout.staleness=2", "evaluation.every=2", heldout=3)
+    trial.run()
+
+    journal = trial.bandit.journal
+    greedy = [at for at, entry in enumerate(journal) if entry[0] == "generate" and entry[4].temperature == 0]
+    assert len(greedy) >= 3
+    for at in greedy:
+        done = [entry for entry in journal[:at] if entry[0] in ("install_in_flight", "install")]
+        updates = [entry for entry in journal[:at] if entry[0] == "update"]
+        assert done[-1][2] == (updates[-1][2] if updates else 0)
+    assert [row[0] for row in trained(trial)] == list(range(24))
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_save_and_resume_in_the_middle_of_overlap_loses_nothing_and_trains_nothing_twice(
+    tmp_path: Path, step: int
+) -> None:
+    """AReaL #1345: capacity after a resume equals that before."""
+    settings = (*SPLIT, "steps=9", "rollout.staleness=2", "checkpoint.every=1")
+    first = Trial(tmp_path, *settings)
+    assert first.run().num_committed == 9
+
+    saved = first.bandit.saves["policy"][step]
+    resumed = Trial(tmp_path, *settings, step=step, saved=saved, cursor=saved["cursor"])
+    resumed.run()
+
+    rows = trained(resumed)
+    assert [row[0] for row in rows] == list(range(36))
+    assert Counter(row[1] for row in rows) == dict.fromkeys(range(1, 10), 4)
+    given = [index for entry in resumed.bandit.calls("generate") for index in entry[2]]
+    assert len(given) == len(set(given)) == 36 - 4 * step
+    assert (capacity(first), capacity(resumed)) == (12, min(12, 36 - 4 * step))
+
+
+def test_rows_of_a_block_that_two_steps_share_stay_until_the_second(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts that wait are answered in one block, which so has groups of several steps."""
+
+    def admit(
+        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+    ) -> None:
+        self._generator._works("generate", tuple(prompt.prompt_index for prompt in prompts), len(samples), self._plan)
+        ids = [TrajectoryId(prompt.prompt_index, sample) for prompt in prompts for sample in samples]
+        answers = [self._generator._answer(id, self._plan) for id in ids]
+        self._num_open += 1
+        self._arrivals.put_nowait(make_result(answers))
+
+    monkeypatch.setattr(FakeStream, "admit", admit)
+    trial = Trial(tmp_path, *SPLIT, "rollout.staleness=2")
+    trial.run()
+
+    assert len(trial.bandit.calls("generate")[0][2]) > 4  # more than one step
+    assert [row[0] for row in trained(trial)] == list(range(24))
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_episodes_of_a_lost_worker_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int) -> None:
+    """The worker dies with the first prompts that it has; its replacement gets them again under the next attempt."""
+    lost = Lost(rank=0, worker=WORKER, error=WorkerDiedError("killed"))
+    deaths: list[Lost] = []
+
+    def admit(
+        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+    ) -> None:
+        self._num_open += 1
+        if attempt == 0 and prompts[0].prompt_index == 0:
+            deaths.append(lost)
+            self._arrivals.put_nowait(lost)  # type: ignore[arg-type]
+            return
+        answers = [
+            replace(make_answer(prompt.prompt_index, sample), id=TrajectoryId(prompt.prompt_index, sample, 0, attempt))
+            for prompt in prompts
+            for sample in samples
+        ]
+        versions = [np.full(1, self._generator._version, np.int32)] * len(answers)
+        stamped = [replace(answer, versions_L=each) for answer, each in zip(answers, versions, strict=True)]
+        self._arrivals.put_nowait(make_result(stamped))
+
+    async def replaced(self: FakeGenerator, stream: Any, lost: Lost) -> None:
+        pass
+
+    monkeypatch.setattr(FakeStream, "admit", admit)
+    monkeypatch.setattr(FakeGenerator, "replace", replaced)
+    trial = Trial(tmp_path, *SPLIT, "steps=3", f"rollout.staleness={staleness}")
+    runners: Any = trial.roles.generator  # they have the same methods
+    trial.parts = replace(trial.parts, roles=replace(trial.roles, runner=runners))
+    trial.run()
+
+    assert len(deaths) == 1
+    rows = trial.episodes("prompt_index, attempts, step", "ORDER BY prompt_index", table="groups")
+    assert [row[0] for row in rows] == list(range(12))
+    assert rows[0][1] == 2
+
+
+@pytest.mark.parametrize(("role", "method"), [
+    (FakeGrader, "grade_on"), (FakeLearner, "store"), (FakeGenerator, "install_in_flight"), (FakeStream, "__aiter__"),
+])  # fmt: skip
+def test_a_failure_beside_the_program_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, role: type, method: str
+) -> None:
+    async def fail(self: Any, *arguments: Any) -> Any:
+        raise ClusterError(f"{method} failed")
+
+    async def fail_to_iterate(self: FakeStream) -> AsyncIterator[Any]:
+        raise ClusterError(f"{method} failed")
+        yield
+
+    monkeypatch.setattr(role, method, fail_to_iterate if role is FakeStream else fail)
+    with pytest.raises(ClusterError, match=f"{method} failed"):
+        Trial(tmp_path, *SPLIT, "rollout.staleness=1").run()
+
+
+def test_a_prompt_that_cannot_be_read_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = PromptSource.take
+
+    def take(self: PromptSource, count: int) -> list[IndexedTask]:
+        taken = original(self, count)
+        if any(prompt.prompt_index == 9 for prompt in taken):
+            raise DataError("row 9 is broken")
+        return taken
+
+    monkeypatch.setattr(PromptSource, "take", take)
+    with pytest.raises(DataError, match="row 9"):
+        Trial(tmp_path, *SPLIT, "rollout.staleness=1").run()
+
+
+def test_a_stop_leaves_a_state_that_a_resumed_run_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trial = Trial(tmp_path, *SPLIT, "steps=9", "rollout.staleness=2")
+    original = OnPolicyRun.commit
+
+    async def commit(self: OnPolicyRun, step: Any, *arguments: Any, **named: Any) -> None:
+        await original(self, step, *arguments, **named)
+        if step.number == 4:
+            trial.folder.stop_file.touch()
+
+    monkeypatch.setattr(OnPolicyRun, "commit", commit)
+    assert trial.run().num_committed == 4
+    monkeypatch.setattr(OnPolicyRun, "commit", original)
+
+    saved = trial.bandit.saves["policy"][4]
+    resumed = Trial(tmp_path, *SPLIT, "steps=9", "rollout.staleness=2", step=4, saved=saved, cursor=saved["cursor"])
+    resumed.run()
+    assert [row[0] for row in trained(resumed)] == list(range(36))
