@@ -30,7 +30,7 @@ from podium.roles.blocks import empty_block
 from podium.roles.carriers import DistanceNote, EpisodeNote, GraderFacts, Residency, SamplingPlan, UpdatePlan
 from podium.roles.grading_handle import Rewarded
 from podium.roles.handles import joined_distance
-from podium.roles.interfaces import LearnerFacts
+from podium.roles.interfaces import GeneratorUsage, LearnerFacts
 from podium.roles.stages import (
     Advantages,
     CriticReport,
@@ -120,8 +120,9 @@ class FakeGenerator(_Placed):
         self._chance, self._version = self._bandit.chance, transfer.version.number
         return 4
 
-    async def load(self) -> tuple[Load, ...]:
-        return (Load(**dict.fromkeys(Load.__slots__, 0)),)
+    async def usage(self) -> tuple[GeneratorUsage, ...]:
+        load = Load(**dict.fromkeys(Load.__slots__, 0))
+        return (GeneratorUsage(load=load, idle_s=0.0, install_s=0.0),)
 
     @asynccontextmanager
     async def streaming(self, plan: SamplingPlan) -> AsyncIterator[FakeStream]:

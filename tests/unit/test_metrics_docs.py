@@ -17,9 +17,11 @@ import torch
 
 from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task
 from podium.algorithms.corrections import EffectiveSampleSize
+from podium.algorithms.staleness import AgeStatistics
 from podium.algorithms.values import ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
+from podium.controller.ledger import GroupRecord
 from podium.controller.records import StepRecord, step_metrics
 from podium.data.documents import Example, SplitExamples
 from podium.engine.train_step import source_sum
@@ -88,9 +90,15 @@ def step_names() -> set[str]:
     ones_N = np.ones(4)
     distance = DistanceNote(k1_N=ones_N, k2_N=ones_N, k3_N=ones_N, tokens_N=np.ones(4, np.int64))
     weights = EffectiveSampleSize(count=4, kept=4, sum=4, sum_squares=4)
+    ages = {1: AgeStatistics(count=4.0, kl_k3=0.1, ratio=4.0, ratio_squares=4.0)}
+    trained = GroupRecord(
+        prompt_index=0, step=1, attempts=1, admitted_version=0, oldest_version=0, newest_version=0, trained_version=1,
+        void=None,
+    )  # fmt: skip
     record = StepRecord(
         step=1, lr=1e-3, graded=graded, used=graded, distance=distance,
-        report=make_report(sampling=weights, kl_reference=0.1), kl_coefficient=0.1,
+        report=make_report(sampling=weights, kl_reference=0.1, ages=ages), kl_coefficient=0.1,
+        groups=[trained, replace(trained, trained_version=None, void="uniform")], overlaps=True,
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
         seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6,
         solving=Solving(reward=None, at=1.0),

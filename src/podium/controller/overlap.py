@@ -23,7 +23,8 @@ from podium.controller.scheduling import StepRequested, WeightsInstalled
 from podium.controller.state import RunState
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Lost
-from podium.rollout.engine import InFlight, Load
+from podium.roles.interfaces import GeneratorUsage
+from podium.rollout.engine import InFlight
 from podium.weights.weight_transfers import ByStore
 
 
@@ -47,7 +48,7 @@ class OverlapExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        self._loads: tuple[Load, ...] = ()  # of the engines, when the last step began
+        self._usages: tuple[GeneratorUsage, ...] = ()  # when the last step began
         self._began = 0.0
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
@@ -120,7 +121,7 @@ class OverlapExecutor:
         for worker in sorted(self._to_install):
             self._flow.tell(WeightsInstalled(worker=worker, version=self._state.version))
         self._to_install.clear()
-        self._loads, self._began = await roles.generator.load(), time.perf_counter()
+        self._usages, self._began = await roles.generator.usage(), time.perf_counter()
         self._generating = asyncio.create_task(self._generate())
 
     async def _generate(self) -> None:
@@ -247,14 +248,17 @@ class OverlapExecutor:
 
     async def _engine_metrics(self) -> dict[str, float]:
         """What the engines did since the last step began."""
-        before, began = self._loads, self._began
-        self._loads, self._began = await self._parts.roles.generator.load(), time.perf_counter()
-        pairs = list(zip(self._loads, before, strict=True))
+        before, began = self._usages, self._began
+        self._usages, self._began = await self._parts.roles.generator.usage(), time.perf_counter()
+        pairs = [(now.load, then.load) for now, then in zip(self._usages, before, strict=True)]
+        num = len(pairs)
         return {
             "generated_tokens": float(sum(now.generated_tokens - then.generated_tokens for now, then in pairs)),
             "prefilled_tokens": float(sum(now.prefilled_tokens - then.prefilled_tokens for now, then in pairs)),
             "reused_tokens": float(sum(now.reused_tokens - then.reused_tokens for now, then in pairs)),
             "preemptions": float(sum(now.preemptions - then.preemptions for now, then in pairs)),
-            "cache_used": max(load.cache_tokens_used / max(1, load.cache_tokens) for load in self._loads),
+            "cache_used": max(now.cache_tokens_used / max(1, now.cache_tokens) for now, _ in pairs),
             "seconds": self._began - began,
+            "idle_s": (sum(each.idle_s for each in self._usages) - sum(each.idle_s for each in before)) / num,
+            "install_s": (sum(each.install_s for each in self._usages) - sum(each.install_s for each in before)) / num,
         }

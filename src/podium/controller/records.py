@@ -5,13 +5,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from podium.algorithms.staleness import AgeStatistics
 from podium.cluster.results import Span
-from podium.controller.ledger import EpisodeRecord
+from podium.controller.ledger import EpisodeRecord, GroupRecord
 from podium.recipe.solving import Solving
 from podium.roles.carriers import FINISHES, DistanceNote, Floats
 from podium.roles.stages import CriticReport, GradedRollouts, Rollouts, UpdateReport
@@ -34,6 +36,8 @@ class StepRecord:
     idle_s: float  # time in which all workers were idle
     peak_flops: float  # of all devices that train
     solving: Solving
+    groups: Sequence[GroupRecord] = ()  # those that ended with the step
+    overlaps: bool = False  # whether generation goes on during updates
     extra: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -43,6 +47,7 @@ def step_metrics(record: StepRecord) -> dict[str, float]:
         **_rewards(record),
         **_groups(record.graded, record.solving),
         **_episodes(record),
+        **(_overlap(record) if record.overlaps else {}),
         **_updates(record),
         **_distance(record),
         **_speed(record),
@@ -133,6 +138,32 @@ def _episodes(record: StepRecord) -> dict[str, float]:
             metrics["turns/max"] = float(note.turns_N.max())
     for name, counts_N in note.counts.items():
         metrics[f"environment/{name}"] = float(counts_N.mean()) if len(counts_N) else 0.0
+    return metrics
+
+
+def _overlap(record: StepRecord) -> dict[str, float]:
+    """How old the trained tokens are and why, and what generators waited for."""
+    rollouts, trained = record.graded.rollouts, [each for each in record.groups if each.trained_version is not None]
+    metrics = {
+        "rollout/idle_s": rollouts.metrics.get("idle_s", 0.0),
+        "rollout/install_s": rollouts.metrics.get("install_s", 0.0),
+    }
+    if len(record.used):
+        metrics["response/trained_mean"] = float(record.used.rollouts.note.sampled_N.mean())
+    if trained:
+        in_flight = [each.newest_version - each.admitted_version for each in trained]
+        queue = [(each.trained_version or 0) - each.newest_version for each in trained]
+        metrics |= {"staleness/in_flight": float(np.mean(in_flight)), "staleness/queue": float(np.mean(queue))}
+    for reason, count in sorted(Counter(each.void for each in record.groups if each.void is not None).items()):
+        metrics[f"groups/void/{reason}"] = float(count)
+    ages = record.report.ages if record.report is not None else {}
+    if ages:
+        everything = AgeStatistics.merge(ages.values())
+        metrics |= {"staleness/kl": everything.kl, "staleness/ess": everything.effective_share}
+        for age, statistics in sorted(ages.items()):
+            metrics[f"staleness/tokens/{age}"] = statistics.count / everything.count
+            metrics[f"staleness/kl/{age}"] = statistics.kl
+            metrics[f"staleness/ess/{age}"] = statistics.effective_share
     return metrics
 
 

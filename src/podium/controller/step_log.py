@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from podium.algorithms.staleness import AgeStatistics
 from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
@@ -70,7 +71,7 @@ class StepLog:
             kl_coefficient=kl_coefficient, seconds=seconds, step_s=step_s,
             idle_s=idle_seconds(spans, since_wall, since_wall + step_s),
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
-            solving=recipe.solving, extra=parts.prompts.metrics(),
+            solving=recipe.solving, groups=groups, overlaps=recipe.rollout.staleness > 0, extra=parts.prompts.metrics(),
         )  # fmt: skip
         self.mark()  # writing from here on counts as the next step's time
         values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}
@@ -105,7 +106,8 @@ class StepLog:
             console.warning(f"step {step}: {report.skipped} optimizer steps were not finite and were skipped")
         self._guard.check(step, is_skipped=report.skipped > 0, suspect="rewards")
         algorithm = recipe.full_algorithm
-        _check_kl(step, report.statistics.kl_k3, algorithm.max_kl_behavior, recipe.rollout.staleness)
+        stale = AgeStatistics.merge(report.ages.values()).kl
+        _check_kl(step, max(report.statistics.kl_k3, stale), algorithm.max_kl_behavior, recipe.rollout.staleness)
         if algorithm.correction is None:
             alarm = self._gaps.look(report.gap)
             if alarm is not None:
@@ -124,13 +126,13 @@ class StepLog:
 
 
 def _check_kl(step: int, kl: float, limit: float | None, staleness: int) -> None:
-    """Raises an error if `kl/behavior` of a step is above `algorithm.max_kl_behavior`."""
+    """Raises an error if `kl/behavior` or `staleness/kl` of a step is above `algorithm.max_kl_behavior`."""
     if limit is None or not kl > limit:  # the guard of skipped steps counts those without a finite loss
         return
     stale = f"rollout.staleness (now {staleness}), " if staleness > 0 else ""
     raise TrainingDivergedError(
-        f"step {step}: kl/behavior is {kl:.4g}, and algorithm.max_kl_behavior is {limit:g}. The policy has moved too "
-        f"far from the one that its ratios compare with. Lower {stale}optimizer.lr, algorithm.mini_batches or "
+        f"step {step}: the policy's KL from the weights that sampled is {kl:.4g}, and algorithm.max_kl_behavior is "
+        f"{limit:g}. Lower {stale}optimizer.lr, algorithm.mini_batches or "
         "algorithm.epochs, or raise the limit."
     )
 

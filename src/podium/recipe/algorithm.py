@@ -153,8 +153,9 @@ class PolicySection(UpdateSection):
     max_kl_behavior: Real | None = Field(
         None,
         gt=0,
-        description="Stops the run when kl/behavior of a step is above this: the mean KL (k3) per token of the trained "
-        "policy from the one that its ratios compare with. Default: no limit.",
+        description="Stops the run when kl/behavior or staleness/kl of a step is above this: the mean KL (k3) per "
+        "token of the trained policy from the one that its ratios compare with, or of the policy before the update "
+        "from the weights that sampled. Default: no limit.",
     )
 
     def correction_at(self, staleness: int) -> CorrectionSection | None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable
 
 from podium.data.trajectories import TrajectoryId
@@ -18,6 +19,12 @@ class Admissions:
         self._changed = threading.Condition()
         self._ids: set[TrajectoryId] = set()
         self._is_finished = False
+        self._idle_s = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which a stream was open and had no episodes."""
+        return self._idle_s
 
     @property
     def open_ids(self) -> tuple[TrajectoryId, ...]:
@@ -59,5 +66,7 @@ class Admissions:
         """Waits briefly if there is no work. Returns False when the stream is over."""
         with self._changed:
             if not self._ids and not self._is_finished:
+                began = time.monotonic()
                 self._changed.wait(wait_s)
+                self._idle_s += time.monotonic() - began
             return not self._is_finished or bool(self._ids)

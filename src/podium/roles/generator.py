@@ -19,7 +19,7 @@ from podium.models.causal_lm import load_config
 from podium.roles.admissions import Admissions
 from podium.roles.blocks import block_of
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
-from podium.roles.interfaces import Generator, GeneratorSpec
+from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
 from podium.roles.learner import LearnerRank
 from podium.roles.mailboxes import Mailboxes
 from podium.rollout.checkpoints import open_engine
@@ -50,6 +50,7 @@ class GeneratorRank(Generator):
         self._engine: RolloutEngine = self._open()
         self._peak_tokens = 0
         self._admissions, self._mailboxes = Admissions(), Mailboxes()
+        self._install_s = 0.0
 
     def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
         """Submits the prompts to the engine, which goes on meanwhile."""
@@ -135,8 +136,9 @@ class GeneratorRank(Generator):
     def install(self, transfer: WeightTransfer, in_flight: InFlight = "recompute") -> int:
         """Receives and installs weights; returns the bytes received."""
         device = torch.device(self._context.device)
-        delivery = received(transfer, device=device, link=self._context.transfer)
+        delivery, began = received(transfer, device=device, link=self._context.transfer), time.perf_counter()
         self._engine.install(transfer.version, delivery, in_flight=in_flight)
+        self._install_s += time.perf_counter() - began
         return delivery.moved_bytes if delivery is not None else 0
 
     def check_base(self, version: WeightVersion) -> None:
@@ -164,9 +166,10 @@ class GeneratorRank(Generator):
             return self._engine.sleep()
         return self._engine.wake()
 
-    def load(self) -> Load:
-        """How busy the engine is."""
-        return self._engine.load()
+    def usage(self) -> GeneratorUsage:
+        """The state of the engine, and what it waited for."""
+        idle_s = self._admissions.idle_s + self._mailboxes.idle_s
+        return GeneratorUsage(load=self._engine.load(), idle_s=idle_s, install_s=self._install_s)
 
     def close(self) -> None:
         """Closes the engine."""

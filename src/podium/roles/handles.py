@@ -14,6 +14,7 @@ import numpy as np
 from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
+from podium.algorithms.staleness import merge_ages
 from podium.algorithms.values import ValueStatistics
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
@@ -30,7 +31,7 @@ from podium.roles.carriers import (
     ValueShard,
 )
 from podium.roles.episode_stream import EpisodeStream, Lost, streaming
-from podium.roles.interfaces import Critic, CriticShard, Generator, Learner, LearnerFacts, Scorer
+from podium.roles.interfaces import Critic, CriticShard, Generator, GeneratorUsage, Learner, LearnerFacts, Scorer
 from podium.roles.stages import (
     Advantages,
     CriticReport,
@@ -39,7 +40,7 @@ from podium.roles.stages import (
     TrainBatch,
     UpdateReport,
 )
-from podium.rollout.engine import InFlight, Load
+from podium.rollout.engine import InFlight
 from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByBroadcast, ByStore, Readable
@@ -52,7 +53,7 @@ class GeneratorHandle:
     """Generators on all generating devices."""
 
     def __init__(self, group: RoleGroup[Generator]) -> None:
-        group.requires(Generator.stream, Generator.install, Generator.share, Generator.hold, Generator.load)
+        group.requires(Generator.stream, Generator.install, Generator.share, Generator.hold, Generator.usage)
         self._group = group.within(PHASE_S)
 
     @property
@@ -108,9 +109,9 @@ class GeneratorHandle:
         """Sets the residency on all ranks."""
         await self._group.call_all(Generator.hold, residency)
 
-    async def load(self) -> tuple[Load, ...]:
-        """How busy each engine is."""
-        return tuple(answer.value for answer in await self._group.control_all(Generator.load))
+    async def usage(self) -> tuple[GeneratorUsage, ...]:
+        """What each generator does and has done."""
+        return tuple(answer.value for answer in await self._group.control_all(Generator.usage))
 
 
 class LearnerHandle:
@@ -164,6 +165,7 @@ class LearnerHandle:
                 if algorithm.correction is not None
                 else None
             ),
+            ages=merge_ages([note.ages for note in notes]),
             entropy=entropy or 0.0,
             kl_reference=_mean([note.kl_reference for note in notes]),
             advantages=Moments.merge([*(note.advantages for note in notes), Moments(float(idle_tokens), 0.0, 0.0)]),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from podium.algorithms.corrections import EffectiveSampleSize
     from podium.algorithms.policy import PolicyStatistics
     from podium.algorithms.returns import Moments
+    from podium.algorithms.staleness import ByAge
     from podium.weights.canary import LogprobGap
 
 # The learner's role name, by which other roles on the same worker find it.
@@ -79,6 +80,7 @@ class UpdateNote:
     statistics: PolicyStatistics
     gap: LogprobGap  # engine against learner, before the first optimizer step
     sampling: EffectiveSampleSize | None
+    ages: ByAge  # empty if no token is stale
     entropy: tuple[float, float]  # sum and count
     kl_reference: tuple[float, float]
     advantages: Moments
@@ -159,6 +161,15 @@ class GeneratorSpec:
     deadline_s: float = 600.0  # without progress
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GeneratorUsage:
+    """What a generator has done since it was built; nothing of it decreases but parts of `load`."""
+
+    load: Load
+    idle_s: float  # without anything to answer, while it could have
+    install_s: float  # in which weights were installed and nothing was answered
+
+
 class EpisodeSource(ABC):
     """A worker that runs episodes: a generator, or an episode runner. `stream` runs on the work thread; the other
     methods are for control threads."""
@@ -224,8 +235,8 @@ class Generator(EpisodeSource):
         """Active: awake. Offloaded: the cache (and the engine's copy of the weights, if any) is freed."""
 
     @abstractmethod
-    def load(self) -> Load:
-        """How busy the engine is. For control threads."""
+    def usage(self) -> GeneratorUsage:
+        """What the generator does and has done. For control threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

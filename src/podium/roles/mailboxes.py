@@ -21,6 +21,12 @@ class Mailboxes:
         self._boxes: dict[str, list[Completion]] = {}
         self._closing = False
         self._failure: BaseException | None = None
+        self._idle_s = 0.0
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds in which the mailboxes were open and no answer was expected."""
+        return self._idle_s
 
     def open(self) -> None:
         """Empties all boxes and accepts requests from now on."""
@@ -82,5 +88,7 @@ class Mailboxes:
         """Waits for work. Returns False when the mailboxes are closed and no answer is expected any more."""
         with self._changed:
             if not self._owners and not self._closing:
+                began = time.monotonic()
                 self._changed.wait(wait_s)
+                self._idle_s += time.monotonic() - began
             return bool(self._owners) or not self._closing

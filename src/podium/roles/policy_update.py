@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import repeat
 from typing import Any
@@ -23,6 +23,7 @@ from podium.algorithms.kl import kl_estimate
 from podium.algorithms.policy import PolicyStatistics, policy_statistics
 from podium.algorithms.reduction import normalizer, token_weights
 from podium.algorithms.returns import Moments, rewards_to_go
+from podium.algorithms.staleness import AgeStatistics, merge_ages, statistics_by_age
 from podium.cluster import RowRefs
 from podium.data.documents import PackedBatch
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
@@ -46,6 +47,7 @@ class _Columns:
     old_T: NDArray[np.float32]
     correction_T: NDArray[np.float32] | None
     sampling: EffectiveSampleSize | None
+    ages: Mapping[int, AgeStatistics] | None  # None: the learner's log-probs are not known yet
     reference_T: NDArray[np.float32] | None
 
 
@@ -90,6 +92,7 @@ class PolicyUpdate:
             statistics=PolicyStatistics.merge([_statistics(each, logprobs, plan) for each, logprobs, _ in seen]),
             gap=_gap(seen if plan.loss == "policy" or plan.temperature == 1.0 else (), plan.version),
             sampling=columns.sampling,
+            ages=columns.ages if columns.ages is not None else _ages_of(seen, plan.version),
             entropy=(float(sum(entropy.double().sum().item() for _, _, entropy in seen)), _num_seen(seen)),
             kl_reference=_distance(seen),
             advantages=Moments.of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
@@ -117,7 +120,9 @@ class PolicyUpdate:
             ).values_T  # fmt: skip
             proximal_s = time.perf_counter() - began
         advantages_T = self._advantages(block, shard, plan, trained_T, reference_T)
-        correction_T = sampling = None
+        correction_T = sampling = ages = None
+        if old_T is not behavior_T:
+            ages = _ages(old_T[trained_T], behavior_T[trained_T], block.versions_T[trained_T], plan.version)
         if algorithm.correction is not None:
             correction_T = _correction(block, trained_T, old_T, algorithm)
             sampling = effective_sample_size(torch.from_numpy(correction_T[trained_T]))
@@ -130,6 +135,7 @@ class PolicyUpdate:
             old_T=old_T,
             correction_T=correction_T,
             sampling=sampling,
+            ages=ages,
             reference_T=reference_T if in_loss else None,
         )
         return columns, proximal_s
@@ -302,6 +308,25 @@ def _gap(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> Logprob
             )
         )
     return LogprobGap.merge(parts)
+
+
+def _ages(
+    learner_S: NDArray[np.float32], behavior_S: NDArray[np.float32], versions_S: NDArray[np.int32], version: int
+) -> dict[int, AgeStatistics]:
+    """Statistics by age, if any token is stale."""
+    if not ((versions_S >= 0) & (versions_S != version)).any():
+        return {}
+    sampled = versions_S >= 0
+    return statistics_by_age(learner_S[sampled], behavior_S[sampled], version - versions_S[sampled])
+
+
+def _ages_of(seen: Sequence[tuple[_Micro, Tensor, Tensor]], version: int) -> dict[int, AgeStatistics]:
+    """Statistics by age over the tokens that were computed before the first optimizer step."""
+    return merge_ages(
+        _ages(logprobs_S.float().cpu().numpy(), micro.behavior_S.cpu().numpy(), micro.versions_S, version)
+        for micro, logprobs_S, _ in seen
+        if micro.is_first and ((micro.versions_S >= 0) & (micro.versions_S != version)).any()
+    )
 
 
 def _num_seen(seen: Sequence[tuple[_Micro, Tensor, Tensor]]) -> float:

@@ -18,6 +18,7 @@ from podium.algorithms.advantages import RELATIVE_SPREAD
 from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.policy import PolicyStatistics
 from podium.algorithms.returns import Moments
+from podium.algorithms.staleness import ByAge
 from podium.algorithms.values import ValueStatistics
 from podium.cluster.objects import RowRefs
 from podium.cluster.results import ShardResult, stored_rows
@@ -263,6 +264,7 @@ class UpdateReport:
     statistics: PolicyStatistics
     gap: LogprobGap
     sampling: EffectiveSampleSize | None
+    ages: ByAge  # empty if no token is stale
     entropy: float
     kl_reference: float | None
     advantages: Moments

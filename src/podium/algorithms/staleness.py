@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far the policy has moved from the weights that sampled its tokens, by the age of the tokens. Torch-free."""
+
+# S trained tokens
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.algorithms.sums import Sums
+
+# exp of it is finite, and its square too.
+_LARGEST_LOG_RATIO = 20.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgeStatistics(Sums):
+    """Sums over the tokens of one age. With δ = learner's log-prob before the update − behaviour log-prob, a token's
+    ratio is exp(δ), and its term of the KL of the sampling weights from the learner's is exp(δ) − 1 − δ (k3)."""
+
+    count: float
+    kl_k3: float
+    ratio: float
+    ratio_squares: float
+
+    @property
+    def kl(self) -> float:
+        """Mean k3; 0 without tokens."""
+        return self.kl_k3 / self.count if self.count else 0.0
+
+    @property
+    def effective_share(self) -> float:
+        """The effective sample size of the ratios, (Σr)² / Σr², over the number of tokens; 1 without tokens."""
+        return self.ratio**2 / self.ratio_squares / self.count if self.ratio_squares else 1.0
+
+
+ByAge = Mapping[int, AgeStatistics]
+"""Versions between the weights that sampled a token and those that the update begins with -> its tokens."""
+
+
+def statistics_by_age(
+    learner_S: NDArray[np.floating[Any]], behavior_S: NDArray[np.floating[Any]], age_S: NDArray[np.integer[Any]]
+) -> dict[int, AgeStatistics]:
+    """The statistics of each age that occurs."""
+    delta_S = (learner_S.astype(np.float64) - behavior_S).clip(-_LARGEST_LOG_RATIO, _LARGEST_LOG_RATIO)
+    by_age: dict[int, AgeStatistics] = {}
+    for age in np.unique(age_S).tolist():
+        delta = delta_S[age_S == age]
+        ratio = np.exp(delta)
+        by_age[age] = AgeStatistics(
+            count=float(len(delta)),
+            kl_k3=float((ratio - 1 - delta).sum()),
+            ratio=float(ratio.sum()),
+            ratio_squares=float(np.square(ratio).sum()),
+        )
+    return by_age
+
+
+def merge_ages(parts: Iterable[ByAge]) -> dict[int, AgeStatistics]:
+    """Several shards as one."""
+    parts = list(parts)
+    ages = sorted({age for part in parts for age in part})
+    return {age: AgeStatistics.merge([part[age] for part in parts if age in part]) for age in ages}
