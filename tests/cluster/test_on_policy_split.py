@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
 
 from helpers.on_policy import numbers, rl_recipe
@@ -25,3 +27,26 @@ def test_two_learners_and_two_generators_have_the_numbers_of_one_process(workspa
         for name in ("reward/mean", "response/mean", "loss", "grad_norm", "entropy", "trained_tokens"):
             assert split[step][name] == pytest.approx(values[name], rel=1e-5, abs=1e-5), (step, name)
         assert split[step]["staleness/max"] == 0
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep", "recompute", "finish"])
+def test_generation_overlaps_updates_within_the_bound_of_staleness(
+    workspace: Workspace, local_ray: None, on_new_weights: str
+) -> None:
+    recipe = rl_recipe(
+        workspace, "stale", steps=5, rollout={"staleness": 2, "on_new_weights": on_new_weights},
+        placement={"launcher": "ray", "layout": "split", "devices": 3, "rollout_devices": 2},
+    )  # fmt: skip
+    api.train(workspace.path / recipe)
+
+    values = numbers(workspace.path / "runs" / "stale")
+    assert [step for step in values if step > 0] == [1, 2, 3, 4, 5]
+    oldest = max(values[step]["staleness/max"] for step in (1, 2, 3, 4, 5))
+    assert 1 <= oldest <= 2
+    assert all({"staleness/queue", "staleness/in_flight"} <= values[step].keys() for step in (1, 2, 3, 4, 5))
+    assert values[5]["correction/mean"] == pytest.approx(1.0, abs=0.2)
+    ledger = sqlite3.connect(workspace.path / "runs" / "stale" / "episodes.sqlite")
+    rows = ledger.execute("SELECT prompt_index, trained_version - oldest_version FROM groups ORDER BY 1").fetchall()
+    ledger.close()
+    assert [row[0] for row in rows] == list(range(len(rows)))
+    assert all(0 <= age <= 2 for _, age in rows)
