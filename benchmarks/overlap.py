@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Seconds of a GRPO step where answers have a heavy tail and the reward is slow: this commit beside another, in turns.
+"""A GRPO step where answers have a heavy tail and the reward is slow: this commit beside another, or layouts of this
+commit beside each other, in turns.
 
     .venv/bin/python benchmarks/overlap.py --against OTHER/src
+    .venv/bin/python benchmarks/overlap.py --layouts [--workload agent]
 
 Tiny Qwen3 on CPU, two workers on Ray, 8 prompts x 8 samples. Answers have log-normal lengths (sigma 1, at most 16 times
 the median), the same on both sides: the generator ends each at its given length, and the learning rate changes no
-weight. The reward takes 0.3 s a call and has 4 graders. The figure is the median over the timed steps of all turns."""
+weight. The reward takes 0.3 s a call and has 4 graders. The figure is the median over the timed steps of all turns.
+With --layouts it is trained tokens per second, the median of the turns; `agent` has episodes of three turns with a tool
+of 0.2 to 1 s between them instead of the slow reward."""
 
 from __future__ import annotations
 
@@ -13,11 +17,17 @@ import argparse
 import statistics
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo import HERE, Side, run_side
 from grpo_task import SideResult, Task, make_task
 from overlap_task import CAP, MEDIAN
+
+LAYOUTS = (
+    ("colocated", "colocated", 0), ("split", "split", 0), ("split, staleness 1", "split", 1),
+    ("split, staleness 2", "split", 2),
+)  # fmt: skip
 
 
 def main() -> None:
@@ -26,9 +36,17 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a turn, warm-up included")
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--layouts", action="store_true", help="compare colocated, split and split with staleness")
+    parser.add_argument("--workload", choices=("reward", "agent"), default="reward")
     asked = parser.parse_args()
     command = (sys.executable, str(HERE / "overlap_podium.py"))
+    command += ("--workload", asked.workload)
     sides = [Side(name="this commit", command=command, threads=1)]
+    if asked.layouts:
+        sides = [
+            Side(name=name, command=(*command, "--layout", layout, "--staleness", str(staleness)), threads=1)
+            for name, layout, staleness in LAYOUTS
+        ]
     if asked.against is not None:
         sides.append(Side(name="other commit", command=command, threads=1, source=asked.against))
     results: dict[str, list[SideResult]] = {side.name: [] for side in sides}
@@ -44,12 +62,17 @@ def main() -> None:
                 found = run_side(side, Path(scratch))
                 results[side.name].append(found)
                 shares = ", ".join(
-                    f"{name} {found.phases.get(f'time/{name}_s', 0.0):.2f}" for name in ("rollout", "grade", "update")
+                    f"{name} {found.phases.get(f'time/{name}_s', 0.0):.2f}"
+                    for name in ("rollout", "wait", "grade", "update")
                 )
                 print(
-                    f"turn {turn + 1}: {side.name:<13} {statistics.median(found.step_s):6.3f} s/step ({shares})",
+                    f"turn {turn + 1}: {side.name:<18} {statistics.median(found.step_s):6.3f} s/step ({shares}), "
+                    f"{found.phases['trained_tokens_per_s']:.0f} trained tokens/s",
                     flush=True,
                 )
+    if asked.layouts:
+        compare_layouts(results)
+        return
     medians = {
         name: statistics.median(second for turn in turns for second in turn.step_s) for name, turns in results.items()
     }
@@ -59,6 +82,17 @@ def main() -> None:
         print(f"{name}: {seconds:.3f} s/step")
     if asked.against is not None:
         print(f"this commit is {medians['other commit'] / medians['this commit']:.2f} times as fast")
+
+
+def compare_layouts(results: Mapping[str, Sequence[SideResult]]) -> None:
+    """Trained tokens per second, and each overlapped layout against the better synchronous one."""
+    speeds = {
+        name: statistics.median(turn.phases["trained_tokens_per_s"] for turn in turns)
+        for name, turns in results.items()
+    }
+    best = max(speeds["colocated"], speeds["split"])
+    for name, speed in speeds.items():
+        print(f"{name:<18} {speed:8.0f} trained tokens/s, {speed / best:.2f} of the better synchronous layout")
 
 
 if __name__ == "__main__":

@@ -24,51 +24,69 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--layout", choices=("colocated", "split"), default="colocated")
+    parser.add_argument("--staleness", type=int, default=0)
+    parser.add_argument("--workload", choices=("reward", "agent"), default="reward")
     asked = parser.parse_args()
     implementations: Any = interfaces.IMPLEMENTATIONS
     implementations[interfaces.Generator] = "overlap_task:MeasuredGenerator"
     with tempfile.TemporaryDirectory() as scratch:
-        train(Task.read(asked.task), scratch).write(asked.out)
+        values = _recipe(Task.read(asked.task), scratch)
+        values["placement"]["layout"] = asked.layout
+        if asked.staleness:  # other commits may not know the key
+            values["rollout"]["staleness"] = asked.staleness
+        if asked.workload == "agent":
+            _make_agent(values)
+        train(Task.read(asked.task), values, scratch).write(asked.out)
 
 
-def train(task: Task, scratch: str) -> SideResult:
+def train(task: Task, recipe: dict[str, Any], scratch: str) -> SideResult:
     """Trains for `steps` and accounts what came after `warmup`."""
     StepClock.cpu_at = frozenset({task.warmup, task.steps})
-    podium.train(_recipe(task, scratch))
+    podium.train(podium.parse_recipe(recipe))
     lines = [each for each in read_metrics(Path(scratch) / "overlap" / "metrics.jsonl") if "step_s" in each.values]
     timed = [line.values for line in lines[task.warmup :]]
     assert all(values["episodes/learned_from"] == PROMPTS * SAMPLES for values in timed)
     names = set.intersection(*(set(values) for values in timed))
+    step_s = [end - begin for begin, end in pairwise(StepClock.wall_s[task.warmup - 1 :])]
+    phases = {name: statistics.median(values[name] for values in timed) for name in sorted(names)}
+    # Steps of a stale run have other groups than those of a synchronous one: only their sum can be compared.
+    phases["trained_tokens_per_s"] = sum(values["trained_tokens"] for values in timed) / sum(step_s)
     return SideResult(
-        step_s=[end - begin for begin, end in pairwise(StepClock.wall_s[task.warmup - 1 :])],
+        step_s=step_s,
         cpu_s=(StepClock.cpu_s[task.steps] - StepClock.cpu_s[task.warmup]) / len(timed),
         reward=statistics.mean(values["reward/mean"] for values in timed),
-        phases={name: statistics.median(values[name] for values in timed) for name in sorted(names)},
+        phases=phases,
     )
 
 
-def _recipe(task: Task, scratch: str) -> podium.Recipe:
-    return podium.parse_recipe(
-        {
-            "program": "grpo",
-            "model": {"path": str(task.model), "init": "random"},
-            "data": {
-                "train": [{"path": str(task.prompts)}], "shuffle": False, "max_length": task.longest + CAP * MEDIAN,
-            },
-            "rollout": {
-                "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": CAP * MEDIAN,
-            },
-            "reward": [{"function": f"{HERE / 'overlap_task.py'}:slow_reward"}],
-            "grading": {"workers": 4},
-            # Weights stay as they are, so that both sides sample the same tokens in every step.
-            "optimizer": {"lr": 1e-12, "clip_norm": 1.0},
-            "steps": task.steps,
-            "placement": {
-                "launcher": "ray", "layout": "colocated", "devices": 2, "device": "cpu", "threads": 1, "onednn": False,
-            },
-            "run": {"folder": scratch, "name": "overlap", "loggers": ["grpo_clock:StepClock"]},
-        }
-    )  # fmt: skip
+def _recipe(task: Task, scratch: str) -> dict[str, Any]:
+    return {
+        "program": "grpo",
+        "model": {"path": str(task.model), "init": "random"},
+        "data": {
+            "train": [{"path": str(task.prompts)}], "shuffle": False, "max_length": task.longest + CAP * MEDIAN,
+        },
+        "rollout": {
+            "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES, "max_new_tokens": CAP * MEDIAN,
+        },
+        "reward": [{"function": f"{HERE / 'overlap_task.py'}:slow_reward"}],
+        "grading": {"workers": 4},
+        # Weights stay as they are, so that both sides sample the same tokens in every step.
+        "optimizer": {"lr": 1e-12, "clip_norm": 1.0},
+        "steps": task.steps,
+        "placement": {
+            "launcher": "ray", "layout": "colocated", "devices": 2, "device": "cpu", "threads": 1, "onednn": False,
+        },
+        "run": {"folder": scratch, "name": "overlap", "loggers": ["grpo_clock:StepClock"]},
+    }  # fmt: skip
+
+
+def _make_agent(values: dict[str, Any]) -> None:
+    """Episodes of three short turns, with a tool of 0.2 to 1 s between them, instead of a slow reward."""
+    values["rollout"]["max_new_tokens"] = MEDIAN
+    values["environment"] = {"environment": f"{HERE / 'overlap_task.py'}:SlowTool", "max_turns": 3, "timeout_s": 30}
+    del values["reward"]
 
 
 if __name__ == "__main__":

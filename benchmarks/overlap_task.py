@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from podium.data.trajectories import TrajectoryId
+from podium.environments import Observation, Outcome, Turn
 from podium.roles.generator import GeneratorRank
 
 MEDIAN, SIGMA, CAP = 24, 1.0, 16  # new tokens; sigma of the logarithm; the longest as a multiple of the median
@@ -37,3 +39,17 @@ def slow_reward(answer: str) -> float:
     """Takes as long as a call of a verifier or a sandbox."""
     time.sleep(REWARD_S)
     return float(len(answer) % 7)
+
+
+class SlowTool:
+    """Waits as for a tool's answer after every turn, and ends after three."""
+
+    async def reset(self, task: Any) -> Observation:
+        self._random, self._num_turns = np.random.default_rng([5, len(task.text)]), 0
+        return Observation()
+
+    async def step(self, turn: Turn) -> Outcome:
+        await asyncio.sleep(float(self._random.uniform(0.2, 1.0)))
+        self._num_turns += 1
+        reward = float(len(turn.text) % 7)
+        return Outcome(reward=reward, done=True) if self._num_turns == 3 else Outcome(messages=" w1 w2 w3")
