@@ -263,15 +263,19 @@ class GroupScheduler:
         most_groups = settings.groups_per_step * (settings.staleness + 1)
         for worker in self._workers.values():
             worker.share = min(worker.lanes, -(-most_groups // num_workers) * settings.samples)
-            self._may_take(worker)
+        self._collect_free()
 
     def _may_take(self, worker: _Worker) -> None:
         """Puts a worker among those that may get a group."""
         if worker.load < 1:
             heapq.heappush(self._free, (worker.load, worker.name))
         if len(self._free) > 4 * len(self._workers) + 64:  # most are outdated
-            self._free = [(each.load, each.name) for each in self._workers.values() if each.load < 1]
-            heapq.heapify(self._free)
+            self._collect_free()
+
+    def _collect_free(self) -> None:
+        """Finds all workers that may get a group."""
+        self._free = [(each.load, each.name) for each in self._workers.values() if each.load < 1]
+        heapq.heapify(self._free)
 
     def _deadline(self, version: int) -> int:
         """The last step that may train on tokens of this version, if every step from now on updates the weights."""

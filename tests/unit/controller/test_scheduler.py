@@ -128,6 +128,13 @@ def test_the_first_worker_with_new_weights_does_not_take_everything() -> None:
     assert len(_admitted(told(WeightsInstalled(worker="b", version=1)))) == 2
 
 
+def test_many_workers_join_and_all_get_a_part() -> None:
+    tell = Told(ScheduleSettings(steps=1, groups_per_step=64, samples=1))
+    for number in range(64):
+        tell(WorkerJoined(worker=f"w{number}", lanes=8, version=0))
+    assert len({worker for _, worker in _admitted(tell(StepRequested()))}) == 64
+
+
 def test_with_finish_a_worker_ends_its_sequences_before_it_gets_new_weights() -> None:
     told = Told(ScheduleSettings(steps=9, groups_per_step=1, samples=1, staleness=1, on_new_weights="finish"))
     told(WorkerJoined(worker="a", lanes=2, version=0))
