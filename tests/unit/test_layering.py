@@ -69,6 +69,7 @@ TORCH_FREE = (
     "controller.scheduling",
     "controller.scheduler",
     "controller.schedule_audit",
+    "controller.simulation",
 )
 # Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
 NOT_TORCH_FREE = ("cluster.rendezvous",)

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What generation, grading, updates and new weights cost, and which devices there are. Torch-free."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from random import Random
+
+from podium.errors import PlacementError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogNormal:
+    """A log-normal distribution that is cut at `cap`. With `sigma` 0 every value is the median."""
+
+    median: float
+    sigma: float = 0.0
+    cap: float = math.inf
+
+    def sample(self, rng: Random) -> float:
+        """One value. It always takes one random number, so that two models see the same stream."""
+        return min(self.median * math.exp(self.sigma * rng.gauss(0.0, 1.0)), self.cap)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationCost:
+    """One decoding step of a device reads the weights once and the KV cache of every running lane."""
+
+    weights_s: float  # of a step, however many lanes run
+    lane_s: float = 0.0  # of a step, for each running lane
+    prefill_tokens_s: float = math.inf  # tokens per second when a KV cache is recomputed
+
+    def token_s(self, lanes: int) -> float:
+        """Seconds until each of the running lanes has one more token."""
+        return self.weights_s + self.lane_s * lanes
+
+    def tokens_s(self, lanes: int) -> float:
+        """Tokens per second of a device. It rises with the lanes and saturates at `1 / lane_s`."""
+        return lanes / self.token_s(lanes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateCost:
+    """The tokens of an update are divided among the learner's devices."""
+
+    token_s: float  # of one trained token on one device
+    constant_s: float = 0.0  # of every update: optimizer, collectives, bookkeeping
+
+    def update_s(self, tokens: float, devices: int) -> float:
+        """Seconds of one update."""
+        return self.constant_s + self.token_s * tokens / devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CostModel:
+    """All costs of a simulated run. Graders are never short: an episode's grading begins when it ends."""
+
+    generation: GenerationCost
+    answer_tokens: LogNormal
+    update: UpdateCost
+    grading_s: LogNormal = LogNormal(median=0.0)  # of one episode
+    publish_s: float = 0.0  # in which a generator pauses for new weights, if it has devices of its own
+    switch_s: float = 0.0  # colocated: from generating to learning, and back
+    uniform_share: float = 0.0  # groups whose rewards are all equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceLayout:
+    """Which devices generate and which learn. Colocated: all do both, in turns."""
+
+    devices: int
+    rollout_devices: int | None = None  # None: colocated
+    lanes: int  # episodes that a device generates at the same time, at most
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.lanes < 1:
+            raise PlacementError(f"a simulation needs devices and lanes, and got {self.devices} and {self.lanes}.")
+        if self.rollout_devices is not None and not 0 < self.rollout_devices < self.devices:
+            raise PlacementError(
+                f"rollout_devices is {self.rollout_devices} of {self.devices} devices. Both generators and learners "
+                f"need at least one: set 1 to {self.devices - 1}, or leave it out for colocated."
+            )
+
+    @property
+    def is_colocated(self) -> bool:
+        """Whether generators and learners share all devices."""
+        return self.rollout_devices is None
+
+    @property
+    def num_generators(self) -> int:
+        """Devices that generate."""
+        return self.devices if self.rollout_devices is None else self.rollout_devices
+
+    @property
+    def num_learners(self) -> int:
+        """Devices that learn."""
+        return self.devices if self.rollout_devices is None else self.devices - self.rollout_devices

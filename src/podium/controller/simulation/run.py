@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a schedule on a virtual clock: the real scheduler decides, its audit checks, and the cost model says how long
+everything takes. Deterministic from the seed. Torch-free.
+
+A group has the same lengths, gradings and uniformity for a seed, whatever the layout and the bound, so that two
+simulations differ in their schedules only. Generators join with `WorkerJoined`, and the learner's devices are read when
+an update begins: devices that change sides would need no more than events and actions for it."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from random import Random
+from typing import assert_never
+
+from podium.controller.schedule_audit import ScheduleAudit
+from podium.controller.scheduler import GroupScheduler
+from podium.controller.scheduling import (
+    Action,
+    Admit,
+    EndRun,
+    EpisodeEnded,
+    Event,
+    GradeGroup,
+    GroupGraded,
+    Publish,
+    ScheduleSettings,
+    StartStep,
+    StepCommitted,
+    StepRequested,
+    Void,
+    WeightsInstalled,
+    WorkerJoined,
+)
+from podium.controller.simulation.costs import CostModel, DeviceLayout
+from podium.controller.simulation.generator import Generator, Pause, Sequence
+from podium.controller.simulation.report import Meter, SimulationReport
+from podium.errors import ClusterError
+
+
+def simulate(
+    schedule: ScheduleSettings, costs: CostModel, layout: DeviceLayout, *,
+    seed: int = 0, warm_up: int = 0, cool_down: int = 0, audited: bool = True,
+) -> SimulationReport:  # fmt: skip
+    """Simulates a run and reports its steps. The first `warm_up` steps are not measured. The last `cool_down` ones are
+    not simulated: the scheduler admits less when it sees the end, and measured steps should not know of it."""
+    return _Simulation(schedule, costs, layout, seed, warm_up, schedule.steps - cool_down, audited).run()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Group:
+    """Of a group that is not trained yet."""
+
+    tokens: tuple[float, ...]  # by sample
+    grading_s: tuple[float, ...]
+    is_uniform: bool
+    admitted_s: float
+    graded_s: float = 0.0  # when its last reward is known, as far as its episodes have ended
+    version_sum: float = 0.0  # over its tokens, of the versions that sampled them
+    oldest: int | None = None
+
+
+class _Simulation:
+    def __init__(
+        self, schedule: ScheduleSettings, costs: CostModel, layout: DeviceLayout, seed: int, warm_up: int, last: int,
+        audited: bool,
+    ) -> None:  # fmt: skip
+        self._schedule, self._costs, self._layout = schedule, costs, layout
+        self._seed, self._warm_up, self._last = seed, warm_up, last
+        self._scheduler = GroupScheduler(schedule)
+        self._audit = ScheduleAudit(schedule) if audited else None
+        self._meter = Meter(layout=layout)
+        self._later: list[tuple[float, int, Callable[[], None]]] = []  # a heap by time
+        self._ticks = itertools.count()  # equal times: in the order in which they were planned
+        self._now_s = 0.0
+        self._generators: dict[str, Generator] = {}
+        self._groups: dict[int, _Group] = {}
+        self._version = 0  # of the learner: the number of updates
+        self._switched_s = 0.0  # colocated: when the devices generate again
+        self._trained: list[tuple[int, ...]] = []
+        self._trained_tokens = self._age_sum = 0.0
+        self._in_flight: list[float] = []  # seconds of trained groups
+        self._queued: list[float] = []
+        self._oldest_age = self._num_admitted = self._num_events = 0
+        self._has_ended = False
+
+    def run(self) -> SimulationReport:
+        for number in range(self._layout.num_generators):
+            self._join(f"generator-{number}")
+        self._tell(StepRequested())
+        while not self._has_ended:
+            if not self._later:
+                raise ClusterError(
+                    f"the simulation stands still after {len(self._trained)} steps: nothing is left that could happen. "
+                    "This is a deadlock of the scheduler."
+                )
+            self._now_s, _, happen = heapq.heappop(self._later)
+            self._meter.advance(self._now_s)
+            happen()
+        return self._report()
+
+    def _report(self) -> SimulationReport:
+        meter, num_groups = self._meter, max(1, len(self._queued))
+        seconds = meter.now_s - meter.began_s
+        return SimulationReport(
+            layout=self._layout,
+            steps=self._last - self._warm_up,
+            seconds=seconds,
+            trained_tokens=self._trained_tokens,
+            generator_idle_s=dict(meter.generator_idle_s),
+            learner_idle_s=dict(meter.learner_idle_s),
+            lanes_in_use=meter.lane_s / (seconds * self._layout.num_generators),
+            staleness_mean=self._age_sum / max(1.0, self._trained_tokens),
+            staleness_max=self._oldest_age,
+            in_flight_s=sum(self._in_flight) / num_groups,
+            queue_s=sum(self._queued) / num_groups,
+            trained_groups=tuple(self._trained),
+            num_admitted=self._num_admitted,
+            num_events=self._num_events,
+            counts={} if self._audit is None else dict(self._audit.counts),
+        )
+
+    def _at(self, time_s: float, happen: Callable[[], None]) -> None:
+        heapq.heappush(self._later, (time_s, next(self._ticks), happen))
+
+    # --- the scheduler ---
+
+    def _tell(self, event: Event) -> None:
+        self._num_events += 1
+        actions = self._scheduler.decide(event)
+        if self._audit is not None:
+            self._audit.observe(event, actions)
+            self._audit.take_finished()
+        for action in actions:
+            self._carry_out(action)
+
+    def _carry_out(self, action: Action) -> None:
+        match action:
+            case Admit():
+                self._admit(action)
+            case GradeGroup():
+                self._meter.num_grading += 1
+                self._at(max(self._now_s, self._groups[action.group].graded_s), partial(self._graded, action.group))
+            case StartStep():
+                self._start_step(action)
+            case Publish():
+                self._publish(self._generators[action.worker], action.version)
+            case Void():
+                del self._groups[action.group]
+            case EndRun():
+                self._has_ended = True
+            case other:
+                assert_never(other)
+
+    # --- generators ---
+
+    def _join(self, name: str) -> None:
+        cost, lanes = self._costs.generation, self._layout.lanes
+        generator = Generator(name=name, lanes=lanes, cost=cost, version=self._version)
+        self._generators[name] = generator
+        self._meter.occupations[generator.occupation] += 1
+        self._tell(WorkerJoined(worker=name, lanes=generator.lanes, version=generator.version))
+
+    @contextmanager
+    def _changing(self, generator: Generator) -> Iterator[None]:
+        """Around every change of a generator: what it did until now counts, and its next end is planned anew."""
+        meter = self._meter
+        generator.advance(self._now_s)
+        meter.occupations[generator.occupation] -= 1
+        meter.num_lanes -= 0 if generator.pause else generator.num_running
+        yield
+        meter.occupations[generator.occupation] += 1
+        meter.num_lanes += 0 if generator.pause else generator.num_running
+        generator.plan += 1
+        ends_s = generator.next_end_s()
+        if ends_s is not None:
+            self._at(ends_s, partial(self._end_sequence, generator, generator.plan))
+
+    def _admit(self, action: Admit) -> None:
+        group = self._groups.get(action.group)
+        if group is None:
+            group = self._groups[action.group] = self._new_group(action.group)
+            self._num_admitted += 1
+        sequences = [
+            Sequence(group=action.group, attempt=action.attempt, sample=sample, tokens=group.tokens[sample])
+            for sample in action.samples
+        ]
+        generator = self._generators[action.worker]
+        with self._changing(generator):
+            generator.add(sequences)
+
+    def _new_group(self, number: int) -> _Group:
+        rng, costs, samples = Random((self._seed << 40) + number), self._costs, range(self._schedule.samples)
+        return _Group(
+            tokens=tuple(max(1.0, round(costs.answer_tokens.sample(rng))) for _ in samples),
+            grading_s=tuple(costs.grading_s.sample(rng) for _ in samples),
+            is_uniform=rng.random() < costs.uniform_share,
+            admitted_s=self._now_s,
+        )
+
+    def _end_sequence(self, generator: Generator, plan: int) -> None:
+        if plan != generator.plan:
+            return  # something has changed since, and there is another plan
+        with self._changing(generator):
+            ended = generator.end_next()
+        sequence = ended.sequence
+        group = self._groups[sequence.group]
+        group.version_sum += ended.version_sum
+        group.oldest = ended.oldest if group.oldest is None else min(group.oldest, ended.oldest)
+        group.graded_s = max(group.graded_s, self._now_s + group.grading_s[sequence.sample])
+        event = EpisodeEnded(
+            group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, worker=generator.name,
+            oldest=ended.oldest, newest=ended.newest,
+        )  # fmt: skip
+        self._tell(event)
+
+    def _pause(self, generator: Generator, cause: Pause, until_s: float | None = None) -> None:
+        """Pauses a generator until then; None: until another pause begins."""
+        with self._changing(generator):
+            generator.pause = cause
+            generator.num_pauses += 1
+        if until_s is not None:
+            self._at(until_s, partial(self._resume, generator, generator.num_pauses))
+
+    def _resume(self, generator: Generator, pause: int) -> None:
+        if pause == generator.num_pauses:
+            with self._changing(generator):
+                generator.pause = None
+
+    def _publish(self, generator: Generator, version: int) -> None:
+        """Colocated, generators use the learner's weights: they have them as soon as they generate again."""
+        if self._layout.is_colocated:
+            self._at(max(self._now_s, self._switched_s), partial(self._install, generator, version))
+            return
+        installed_s = self._now_s + self._costs.publish_s
+        self._pause(generator, "publish", installed_s)
+        self._at(installed_s, partial(self._install, generator, version))
+
+    def _install(self, generator: Generator, version: int) -> None:
+        with self._changing(generator):
+            generator.version = version
+        recompute_s = generator.recompute_s if self._schedule.on_new_weights == "recompute" else 0.0
+        if recompute_s and generator.pause != "learning":
+            self._pause(generator, "recompute", self._now_s + recompute_s)
+        self._tell(WeightsInstalled(worker=generator.name, version=version))
+
+    # --- graders and the learner ---
+
+    def _graded(self, number: int) -> None:
+        self._meter.num_grading -= 1
+        self._tell(GroupGraded(group=number, is_uniform=self._groups[number].is_uniform))
+
+    def _start_step(self, action: StartStep) -> None:
+        self._trained.append(action.groups)
+        groups = [self._groups.pop(number) for number in action.groups]
+        tokens = sum(sum(group.tokens) for group in groups)
+        if self._warm_up < action.step <= self._last:
+            self._trained_tokens += tokens
+            self._age_sum += self._version * tokens - sum(group.version_sum for group in groups)
+            ages = [self._version - group.oldest for group in groups if group.oldest is not None]
+            self._oldest_age = max([self._oldest_age, *ages])
+            self._in_flight += [group.graded_s - group.admitted_s for group in groups]
+            self._queued += [self._now_s - group.graded_s for group in groups]
+        updates_s = self._now_s
+        if self._layout.is_colocated:
+            updates_s += self._costs.switch_s
+            for generator in self._generators.values():
+                self._pause(generator, "learning")
+        self._meter.learner = "switching"
+        self._at(updates_s, partial(self._update, action.step, tokens))
+
+    def _update(self, step: int, tokens: float) -> None:
+        self._meter.learner = "updating"
+        update_s = self._costs.update.update_s(tokens, self._layout.num_learners)
+        self._at(self._now_s + update_s, partial(self._commit, step, tokens > 0))
+
+    def _commit(self, step: int, has_updated: bool) -> None:
+        """A step whose groups were all uniform has nothing to learn from and leaves the weights as they were."""
+        self._meter.learner = "waiting"
+        self._version += has_updated
+        if step == self._warm_up:
+            self._meter.restart()
+        if self._layout.is_colocated:
+            self._switched_s = self._now_s + self._costs.switch_s
+            for generator in self._generators.values():
+                self._pause(generator, "switching", self._switched_s)
+        self._tell(StepCommitted(step=step, version=self._version if has_updated else None))
+        self._tell(StepRequested())
+        if step == self._last:
+            self._has_ended = True
