@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from podium.data.trajectories import TrajectoryId
-from podium.environments import Observation, Outcome, Turn
+from podium.environments.protocol import Observation, Outcome, Turn
 from podium.roles.generator import GeneratorRank
 
 MEDIAN, SIGMA, CAP = 24, 1.0, 16  # new tokens; sigma of the logarithm; the longest as a multiple of the median
