@@ -52,6 +52,8 @@ class ProgramError(PodiumError):
 class ProgramRaisedError(ProgramError):
     """A custom program raised: names its file and line. The traceback is in the run's console.log."""
 
+    traceback_text: str | None = None  # set where the process that launched the ranks writes it to console.log
+
 
 class TrainingDivergedError(PodiumError):
     """Too many steps in a row had a non-finite loss or gradient."""

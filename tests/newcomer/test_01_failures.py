@@ -5,10 +5,12 @@ step saves what Ctrl-C would save, and what a message advises works."""
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from helpers.messages import facts
 from helpers.on_policy import REWARDS, ledger, numbers, rl_recipe
 from helpers.workspace import Workspace
 from podium.runs.failing import all_failed_after, forget_failures
@@ -248,6 +250,26 @@ def test_a_custom_program_that_raises_on_two_ranks_is_named_with_its_line(worksp
     outcome = workspace.podium("train", recipe, "--devices", "2")
 
     workspace.refused(outcome, "KeyError: 'mine'", "mine.py, line 20", "step 2", left=("failed",))
+
+
+@pytest.mark.slow
+@pytest.mark.serial
+def test_a_custom_program_that_raises_on_ray_shows_no_traceback_and_keeps_those_of_all_attempts(
+    workspace: Workspace,
+) -> None:
+    recipe = _failing(workspace, "fixed", "failed", fails_in=4, every=2)
+
+    outcome = workspace.podium(
+        "train", recipe, "--set", "placement.launcher=ray", "--set", "placement.restarts=1", "--devices", "2"
+    )
+
+    workspace.refused(outcome, "KeyError: 'mine'", "mine.py, line 20", "step 2", left=("failed",))
+    assert re.search(facts("restart 1 of 1:", "KeyError: 'mine'"), outcome.out)
+    assert "Traceback" not in outcome.out + outcome.err
+    log = (workspace.path / "runs/failed/console.log").read_text()
+    assert log.count("Traceback") == 2
+    assert log.count('raise KeyError("mine")') == 2
+    assert "runs/failed/console.log" in outcome.err
 
 
 def test_a_program_whose_file_raises_when_it_is_loaded_is_named_with_its_line(workspace: Workspace) -> None:

@@ -15,9 +15,12 @@ from podium.runs.folder import RunFolder
 
 
 @contextmanager
-def named_program(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
+def named_program(recipe: Recipe, folder: RunFolder, *, is_followed: bool = False) -> Iterator[None]:
     """Around the call of a program. An exception of a custom one is raised as a ProgramRaisedError, and its traceback
-    is in the run's console.log. Podium's own errors stay as they are; those about the program name its line too."""
+    is in the run's console.log. Podium's own errors stay as they are; those about the program name its line too.
+
+    `is_followed`: a launcher shows on the terminal what is added to console.log. The error then carries the traceback,
+    and the launcher writes it after it has shown the rest."""
     try:
         yield
     except ProgramError as error:
@@ -29,5 +32,10 @@ def named_program(recipe: Recipe, folder: RunFolder) -> Iterator[None]:
     except Exception as error:
         if recipe.program in BUILT_IN:
             raise
-        LogFile(folder.console_file).write("".join(traceback.format_exception(error)))
-        raise ProgramRaisedError(f"program: {recipe.program} {what_raised(error)}") from error
+        raised = ProgramRaisedError(f"program: {recipe.program} {what_raised(error)}")
+        text = "".join(traceback.format_exception(error))
+        if is_followed:
+            raised.traceback_text = text
+        else:
+            LogFile(folder.console_file).write(text)
+        raise raised from error

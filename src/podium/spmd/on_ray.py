@@ -27,7 +27,7 @@ from podium.cluster import (
 )
 from podium.cluster.blocking import in_thread, run_to_end
 from podium.cluster.worker_pool import Timeouts
-from podium.errors import LaunchError, PlacementError, PodiumError, RoleError, WorkerDiedError
+from podium.errors import LaunchError, PlacementError, PodiumError, ProgramRaisedError, RoleError, WorkerDiedError
 from podium.observe import Console
 from podium.observe.console import PlainConsole
 from podium.observe.recording import LogFile
@@ -112,11 +112,13 @@ async def _drive(
             console.note(f"rank {rank}: {worker}")
         tail = _Tail(folder.console_file)  # from here on the ranks print there
         showing = asyncio.create_task(tail.follow())
+        log, tracebacks = LogFile(folder.console_file), list[str]()
         try:
-            return await _run(workers, task, PlainConsole(LogFile(folder.console_file)))
+            return await _run(workers, task, PlainConsole(log), tracebacks)
         finally:
             showing.cancel()
             tail.show()
+            log.write("".join(tracebacks))  # from here on nothing of the file is shown
 
 
 async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: RunFolder) -> Workers:
@@ -130,9 +132,10 @@ async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: Ru
         raise _as_podium_error(error) from error
 
 
-async def _run(workers: Workers, task: RankTask, log: Console) -> RunResult:
+async def _run(workers: Workers, task: RankTask, log: Console, tracebacks: list[str]) -> RunResult:
     """Runs the program until it ends. After a failure it restarts from the newest checkpoint while restarts are left.
-    Waits for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it."""
+    Waits for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it. `tracebacks`
+    gets those of a custom program."""
     restarts, worker_pool = task.recipe.placement.restarts, workers.worker_pool(_POOL)
     group = workers.role("rank", SpmdRank).within(_RUN_S)
     for attempt in range(restarts + 1):
@@ -143,6 +146,8 @@ async def _run(workers: Workers, task: RankTask, log: Console) -> RunResult:
             failure = _as_podium_error(
                 error, [str(member.died) for member in worker_pool.members if member.died is not None]
             )
+            if isinstance(failure, ProgramRaisedError) and failure.traceback_text is not None:
+                tracebacks.append(failure.traceback_text)
             if attempt == restarts:
                 raise failure from error
             log.note(f"restart {attempt + 1} of {restarts}: {str(failure).splitlines()[0]}")

@@ -99,7 +99,7 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
             set_aside_later(folder.checkpoints, task.resume_step)
         try:
             program = task.load_program(recipe.program)
-            with named_program(recipe, folder):
+            with named_program(recipe, folder, is_followed=where.is_followed):
                 program(run)
             run.require_finished()
         except Exception as error:
