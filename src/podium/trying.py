@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from podium.checks import check_recipe
 from podium.cluster.blocking import run_to_end
+from podium.environments.reward_columns import require_reward_columns
 from podium.errors import RecipeError
 from podium.recipe import OnPolicyRecipe, Recipe
 
@@ -31,6 +32,7 @@ def run_trial(
             "what it trains on."
         )
     check_recipe(recipe)
+    require_reward_columns(recipe)
     with tempfile.TemporaryDirectory(prefix="podium-try-") as scratch:
         tried = _with_stand_in(recipe, Path(scratch)) if stand_in else recipe
         from podium.models.folder import local_folder, read_config

@@ -156,6 +156,7 @@ def test_a_parameter_that_no_column_of_the_training_rows_fills_is_refused_where_
 
     assert workspace.podium("check", recipe).code == 0
     workspace.refused(workspace.podium("check", "--deep", recipe), *facts)
+    workspace.refused(workspace.podium("try", recipe), *facts)
     workspace.refused(workspace.podium("train", recipe), *facts)
 
 
