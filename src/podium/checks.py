@@ -47,6 +47,7 @@ from podium.recipe import (
     TeacherSection,
     plugins,
 )
+from podium.recipe.definitions import definition_of
 from podium.recipe.dense import CustomPreference
 from podium.recipe.losses import PAIR_INPUTS, TOKEN_INPUTS, declared_inputs
 from podium.recipe.programs import wrong_kind
@@ -146,7 +147,8 @@ def _check_function(reward: FunctionReward, key: str) -> None:
 
 
 def _check_environment(section: EnvironmentSection) -> None:
-    """That the environment can be made with its options. One that cannot be found is another look's."""
+    """That the environment can be made with its options, as far as its file's text tells. One that cannot be found is
+    another look's."""
     key = "environment.options"
     if section.environment is None:
         from podium.environments.tools import ToolEnvironment
@@ -157,7 +159,7 @@ def _check_environment(section: EnvironmentSection) -> None:
         return
     definition = None
     with suppress(RecipeError):
-        definition = plugins.definition(section.environment, "environment.environment")
+        definition = definition_of(section.environment, "environment.environment")
     if definition is not None:
         name = f"{definition.place}: {section.environment.name}"
         require_options(name, definition.signature, section.options, key)
@@ -303,6 +305,10 @@ def deep_report(recipe: Recipe, *, all_rows: bool = False, progress: TextIO | No
             recipe.data.heldout, "data.heldout", _DEEP_ROWS, skipper=skipper, needs_prompt=recipe.needs_prompts
         )
         require_scorable_heldout(recipe, heldout)
+    if isinstance(recipe, OnPolicyRecipe):
+        from podium.environments.environment_factory import environment_maker
+
+        environment_maker(recipe.environment)  # loads a custom class: its text may not tell what making it takes
     shown = RowProgress(progress if all_rows else None)
     reports = []
     for key, section in _sources(recipe):

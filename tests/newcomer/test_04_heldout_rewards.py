@@ -101,6 +101,9 @@ class Judge:
 class Inherited(Judge):
     pass
 
+class OfSeveral(Judge, object):
+    pass
+
 @cache
 def decorated(anything):
     return 1.0
@@ -124,6 +127,7 @@ def _unfilled(workspace: Workspace, reward: dict[str, Any], rows: list[dict[str,
         ({"function": "rewards.py:copes", "options": {"scal": 2}}, ("reward.0.options.scal", "rewards.py, line ")),
         ({"function": "mine.py:Judge"}, ("reward.0.options", "mine.py, line 10", "`scale`")),
         ({"function": "mine.py:Judge", "options": {"scale": 1, "ulr": 2}}, ("reward.0.options.ulr", "url")),
+        ({"function": "mine.py:Inherited"}, ("reward.0.options", "mine.py, line 17", "`scale`")),
     ],
 )
 def test_parameters_that_nothing_fills_and_options_that_nothing_takes_are_refused_without_rows(
@@ -138,7 +142,8 @@ def test_parameters_that_nothing_fills_and_options_that_nothing_takes_are_refuse
     "reward",
     [
         {"function": "mine.py:Judge", "options": {"scale": 1}},
-        {"function": "mine.py:Inherited", "options": {"anything": 1}},  # only running the file can tell
+        {"function": "mine.py:Inherited", "options": {"scale": 1}},
+        {"function": "mine.py:OfSeveral", "options": {"anything": 1}},  # only running the file can tell
         {"function": "mine.py:decorated"},
     ],
 )

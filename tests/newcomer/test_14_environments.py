@@ -123,6 +123,11 @@ def test_a_row_without_a_prompt_needs_an_environment_that_begins(workspace: Work
             ("options.larges", "games.py, line 1"),
         ),
         ({"environment": "games.py:Game", "options": {}}, ("environment.options", "`largest`")),
+        (
+            {"environment": "games.py:Longer", "options": {"larges": 5}},
+            ("options.larges", "games.py, line 11", "largest"),
+        ),
+        ({"environment": "games.py:Longer", "options": {}}, ("environment.options", "games.py, line 11", "`largest`")),
         ({"environment": "games.py:make", "options": {"how": 1}}, ("environment.options.how", "games.py, line 5")),
         ({"tools": "games.py:tool", "options": {"max_char": 5}}, ("environment.options.max_char", "max_chars")),
     ],
@@ -133,6 +138,7 @@ def test_options_that_the_environment_does_not_take_or_lacks_are_refused_by_chec
     (workspace.path / "games.py").write_text(
         "class Game:\n    def __init__(self, largest, seed=0):\n        raise SystemExit('the file was run')\n\n"
         "def make():\n    return Game(3)\n\ndef tool(x: int) -> int:\n    return x\n"
+        "\nclass Longer(Game):\n    more = 2\n"
     )
     workspace.rows("train.jsonl", [{"prompt": "1+1=", "seed": number} for number in range(8)])
 
@@ -151,3 +157,23 @@ def test_options_that_the_environment_takes_are_no_mistake(workspace: Workspace,
     outcome = workspace.podium("check", recipe)
 
     assert outcome.code == 0, outcome.err
+
+
+@pytest.mark.parametrize(("options", "named"), [({"larges": 5}, "options.larges"), ({}, "`largest`")])
+def test_an_environment_that_inherits_its_init_from_another_file_is_refused_before_the_first_episode(
+    workspace: Workspace, options: dict[str, Any], named: str
+) -> None:
+    """Only loading it tells which parameters it takes, which a plain check does not do."""
+    (workspace.path / "base_of_games.py").write_text("class Base:\n    def __init__(self, largest, seed=0): ...\n")
+    (workspace.path / "games.py").write_text(
+        "from base_of_games import Base\n\nclass Game(Base):\n"
+        "    def reset(self, task): ...\n    def step(self, turn): ...\n"
+    )
+    workspace.rows("train.jsonl", [{"prompt": "1+1="} for _ in range(8)])
+    workspace.monkeypatch.syspath_prepend(workspace.path)
+    recipe = rl_recipe(workspace, environment={"environment": "games.py:Game", "options": options})
+    game = f"{workspace.path / 'games.py'}, line 3: Game(largest, seed=0)"
+
+    assert workspace.podium("check", recipe).code == 0
+    for command in (["check", "--deep"], ["try"], ["train"]):
+        workspace.refused(workspace.podium(command[0], recipe, *command[1:]), "environment.options", named, game)

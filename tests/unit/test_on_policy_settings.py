@@ -20,7 +20,7 @@ from podium.controller.evaluation import DEFAULT_PROMPTS, heldout_limit
 from podium.controller.layout import layout_of
 from podium.data.trajectories import TrajectoryId
 from podium.environments.chat_format import ToolCall
-from podium.environments.episode import environment_maker
+from podium.environments.environment_factory import environment_maker
 from podium.environments.protocol import Turn
 from podium.errors import RecipeError
 from podium.recipe import parse_recipe

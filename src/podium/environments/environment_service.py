@@ -9,7 +9,7 @@ from typing import Any
 
 from podium.data.tasks import Task
 from podium.environments.activity import MARK, Activity, Mark
-from podium.environments.episode import environment_maker
+from podium.environments.environment_factory import environment_maker
 from podium.environments.protocol import OVERDUE, Observation, Outcome, Turn, call_within
 from podium.environments.tools import all_tools, load_tools
 from podium.errors import defined_at, exception_text, type_phrase

@@ -35,11 +35,8 @@ from podium.environments.protocol import (
     call_within,
 )
 from podium.environments.replay import ReplayPolicy
-from podium.environments.tools import ToolEnvironment, load_tools
 from podium.environments.transcript import Transcript, TurnTokenizer
-from podium.errors import DataError, RecipeError, exception_text, type_phrase, with_place
-from podium.recipe import plugins
-from podium.recipe.on_policy import EnvironmentSection
+from podium.errors import DataError, exception_text, type_phrase, with_place
 
 EpisodeFinish = Literal["done", "turns", "tokens", "error"]
 MakeEnvironment = Callable[[], Environment]
@@ -202,31 +199,6 @@ async def run_episodes(
         for worker in workers:
             worker.cancel()
         await asyncio.gather(everyone, *workers, return_exceptions=True)
-
-
-def environment_maker(section: EnvironmentSection | None, key: str = "environment") -> MakeEnvironment:
-    """The factory of environments, one for each episode, from a recipe's section: a custom class, tools, or (no
-    section) a single turn."""
-    if section is None:
-        return SingleTurn
-    if section.environment is None:
-        tools = load_tools(section.tools, f"{key}.tools")
-        options = {"timeout_s": section.timeout_s, **section.options}
-        try:
-            ToolEnvironment(tools, **options)
-        except TypeError as error:
-            raise RecipeError(
-                f"{key}.options: tools cannot be run with these ({error}). They take max_chars, max_calls and role."
-            ) from error
-        return lambda: ToolEnvironment(tools, **options)
-    factory: Any = plugins.load(section.environment, f"{key}.environment")
-    for name in ("reset", "step"):
-        if isinstance(factory, type) and not callable(getattr(factory, name, None)):
-            raise RecipeError(
-                f"{key}.environment: {section.environment} has no method {name!r}. An environment has reset(task) and "
-                "step(turn), see docs/environments.md."
-            )
-    return lambda: factory(**section.options)
 
 
 def block_of(episodes: Sequence[Episode]) -> TrajectoryBlock:

@@ -21,10 +21,12 @@ from podium.environments.signatures import (
     fit_parameters,
     fit_signature,
     require_options,
+    require_options_of,
 )
 from podium.environments.verifiers import bind_verifier, load_verifier
 from podium.errors import RecipeError, what_raised, with_place
 from podium.recipe import FunctionReward, ModelReward, RewardSection, VerifierReward, plugins
+from podium.recipe.definitions import definition_of
 
 __all__ = [
     "DeclaredReward",
@@ -153,7 +155,7 @@ def declared_reward(section: FunctionReward, key: str) -> DeclaredReward | None:
     """How a reward function is called, by parsing its file. Raises the RecipeError that building it would raise about
     its parameters and options. None: only running the file can tell, or there is no such function."""
     try:
-        definition = plugins.definition(section.function, f"{key}.function")
+        definition = definition_of(section.function, f"{key}.function")
     except RecipeError:  # reported where plug-ins are located
         return None
     if definition is None:
@@ -206,10 +208,7 @@ def _built_function(section: FunctionReward, index: int, name: str, key: str) ->
 
 def _instance(factory: Callable[..., Any], options: Mapping[str, Any], key: str) -> Callable[..., Any]:
     name = getattr(factory, "__name__", "the class")
-    try:
-        inspect.signature(factory).bind(**options)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{key}.options: {name} cannot be made with these options: {error}.") from error
+    require_options_of(factory, options, f"{key}.options")
     try:
         instance = factory(**options)
     except Exception as error:  # the class is the user's code

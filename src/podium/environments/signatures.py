@@ -242,6 +242,21 @@ def require_options(name: str, signature: inspect.Signature, options: Mapping[st
         raise RecipeError(f"{key}: {name}{signature} needs {_listed(missing)}. Give it here, or give it a default.")
 
 
+def require_options_of(factory: Callable[..., Any], options: Mapping[str, Any], key: str) -> None:
+    """The same of a class or function that is loaded. Passes one that does not say which parameters it takes."""
+    try:
+        signature = inspect.signature(factory)
+    except (TypeError, ValueError):
+        return
+    name = getattr(factory, "__name__", type(factory).__name__)
+    try:
+        file, line = inspect.getsourcefile(factory), inspect.getsourcelines(factory)[1]
+        name = f"{file}, line {line}: {name}"
+    except (OSError, TypeError):  # made in an interpreter, or no plain function or class
+        pass
+    require_options(name, signature, options, key)
+
+
 def is_filled(name: str) -> bool:
     """Whether Podium fills a parameter of this name from the sample itself, in any style."""
     return name in (*_PODIUM_SAMPLE, *_PODIUM_BATCH, *_VERL_SAMPLE, *_VERL_BATCH, *_TRL_LISTS, *_TRL_TRAINER)

@@ -130,7 +130,7 @@ def locate(path: str, key: str) -> None:
         ) from error
     except UnicodeDecodeError as error:
         raise RecipeError(f"{key}: {file} is not UTF-8 text (byte {error.start}). Save it as UTF-8.") from error
-    names = _top_level_names(tree.body)
+    names = top_level_names(tree.body)
     if name not in names:
         listed = ", ".join(sorted(names - _imported_names(tree.body))) or "nothing"
         raise RecipeError(f"{key}: {file} has no function or class {name!r}. It defines: {listed}.")
@@ -218,87 +218,6 @@ def outline(path: str, key: str) -> Outline | None:
     return Outline(
         required=tuple(each.name for each in _parsed_parameters(function) if each.is_required),
         subscripts=tuple(dict.fromkeys(text for text in reads if isinstance(text, str))),
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Definition:
-    """How a function or a class is called, as the text of its file says."""
-
-    place: str  # "rewards.py, line 3"
-    signature: inspect.Signature  # of a class: that of making an instance
-    is_class: bool = False
-    call: inspect.Signature | None = None  # of a class: that of calling an instance, if the class itself defines it
-
-
-class _Source(str):
-    """A default value as it is written."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return str(self)
-
-
-def definition(path: str, key: str) -> Definition | None:
-    """How the plug-in is called, by parsing. None if only running its file can tell: it is pickled, imported,
-    decorated, defined twice or under a condition, or inherits how it is made."""
-    if is_pickled(path):
-        return None
-    locate(path, key)
-    name, file = split_plugin(path)[1], source_file(path, key)
-    tree = ast.parse(file.read_text(encoding="utf-8"))
-    nodes = [node for node in tree.body if name in _top_level_names([node])]
-    match nodes:
-        case [ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as node]:
-            return Definition(place=f"{file}, line {node.lineno}", signature=_signature(node.args))
-        case [ast.ClassDef(decorator_list=[], keywords=[]) as node]:
-            making = _making(node)
-            calling = _method(node, "__call__")
-            return None if making is None else Definition(
-                place=f"{file}, line {node.lineno}", signature=making, is_class=True,
-                call=None if calling is None else _signature(calling.args, bound=True),
-            )  # fmt: skip
-    return None
-
-
-def _making(node: ast.ClassDef) -> inspect.Signature | None:
-    """The signature of making an instance; None: it is inherited, or cannot be told."""
-    names = _top_level_names(node.body)
-    if "__new__" in names:
-        return None
-    if "__init__" not in names:
-        return None if node.bases else inspect.Signature()
-    method = _method(node, "__init__")
-    return None if method is None else _signature(method.args, bound=True)
-
-
-def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """The only definition of a plain method in a class's own body."""
-    match [each for each in node.body if name in _top_level_names([each])]:
-        case [ast.FunctionDef(decorator_list=[]) | ast.AsyncFunctionDef(decorator_list=[]) as method]:
-            return method
-    return None
-
-
-def _signature(given: ast.arguments, *, bound: bool = False) -> inspect.Signature:
-    """The signature of a function; of a `bound` method without its first parameter."""
-    kinds = inspect.Parameter
-    found: list[tuple[str, Any, ast.expr | None]] = []  # name, kind, default
-    found += [(each.arg, kinds.POSITIONAL_ONLY, None) for each in given.posonlyargs]
-    found += [(each.arg, kinds.POSITIONAL_OR_KEYWORD, None) for each in given.args]
-    for at, default in enumerate(reversed(given.defaults), start=1):
-        found[-at] = (*found[-at][:2], default)
-    found = found[1:] if bound else found
-    found += [(given.vararg.arg, kinds.VAR_POSITIONAL, None)] if given.vararg is not None else []
-    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
-    found += [(each.arg, kinds.KEYWORD_ONLY, default) for each, default in by_name]
-    found += [(given.kwarg.arg, kinds.VAR_KEYWORD, None)] if given.kwarg is not None else []
-    return inspect.Signature(
-        [
-            kinds(name, kind, default=kinds.empty if default is None else _Source(ast.unparse(default)))
-            for name, kind, default in found
-        ]
     )
 
 
@@ -420,10 +339,10 @@ def _source_file(module: str, key: str) -> Path:
 
 def _imported_names(body: Sequence[ast.stmt]) -> set[str]:
     imports = [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
-    return _top_level_names(imports)
+    return top_level_names(imports)
 
 
-def _top_level_names(body: Sequence[ast.stmt]) -> set[str]:
+def top_level_names(body: Sequence[ast.stmt]) -> set[str]:
     """Names that a module binds when it is imported, also under `if`, `try` and `with`."""
     names: set[str] = set()
     for node in body:
@@ -437,11 +356,11 @@ def _top_level_names(body: Sequence[ast.stmt]) -> set[str]:
             case ast.ImportFrom(names=aliases) | ast.Import(names=aliases):
                 names |= {(alias.asname or alias.name).split(".")[0] for alias in aliases}
             case ast.If(body=inner, orelse=other):
-                names |= _top_level_names([*inner, *other])
+                names |= top_level_names([*inner, *other])
             case ast.With(body=inner):
-                names |= _top_level_names(inner)
+                names |= top_level_names(inner)
             case ast.Try(body=inner, handlers=handlers, orelse=other, finalbody=last):
-                names |= _top_level_names([*inner, *other, *last])
+                names |= top_level_names([*inner, *other, *last])
                 for handler in handlers:
-                    names |= _top_level_names(handler.body)
+                    names |= top_level_names(handler.body)
     return names

@@ -20,7 +20,8 @@ from podium.data.chat import DocumentMaker, Made
 from podium.data.rows import Row
 from podium.data.tasks import Task, read_tasks
 from podium.data.trajectories import TrajectoryId
-from podium.environments.episode import Episode, EpisodeLimits, environment_maker, run_episode
+from podium.environments.environment_factory import environment_maker
+from podium.environments.episode import Episode, EpisodeLimits, run_episode
 from podium.environments.protocol import Environment
 from podium.environments.signatures import fit_signature
 from podium.environments.tools import load_tools

@@ -17,6 +17,7 @@ from scripted import CHATML, COUNTING, ScriptedPolicy, answer, byte_tokenizer, e
 
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryId
+from podium.environments.environment_factory import environment_maker
 from podium.environments.episode import (
     Episode,
     EpisodeLimits,
@@ -24,7 +25,6 @@ from podium.environments.episode import (
     TurnAnswer,
     TurnRequest,
     block_of,
-    environment_maker,
     run_episode,
     run_episodes,
 )

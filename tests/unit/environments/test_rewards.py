@@ -88,7 +88,7 @@ def test_reward_models_are_left_out_and_the_others_keep_their_index() -> None:
          ["ModuleNotFoundError: ", "'nowhere_to_be_found'"]),
         ("f = 3\n", "f", {}, ["callable"]),
         ("class F:\n    def __init__(self, a):\n        pass\n    def __call__(self, answer):\n        return 1\n",
-         "F", {}, ["reward.0.options: F ", "'a'"]),
+         "F", {}, ["reward.0.options: ", "rewards.py, line 1: F(a)", "`a`"]),
         ("class F:\n    def __init__(self):\n        open('/nowhere')\n    def __call__(self, answer):\n        ...\n",
          "F", {}, ["reward.0.function: ", "reward.0.options", "FileNotFoundError"]),
         ("class F:\n    pass\n", "F", {}, [" F ", "__call__"]),

@@ -13,6 +13,7 @@ import pytest
 from helpers.recipes import make_recipe
 from podium.errors import RecipeError
 from podium.recipe import plugins
+from podium.recipe.definitions import definition_of
 
 CODE = """
 from math import sqrt as root
@@ -190,6 +191,12 @@ class Own:
     async def __call__(self, answer): ...
 class Bare: ...
 class Child(Own): ...
+class Grandchild(Child, object): ...
+class Plain(object): ...
+class Further(Plain): ...
+class Mixed(Own, Plain): ...
+class Foreign(imported.Base): ...
+class Itself(Itself): ...
 class ChildWithOwn(Own):
     def __init__(self, z): ...
 class New:
@@ -208,9 +215,12 @@ class Record:
         ("plain", "(a, /, b, c=1, *rest, d, e='x', **more)", None),
         ("Own", "(a, *, b=None)", "(answer)"),
         ("Bare", "()", None),
-        ("ChildWithOwn", "(z)", None),
-        *((name, None, None) for name in ("imported", "decorated", "twice", "conditional", "Child", "New", "Meta")),
-        ("Record", None, None),
+        ("Child", "(a, *, b=None)", "(answer)"),
+        ("Plain", "()", None),
+        ("Further", "()", None),
+        ("ChildWithOwn", "(z)", "(answer)"),
+        *((name, None, None) for name in ("imported", "decorated", "twice", "conditional", "New", "Meta", "Record")),
+        *((name, None, None) for name in ("Grandchild", "Mixed", "Foreign", "Itself")),
     ],
 )
 def test_how_a_plug_in_is_called_is_read_from_its_text_where_that_tells(
@@ -218,10 +228,11 @@ def test_how_a_plug_in_is_called_is_read_from_its_text_where_that_tells(
 ) -> None:
     (tmp_path / "mine.py").write_text(DEFINED)
 
-    definition = plugins.definition(f"{tmp_path}/mine.py:{name}", "reward.0.function")
+    definition = definition_of(f"{tmp_path}/mine.py:{name}", "reward.0.function")
 
     assert (None if definition is None else str(definition.signature)) == signature
     if definition is not None:
         assert (None if definition.call is None else str(definition.call)) == call
-        line = DEFINED.splitlines().index(next(line for line in DEFINED.splitlines() if f" {name}" in line)) + 1
+        begins = re.compile(rf"(def|class) {name}\b")
+        line = next(number for number, line in enumerate(DEFINED.splitlines(), start=1) if begins.match(line))
         assert definition.place.endswith(f"mine.py, line {line}")

@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The factory of environments of a recipe: of a custom class, of tools, or of a single turn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from podium.environments.episode import MakeEnvironment
+from podium.environments.protocol import SingleTurn
+from podium.environments.signatures import require_options_of
+from podium.environments.tools import ToolEnvironment, load_tools
+from podium.errors import RecipeError
+from podium.recipe import plugins
+from podium.recipe.on_policy import EnvironmentSection
+
+
+def environment_maker(section: EnvironmentSection | None, key: str = "environment") -> MakeEnvironment:
+    """The factory of environments, one for each episode, from a recipe's section: a custom class, tools, or (no
+    section) a single turn."""
+    if section is None:
+        return SingleTurn
+    if section.environment is None:
+        tools = load_tools(section.tools, f"{key}.tools")
+        options = {"timeout_s": section.timeout_s, **section.options}
+        try:
+            ToolEnvironment(tools, **options)
+        except TypeError as error:
+            raise RecipeError(
+                f"{key}.options: tools cannot be run with these ({error}). They take max_chars, max_calls and role."
+            ) from error
+        return lambda: ToolEnvironment(tools, **options)
+    factory: Any = plugins.load(section.environment, f"{key}.environment")
+    for name in ("reset", "step"):
+        if isinstance(factory, type) and not callable(getattr(factory, name, None)):
+            raise RecipeError(
+                f"{key}.environment: {section.environment} has no method {name!r}. An environment has reset(task) and "
+                "step(turn), see docs/environments.md."
+            )
+    require_options_of(factory, section.options, f"{key}.options")
+    return lambda: factory(**section.options)
