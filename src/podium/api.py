@@ -25,12 +25,11 @@ from podium.execution import (
     resume_from,
 )
 from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
-from podium.given import Overrides, RecipeLike, load_given, override_texts
 from podium.models.folder import is_hub_id
 from podium.observe import FrameLibrary, metrics_frame, read_metrics
 from podium.pipeline_checks import check_pipeline
 from podium.python_hints import for_python
-from podium.python_objects import Given, without_objects
+from podium.python_objects import SectionArguments, without_objects
 from podium.recipe import (
     ModelSection,
     PipelineRecipe,
@@ -45,6 +44,7 @@ from podium.recipe.pipeline_loading import (
     unmade_stage_recipe,
 )
 from podium.recipe.warnings import recipe_warnings
+from podium.recipe_arguments import Overrides, RecipeLike, load_recipe_arguments, override_texts
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import Prepared, require_what_export_reads, write_note
 from podium.runs.listing import list_lines
@@ -77,9 +77,9 @@ def check(
     """Raises what is wrong with a recipe; returns lines about what was seen. `deep` loads the tokenizer and reads the
     first rows of every source, `all_rows` reads all of them; `progress` then shows on standard error how far it is.
     Objects are given as to `train`."""
-    given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
+    sections = SectionArguments(data=data, reward=reward, environment=environment, loggers=loggers)
     with tempfile.TemporaryDirectory(prefix="podium-check-") as cache:  # a check leaves nothing behind
-        loaded = load_given(recipe, overrides, given, cache=Path(cache))
+        loaded = load_recipe_arguments(recipe, overrides, sections, cache=Path(cache))
         return _checked(loaded, deep=deep, all_rows=all_rows, stream=sys.stderr if progress else None)
 
 
@@ -108,7 +108,7 @@ def try_recipe(
     nothing. `stand_in`: a tiny random model has the place of the recipe's own. `warn` gets the warnings of rewards and
     environments."""
     with tempfile.TemporaryDirectory(prefix="podium-try-") as cache:  # a trial leaves nothing behind
-        loaded = load_given(recipe, overrides, Given(), cache=Path(cache))
+        loaded = load_recipe_arguments(recipe, overrides, SectionArguments(), cache=Path(cache))
         if isinstance(loaded, PipelineRecipe):
             raise RecipeError("program: a pipeline has several recipes. Try the recipe of one stage.")
         return run_trial(loaded, num_prompts=prompts, samples=samples, stand_in=stand_in, warn=warn)
@@ -132,8 +132,8 @@ def train(
     `data` ({"train": ..., "heldout": ...}), `reward`, `environment` and `loggers` replace what the recipe says. Where
     the recipe has `file.py:function`, they take the function or class itself; for a data source, a list of rows (dicts)
     or a `datasets.Dataset`. Values of a dict recipe may be such objects too (docs/python.md)."""
-    given = Given(data=data, reward=reward, environment=environment, loggers=loggers)
-    loaded = load_given(recipe, overrides, given)
+    sections = SectionArguments(data=data, reward=reward, environment=environment, loggers=loggers)
+    loaded = load_recipe_arguments(recipe, overrides, sections)
     if isinstance(loaded, PipelineRecipe):
         return _run_pipeline(resolved_pipeline(loaded), PipelineFolder.at(loaded), overwrite=overwrite)
     return begin(prepare(loaded), overwrite=overwrite)
@@ -158,14 +158,14 @@ def resume(
     from podium.models.folder import local_folder
 
     folder, texts = _path(folder, "folder"), override_texts(overrides)
-    given = Given(reward=reward, environment=environment, loggers=loggers)
+    sections = SectionArguments(reward=reward, environment=environment, loggers=loggers)
     if is_pipeline_folder(folder):
         if step is not None:
             raise RunFolderError(
                 f"--step: {folder} is a pipeline, and steps are of its stages. Give the stage's own folder: "
                 f"`podium resume {folder}/STAGE --step {step}`."
             )
-        if not given.is_empty:
+        if not sections.is_empty:
             raise RunFolderError(
                 f"reward, environment, loggers: {folder} is a pipeline. Give them to one of its stages: {folder}/STAGE."
             )
@@ -180,7 +180,7 @@ def resume(
     opened = RunFolder.open(folder)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
-    values = without_objects(given.within_run(opened.recipe(needs_environment=False).stored_values()), texts)
+    values = without_objects(sections.within_run(opened.recipe(needs_environment=False).stored_values()), texts)
     now = parse_recipe(values, origin=str(opened.recipe_file))
     if reader.step >= now.steps:
         further = (
@@ -276,18 +276,18 @@ def evaluate(
 ) -> EvaluationResult:
     """Evaluates without training: a checkpoint of a run folder (`which`: last, best or a step), or with `recipe` a
     model folder. A run's folder stays as it is, and the metrics are those of its evaluation at that step."""
-    given = Path(target)
-    if (given / "run.json").is_file() or is_pipeline_folder(given):
+    path = Path(target)
+    if (path / "run.json").is_file() or is_pipeline_folder(path):
         if recipe is not None:
             raise RunFolderError(
                 f"--recipe: {target} is a run and has its own recipe. Leave --recipe out, or evaluate what "
                 f"`podium export {target} OUT` wrote: `podium evaluate OUT --recipe {recipe}`."
             )
-        return evaluate_run(given, which=which, overrides=overrides)
-    if (given / "checkpoint.json").is_file():
-        step = given.name.removeprefix("step-").lstrip("0")
+        return evaluate_run(path, which=which, overrides=overrides)
+    if (path / "checkpoint.json").is_file():
+        step = path.name.removeprefix("step-").lstrip("0")
         raise RunFolderError(
-            f"{target} is a checkpoint of a run. Give the run: `podium evaluate {given.parent.parent} --step {step}`."
+            f"{target} is a checkpoint of a run. Give the run: `podium evaluate {path.parent.parent} --step {step}`."
         )
     if recipe is None:
         raise RunFolderError(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import ValidationError
 
-from podium.data.given_rows import write_rows
+from podium.data.python_rows import write_rows
 from podium.data.tokenizer import require_tokenizer_files
 from podium.errors import ModelError, RecipeError, RunFolderError
 from podium.recipe import SourceSection
@@ -29,9 +29,9 @@ def generating_folder(model: str, *, needs_tokenizer: bool) -> Path:
     """The model's folder, fetched where it is a hub id; what lacks something to generate with is refused."""
     from podium.models.folder import check_model_folder, check_speaks, local_folder
 
-    given = Path(model)
-    if (given / "recipe.yaml").is_file() or (given / "checkpoint.json").is_file():
-        run = given if (given / "recipe.yaml").is_file() else given.parent.parent
+    path = Path(model)
+    if (path / "recipe.yaml").is_file() or (path / "checkpoint.json").is_file():
+        run = path if (path / "recipe.yaml").is_file() else path.parent.parent
         raise RunFolderError(
             f"MODEL: {model} belongs to a run of Podium and is not a Hugging Face checkpoint. Export it first with "
             f"`podium export {run} OUT`, then give OUT."
@@ -72,12 +72,12 @@ def prompt_source(prompts: Any, out: Path) -> SourceSection:
     return section_of(SourceSection, path=str(write_rows(prompts, out.parent / ".cache", "prompts")))
 
 
-def sampling_of(given: Sampling | Mapping[str, Any]) -> Sampling:
+def sampling_of(value: Sampling | Mapping[str, Any]) -> Sampling:
     """The sampling, given as itself or as a dict of its fields."""
     from podium.rollout.requests import Sampling
 
     try:
-        sampling = given if isinstance(given, Sampling) else Sampling(**given)
+        sampling = value if isinstance(value, Sampling) else Sampling(**value)
     except TypeError as error:
         raise RecipeError(f"sampling: expected a Sampling, or a dict of its fields ({error}).") from error
     for field in dataclasses.fields(sampling):

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from podium.data.given_rows import is_dataset, write_rows
+from podium.data.python_rows import is_dataset, write_rows
 from podium.errors import RecipeError, type_phrase
 from podium.observe.loggers import Logger, OpenedLogger
 from podium.recipe import SourceSection, plugins
@@ -30,8 +30,8 @@ _LOGGERS = "run.loggers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Given:
-    """Sections that are given beside a recipe and replace its own. Of `data`, only the given keys are replaced."""
+class SectionArguments:
+    """Arguments of the Python API that replace sections of the recipe. Of `data`, only the keys that are there."""
 
     data: Mapping[str, Any] | None = None
     reward: Any = None
@@ -40,7 +40,7 @@ class Given:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is given."""
+        """Whether there are none."""
         return all(each is None for each in (self.data, self.reward, self.environment, self.loggers))
 
     def within(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class Given:
     def within_run(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a run that is resumed, with the code of its rewards and its environment replaced. A function
         replaces that of the reward at its place, which keeps its other keys."""
-        result = Given(loggers=self.loggers).within(values)
+        result = SectionArguments(loggers=self.loggers).within(values)
         if self.reward is not None:
             before = values.get("reward") or []
             rewards = self.reward if isinstance(self.reward, list | tuple) else [self.reward]
@@ -154,26 +154,26 @@ def _as_factory(logger: Any) -> Any:
     return OpenedLogger(logger) if isinstance(logger, Logger) and not isinstance(logger, type) else logger
 
 
-def _sources(given: Any, cache: Path, key: str) -> Any:
+def _sources(value: Any, cache: Path, key: str) -> Any:
     """Sources with a path each: rows in memory are written to files."""
-    if is_dataset(given) or _are_rows(given):
-        return [{"path": str(write_rows(given, cache, key))}]
-    if not isinstance(given, list | tuple):
-        if given is None or isinstance(given, str | Mapping):
-            return given
+    if is_dataset(value) or _are_rows(value):
+        return [{"path": str(write_rows(value, cache, key))}]
+    if not isinstance(value, list | tuple):
+        if value is None or isinstance(value, str | Mapping):
+            return value
         raise RecipeError(
             f"{key}: expected a list of sources, a list of rows (dicts), or a datasets.Dataset, found "
-            f"{type_phrase(given)}. (Of a DataFrame, give frame.to_dict('records').)"
+            f"{type_phrase(value)}. (Of a DataFrame, give frame.to_dict('records').)"
         )
-    return [_source(each, cache, f"{key}.{index}") for index, each in enumerate(given)]
+    return [_source(each, cache, f"{key}.{index}") for index, each in enumerate(value)]
 
 
-def _source(given: Any, cache: Path, key: str) -> Any:
-    if is_dataset(given) or _are_rows(given):
-        return {"path": str(write_rows(given, cache, key))}
-    if isinstance(given, Mapping) and (is_dataset(given.get("path")) or _are_rows(given.get("path"))):
-        return {**given, "path": str(write_rows(given["path"], cache, key))}
-    return given
+def _source(source: Any, cache: Path, key: str) -> Any:
+    if is_dataset(source) or _are_rows(source):
+        return {"path": str(write_rows(source, cache, key))}
+    if isinstance(source, Mapping) and (is_dataset(source.get("path")) or _are_rows(source.get("path"))):
+        return {**source, "path": str(write_rows(source["path"], cache, key))}
+    return source
 
 
 def _are_rows(value: Any) -> bool:
@@ -212,7 +212,7 @@ class _PluginWriter:
 
     def _import_path(self, value: Callable[..., Any], key: str) -> str:
         path = plugins.import_path(value) or self._file(value, key)
-        plugins.give(path, value)
+        plugins.register(path, value)
         return path
 
     def _file(self, value: Callable[..., Any], key: str) -> str:

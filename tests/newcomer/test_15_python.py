@@ -24,7 +24,7 @@ import podium
 from helpers.messages import facts
 from helpers.workspace import Workspace
 from podium.cluster.blocking import run_to_end
-from podium.data.given_rows import write_rows
+from podium.data.python_rows import write_rows
 from podium.errors import DataError, MissingExtraError, PodiumError, RecipeError, RunFolderError
 from podium.observe import StepMetrics, frames, read_metrics
 from podium.python_hints import python_hint
@@ -154,7 +154,7 @@ def test_another_process_reads_what_was_given(workspace: Workspace) -> None:
     recipe = grpo(workspace.model, reward=[{"function": digits(0.25), "name": "digits", "weight": 2}])
     result = podium.train(recipe, overrides=["steps=1"])
     path = podium.load_recipe(result.folder / "recipe.yaml").reward[0].function  # type: ignore[attr-defined]
-    plugins._given.clear()
+    plugins._registered.clear()
     assert plugins.load(path, "reward.0.function")("12", "12") == 0.25
     outcome = workspace.podium("resume", str(result.folder), "--set", "steps=2")
     assert outcome.code == 0, outcome
@@ -207,7 +207,7 @@ def test_a_file_that_changed_is_loaded_again(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def reward(answer): return 1.0\n")
     path = f"{file}:reward"
-    plugins.give(path, lambda answer: 2.0)
+    plugins.register(path, lambda answer: 2.0)
     assert plugins.load(path, "key")("x") == 2.0
     file.write_text("def reward(answer): return 3.0\n")
     os.utime(file, ns=(1, 1))
@@ -243,7 +243,7 @@ def test_an_open_logger_stays_in_this_process_or_is_refused(workspace: Workspace
     assert logger.steps == [1, 2, 3]
     with pytest.raises(RecipeError, match=r"run\.loggers\.0.*lock"):
         podium.check(values, loggers=[logger], overrides={"placement.devices": 2})
-    plugins._given.clear()
+    plugins._registered.clear()
     with pytest.raises(RecipeError, match=r"run\.loggers\.0"):
         podium.resume(result.folder, step=2)
     again = Connected()

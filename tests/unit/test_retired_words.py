@@ -58,6 +58,9 @@ IDENTIFIERS = {
     "order_all": "send_all",
     "bend": "entropy_gradient",
     "seated_R": "admitted_R",
+    "Given": "SectionArguments",
+    "load_given": "load_recipe_arguments",
+    "given_rows": "python_rows",
 }
 # In docs, strings and comments, where they mean nothing else.
 PROSE = (

@@ -27,8 +27,8 @@ def require_losses(where: str, losses: Any, like: Tensor, unit: str) -> Tensor:
     """The losses, one for each element of `like`. A single number would count as the loss of each of them."""
     if isinstance(losses, Tensor) and losses.shape == like.shape:
         return losses
-    given = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
-    raise RecipeError(f"{where} gave {given} for {len(like)} {unit}s. It gives one loss for each {unit}, as a tensor.")
+    shape = tuple(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+    raise RecipeError(f"{where} gave {shape} for {len(like)} {unit}s. It gives one loss for each {unit}, as a tensor.")
 
 
 def require_gradient(where: str, losses: Tensor, source: str) -> Tensor:

@@ -153,12 +153,12 @@ def _miscounts(
             by_rank[result.rank].append(result)
         else:
             problems.append(f"{result.worker} answered for rank {result.rank}; there are {len(expected)}")
-    for rank, (given, answers) in enumerate(zip(expected, by_rank, strict=True)):
-        if len(answers) == 1 and answers[0].ids.same_as(given):
+    for rank, (ids, answers) in enumerate(zip(expected, by_rank, strict=True)):
+        if len(answers) == 1 and answers[0].ids.same_as(ids):
             continue  # the usual case: exactly the requested ids, in that order
         got = TrajectoryIds.concatenate([answer.ids for answer in answers])
         who = ", ".join(str(answer.worker) for answer in answers) or str(workers[rank])
-        missing, foreign, twice = given.without(got), got.without(given), got.repeated()
+        missing, foreign, twice = ids.without(got), got.without(ids), got.repeated()
         if len(missing):
             problems.append(f"missing from {who}: {missing}")
         if len(foreign):
@@ -169,8 +169,8 @@ def _miscounts(
     if len(everywhere):
         holders = [
             worker
-            for worker, given in zip(workers, expected, strict=True)
-            if len(everywhere.without(given)) < len(everywhere)
+            for worker, ids in zip(workers, expected, strict=True)
+            if len(everywhere.without(ids)) < len(everywhere)
         ]
         problems.append(f"given to several ranks, or twice to one ({', '.join(map(str, holders))}): {everywhere}")
     return problems

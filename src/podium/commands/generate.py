@@ -93,9 +93,9 @@ def generate(
         typer.echo(line)
 
 
-def _columns(given: list[str]) -> dict[str, str]:
-    pairs = [text.partition("=") for text in given]
-    for text, (new, _, old) in zip(given, pairs, strict=True):
+def _columns(texts: list[str]) -> dict[str, str]:
+    pairs = [text.partition("=") for text in texts]
+    for text, (new, _, old) in zip(texts, pairs, strict=True):
         if not new or not old:
             raise typer.BadParameter(f"{text!r} is not NAME=COLUMN; prompt=question reads `question` as the prompt")
     return {new: old for new, _, old in pairs}

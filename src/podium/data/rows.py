@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from podium.data.storage import open_binary, size_bytes
 
-# Files of rows that were given in Python, which given_rows.py writes: one line or row for each.
-_GIVEN = re.compile(r"rows-[0-9a-f]{16}-(?P<key>.+)\.(?:jsonl|parquet)")
+# Files of rows that were given in Python, which python_rows.py writes: one line or row for each.
+_PYTHON_ROWS = re.compile(r"rows-[0-9a-f]{16}-(?P<key>.+)\.(?:jsonl|parquet)")
 _COUNTING_CHUNK_BYTES = 1 << 22
 # (file, its size) -> (byte, newlines before it), in order.
 _counted: dict[tuple[str, int], list[tuple[int, int]]] = {}
@@ -21,9 +21,9 @@ _counted: dict[tuple[str, int], list[tuple[int, int]]] = {}
 
 def place_text(file: str, what: Literal["line", "row"], number: int) -> str:
     """A row's place in words: file and line, or the index of a row that was given in Python. `number` counts from 1."""
-    given = _GIVEN.fullmatch(file.rpartition("/")[2])
-    if given is not None:
-        return f"row {number - 1} of {given['key']} (given in Python)"
+    match = _PYTHON_ROWS.fullmatch(file.rpartition("/")[2])
+    if match is not None:
+        return f"row {number - 1} of {match['key']} (given in Python)"
     return f"{file}, {what} {number}"
 
 

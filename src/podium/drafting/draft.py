@@ -82,12 +82,12 @@ def draft_recipe(request: DraftRequest) -> list[str]:
     ]
 
 
-def _method(given: str | None, data: DataFacts) -> Method:
-    if given is None:
+def _method(name: str | None, data: DataFacts) -> Method:
+    if name is None:
         return fitting_method(data)
-    named = next((method for method in METHODS if method == given.replace("-", "_")), None)
+    named = next((method for method in METHODS if method == name.replace("-", "_")), None)
     if named is None:
-        raise RecipeError(f"there is no program {given!r} to draft. There are {', '.join(METHODS)}.")
+        raise RecipeError(f"there is no program {name!r} to draft. There are {', '.join(METHODS)}.")
     return named
 
 

@@ -38,10 +38,10 @@ class BadCall:
 Call = ToolCall | BadCall
 
 
-def detect_format(tokenizer: Any, given: ToolFormat | None = None) -> ToolFormat:
+def detect_format(tokenizer: Any, chosen: ToolFormat | None = None) -> ToolFormat:
     """The format that the tokenizer's chat template uses, or the given one; a fenced block if it has none."""
-    if given is not None:
-        return given
+    if chosen is not None:
+        return chosen
     template = _template_text(tokenizer)
     if _LIST in template:
         return "mistral"

@@ -405,14 +405,14 @@ class _Running:
             return f"{method} ({place})" if place else method
         return with_place(method, getattr(self._environment, method))
 
-    async def _call(self, method: str, *given: Any) -> Any:
+    async def _call(self, method: str, *arguments: Any) -> Any:
         """Calls a method of the environment; an exception or a timeout ends the episode."""
         called = getattr(self._environment, method)
         try:
             if isinstance(self._environment, BoundedEnvironment):
-                return await called(*given)
+                return await called(*arguments)
             timeout_s = self._step_timeout_s if method == "step" else self._limits.timeout_s
-            return await call_within(timeout_s, called, *given)
+            return await call_within(timeout_s, called, *arguments)
         except EpisodeLostError:
             raise
         except CallFailedError as error:

@@ -116,12 +116,12 @@ class SingleTurn:
         return Outcome(done=True)
 
 
-async def call_within(timeout_s: float | None, function: Callable[..., Any], /, *given: Any, **named: Any) -> Any:
+async def call_within(timeout_s: float | None, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
     """Calls user code: a coroutine function here, any other in a separate thread. TimeoutError after the deadline.
 
     Code that outlives its deadline is cancelled and abandoned, because waiting for it could take any time. A thread
     cannot be stopped at all (it is a daemon, so that the process can end)."""
-    running = asyncio.ensure_future(_called(functools.partial(function, *given, **named)))
+    running = asyncio.ensure_future(_called(functools.partial(function, *arguments, **named)))
     try:
         done, _ = await asyncio.wait({running}, timeout=timeout_s)
     except asyncio.CancelledError:

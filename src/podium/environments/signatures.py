@@ -99,20 +99,20 @@ def fit_parameters(
     key: str,
 ) -> Signature:  # fmt: skip
     """How to call a function with these parameters. `name` is its name in errors."""
-    given = _Parameters.of(name, signature, options, key)
-    whose = _style_of(given.named) if style == "auto" else style
+    parameters = _Parameters.of(name, signature, options, key)
+    whose = _style_of(parameters.named) if style == "auto" else style
     if whose != "podium" and per != "sample":
         raise RecipeError(
-            f"{key}.per: {per} is about Podium's own style, and {given.text} has {whose}'s, which says itself what "
-            "one call is given. Remove it."
+            f"{key}.per: {per} is about Podium's own style, and {parameters.text} has {whose}'s, which says itself "
+            "what one call is given. Remove it."
         )
     match whose:
         case "podium":
-            return _fit_podium(given, per, key)
+            return _fit_podium(parameters, per, key)
         case "verl":
-            return _fit_verl(given, key)
+            return _fit_verl(parameters, key)
         case "trl":
-            return _fit_trl(given, key)
+            return _fit_trl(parameters, key)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,18 +167,18 @@ def _style_of(named: Sequence[str]) -> Style:
     return "verl" if "solution_str" in named or "solution_strs" in named else "podium"
 
 
-def _fit_podium(given: _Parameters, per: Per, key: str) -> Signature:
+def _fit_podium(parameters: _Parameters, per: Per, key: str) -> Signature:
     known, other = (_PODIUM_SAMPLE, _PODIUM_BATCH) if per == "sample" else (_PODIUM_BATCH, _PODIUM_SAMPLE)
-    given.require_free(known, key)
-    names = tuple(name for name in given.named if name in known)
-    missing = [name for name in given.required if name not in names]
+    parameters.require_free(known, key)
+    names = tuple(name for name in parameters.named if name in known)
+    missing = [name for name in parameters.required if name not in names]
     if missing or not names:
         wanted = f"needs {_listed(missing)}" if missing else "takes nothing"
         raise RecipeError(
-            f"{key}.function: {given.text} {wanted}, and what Podium gives {_GIVES[per]} is {', '.join(known)}. "
-            f"{_way_out(missing or given.named, other, per, key)}"
+            f"{key}.function: {parameters.text} {wanted}, and what Podium gives {_GIVES[per]} is {', '.join(known)}. "
+            f"{_way_out(missing or parameters.named, other, per, key)}"
         )
-    return Signature(style="podium", per=per, names=names, options=given.options)
+    return Signature(style="podium", per=per, names=names, options=parameters.options)
 
 
 def _way_out(names: Sequence[str], other: Sequence[str], per: Per, key: str) -> str:
@@ -192,38 +192,39 @@ def _way_out(names: Sequence[str], other: Sequence[str], per: Per, key: str) -> 
     )
 
 
-def _fit_verl(given: _Parameters, key: str) -> Signature:
-    plural = any(name in _VERL_BATCH for name in given.named)
+def _fit_verl(parameters: _Parameters, key: str) -> Signature:
+    plural = any(name in _VERL_BATCH for name in parameters.named)
     known = _VERL_BATCH if plural else _VERL_SAMPLE
-    given.require_free(known, key)
-    names = known if given.takes_rest else tuple(name for name in given.named if name in known)
-    missing = [name for name in given.required if name not in names]
+    parameters.require_free(known, key)
+    names = known if parameters.takes_rest else tuple(name for name in parameters.named if name in known)
+    missing = [name for name in parameters.required if name not in names]
     if missing or not names:
         raise RecipeError(
-            f"{key}.function: {given.text} {f'needs {_listed(missing)}' if missing else 'takes nothing'}, and what "
-            f"verl gives is {', '.join(_VERL_SAMPLE)} (or {', '.join(_VERL_BATCH)}). Give further parameters in "
+            f"{key}.function: {parameters.text} {f'needs {_listed(missing)}' if missing else 'takes nothing'}, and "
+            f"what verl gives is {', '.join(_VERL_SAMPLE)} (or {', '.join(_VERL_BATCH)}). Give further parameters in "
             f"{key}.options, or set {key}.style."
         )
-    return Signature(style="verl", per="batch" if plural else "sample", names=tuple(names), options=given.options)
+    return Signature(style="verl", per="batch" if plural else "sample", names=tuple(names), options=parameters.options)
 
 
-def _fit_trl(given: _Parameters, key: str) -> Signature:
-    given.require_free(_TRL_LISTS, key)
-    names = [name for name in _TRL_LISTS if name in given.named or given.takes_rest]
-    names += [name for name in _TRL_TRAINER if name in given.named and name not in given.options]
+def _fit_trl(parameters: _Parameters, key: str) -> Signature:
+    parameters.require_free(_TRL_LISTS, key)
+    names = [name for name in _TRL_LISTS if name in parameters.named or parameters.takes_rest]
+    names += [name for name in _TRL_TRAINER if name in parameters.named and name not in parameters.options]
     if not names:
         raise RecipeError(
-            f"{key}.function: {given.text} takes none of {', '.join(_TRL_LISTS)}, which TRL gives. Set {key}.style."
+            f"{key}.function: {parameters.text} takes none of {', '.join(_TRL_LISTS)}, which TRL gives. Set "
+            f"{key}.style."
         )
-    columns = tuple(name for name in given.named if name not in (*names, *given.options))
+    columns = tuple(name for name in parameters.named if name not in (*names, *parameters.options))
     return Signature(
         style="trl",
         per="batch",
         names=tuple(names),
         columns=columns,
-        required=tuple(name for name in columns if name in given.required),
-        all_columns=given.takes_rest,
-        options=given.options,
+        required=tuple(name for name in columns if name in parameters.required),
+        all_columns=parameters.takes_rest,
+        options=parameters.options,
     )
 
 
@@ -295,7 +296,7 @@ def _trl_tokens(sample: Sample) -> list[int] | None:
     return None if sample.tokens is None else [int(token) for token in sample.tokens.tolist()]
 
 
-def _nothing(*given: Any, **named: Any) -> None:
+def _nothing(*arguments: Any, **named: Any) -> None:
     """Replaces TRL's logging functions, which Podium does not have."""
 
 

@@ -95,8 +95,8 @@ class CustomPairLoss:
         return loss_R, tuple(values[name].sum() for name in self.metric_names)
 
     def _called(self, inputs: Mapping[str, Tensor]) -> tuple[Tensor, Mapping[str, Tensor]]:
-        given = {name: value for name, value in {**inputs, "beta": self._beta}.items() if name in self._names}
-        returned = call_loss(self._where, self._function, **given)
+        arguments = {name: value for name, value in {**inputs, "beta": self._beta}.items() if name in self._names}
+        returned = call_loss(self._where, self._function, **arguments)
         loss_R, values = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, {})
         chosen_R = inputs["chosen_R"]
         loss_R = require_losses(self._where, loss_R, chosen_R, "pair")

@@ -95,19 +95,19 @@ def _method(node: ast.ClassDef, name: str) -> ast.FunctionDef | ast.AsyncFunctio
     return None
 
 
-def _signature(given: ast.arguments, *, bound: bool = False) -> inspect.Signature:
+def _signature(arguments: ast.arguments, *, bound: bool = False) -> inspect.Signature:
     """The signature of a function; of a `bound` method without its first parameter."""
     kinds = inspect.Parameter
     found: list[tuple[str, Any, ast.expr | None]] = []  # name, kind, default
-    found += [(each.arg, kinds.POSITIONAL_ONLY, None) for each in given.posonlyargs]
-    found += [(each.arg, kinds.POSITIONAL_OR_KEYWORD, None) for each in given.args]
-    for at, default in enumerate(reversed(given.defaults), start=1):
+    found += [(each.arg, kinds.POSITIONAL_ONLY, None) for each in arguments.posonlyargs]
+    found += [(each.arg, kinds.POSITIONAL_OR_KEYWORD, None) for each in arguments.args]
+    for at, default in enumerate(reversed(arguments.defaults), start=1):
         found[-at] = (*found[-at][:2], default)
     found = found[1:] if bound else found
-    found += [(given.vararg.arg, kinds.VAR_POSITIONAL, None)] if given.vararg is not None else []
-    by_name = zip(given.kwonlyargs, given.kw_defaults, strict=True)
+    found += [(arguments.vararg.arg, kinds.VAR_POSITIONAL, None)] if arguments.vararg is not None else []
+    by_name = zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     found += [(each.arg, kinds.KEYWORD_ONLY, default) for each, default in by_name]
-    found += [(given.kwarg.arg, kinds.VAR_KEYWORD, None)] if given.kwarg is not None else []
+    found += [(arguments.kwarg.arg, kinds.VAR_KEYWORD, None)] if arguments.kwarg is not None else []
     return inspect.Signature(
         [
             kinds(name, kind, default=kinds.empty if default is None else _Source(ast.unparse(default)))

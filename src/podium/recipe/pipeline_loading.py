@@ -77,13 +77,13 @@ def parse_pipeline(
 ) -> PipelineRecipe:
     """Checks plain values: the pipeline's own keys, the references between stages, and each stage as a recipe. Lists
     all problems at once, with their keys."""
-    given = without_extensions(values)
+    own = without_extensions(values)
     # Stages are resolved one by one, as recipes.
-    run, missing = resolve({"run": given.get("run", {})}, os.environ, keeps_missing=not needs_environment)
+    run, missing = resolve({"run": own.get("run", {})}, os.environ, keeps_missing=not needs_environment)
     if missing:
         raise not_valid(origin, missing)
     try:
-        pipeline = PipelineRecipe.model_validate({**given, **plain(run)}).with_references(references_of(run))
+        pipeline = PipelineRecipe.model_validate({**own, **plain(run)}).with_references(references_of(run))
     except ValidationError as error:
         raise not_valid(origin, explained(error, PipelineRecipe)) from None
     merged = {name: pipeline.merged(name) for name in pipeline.stages}

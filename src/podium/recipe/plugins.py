@@ -28,8 +28,8 @@ from pydantic_core import CoreSchema, core_schema
 from podium.errors import PodiumError, RecipeError, type_phrase, what_raised
 
 PICKLED = ".pickle"  # what files of pickled objects end in
-# Import path -> (the object, modification time of its file), of objects that were given in this process.
-_given: dict[str, tuple[Callable[..., Any], int | None]] = {}
+# Import path -> (the object, modification time of its file), of objects that were registered in this process.
+_registered: dict[str, tuple[Callable[..., Any], int | None]] = {}
 # JSON schema of an import path.
 PLUGIN_SCHEMA: Mapping[str, str] = {"type": "string", "pattern": r"^.+:[A-Za-z_]\w*$"}
 
@@ -98,9 +98,9 @@ def import_path(value: Callable[..., Any]) -> str | None:
         return None
 
 
-def give(path: str, value: Callable[..., Any]) -> None:
+def register(path: str, value: Callable[..., Any]) -> None:
     """From now on `load` returns this object for the path in this process, until the path's file changes."""
-    _given[path] = value, _modified_ns(path)
+    _registered[path] = value, _modified_ns(path)
 
 
 def _modified_ns(path: str) -> int | None:
@@ -110,14 +110,14 @@ def _modified_ns(path: str) -> int | None:
         return None
 
 
-def _given_object(path: str) -> Callable[..., Any] | None:
-    value, modified_ns = _given.get(path, (None, None))
+def _registered_object(path: str) -> Callable[..., Any] | None:
+    value, modified_ns = _registered.get(path, (None, None))
     return value if value is not None and modified_ns == _modified_ns(path) else None
 
 
 def locate(path: str, key: str) -> None:
     """Raises a RecipeError that names `key` if the plug-in cannot be found by parsing."""
-    if _given_object(path) is not None:
+    if _registered_object(path) is not None:
         return
     name, file = split_plugin(path)[1], source_file(path, key)
     if file.suffix == PICKLED:
@@ -152,11 +152,11 @@ def takes(path: str, key: str, num_arguments: int) -> bool:
     function = _function(path, key)
     if function is None or function.decorator_list:
         return True
-    given = function.args
-    positional = len(given.posonlyargs) + len(given.args)
-    needs_names = any(default is None for default in given.kw_defaults)
-    fits = positional - len(given.defaults) <= num_arguments
-    return fits and not needs_names and (num_arguments <= positional or given.vararg is not None)
+    arguments = function.args
+    positional = len(arguments.posonlyargs) + len(arguments.args)
+    needs_names = any(default is None for default in arguments.kw_defaults)
+    fits = positional - len(arguments.defaults) <= num_arguments
+    return fits and not needs_names and (num_arguments <= positional or arguments.vararg is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,11 +179,12 @@ def parameters(path: str, key: str) -> tuple[Parameter, ...]:
 
 
 def _parsed_parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> tuple[Parameter, ...]:
-    given = function.args
-    num_required = len(given.args) - len(given.defaults)
-    by_place = [Parameter(each.arg, at < num_required) for at, each in enumerate(given.args)]
+    arguments = function.args
+    num_required = len(arguments.args) - len(arguments.defaults)
+    by_place = [Parameter(each.arg, at < num_required) for at, each in enumerate(arguments.args)]
     by_name = [
-        Parameter(each.arg, default is None) for each, default in zip(given.kwonlyargs, given.kw_defaults, strict=True)
+        Parameter(each.arg, default is None)
+        for each, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True)
     ]
     return (*by_place, *by_name)
 
@@ -246,8 +247,8 @@ def _binds(function: Callable[..., Any], num_arguments: int) -> bool:
 def load(path: str, key: str) -> Callable[..., Any]:
     """Loads the plug-in, which runs its file. In the process that was given the plug-in as an object, it is that
     object."""
-    if (given := _given_object(path)) is not None:
-        return given
+    if (registered := _registered_object(path)) is not None:
+        return registered
     locate(path, key)
     module_name, name = split_plugin(path)
     if is_pickled(path):

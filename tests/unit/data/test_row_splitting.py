@@ -18,7 +18,7 @@ ROOMY = 1 << 40
 
 
 @dataclass(frozen=True)
-class Given:
+class SplitCase:
     lengths: np.ndarray
     costs: np.ndarray
     mini_batch: np.ndarray
@@ -47,7 +47,7 @@ def tasks(draw, grouped=None):
         group = np.array(draw(st.lists(st.integers(-2, 12), min_size=num, max_size=num)), np.int64)
     # Now and then more ranks than the bins from which on many rows are placed at a time.
     num_ranks = draw(st.integers(1, 9) | st.integers(60, 80))
-    return Given(lengths, costs, mini_batch, group, num_ranks, draw(st.integers(100, 300)))
+    return SplitCase(lengths, costs, mini_batch, group, num_ranks, draw(st.integers(100, 300)))
 
 
 def slowest(costs, plan):
@@ -123,7 +123,7 @@ def test_the_same_rows_give_the_same_plan(task):
 def test_the_order_in_which_rows_come_does_not_matter(task, random):
     order = list(range(len(task.lengths)))
     random.shuffle(order)
-    shuffled = Given(
+    shuffled = SplitCase(
         task.lengths[order], task.costs[order], task.mini_batch[order], None, task.num_ranks, task.max_tokens
     )
     assert shuffled.plan().imbalance == pytest.approx(task.plan().imbalance)

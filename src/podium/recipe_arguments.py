@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Recipes and overrides as the Python API takes them: files, dicts with objects in them, or parsed recipes."""
+"""The arguments `recipe` and `overrides` of the Python API: files, dicts with objects in them, or parsed recipes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.errors import RecipeError, type_phrase
-from podium.python_objects import Given, without_objects
+from podium.python_objects import SectionArguments, without_objects
 from podium.recipe import PipelineRecipe, Recipe, parse_recipe
 from podium.recipe.loading import named_after, read_values
 from podium.recipe.pipeline_loading import is_pipeline, load_any_recipe, parse_pipeline
@@ -20,18 +20,18 @@ Overrides = Sequence[str] | Mapping[str, Any]
 """`key.path=value` each, or a dict from key paths to values."""
 
 
-def load_given(
-    recipe: RecipeLike, overrides: Overrides, given: Given, *, cache: Path | None = None
+def load_recipe_arguments(
+    recipe: RecipeLike, overrides: Overrides, sections: SectionArguments, *, cache: Path | None = None
 ) -> Recipe | PipelineRecipe:
     """The recipe, with objects in the place of some of its parts. `cache`: where files of objects are written; default:
     the cache folder of the run."""
     texts = override_texts(overrides)
-    if isinstance(recipe, str | Path) and given.is_empty:
+    if isinstance(recipe, str | Path) and sections.is_empty:
         return load_any_recipe(recipe, texts)
-    if isinstance(recipe, Recipe) and given.is_empty and not texts:
+    if isinstance(recipe, Recipe) and sections.is_empty and not texts:
         return _named(recipe)
     values, origin = _values_of(recipe)
-    values = without_objects(given.within(values), texts, cache=cache)
+    values = without_objects(sections.within(values), texts, cache=cache)
     if isinstance(recipe, str | Path):
         values = named_after(recipe, values)
     return _named((parse_pipeline if is_pipeline(values) else parse_recipe)(values, origin=origin))
