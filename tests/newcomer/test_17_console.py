@@ -4,9 +4,12 @@ the terminal was closed. Every line fits, and each run folder keeps them in cons
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +25,7 @@ from podium.observe import Console, EvaluationView, SampleView, StepView, open_r
 from podium.observe.console import PlainConsole
 from podium.observe.opening import open_console
 from podium.observe.recording import RecordedConsole
+from podium.runs.folder import RunFolder
 
 ON_POLICY = {
     "lr": 1e-6, "tokens_per_s": 1234.5, "step_s": 123.456, "reward/mean": -12.345, "groups/solve_rate": 0.5,
@@ -124,6 +128,55 @@ def test_what_was_shown_before_the_run_folder_exists_is_recorded_too(tmp_path: P
     console.close()
 
     assert file.read_text() == stream.getvalue() == "warning: early\nlate\n"
+
+
+class ClosedPipe(io.StringIO):
+    """Its reader leaves after the first line."""
+
+    def write(self, text: str) -> int:
+        if self.getvalue():
+            raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+        return super().write(text)
+
+
+def test_a_console_without_a_reader_records_the_rest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipe = ClosedPipe()
+    monkeypatch.setattr(sys, "stdout", pipe)
+    console = RecordedConsole(PlainConsole(pipe), log_every=1)
+    console.record_in(tmp_path / "console.log")
+
+    for text in ("first", "second", "third"):
+        console.note(text)
+    console.close()
+
+    assert pipe.getvalue() == "first\n"
+    lines = (tmp_path / "console.log").read_text().splitlines()
+    assert [line for line in lines if line in ("first", "second", "third")] == ["first", "second", "third"]
+    assert len(lines) == 4  # one of them says why the terminal shows no more
+
+
+def test_a_console_that_fails_otherwise_is_an_error(tmp_path: Path) -> None:
+    class Full(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(OSError, match="No space"):
+        RecordedConsole(PlainConsole(Full()), log_every=1).note("text")
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(workspace: Workspace) -> None:
+    recipe = workspace.recipe("sums", steps=4)
+    with subprocess.Popen(
+        [sys.executable, "-m", "podium", "train", recipe], cwd=workspace.path, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(240) == 0
+
+    assert RunFolder.open(workspace.path / "runs/sums").status == "finished"
+    assert "step 4/4" in (workspace.path / "runs/sums/console.log").read_text()
 
 
 def test_only_rank_0_records(tmp_path: Path) -> None:

@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import errno
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from podium.observe.console import Console, EvaluationView, PlainConsole, StepView
+
+# What writing raises when nobody reads standard output any more: a pipe (`| head`), or a terminal that was closed.
+_NO_READER = (errno.EPIPE, errno.EIO)
 
 
 class LogFile:
@@ -34,7 +40,8 @@ class LogFile:
 
 
 class RecordedConsole(Console):
-    """Shows everything on a console, and writes it as plain text to a log file as soon as it has one."""
+    """Shows everything on a console, and writes it as plain text to a log file as soon as it has one. A run does not
+    end with the terminal or the pipe that shows it: only the log file is written from then on."""
 
     def __init__(self, console: Console, *, log_every: int) -> None:
         self._console, self._file = console, LogFile()
@@ -46,33 +53,56 @@ class RecordedConsole(Console):
 
     def header(self, lines: Sequence[str]) -> None:
         """Shows and records the run's description."""
-        self._console.header(lines)
+        self._show(lambda console: console.header(lines))
         self._log.header(lines)
 
     def step(self, view: StepView) -> None:
         """Shows a step, and records it if it is due."""
-        self._console.step(view)
+        self._show(lambda console: console.step(view))
         self._log.step(view)
 
     def doing(self, what: str | None) -> None:
         """Shows work other than a step, and records nothing."""
-        self._console.doing(what)
+        self._show(lambda console: console.doing(what))
 
     def evaluation(self, view: EvaluationView) -> None:
         """Shows and records an evaluation."""
-        self._console.evaluation(view)
+        self._show(lambda console: console.evaluation(view))
         self._log.evaluation(view)
 
     def note(self, text: str) -> None:
         """Shows and records a line."""
-        self._console.note(text)
+        self._show(lambda console: console.note(text))
         self._log.note(text)
 
     def warning(self, text: str) -> None:
         """Shows and records a warning."""
-        self._console.warning(text)
+        self._show(lambda console: console.warning(text))
         self._log.warning(text)
 
     def close(self) -> None:
         """Releases the terminal."""
-        self._console.close()
+        self._show(lambda console: console.close())
+
+    def _show(self, show: Callable[[Console], None]) -> None:
+        with tolerate_no_reader(self._lose_console):
+            show(self._console)
+
+    def _lose_console(self) -> None:
+        self._console = Console()
+        self._log.note("nobody reads standard output any more: the rest is in this file only")
+
+
+@contextlib.contextmanager
+def tolerate_no_reader(on_lost: Callable[[], None]) -> Iterator[None]:
+    """Around writing to standard output. If nobody reads it any more, it is discarded from then on."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_READER:
+            raise
+        with contextlib.suppress(OSError, ValueError):  # replaced by an object without a file, as in a notebook
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+        on_lost()

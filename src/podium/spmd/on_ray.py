@@ -30,7 +30,7 @@ from podium.cluster.worker_pool import Timeouts
 from podium.errors import LaunchError, PlacementError, PodiumError, ProgramRaisedError, RoleError, WorkerDiedError
 from podium.observe import Console
 from podium.observe.console import PlainConsole
-from podium.observe.recording import LogFile
+from podium.observe.recording import LogFile, tolerate_no_reader
 from podium.recipe import SpmdPlacementSection
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
@@ -205,5 +205,6 @@ class _Tail:
             file.seek(self._shown)
             new = file.read()
             self._shown += len(new)
-            sys.stdout.write(self._decoder.decode(new))
-            sys.stdout.flush()
+            with tolerate_no_reader(lambda: None):
+                sys.stdout.write(self._decoder.decode(new))
+                sys.stdout.flush()
