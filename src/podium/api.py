@@ -103,12 +103,16 @@ def try_recipe(
     samples: int = 2,
     stand_in: bool = False,
     warn: Callable[[str], None] = lambda text: None,
+    data: Mapping[str, Any] | None = None,
+    reward: Sequence[Any] | Callable[..., Any] | None = None,
+    environment: Any = None,
 ) -> Trial:
     """Generates and grades a few episodes of a recipe in this process, with its real rewards or environment, and trains
     nothing. `stand_in`: a tiny random model has the place of the recipe's own. `warn` gets the warnings of rewards and
-    environments."""
+    environments. Objects are given as to `train`."""
+    sections = SectionArguments(data=data, reward=reward, environment=environment)
     with tempfile.TemporaryDirectory(prefix="podium-try-") as cache:  # a trial leaves nothing behind
-        loaded = load_recipe_arguments(recipe, overrides, SectionArguments(), cache=Path(cache))
+        loaded = load_recipe_arguments(recipe, overrides, sections, cache=Path(cache))
         if isinstance(loaded, PipelineRecipe):
             raise RecipeError("program: a pipeline has several recipes. Try the recipe of one stage.")
         return run_trial(loaded, num_prompts=prompts, samples=samples, stand_in=stand_in, warn=warn)

@@ -293,6 +293,14 @@ def test_a_trial_leaves_nothing_behind(workspace: Workspace) -> None:
     assert set(workspace.path.rglob("*")) == before
 
 
+def test_a_trial_takes_rows_and_a_reward_beside_the_recipe(workspace: Workspace) -> None:
+    rows = [{"prompt": "of mine", "answer": "1"}]
+    trial = podium.try_recipe(
+        grpo(workspace.model), prompts=1, samples=1, data={"train": rows}, reward=lambda answer: 0.125
+    )
+    assert [(episode.prompt, episode.reward) for episode in trial.episodes] == [("of mine", 0.125)]
+
+
 def test_a_row_given_in_python_is_named_by_its_index(workspace: Workspace) -> None:
     rows: list[dict[str, Any]] = [*ROWS[:3], {"prompt": 5, "completion": "6"}, *ROWS[4:]]
     for train in (rows, [{"path": rows}]):
