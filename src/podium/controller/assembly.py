@@ -169,6 +169,7 @@ def _header(recipe: OnPolicyRecipe, folder: RunFolder, roles: Roles, step: int) 
         f"{rollout.max_new_tokens} new tokens",
         model=model_line(facts.architecture, facts.num_parameters, trained, facts.dtype),
         devices=f"{placement.devices} x {facts.device}, {placement.layout}: {roles.policy.num_ranks} learn, "
-        f"{roles.generator.num_engines} generate ({rollout.engine})",
+        f"{roles.generator.num_engines} generate ({rollout.engine})"
+        + (f" at the same time (staleness {rollout.staleness}, {rollout.on_new_weights})" if rollout.staleness else ""),
         cpu=facts.cpu,
     )

@@ -66,6 +66,8 @@ class StepExecutor:
         await self._begin()
         try:
             while not self._flow.is_step_ready:
+                if not self._flow.has_admissions:
+                    raise self._flow.standstill()
                 metrics.append(await self._generate(grading))
                 await self._finish_grading(grading)
         finally:

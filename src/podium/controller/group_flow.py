@@ -36,6 +36,7 @@ from podium.controller.scheduling import (
 from podium.controller.state import RunState
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryIds
+from podium.errors import InvariantError
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import Floats
 from podium.roles.episode_stream import Block, Lost
@@ -142,6 +143,20 @@ class GroupFlow:
     def num_groups(self) -> int:
         """Groups that no step has taken."""
         return len(self._groups)
+
+    @property
+    def has_admissions(self) -> bool:
+        """Whether episodes wait to be given to workers."""
+        return bool(self._admits)
+
+    def standstill(self) -> InvariantError:
+        """The error of a schedule that waits for something that will not happen."""
+        counts = ", ".join(f"{count} {state}" for state, count in self._audit.counts.items() if count)
+        return InvariantError(
+            f"step {self._state.step + 1} waits for groups, and nothing is running, graded or admitted (groups: "
+            f"{counts or 'none'}). This is a defect of Podium: please report it with the run folder. What was "
+            "committed can be resumed."
+        )
 
     @property
     def is_step_ready(self) -> bool:

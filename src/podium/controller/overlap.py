@@ -58,7 +58,7 @@ class OverlapExecutor:
         self._flow.tell(StepRequested())
         self._send()
         with self._parts.watch.span("wait"):
-            await self._until(lambda: self._flow.is_step_ready)
+            await self._until(self._is_step_ready)
         if self._storing is not None:
             with self._parts.watch.span("publish"):
                 await self._storing
@@ -232,6 +232,14 @@ class OverlapExecutor:
     def _fail(self, error: Exception) -> None:
         self._error = self._error or error
         self._changed.set()
+
+    def _is_step_ready(self) -> bool:
+        """Whether the step can begin. Raises an error if nothing can happen any more that would let it."""
+        flow = self._flow
+        is_still = self._stream is not None and self._grading.is_idle and not self._tasks
+        if is_still and not flow.is_step_ready and not flow.num_running and not flow.has_admissions:
+            raise flow.standstill()
+        return flow.is_step_ready
 
     async def _until(self, is_so: Callable[[], bool]) -> None:
         """Waits for workers and graders, which have their own deadlines."""

@@ -147,6 +147,8 @@ def step_view(step: int, recipe: OnPolicyRecipe, values: Mapping[str, float]) ->
     shown = [ShownMetric("reward/mean", "reward")] if recipe.gives_rewards else []
     if recipe.gives_rewards and recipe.solving.is_clear:
         shown.append(ShownMetric("groups/solve_rate", "solved", ".1%"))
+    if recipe.rollout.staleness:
+        shown.append(ShownMetric("staleness/mean", "age", ".1f"))
     shown += [ShownMetric("response/mean", "length", ".1f"), ShownMetric("kl/reference", "KL", ".4f")]
     shown += [ShownMetric("entropy", "entropy"), ShownMetric("step_s", "s", ".2f")]
     facts += [each.fact(values) for each in shown if each.metric in values]

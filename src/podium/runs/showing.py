@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.standing import HELDOUT, RunStanding, changed_s, mapping_in, moment, standing_of, status_of
 
 _SHOWN_METRICS = 8
+_AGES = "staleness/tokens/"
 
 
 def show_lines(path: Path) -> list[str]:
@@ -41,6 +43,7 @@ def _run_lines(run: RunFolder) -> list[str]:
         *_code_lines(lineage.get("code", ()), state.get("versions", {})),
         f"fingerprint: {short(lineage.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
         *_changed_data_lines(lineage),
+        *_overlap_lines(run),
         *_heldout_lines(run),
         f"checkpoints: {_checkpoints(run)}",
         *_next_lines(run, standing),
@@ -200,6 +203,30 @@ def _heldout_lines(run: RunFolder) -> list[str]:
         first = f", {values[0][1]:.4g} at step {values[0][0]}" if len(values) > 1 else ""
         lines.append(f"{name}: {values[-1][1]:.4g} at step {values[-1][0]}{first}")
     return lines
+
+
+def _overlap_lines(run: RunFolder) -> Iterator[str]:
+    """How old the trained tokens were and what devices did, over all steps of a run whose generation overlaps its
+    updates."""
+    steps = [line.values for line in _metrics(run) if "staleness/queue" in line.values]
+    if not steps:
+        return
+    tokens: defaultdict[int, float] = defaultdict(float)
+    for values in steps:
+        shares = {name.rpartition("/")[2]: share for name, share in values.items() if name.startswith(_AGES)}
+        for age, share in (shares or {"0": 1.0}).items():
+            tokens[int(age)] += share * values.get("trained_tokens", 0.0)
+    total, seconds = sum(tokens.values()) or 1.0, sum(values["step_s"] for values in steps) or 1.0
+
+    def part(name: str) -> str:
+        return f"{sum(values.get(name, 0.0) for values in steps) / seconds:.1%}"
+
+    oldest = max(values.get("staleness/max", 0.0) for values in steps)
+    ages = ", ".join(f"age {age} {count / total:.1%}" for age, count in sorted(tokens.items()))
+    yield f"trained tokens: {ages} (oldest {oldest:.0f} versions)"
+    waits = f"wait for episodes {part('time/wait_s')}, publish {part('time/publish_s')}"
+    yield f"learners: update {part('time/update_s')}, {waits}"
+    yield f"generators: idle {part('rollout/idle_s')}, install weights {part('rollout/install_s')}"
 
 
 def _metrics(run: RunFolder) -> Sequence[Any]:

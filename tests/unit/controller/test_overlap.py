@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_roles import FakeGenerator, FakeGrader, FakeLearner, FakeStream
+from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeLearner, FakeStream
 from helpers.made_batches import WORKER, make_answer, make_result
 from helpers.trials import Trial
+from podium.algorithms.staleness import AgeStatistics
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
+from podium.controller.scheduler import GroupScheduler
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import TrajectoryId
-from podium.errors import ClusterError, DataError, WorkerDiedError
+from podium.errors import ClusterError, DataError, InvariantError, WorkerDiedError
 from podium.roles.episode_stream import Lost
+from podium.runs.showing import show_lines
 from podium.weights.weight_transfers import ByStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -304,3 +307,32 @@ def test_a_stop_leaves_a_state_that_a_resumed_run_continues(tmp_path: Path, monk
     resumed = Trial(tmp_path, *SPLIT, "steps=9", "rollout.staleness=2", step=4, saved=saved, cursor=saved["cursor"])
     resumed.run()
     assert [row[0] for row in trained(resumed)] == list(range(36))
+
+
+def test_show_tells_the_age_of_trained_tokens_and_what_devices_did(tmp_path: Path) -> None:
+    ages = {
+        age: AgeStatistics(count=count, kl_k3=0.0, ratio=count, ratio_squares=count) for age, count in ((0, 1), (1, 3))
+    }
+    trial = Trial(tmp_path, *SPLIT, "rollout.staleness=2", bandit=Bandit(reports=lambda step: {"ages": ages}))
+    trial.run()
+
+    lines = dict(line.split(":", 1) for line in show_lines(trial.folder.path) if ":" in line)
+    assert "age 0 25.0%, age 1 75.0%" in lines["trained tokens"]
+    assert "wait for episodes" in lines["learners"]
+    assert "idle 0.0%" in lines["generators"]
+    assert ("age", "0.0") in trial.console.steps[0].own
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_schedule_that_stands_still_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    """A scheduler that forgets the groups of step 2 must not make the run wait forever."""
+    original = GroupScheduler._admit
+
+    def admit(self: GroupScheduler) -> Iterator[Any]:
+        return iter(()) if self._next_group >= 4 else original(self)
+
+    monkeypatch.setattr(GroupScheduler, "_admit", admit)
+    with pytest.raises(InvariantError, match="step"):
+        Trial(tmp_path, *SPLIT, f"rollout.staleness={staleness}").run()
