@@ -87,9 +87,10 @@ class OverlapExecutor:
             return
         self._is_pausing = True
         try:
-            await self._until(lambda: not self._flow.num_running and not self._tasks)
-            if self._stream is not None:
-                await self._stream.finish()
+            # A step may be ready before its streams are open; a stream that opens later would not be finished.
+            await self._until(lambda: self._stream is not None and not self._flow.num_running and not self._tasks)
+            assert self._stream is not None, "it was waited for"
+            await self._stream.finish()
             generating, self._generating = self._generating, None
             await generating
             self._raise_error()
@@ -130,6 +131,7 @@ class OverlapExecutor:
         try:
             async with workers.streaming(training_sampling(self._parts.recipe)) as stream:
                 self._stream = stream
+                self._changed.set()
                 self._send()
                 try:
                     async for arrival in stream:

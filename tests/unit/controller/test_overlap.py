@@ -176,6 +176,19 @@ def test_an_evaluation_has_the_engines_for_itself_and_the_newest_weights(tmp_pat
     assert [row[0] for row in trained(trial)] == list(range(24))
 
 
+def test_a_pause_before_the_streams_are_open_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups that were ready before a pause make the next step at once: then its streams are not open yet."""
+    original = OnPolicyRun._begin
+
+    async def begin(self: OnPolicyRun, number: int, objects: Any) -> Any:
+        step = await original(self, number, objects)
+        await self.sample(step, 1)  # pauses generation
+        return step
+
+    monkeypatch.setattr(OnPolicyRun, "_begin", begin)
+    assert Trial(tmp_path, *SPLIT, "rollout.staleness=2").run().num_committed == 6
+
+
 @pytest.mark.parametrize("step", range(1, 9))
 def test_save_and_resume_in_the_middle_of_overlap_loses_nothing_and_trains_nothing_twice(
     tmp_path: Path, step: int
