@@ -52,33 +52,45 @@ def task(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def rewards(task: Path, engine: str) -> tuple[list[float], list[float]]:
-    """(mean reward, gap between engine and learner) of each step."""
+def trained(task: Path, name: str, **rollout: Any) -> list[dict[str, float]]:
+    """The metrics of each step of a run with these settings of `rollout`."""
     recipe: dict[str, Any] = {
         "program": "grpo",
         "model": {"path": "model"},
         "data": {"train": [{"path": "prompts.jsonl"}]},
         "reward": [{"function": "rewards.py:small"}],
         "rollout": {
-            "engine": engine, "prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 8, "memory_gib": 0.25,
+            "prompts_per_step": 8, "samples_per_prompt": 8, "max_new_tokens": 8, "memory_gib": 0.25, **rollout,
         },
         "optimizer": {"lr": 1e-2},
         "steps": STEPS,
         "placement": {"devices": 2, "layout": "split", "device": "cpu", "threads": 1},
     }  # fmt: skip
-    (task / f"{engine}.yaml").write_text(json.dumps(recipe))
-    command = [sys.executable, "-m", "podium", "train", f"{engine}.yaml"]
+    (task / f"{name}.yaml").write_text(json.dumps(recipe))
+    command = [sys.executable, "-m", "podium", "train", f"{name}.yaml"]
     done = subprocess.run(command, cwd=task, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    lines = read_metrics(task / "runs" / engine / "metrics.jsonl")
-    return [line.values["reward/mean"] for line in lines], [line.values["gap/mean"] for line in lines]
+    return [dict(line.values) for line in read_metrics(task / "runs" / name / "metrics.jsonl")]
 
 
 def test_a_policy_learns_the_same_with_either_engine(task: Path) -> None:
-    found = {engine: rewards(task, engine) for engine in ("native", "vllm")}
-    for engine, (reward, gap) in found.items():
+    found: dict[str, list[float]] = {}
+    for engine in ("native", "vllm"):
+        lines = trained(task, engine, engine=engine)
+        found[engine] = reward = [line["reward/mean"] for line in lines]
         assert len(reward) == STEPS
-        assert max(gap) < 1e-3, f"{engine} samples from what the learner computes"
+        assert max(line["gap/mean"] for line in lines) < 1e-3, f"{engine} samples from what the learner computes"
         assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.2, f"{engine}: {reward}"
-    last = [sum(reward[-5:]) / 5 for reward, _ in found.values()]
+    last = [sum(reward[-5:]) / 5 for reward in found.values()]
     assert abs(last[0] - last[1]) < 0.15, "the curves agree within noise"
+
+
+@pytest.mark.parametrize("on_new_weights", ["keep", "recompute"])
+def test_weights_reach_vllm_while_it_generates(task: Path, on_new_weights: str) -> None:
+    lines = trained(task, on_new_weights, engine="vllm", staleness=1, on_new_weights=on_new_weights)
+
+    assert len(lines) == STEPS
+    assert {line["staleness/max"] for line in lines} == {0.0, 1.0}
+    assert sum("staleness/kl" in line for line in lines) >= STEPS // 2  # steps with stale tokens
+    reward = [line["reward/mean"] for line in lines]
+    assert sum(reward[-5:]) / 5 > sum(reward[:5]) / 5 + 0.2, reward

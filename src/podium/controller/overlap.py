@@ -62,6 +62,7 @@ class OverlapExecutor:
         if self._storing is not None:
             with self._parts.watch.span("publish"):
                 await self._storing
+            self._raise_error()
         return self._flow.collect(step, objects, await self._engine_metrics())
 
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:

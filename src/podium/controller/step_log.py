@@ -64,12 +64,15 @@ class StepLog:
         since_perf, since_wall, before = self._marked
         seconds = {name: spent - before.get(name, 0.0) for name, spent in parts.watch.seconds().items()}
         spans, step_s = parts.workers.take_spans(), time.perf_counter() - since_perf
+        idle_s = idle_seconds(spans, since_wall, since_wall + step_s)
+        if recipe.rollout.staleness:  # streams that stay open have no span yet, but generators say when they were idle
+            idle_s = min(idle_s, step.sampled.rollouts.metrics.get("idle_s", 0.0))
         used, reference = (step.episodes, None) if batch is None else (batch.graded, batch.reference)
         record = StepRecord(
             step=step.number, lr=step.lr, graded=step.sampled, used=used,
             distance=None if reference is None else reference.distance, report=policy, critic=critic,
             kl_coefficient=kl_coefficient, seconds=seconds, step_s=step_s,
-            idle_s=idle_seconds(spans, since_wall, since_wall + step_s),
+            idle_s=idle_s,
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
             solving=recipe.solving, groups=groups, overlaps=recipe.rollout.staleness > 0, extra=parts.prompts.metrics(),
         )  # fmt: skip
