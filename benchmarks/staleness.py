@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What staleness does to learning: the demo's sums, or the agent with the calculator, at several bounds and seeds, with
+and without correction.
+
+    .venv/bin/python benchmarks/staleness.py --task sums
+    .venv/bin/python benchmarks/staleness.py --task agent
+
+Each task is prepared once (a model that imitates its demonstrations), then trained by GRPO with one device that learns
+and one that generates. Prints a table of held-out scores. A second call repeats nothing that is finished in
+`--folder`."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from podium.observe import read_metrics
+from podium.runs.folder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[1]
+BOUNDS = (0, 1, 2, 4)
+PLACEMENT = "placement={layout: split, devices: 2, device: cpu, threads: 1, onednn: false}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """How a task is prepared, and the recipe that is compared."""
+
+    maker: tuple[str, ...]
+    sft: str
+    warm: str  # folder of the model that GRPO begins with
+    grpo: str
+    score: str
+    steps: int
+
+
+SUMS_SFT = """
+program: sft
+model: demo/model
+data: {train: [{path: demo/train.jsonl}]}
+tokens_per_step: 576
+optimizer: {lr: 4.0e-3, schedule: cosine, warmup_steps: 20, weight_decay: 0.1, betas: [0.9, 0.95]}
+steps: 340
+placement: {devices: 1, threads: 1, onednn: false}
+run: {name: sft, folder: runs}
+"""
+SUMS_GRPO = """
+program: grpo
+model: warm
+data: {train: [{path: demo/train.jsonl}], heldout: [{path: demo/heldout.jsonl}]}
+reward: [{function: examples/arithmetic/rewards.py:exact_answer}]
+rollout: {prompts_per_step: 32, samples_per_prompt: 8, max_new_tokens: 12}
+algorithm: {advantage: group_centered, loss: clipped, clip_high: 0.28, reduction: token_mean}
+optimizer: {lr: 5.0e-4, schedule: linear, warmup_steps: 3, betas: [0.9, 0.95]}
+steps: 40
+evaluation: {generation: {prompts: 600, max_new_tokens: 12}}
+"""
+TASKS = {
+    "sums": Task(
+        maker=("examples/arithmetic/make_task.py", "demo"), sft="sums-sft.yaml", warm="warm", grpo="sums-grpo.yaml",
+        score="heldout/score", steps=40,
+    ),
+    "agent": Task(
+        maker=("examples/calculator/make_task.py", "demo/calculator"), sft="examples/calculator/sft.yaml",
+        warm="demo/calculator/warm", grpo="examples/calculator/grpo.yaml", score="heldout/samples/score", steps=40,
+    ),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """A bound, with the correction that the recipe chooses or without any."""
+
+    staleness: int
+    corrects: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.staleness}" if self.corrects else f"{self.staleness}, no correction"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one run."""
+
+    score: float
+    reward: float  # mean of the last ten steps
+    staleness: float  # mean over all steps
+    ess: float  # lowest effective sample size of the ratios by which old tokens are corrected
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=sorted(TASKS), default="sums")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--staleness", type=int, nargs="+", default=list(BOUNDS))
+    parser.add_argument("--lr-scale", type=float, default=1.0, help="the recipe's learning rate times this")
+    parser.add_argument("--folder", type=Path, required=True)
+    asked = parser.parse_args()
+    task, folder = TASKS[asked.task], asked.folder
+    prepare(task, folder)
+    variants = [Variant(staleness=bound, corrects=True) for bound in asked.staleness]
+    variants += [Variant(staleness=bound, corrects=False) for bound in asked.staleness if bound]
+    rows = []
+    for variant in variants:
+        outcomes = [run(task, folder, variant, seed, asked.lr_scale) for seed in range(asked.seeds)]
+        rows.append((variant.name, outcomes))
+        print(line(variant.name, outcomes), flush=True)
+    print("\n| staleness | held-out score | of each seed | reward, last 10 steps | age of episodes | lowest ESS |")
+    print("|---|---|---|---|---|---|")
+    for name, outcomes in rows:
+        print(line(name, outcomes))
+
+
+def prepare(task: Task, folder: Path) -> None:
+    """Makes the task and the model that GRPO begins with, unless they are there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if (folder / task.warm).exists():
+        return
+    if not (folder / "examples").exists():
+        (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "sums-sft.yaml").write_text(SUMS_SFT, encoding="utf-8")
+    (folder / "sums-grpo.yaml").write_text(SUMS_GRPO, encoding="utf-8")
+    call(folder, task.maker)
+    podium(folder, "train", task.sft, "--set", "run.name=sft", "--set", "run.folder=runs")
+    podium(folder, "export", "runs/sft", task.warm)
+
+
+def run(task: Task, folder: Path, variant: Variant, seed: int, lr_scale: float) -> Outcome:
+    """One run; of a finished one, only its result."""
+    name = f"{task.grpo.split('/')[-1].split('.')[0]}-{variant.staleness}-{variant.corrects}-{seed}-{lr_scale:g}"
+    path = folder / "runs" / name
+    if not (path.exists() and RunFolder.open(path).status == "finished"):
+        changes = [PLACEMENT, f"rollout.staleness={variant.staleness}", f"run.seed={seed}", f"run.name={name}"]
+        changes += ["run.folder=runs", "evaluation.every=null", "evaluation.at_start=false"]
+        if not variant.corrects:
+            changes.append("algorithm.correction=none")
+        if lr_scale != 1.0:
+            rates = {"sums-grpo.yaml": 5e-4, "examples/calculator/grpo.yaml": 7e-4}
+            changes.append(f"optimizer.lr={rates[task.grpo] * lr_scale}")
+        podium(folder, "train", task.grpo, "--overwrite", *(part for each in changes for part in ("--set", each)))
+    lines = [each.values for each in read_metrics(path / "metrics.jsonl")]
+    steps = [values for values in lines if "reward/mean" in values]
+    return Outcome(
+        score=next(values[task.score] for values in reversed(lines) if task.score in values),
+        reward=statistics.mean(values["reward/mean"] for values in steps[-10:]),
+        staleness=statistics.mean(values["staleness/mean"] for values in steps),
+        ess=min(values.get("staleness/ess", 1.0) for values in steps),
+    )
+
+
+def line(name: str, outcomes: Sequence[Outcome]) -> str:
+    scores = [each.score for each in outcomes]
+    return (
+        f"| {name} | {statistics.mean(scores):.1%} | {', '.join(f'{score:.1%}' for score in scores)} | "
+        f"{statistics.mean(each.reward for each in outcomes):.3f} | "
+        f"{statistics.mean(each.staleness for each in outcomes):.2f} | {min(each.ess for each in outcomes):.2f} |"
+    )
+
+
+def podium(folder: Path, *arguments: str) -> None:
+    call(folder, ("-m", "podium", *arguments))
+
+
+def call(folder: Path, arguments: Sequence[str]) -> None:
+    done = subprocess.run([sys.executable, *arguments], cwd=folder, capture_output=True, text=True, timeout=1800)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(arguments)} ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+
+
+if __name__ == "__main__":
+    main()
