@@ -27,6 +27,9 @@ from podium.roles.interfaces import GeneratorUsage
 from podium.rollout.engine import InFlight
 from podium.weights.weight_transfers import ByStore
 
+# Longest wait for weights that are on their way when a run ends.
+_ARRIVE_S = 60.0
+
 
 class OverlapExecutor:
     """The controller's event loop uses it: one task that runs the program, and those that this class starts. A failure
@@ -100,7 +103,10 @@ class OverlapExecutor:
             self._is_pausing = False
 
     async def close(self) -> None:
-        """Gives up what is running."""
+        """Gives up the episodes that are running. Weights that are on their way arrive first: they must not replace
+        newer ones later."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_ARRIVE_S)
         tasks = [*self._tasks, *([self._generating] if self._generating is not None else [])]
         self._generating = None
         for task in tasks:

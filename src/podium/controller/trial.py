@@ -22,7 +22,7 @@ from podium.data.prompts import PromptTokenizer
 from podium.data.tasks import IndexedTask
 from podium.data.tokenizer import load_tokenizer, marked_text
 from podium.environments.tools import FAULTS
-from podium.errors import RoleError
+from podium.errors import RoleError, counted
 from podium.recipe import OnPolicyRecipe
 from podium.roles.carriers import FINISHES
 from podium.roles.episode_runner import EpisodeRunner
@@ -98,13 +98,14 @@ class Trial:
         for episode in self.episodes:
             if episode.where != before:
                 yield f"{episode.where}:"
-                yield f"  prompt: {episode.prompt!r}"
+                if episode.prompt:  # else the environment makes it, and the text below begins with it
+                    yield f"  prompt: {episode.prompt!r}"
             before = episode.where
             yield from episode.lines()
         tokens = sum(episode.num_trained for episode in self.episodes)
         yield (
-            f"{len(self.episodes)} episodes: start-up {self.start_s:.1f} s, generation {self.generate_s:.2f} s "
-            f"({tokens} tokens), rewards {self.grade_s:.2f} s"
+            f"{counted(len(self.episodes), 'episode')}: start-up {self.start_s:.1f} s, generation "
+            f"{self.generate_s:.2f} s ({tokens} tokens), rewards {self.grade_s:.2f} s"
         )
         values = {episode.reward for episode in self.episodes if episode.error is None}
         if len(values) == 1 and len(self.episodes) > 1 and not self.errors:
