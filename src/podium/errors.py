@@ -41,6 +41,11 @@ class RunFolderError(PodiumError):
     """A run folder already exists, is finished, or is not a run folder."""
 
 
+class StepRecordError(PodiumError):
+    """The record of a run's steps is missing or incomplete, or a file of it is not what the run wrote: names the file
+    and what differs."""
+
+
 class LaunchError(PodiumError):
     """The ranks could not be started, or one of them died: carries the first failure."""
 

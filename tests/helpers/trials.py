@@ -23,13 +23,14 @@ from helpers.fake_roles import (
     FakeScorer,
 )
 from helpers.made_batches import on_policy_recipe
-from podium.cluster.objects import ObjectScope
+from podium.cluster.objects import InlineStored, ObjectScope
 from podium.cluster.results import Span
 from podium.controller.layout import role_names
 from podium.controller.ledger import Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import who_leaves
 from podium.controller.prompts import PromptSource
+from podium.controller.replay import ReplayExecutor
 from podium.controller.run import OnPolicyRun
 from podium.controller.state import RunState
 from podium.data.rows import Row
@@ -39,6 +40,7 @@ from podium.observe.console import Console, StepView
 from podium.programs import controlled
 from podium.runs.folder import RunFolder
 from podium.runs.log import open_log
+from podium.runs.step_files import forget_steps_after
 
 
 class HeardConsole(Console):
@@ -67,7 +69,7 @@ class CountingEncoder:
 
 
 class FakeCluster:
-    """Only frees what a step held."""
+    """Stores in this process, and frees what a step held."""
 
     def __init__(self) -> None:
         self.opened: list[str] = []
@@ -77,6 +79,9 @@ class FakeCluster:
         self.opened.append(name)
         with ObjectScope(name) as scope:
             yield scope
+
+    def store(self, value: Any) -> InlineStored[Any]:
+        return InlineStored(value)
 
 
 class FakeWorkers:
@@ -133,10 +138,13 @@ class Trial:
             **fakes,
         )  # fmt: skip
         self.parts.ledger.rewind(step)
+        forget_steps_after(self.folder.steps, step)
 
-    def run(self) -> OnPolicyRun:
-        """Its program from beginning to end."""
-        run = OnPolicyRun(self.parts, self.state)
+    def run(self, *, recorded: Path | None = None) -> OnPolicyRun:
+        """Its program from beginning to end; with `recorded`, over the steps of that folder."""
+        run = OnPolicyRun(
+            self.parts, self.state, replay=None if recorded is None else ReplayExecutor(self.parts, recorded)
+        )
         asyncio.run(self._program(run))
         return run
 

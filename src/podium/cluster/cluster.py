@@ -20,10 +20,10 @@ from podium.cluster.layout import Layout, RayCluster
 from podium.cluster.links import Links
 from podium.cluster.local_ray import LocalRay
 from podium.cluster.meshes import MeshRegistry
-from podium.cluster.objects import ObjectScope
+from podium.cluster.objects import ObjectScope, Stored
 from podium.cluster.placement import TooLarge, bundles_of, preflight
 from podium.cluster.results import Span
-from podium.cluster.transport import Transport
+from podium.cluster.transport import Transport, Value
 from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool, place
 from podium.errors import ClusterError, DeadlineError, PlacementError, WorkerDiedError
 
@@ -149,6 +149,10 @@ class Cluster:
     def scope(self, name: str) -> ObjectScope:
         """A scope whose objects are freed when the block ends."""
         return ObjectScope(name)
+
+    def store(self, value: Value) -> Stored[Value]:
+        """Stores a value where all workers can read it. May block: the value is copied."""
+        return self._transport.store(value)
 
     def total(self, resource: str) -> float:
         """Total of a resource ("CPU", "GPU", a custom one) over all nodes."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from podium.cluster import Cluster, Workers
 from podium.controller.devices import Devices
+from podium.controller.drive import StepChoice
 from podium.controller.episodes import Episodes
 from podium.controller.evaluation import OnPolicyEvaluator, heldout_limit
 from podium.controller.layout import GRADER, RUNNER, RoleNames
@@ -18,6 +19,7 @@ from podium.controller.ledger import Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
+from podium.controller.replay import ReplayExecutor
 from podium.controller.run import OnPolicyRun
 from podium.controller.state import RunState
 from podium.data.prompts import PromptTokenizer
@@ -38,6 +40,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
 from podium.runs.log import open_log
 from podium.runs.result import RunResult, end_status
+from podium.runs.step_files import forget_steps_after
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -88,6 +91,7 @@ async def open_parts(
     ledger = Ledger(folder.path / "episodes.sqlite")
     stack.callback(ledger.close)
     ledger.rewind(step)
+    forget_steps_after(folder.steps, step)
     log = open_log(stack, recipe, folder, console, step=step)
     log.skipped_rows(0, inputs.heldout_skipped)
     facts = roles.policy.facts
@@ -105,11 +109,15 @@ async def open_parts(
     )  # fmt: skip
 
 
-def begin_run(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe]) -> OnPolicyRun[OnPolicyRecipe]:
+def begin_run(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe], steps: StepChoice) -> OnPolicyRun[OnPolicyRecipe]:
     """The run for its program, from the step of its checkpoint. Prints the header."""
     step = inputs.resume_step or 0
     parts.log.console.header(_header(inputs.recipe, inputs.folder, parts.roles, step))
-    return OnPolicyRun(parts, RunState.begin(inputs.recipe, step, inputs.saved))
+    state, last, is_stopped = RunState.begin(inputs.recipe, step, inputs.saved), steps.last, parts.stop_requested
+    if last is not None:
+        parts = replace(parts, stop_requested=lambda: state.step >= last or is_stopped())
+    replay = None if steps.recorded is None else ReplayExecutor(parts, steps.recorded)
+    return OnPolicyRun(parts, state, replay=replay)
 
 
 async def evaluate_once(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe]) -> None:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster import Cluster, Workers, open_inline, open_ray
@@ -36,6 +38,14 @@ Second = TypeVar("Second")
 ControlledProgram = Callable[["OnPolicyRun[Any]"], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChoice:
+    """Which steps a run has: by default new ones, up to the recipe's last."""
+
+    recorded: Path | None = None  # folder of the recorded steps that are run again instead of new ones
+    last: int | None = None  # the run stops after this step
+
+
 def run_controlled(
     load_program: Callable[[], ControlledProgram],
     recipe: OnPolicyRecipe,
@@ -43,13 +53,14 @@ def run_controlled(
     *,
     resume_step: int | None,
     start_up: StartUp,
+    steps: StepChoice = StepChoice(),  # noqa: B008
 ) -> RunResult:
     """Runs the program on Ray (or inline, if the recipe says so). Uses the Ray of `start_up` if there is one. Loads the
     program while workers start. The first Ctrl-C saves and stops at the end of the step, the second stops at once."""
     interrupts = InterruptHandler(folder.stop_file)
     with interrupts:
         try:
-            return run_to_end(_drive(load_program, recipe, folder, resume_step, interrupts, start_up))
+            return run_to_end(_drive(load_program, recipe, folder, resume_step, interrupts, start_up, steps))
         except asyncio.CancelledError:
             raise KeyboardInterrupt from None
         except RoleError as error:
@@ -77,6 +88,7 @@ async def _drive(
     resume_step: int | None,
     interrupts: InterruptHandler,
     start_up: StartUp,
+    steps: StepChoice,
 ) -> RunResult:
     _cancel_on_end(interrupts)
     watch, names = Stopwatch(), role_names(recipe)
@@ -84,7 +96,7 @@ async def _drive(
         program, inputs, parts = assembled
         from podium.controller.assembly import begin_run, result_of
 
-        run = begin_run(inputs, parts)
+        run = begin_run(inputs, parts, steps)
         try:
             with named_program(recipe, folder):
                 await program(run)

@@ -17,10 +17,12 @@ from podium.controller.evaluation import OnPolicyEvaluation, OnPolicyEvaluator
 from podium.controller.executor import Executor, StepExecutor
 from podium.controller.overlap import OverlapExecutor
 from podium.controller.parts import OnPolicyParts, RecipeT_co
+from podium.controller.replay import ReplayExecutor
 from podium.controller.role_calls import CriticRole, PolicyRole, ReferenceRole, TeacherRole
 from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.controller.step_log import StepLog
+from podium.controller.step_record import StepRecorder
 from podium.engine.schedule import learning_rate
 from podium.errors import CheckpointError, ProgramError
 from podium.roles.interfaces import POLICY
@@ -32,13 +34,20 @@ from podium.runs.result import left_early
 class OnPolicyRun(Generic[RecipeT_co]):
     """The roles of a run and its steps. A program iterates over `steps`, calls roles, and commits each step."""
 
-    def __init__(self, parts: OnPolicyParts[RecipeT_co], state: RunState) -> None:
+    def __init__(
+        self, parts: OnPolicyParts[RecipeT_co], state: RunState, *, replay: ReplayExecutor | None = None
+    ) -> None:
+        """`replay` gives the steps of a recorded run, instead of new ones."""
         self._parts, self.recipe, self._state = parts, parts.recipe, state
         self._kl, roles = parts.recipe.full_algorithm.kl, parts.roles
         self._devices = devices = Devices(parts)
         self._episodes = Episodes(parts, devices, state)
         overlaps = parts.recipe.rollout.staleness > 0
-        self._executor: Executor = (OverlapExecutor if overlaps else StepExecutor)(parts, devices, state)
+        self._replay = replay
+        self._executor: Executor = replay or (OverlapExecutor if overlaps else StepExecutor)(parts, devices, state)
+        self._recorder = StepRecorder(
+            parts.folder.steps, is_on=parts.recipe.rollout.is_recorded and replay is None, digest=state.record
+        )
         self._evaluator = OnPolicyEvaluator(parts, devices, self._episodes)
         self._milestones = Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
@@ -74,9 +83,12 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     async def sample(self, step: Step, num_prompts: int) -> GradedRollouts:
         """Returns further groups for a step: generates and grades the next prompts of the data, like the others."""
+        if self._replay is not None:
+            return self._replay.sample_more(step.number)
         await self._executor.pause()
         more = await self._episodes.sample(num_prompts, step.number, step.objects)
         self._executor.note_used(np.unique(more.group_N).tolist())
+        self._recorder.add(more)
         return more
 
     async def commit(
@@ -109,6 +121,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         if policy is not None:
             state.version = step.number
         groups = self._executor.commit(step.number, is_updated=policy is not None)
+        await self._recorder.commit(step.number, version=state.version, groups=groups)
         await self._refresh_reference()
         self._adapt_kl(batch)
         try:
@@ -136,6 +149,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         """Saves the last committed step of a run that fails, and waits until all checkpoints are written. Raises an
         error if the weights are no longer those of that step."""
         await self._executor.close()
+        await self._recorder.close()
         if self.unsaved_step is not None:
             for name in sorted(self._state.updated_roles):
                 role = self._parts.roles.critic if name == "critic" else self._parts.roles.policy
@@ -174,6 +188,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     async def _begin(self, number: int, objects: ObjectScope) -> Step:
         step = await self._executor.sample(number, objects)
+        self._recorder.begin(step)
         return Step(
             number=number,
             lr=learning_rate(self.recipe.optimizer, number, self.recipe.steps),
@@ -225,6 +240,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         values = {
             **self._resume_values,
             "episodes": parts.ledger.count(),
+            "record": await self._recorder.written(),
             "recipe": self.recipe.stored_values(),
         }
         await self._devices.enter("save")
@@ -251,6 +267,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         is_saved_late = self._milestones.saved_step != step
         await self._save()
         await self._log.written()
+        await self._recorder.written()
         score = self._evaluation.score if self._evaluation is not None else None
         if is_saved_late and self._milestones.evaluated_step == step and score is not None:
             await self._parts.roles.policy.grade(step, -score)

@@ -18,6 +18,7 @@ class RunState:
     version: int  # of the policy's weights: the last step that changed them
     kl_coefficient: float
     skipped_in_a_row: int  # steps without a finite loss or gradient, where the run begins
+    record: str | None = None  # digest of the last recorded step, where the run begins
     updated_steps: set[int] = field(default_factory=set)  # the step whose policy update is not committed yet
     updated_roles: set[str] = field(default_factory=set)  # policy, critic: those whose last update is not committed
 
@@ -33,4 +34,5 @@ class RunState:
             version=saved.get("version", step),
             kl_coefficient=coefficient,
             skipped_in_a_row=saved.get("skipped_in_a_row", 0),
+            record=saved.get("record"),
         )

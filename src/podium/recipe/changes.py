@@ -39,6 +39,7 @@ _HARMLESS = (
     "environment.runners",
     "environment.hidden_tools",
     "environment.concurrency",
+    "rollout.record",
 )
 # What generates is harmless where only evaluation does; else its sizes are, and what is sampled is not.
 _ENGINE_SIZES = (

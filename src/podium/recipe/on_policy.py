@@ -59,6 +59,16 @@ class RolloutSection(EngineSection):
         "weights first; keep: they go on with the new weights and the old KV cache; recompute: they go on with the new "
         "weights, and their cache is computed again.",
     )
+    record: Switch | None = Field(
+        None,
+        description="Records what every step is trained on, so that `podium replay` can run the updates again. "
+        "Default: where staleness is above 0.",
+    )
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the run records what its steps are trained on."""
+        return self.staleness > 0 if self.record is None else self.record
 
     @property
     def truncation(self) -> Truncation:

@@ -58,6 +58,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def steps(self) -> Path:
+        """The folder of recorded steps: what each was trained on."""
+        return self.path / "steps"
+
+    @property
     def console_file(self) -> Path:
         """Everything that the console showed, as plain text. A resumed run appends to it."""
         return self.path / "console.log"

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records what every step is trained on, so that its update can run again: tokens, log-probs, versions and rewards.
+
+The controller holds references to rows. Recording copies the rows out of the object store in a thread, while the policy
+learns from them, and writes the file while the next step runs."""
+
+# N episodes · K rewards of turns
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from podium.cluster import RowRefs, Stored
+from podium.cluster.blocking import in_thread
+from podium.controller.group_flow import SampledStep
+from podium.controller.ledger import GroupRecord
+from podium.data.tasks import Task
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.roles.blocks import empty_block
+from podium.roles.carriers import EpisodeNote, TurnRewards
+from podium.roles.stages import GradedRollouts, Rollouts
+from podium.runs.step_files import NO_DIGEST, StepFile, write_step
+
+Arrays = dict[str, NDArray[Any]]
+Store = Callable[[TrajectoryBlock], Stored[TrajectoryBlock]]
+Tasks = Callable[[Iterable[int]], Mapping[int, Task]]
+
+_BLOCK = ("tokens_T", "loss_mask_T", "behavior_logprobs_T", "versions_T")
+_NOTE = ("finish_N", "sampled_N", "trained_N", "turns_N", "version_N", "newest_version_N", "environment_N")
+_TURNS = ("row_K", "token_K", "reward_K")
+_REWARDS = ("rewards_N", "values_NR", "shaping_N")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecordedStep:
+    """What a step was trained on, as it was recorded."""
+
+    step: SampledStep
+    more: tuple[GradedRollouts, ...]  # what the program sampled beside, in order
+    groups: tuple[GroupRecord, ...]  # those that ended with the step
+
+
+class StepRecorder:
+    """Only the controller's single task uses it. `digest` is that of the last file before the run begins."""
+
+    def __init__(self, folder: Path, *, is_on: bool, digest: str | None) -> None:
+        self._folder, self._is_on = folder, is_on
+        self._digest = digest or NO_DIGEST
+        self._reading: list[asyncio.Task[tuple[Arrays, dict[str, Any]]]] = []
+        self._writing: asyncio.Task[str] | None = None
+
+    def begin(self, step: SampledStep) -> None:
+        """Starts to copy the rows of a step."""
+        if self._is_on:
+            assert not self._reading, "the step before is committed"
+            is_trained_N = step.sampled.rollouts.rows.ids.positions_of(step.episodes.rollouts.rows.ids)
+            self._reading.append(asyncio.create_task(in_thread(_pack_step, step.sampled, is_trained_N)))
+
+    def add(self, more: GradedRollouts) -> None:
+        """Starts to copy rows that the program sampled for the step beside its groups."""
+        if self._is_on:
+            self._reading.append(asyncio.create_task(in_thread(_pack, more, f"more.{len(self._reading)}")))
+
+    async def commit(self, step: int, *, version: int, groups: Sequence[GroupRecord]) -> None:
+        """Waits until the rows are copied, then begins to write the step's file."""
+        if not self._is_on:
+            return
+        packed = await asyncio.gather(*self._reading)
+        self._reading.clear()
+        await self.written()
+        file = StepFile(
+            step=step,
+            arrays={name: array for arrays, _ in packed for name, array in arrays.items()},
+            values={
+                "version": version,  # of the weights after the step
+                "groups": [astuple(each) for each in groups],
+                "parts": [values for _, values in packed],
+            },
+        )
+        self._writing = asyncio.create_task(in_thread(write_step, self._folder, file, self._digest))
+
+    async def written(self) -> str | None:
+        """Waits until all committed steps are written. Returns the digest of the last; None: nothing is recorded."""
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            self._digest = await writing
+        return self._digest if self._is_on else None
+
+    async def close(self) -> None:
+        """Gives up the step that is not committed, and waits for the others."""
+        for reading in self._reading:
+            reading.cancel()
+        await asyncio.gather(*self._reading, return_exceptions=True)
+        self._reading.clear()
+        await self.written()
+
+
+def recorded_step(file: StepFile, tasks: Tasks, store: Store) -> RecordedStep:
+    """The step of a file. `store` puts rows where the workers can read them."""
+    first, *more = file.values["parts"]
+    sampled = _unpacked(file.arrays, "sampled", first, tasks, store)
+    trained, positions = sampled, file.arrays["trained_positions"]
+    if len(positions) != len(sampled):
+        trained = sampled.take(positions)
+    return RecordedStep(
+        step=SampledStep(sampled=sampled, episodes=trained),
+        more=tuple(
+            _unpacked(file.arrays, f"more.{number}", values, tasks, store) for number, values in enumerate(more, 1)
+        ),
+        groups=tuple(_group(row) for row in file.values["groups"]),
+    )
+
+
+def _group(row: Sequence[Any]) -> GroupRecord:
+    return GroupRecord(**dict(zip(GroupRecord.__dataclass_fields__, row, strict=True)))
+
+
+# --- to arrays and values ---
+
+
+def _pack_step(sampled: GradedRollouts, trained_positions: NDArray[np.int64]) -> tuple[Arrays, dict[str, Any]]:
+    arrays, values = _pack(sampled, "sampled")
+    return {**arrays, "trained_positions": trained_positions}, values
+
+
+def _pack(graded: GradedRollouts, name: str) -> tuple[Arrays, dict[str, Any]]:
+    arrays, values = _pack_rollouts(graded.rollouts, name)
+    arrays |= {f"{name}.{column}": np.array(getattr(graded, column)) for column in _REWARDS}
+    arrays[f"{name}.failed"] = TrajectoryIds.of(sorted(graded.failed)).array_N4
+    left_out = []
+    for number, part in enumerate(graded.left_out):
+        part_arrays, part_values = _pack_rollouts(part, f"{name}.left_out.{number}")
+        arrays |= part_arrays
+        left_out.append(part_values)
+    values |= {
+        "names": graded.names,
+        "num_failed": graded.num_failed,
+        "num_dropped": graded.num_dropped,
+        "first_error": graded.first_error,
+        "extras": dict(graded.extras),
+        "left_out": left_out,
+    }
+    return arrays, values
+
+
+def _pack_rollouts(rollouts: Rollouts, name: str) -> tuple[Arrays, dict[str, Any]]:
+    """Arrays are copies: what they are read from may be freed before they are written."""
+    note, rows = rollouts.note, rollouts.rows
+    block = rows.read() if len(rows) else empty_block()
+    arrays = {f"{name}.ids": np.array(block.ids.array_N4), f"{name}.offsets": np.array(block.offsets)}
+    arrays |= {f"{name}.{column}": np.array(getattr(block, column)) for column in _BLOCK}
+    arrays |= {f"{name}.note.{column}": np.array(getattr(note, column)) for column in _NOTE}
+    arrays |= {f"{name}.turns.{column}": np.array(getattr(note.turn_rewards, column)) for column in _TURNS}
+    arrays |= {f"{name}.counts.{number}": np.array(each) for number, each in enumerate(note.counts.values())}
+    return arrays, {
+        "step": rollouts.step,
+        "version": rollouts.version,
+        "metrics": dict(rollouts.metrics),
+        "errors": [[row, error] for row, error in note.errors.items()],
+        "counts": list(note.counts),
+        "warnings": note.warnings,
+    }
+
+
+# --- and back ---
+
+
+def _unpacked(
+    arrays: Mapping[str, NDArray[Any]], name: str, values: Mapping[str, Any], tasks: Tasks, store: Store
+) -> GradedRollouts:
+    columns = {column: arrays[f"{name}.{column}"] for column in _REWARDS}
+    return GradedRollouts(
+        rollouts=_unpacked_rollouts(arrays, name, values, tasks, store),
+        **columns,
+        names=tuple(values["names"]),
+        num_failed=values["num_failed"],
+        num_dropped=values["num_dropped"],
+        first_error=values["first_error"],
+        extras={key: (total, count) for key, (total, count) in values["extras"].items()},
+        left_out=tuple(
+            _unpacked_rollouts(arrays, f"{name}.left_out.{number}", part, tasks, store)
+            for number, part in enumerate(values["left_out"])
+        ),
+        failed=frozenset(TrajectoryId(*row) for row in arrays[f"{name}.failed"].tolist()),
+    )
+
+
+def _unpacked_rollouts(
+    arrays: Mapping[str, NDArray[Any]], name: str, values: Mapping[str, Any], tasks: Tasks, store: Store
+) -> Rollouts:
+    ids = TrajectoryIds(arrays[f"{name}.ids"])
+    block = TrajectoryBlock(
+        ids=ids, offsets=arrays[f"{name}.offsets"], **{column: arrays[f"{name}.{column}"] for column in _BLOCK}
+    )
+    note = EpisodeNote(
+        **{column: arrays[f"{name}.note.{column}"] for column in _NOTE},
+        turn_rewards=TurnRewards(**{column: arrays[f"{name}.turns.{column}"] for column in _TURNS}),
+        errors=dict(values["errors"]),
+        counts={key: arrays[f"{name}.counts.{number}"] for number, key in enumerate(values["counts"])},
+        warnings=tuple(values["warnings"]),
+    )
+    return Rollouts(
+        step=values["step"],
+        version=values["version"],
+        rows=RowRefs.whole(store(block), ids, block.lengths_N) if len(ids) else RowRefs.join([]),
+        note=note,
+        tasks=tasks(np.unique(ids.array_N4[:, 0]).tolist()),
+        metrics=values["metrics"],
+    )
