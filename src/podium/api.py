@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The verbs of the command line for Python: train, resume, evaluate, try, export, show, list, check, init, verify,
-generate; and metrics."""
+"""The verbs of the command line for Python: train, resume, evaluate, replay, try, export, show, list, check, init,
+verify, generate; and metrics."""
 
 from __future__ import annotations
 
@@ -45,6 +45,7 @@ from podium.recipe.pipeline_loading import (
 )
 from podium.recipe.warnings import recipe_warnings
 from podium.recipe_arguments import Overrides, RecipeLike, load_recipe_arguments, override_texts
+from podium.replaying import FreshResult, ReplayResult, replay_run, train_fresh
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import Prepared, require_what_export_reads, write_note
 from podium.runs.listing import list_lines
@@ -182,6 +183,11 @@ def resume(
         pipeline = PipelineFolder.open(folder)
         return _run_pipeline(pipeline.recipe(texts), pipeline)
     opened = RunFolder.open(folder)
+    if "replay_of" in opened.state():
+        raise RunFolderError(
+            f"{folder} is a replay, which is not continued. Remove it, and replay again: `podium replay "
+            f"{opened.state()['replay_of']}`."
+        )
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
     values = without_objects(sections.within_run(opened.recipe(needs_environment=False).stored_values()), texts)
@@ -301,6 +307,14 @@ def evaluate(
     if which != "last":
         raise RunFolderError(f"--step and --best choose a checkpoint of a run, and {target} is a model. Remove them.")
     return evaluate_model(str(target), recipe, overrides=overrides)
+
+
+@for_python
+def replay(run: str | Path, *, out: str | Path | None = None, fresh: bool = False) -> ReplayResult | FreshResult:
+    """Runs the updates of a recorded run again from its record, and compares the weights of its last checkpoint. With
+    `fresh`, trains its recipe without staleness instead, and compares the curves. `out`: a new folder for it; default:
+    RUN-replay or RUN-fresh beside the run."""
+    return train_fresh(_path(run, "run"), out) if fresh else replay_run(_path(run, "run"), out)
 
 
 @for_python

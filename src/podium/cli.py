@@ -18,6 +18,7 @@ from podium.commands.completion import complete_folder, complete_run
 from podium.commands.evaluate import evaluate
 from podium.commands.generate import generate
 from podium.commands.init import init
+from podium.commands.replay import replay
 from podium.commands.try_recipe import try_recipe
 from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.python_hints import PythonNote
@@ -171,6 +172,7 @@ def verify(
 app.command()(init)
 app.command("try")(try_recipe)
 app.command()(evaluate)
+app.command()(replay)
 app.command()(generate)
 
 

@@ -34,6 +34,7 @@ _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
 _DISK_TROUBLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 if TYPE_CHECKING:
+    from podium.controller.drive import StepChoice
     from podium.controller.start_up import StartUp
     from podium.runs.result import RunResult
     from podium.spmd.launch import RankPlace
@@ -133,11 +134,9 @@ def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     return _launch(prepared, recipe, folder, console, tell, resume_step=step)
 
 
-def refuse_what_breaks_exactness(
-    before: Recipe, now: Prepared, folder: RunFolder, *, accept_changed_data: bool = False
-) -> None:
-    """Raises where a resumed run would not be the one that was interrupted. `accept_changed_data`: other training data
-    than before is no reason."""
+def what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFolder) -> list[tuple[str, bool]]:
+    """Keys of the recipe and files that changed since the steps of a run, where a change would have led to other steps.
+    With each, whether it is about training data."""
     breaking = [
         (f"  {change} ({change.breaks})", is_training_data(change.key))
         for change in changes(before, now.recipe)
@@ -151,6 +150,15 @@ def refuse_what_breaks_exactness(
             for name, fingerprint in _fingerprints(now, before.references).items()
             if known.get(name, fingerprint) != fingerprint
         ]
+    return breaking
+
+
+def refuse_what_breaks_exactness(
+    before: Recipe, now: Prepared, folder: RunFolder, *, accept_changed_data: bool = False
+) -> None:
+    """Raises where a resumed run would not be the one that was interrupted. `accept_changed_data`: other training data
+    than before is no reason."""
+    breaking = what_breaks_exactness(before, now, folder)
     refused = [text for text, is_data in breaking if not (is_data and accept_changed_data)]
     if refused:
         advice = "Undo the change, or start a new run with it (model.path may be an export of this one)."
@@ -191,7 +199,21 @@ def refuse_inputs_inside(recipe: Recipe, folder: Path) -> None:
             )
 
 
-def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe, stack: ExitStack, *, overwrite: bool) -> RunResult:
+def begin_like(earlier: RunFolder, prepared: Prepared, steps: StepChoice, **state: Any) -> RunResult:
+    """Runs an on-policy recipe into a new folder, over chosen steps, with the CPU settings of an earlier run. `state`:
+    further values for its run.json."""
+    recipe, before = prepared.recipe, earlier.state()
+    assert isinstance(recipe, OnPolicyRecipe)
+    if "cpu" in before:
+        state["cpu"] = before["cpu"]
+    with ExitStack() as stack:
+        return _train_controlled(prepared, recipe, stack, overwrite=False, steps=steps, state=state)
+
+
+def _train_controlled(
+    prepared: Prepared, recipe: OnPolicyRecipe, stack: ExitStack, *, overwrite: bool, steps: StepChoice | None = None,
+    state: Mapping[str, Any] | None = None,
+) -> RunResult:  # fmt: skip
     from podium.controller.start_up import early_start
     from podium.spmd.launch import place_under_torchrun
 
@@ -203,7 +225,8 @@ def _train_controlled(prepared: Prepared, recipe: OnPolicyRecipe, stack: ExitSta
     _show_warnings(recipe, console)
     with early_start(recipe, console) as start_up:
         folder = RunFolder.create(recipe, files=_fingerprints(prepared), lineage=prepared.lineage())
-        return _control(prepared, recipe, folder, resume_step=None, start_up=start_up)
+        folder.update(**(state or {}))
+        return _control(prepared, recipe, folder, resume_step=None, start_up=start_up, steps=steps)
 
 
 def _show_warnings(recipe: Recipe, console: Console) -> None:
@@ -256,9 +279,10 @@ def _launch(
 
 
 def _control(
-    prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp
-) -> RunResult:
-    from podium.controller.drive import ControlledProgram, run_controlled
+    prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder, *, resume_step: int | None, start_up: StartUp,
+    steps: StepChoice | None = None,
+) -> RunResult:  # fmt: skip
+    from podium.controller.drive import ControlledProgram, StepChoice, run_controlled
 
     def load_program() -> ControlledProgram:
         from podium.programs import controlled  # imports torch
@@ -266,7 +290,10 @@ def _control(
         return controlled.load_program(recipe.program)
 
     with _living(prepared, folder, start_up.console, resume_step):
-        return _recorded(run_controlled(load_program, recipe, folder, resume_step=resume_step, start_up=start_up))
+        result = run_controlled(
+            load_program, recipe, folder, resume_step=resume_step, start_up=start_up, steps=steps or StepChoice()
+        )
+        return _recorded(result)
 
 
 def _recorded(result: RunResult) -> RunResult:

@@ -16,8 +16,8 @@ SOURCE = Path(podium.__file__).parent
 LAYERS = (
     "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
     "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
-    "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating", "drafting",
-    "trying", "api", "commands", "cli",
+    "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating", "replaying",
+    "drafting", "trying", "api", "commands", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -36,6 +36,7 @@ TORCH_FREE = (
     "generating",
     "execution",
     "evaluating",
+    "replaying",
     "drafting",
     "trying",
     "api",

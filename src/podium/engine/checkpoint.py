@@ -288,6 +288,22 @@ class CheckpointReader:
                     with torch.no_grad():
                         piece.local[shared.slices(piece.box.starts)].copy_(values)
 
+    def tensor(self, name: str) -> Tensor:
+        """One whole tensor, joined from the parts of all ranks."""
+        whole: Tensor | None = None
+        for rank, index in enumerate(self._indexes):
+            part = index["pieces"].get(name)
+            if part is None:
+                continue
+            with safe_open(str(self.folder / f"rank-{rank:05d}.safetensors"), framework="pt") as file:
+                values = file.get_tensor(name)
+            if whole is None:
+                whole = values.new_zeros(part["shape"])
+            whole[Box(tuple(part["starts"]), tuple(part["stops"])).slices()] = values
+        if whole is None:
+            raise CheckpointError(f"{self.folder} has no tensor {name}.")
+        return whole
+
     def _verify(self) -> None:
         expected = {**self.record["files"]}
         for index in self._indexes:
