@@ -80,6 +80,7 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     (("rollout.on_new_weights=recompute", SPLIT), "rollout.on_new_weights"),
     (("rollout.on_new_weights=wait", "rollout.staleness=1", SPLIT), "rollout.on_new_weights"),
     (("rollout.staleness=1", SPLIT, "algorithm.proximal=never"), "algorithm.proximal"),
+    (("rollout.record=auto",), "rollout.record"),
     (("algorithm.correction=tis",), "algorithm.correction.kind"),
     (("algorithm.correction=true",), "algorithm.correction"),
     (("algorithm.correction={cap: 0}",), "algorithm.correction.cap"),
