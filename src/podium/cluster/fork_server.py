@@ -194,7 +194,8 @@ def _serve(listener: socket.socket) -> _WorkerProcess | None:
 
 
 def _receive(connection: socket.socket, streams: list[int]) -> _WorkerProcess:
-    """Fills `streams` as soon as they arrive. An OSError means that the process at the other end is gone, or late."""
+    """Fills `streams` as soon as they arrive. An OSError means that the process at the other end is gone or late, or
+    that it sent something else than a request."""
     connection.sendall(READY)
     head, received, _, _ = socket.recv_fds(connection, 4, 3)
     streams += received
@@ -206,4 +207,7 @@ def _receive(connection: socket.socket, streams: list[int]) -> _WorkerProcess:
     is_gone = select.select([connection], [], [], 0)[0]  # it sends no more than this, so it must have ended
     if len(body) < size or len(streams) < 3 or is_gone:
         raise ConnectionError
-    return _WorkerProcess(**json.loads(body), streams=streams)
+    try:
+        return _WorkerProcess(**json.loads(body), streams=streams)
+    except (ValueError, TypeError) as error:
+        raise ConnectionError(f"not a request: {error}") from error

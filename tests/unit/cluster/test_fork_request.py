@@ -93,6 +93,11 @@ def test_a_request_that_breaks_off_leaves_the_server_as_it_was(fork_server: Fork
         with connected(fork_server) as client:
             socket.send_fds(client, [struct.pack("!I", 1000)], [0, 1, 2])
             client.sendall(body)
+    for body in (b"x" * 1000, b"{}".ljust(1000), b"[]".ljust(1000)):  # whole, and no request
+        with connected(fork_server) as client:
+            socket.send_fds(client, [struct.pack("!I", 1000)], [0, 1, 2])
+            client.sendall(body)
+            assert client.recv(1) == b""  # it was read, and refused
     with connected(fork_server):
         assert num_files(fork_server) == before
     assert fork_server.workers() == []
