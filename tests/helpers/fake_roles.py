@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from helpers.made_batches import WORKER, make_answer, make_report, make_result
 from podium.algorithms.returns import Moments
@@ -200,6 +201,31 @@ class FakeStream:
                 continue
             self._num_open -= 1
             yield block
+
+
+def answer_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, each prompt of a stream takes a few turns of the event loop, more or fewer by its number, and is
+    answered with the weights that are there then."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    def admit(
+        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+    ) -> None:
+        self._num_open += len(prompts)
+        self._generator._bandit.journal.append(("admit", "generator", [prompt.prompt_index for prompt in prompts]))
+        for prompt in prompts:
+            task = asyncio.create_task(answer(self, prompt, samples))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def answer(stream: FakeStream, prompt: IndexedTask, samples: tuple[int, ...]) -> None:
+        for _ in range(5 + 7 * prompt.prompt_index % 11):
+            await asyncio.sleep(0)
+        for block in stream.promised([prompt], samples):
+            stream._num_open -= 1  # counted by `admit` already
+            stream._arrivals.put_nowait(block)
+
+    monkeypatch.setattr(FakeStream, "admit", admit)
 
 
 class FakeLearner(_Placed):

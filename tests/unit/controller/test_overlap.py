@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeLearner, FakeStream
+from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeLearner, FakeStream, answer_slowly
 from helpers.made_batches import WORKER, make_answer, make_result
 from helpers.trials import Trial
 from podium.algorithms.staleness import AgeStatistics
@@ -34,28 +34,8 @@ SPLIT = ("placement={layout: split, devices: 2}", "steps=6")
 
 @pytest.fixture(autouse=True)
 def slow_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each prompt takes a few turns of the event loop, more or fewer by its number, and is answered with the weights
-    that are there then."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    def admit(
-        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
-    ) -> None:
-        self._num_open += len(prompts)
-        self._generator._bandit.journal.append(("admit", "generator", [prompt.prompt_index for prompt in prompts]))
-        for prompt in prompts:
-            task = asyncio.create_task(answer(self, prompt, samples))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-    async def answer(stream: FakeStream, prompt: IndexedTask, samples: tuple[int, ...]) -> None:
-        for _ in range(5 + 7 * prompt.prompt_index % 11):
-            await asyncio.sleep(0)
-        for block in stream.promised([prompt], samples):
-            stream._num_open -= 1  # counted by `admit` already
-            stream._arrivals.put_nowait(block)
-
-    monkeypatch.setattr(FakeStream, "admit", admit)
+    """Steps mix versions and orders of prompts."""
+    answer_slowly(monkeypatch)
 
 
 def trained(trial: Trial) -> list[tuple[Any, ...]]:

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from helpers.fake_roles import Bandit, FakeStream
+from helpers.fake_roles import Bandit, answer_slowly
 from helpers.trials import Trial
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
@@ -29,26 +27,8 @@ STALE = ("placement={layout: split, devices: 2}", "steps=6", "rollout.staleness=
 
 @pytest.fixture(autouse=True)
 def slow_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts take more or fewer turns of the event loop, so that steps mix versions and orders of prompts."""
-    tasks: set[asyncio.Task[None]] = set()
-
-    def admit(
-        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
-    ) -> None:
-        self._num_open += len(prompts)
-        for prompt in prompts:
-            task = asyncio.create_task(answer(self, prompt, samples))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-
-    async def answer(stream: FakeStream, prompt: IndexedTask, samples: tuple[int, ...]) -> None:
-        for _ in range(5 + 7 * prompt.prompt_index % 11):
-            await asyncio.sleep(0)
-        for block in stream.promised([prompt], samples):
-            stream._num_open -= 1  # counted by `admit` already
-            stream._arrivals.put_nowait(block)
-
-    monkeypatch.setattr(FakeStream, "admit", admit)
+    """Steps mix versions and orders of prompts."""
+    answer_slowly(monkeypatch)
 
 
 def replayed(tmp_path: Path, trial: Trial, *settings: str) -> Trial:
