@@ -8,6 +8,7 @@ import heapq
 import itertools
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
@@ -97,6 +98,7 @@ class World:
         self._queue: list[tuple[float, int, str, tuple[object, ...]]] = []
         self._tick = itertools.count()
         self._names = itertools.count()
+        self._live: set[int] = set()
 
     def run(self, *, most_events: int = 1_000_000) -> World:
         for lanes in self.lanes:
@@ -117,12 +119,26 @@ class World:
     def _tell(self, event: Event) -> None:
         self.num_events += 1
         actions = self.scheduler.decide(event)
-        self.max_live = max(self.max_live, len(self.scheduler.live_groups))
+        self._note_live(actions)
         if self.audit is not None:
             self.audit.observe(event, actions)
             self.histories += self.audit.take_finished()
         for action in actions:
             self._carry_out(action)
+
+    def _note_live(self, actions: Iterable[Action]) -> None:
+        """Live groups were admitted, and are neither claimed by a step nor void."""
+        for action in actions:
+            match action:
+                case Admit():
+                    self._live.add(action.group)
+                case StartStep():
+                    self._live -= set(action.groups)
+                case Void():
+                    self._live.discard(action.group)
+                case _:
+                    pass
+        self.max_live = max(self.max_live, len(self._live))
 
     def _carry_out(self, action: Action) -> None:
         costs, rng = self.costs, self.costs.rng

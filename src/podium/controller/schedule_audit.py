@@ -7,7 +7,7 @@ itself. A broken invariant ends the run: which tokens were trained on could no l
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Never, assert_never
 
@@ -90,13 +90,11 @@ class _Worker:
 class ScheduleAudit:
     """Observes each event with the actions it led to. Costs some microseconds per event."""
 
-    def __init__(
-        self, settings: ScheduleSettings, *, step: int = 0, version: int = 0, reoffered: Iterable[int] = ()
-    ) -> None:
+    def __init__(self, settings: ScheduleSettings, *, step: int = 0, version: int = 0) -> None:
         self._settings = settings
-        self._groups = {number: _Record(number=number) for number in reoffered}  # live ones
-        self._counts: Counter[GroupState] = Counter({"offered": len(self._groups)})  # over the whole run
-        self._num_offered = len(self._groups)
+        self._groups: dict[int, _Record] = {}  # live ones
+        self._counts: Counter[GroupState] = Counter()  # over the whole run
+        self._num_offered = 0
         self._workers: dict[str, _Worker] = {}
         self._updates = {version: 0}  # version -> number of updates before it
         self._version = version

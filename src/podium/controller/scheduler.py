@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
@@ -45,7 +45,7 @@ class _Group:
     """All episodes of one prompt, until a step is committed that trains on them."""
 
     number: int
-    deadline: int | None = None  # the last step that may train on it; None before it was admitted
+    deadline: int  # the last step that may train on it
     attempt: int = 0
     missing: set[int]  # samples that have not ended
     newest: dict[str, int] = field(default_factory=dict)  # worker -> newest version among the tokens it sampled
@@ -69,22 +69,17 @@ class _Worker:
 
 
 class GroupScheduler:
-    """The state of a schedule, and `decide`, which advances it. `reoffered`: groups of an earlier start of the run that
-    no committed step has trained on; their prompts come first."""
+    """The state of a schedule, and `decide`, which advances it. Groups are numbered from 0 at every start of a run."""
 
-    def __init__(
-        self, settings: ScheduleSettings, *, step: int = 0, version: int = 0, next_group: int = 0,
-        reoffered: Iterable[int] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, settings: ScheduleSettings, *, step: int = 0, version: int = 0) -> None:
         self._settings = settings
         self._groups: dict[int, _Group] = {}  # those that no step has claimed, without void ones
         self._workers: dict[str, _Worker] = {}
         self._started = self._committed = step
         self._updates = {version: 0}  # version -> number of updates before it
         self._version = version  # of the learner
-        self._next_group = next_group
-        self._offered = sorted(reoffered)  # a heap: groups that wait for a worker
-        self._groups.update({number: self._new_group(number) for number in self._offered})
+        self._next_group = 0
+        self._offered: list[int] = []  # a heap: groups of lost workers, which wait for another one
         self._due: Counter[int] = Counter()  # deadline -> groups
         self._graded: defaultdict[int, list[int]] = defaultdict(list)  # deadline -> heap of graded groups
         self._num_graded = 0
@@ -94,17 +89,6 @@ class GroupScheduler:
         self._num_replaced = 0  # of them
         self._num_short = 0  # uniform groups that were not replaced: the next step has fewer groups
         self._has_begun = self._is_requested = self._is_stopping = self._has_ended = False
-
-    @property
-    def live_groups(self) -> tuple[int, ...]:
-        """Groups that were offered and are neither claimed by a step nor void, ascending. A run that resumes offers
-        them again."""
-        return tuple(sorted(self._groups))
-
-    @property
-    def next_group(self) -> int:
-        """The number of the next prompt to be offered for the first time."""
-        return self._next_group
 
     def decide(self, event: Event) -> list[Action]:
         """Advances the state by one event and returns what to do now."""
@@ -164,7 +148,6 @@ class GroupScheduler:
 
     def _end_grading(self, event: GroupGraded) -> Iterator[Action]:
         group = self._groups[event.group]
-        assert group.deadline is not None, "it was admitted before it was graded"
         if event.is_uniform and self._settings.replaces_uniform:
             is_replaced = self._num_replaced < self._settings.max_replaced
             self._num_replaced += is_replaced
@@ -254,9 +237,6 @@ class GroupScheduler:
 
     # --- parts of decisions ---
 
-    def _new_group(self, number: int) -> _Group:
-        return _Group(number=number, missing=set(range(self._settings.samples)))
-
     def _deal_shares(self) -> None:
         """Workers get new weights one after the other. The first one must not take all groups that have room then."""
         settings, num_workers = self._settings, max(1, len(self._workers))
@@ -307,9 +287,7 @@ class GroupScheduler:
 
     def _has_group(self) -> bool:
         """Whether a worker with the newest weights would get a group."""
-        if self._offered and self._groups[self._offered[0]].deadline is not None:
-            return True
-        return self._has_room(self._deadline(self._version))
+        return bool(self._offered) or self._has_room(self._deadline(self._version))
 
     def _group_for(self, worker: _Worker) -> _Group | None:
         """The next group that this worker may start with its weights; None if there is none."""
@@ -318,19 +296,16 @@ class GroupScheduler:
             return None  # it finishes what it has, for the new weights
         if self._offered:
             group = self._groups[self._offered[0]]
-            if group.deadline is not None and group.deadline > deadline:
-                return None
-            if group.deadline is None and not self._has_room(deadline):
+            if group.deadline > deadline:
                 return None
             heapq.heappop(self._offered)
-        elif self._has_room(deadline):
-            group = self._groups[self._next_group] = self._new_group(self._next_group)
-            self._next_group += 1
-        else:
+            return group
+        if not self._has_room(deadline):
             return None
-        if group.deadline is None:
-            group.deadline = deadline
-            self._due[deadline] += 1
+        samples = set(range(self._settings.samples))
+        group = self._groups[self._next_group] = _Group(number=self._next_group, deadline=deadline, missing=samples)
+        self._next_group += 1
+        self._due[deadline] += 1
         return group
 
     def _nearest(self, count: int) -> list[int]:
@@ -350,7 +325,6 @@ class GroupScheduler:
         gone = set(numbers)
         by_deadline = Counter(self._groups.pop(number).deadline for number in numbers)
         for deadline, count in by_deadline.items():
-            assert deadline is not None
             self._due[deadline] -= count
             if deadline in self._graded:
                 self._graded[deadline] = [number for number in self._graded[deadline] if number not in gone]

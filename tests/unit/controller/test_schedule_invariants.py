@@ -89,21 +89,22 @@ def test_nothing_is_lost_or_trained_twice_over_a_stop_and_a_resume() -> None:
         first = random_world(seed)
         first.stop_after, first.costs.skipped_share = 1, 0.0
         first.run()
-        left = set(first.stopped)
-        follows = first.scheduler.next_group
         settings = first.settings
         second = World(
             settings, first.costs, first.lanes,
-            GroupScheduler(settings, step=1, version=1, next_group=follows, reoffered=left),
-            ScheduleAudit(settings, step=1, version=1, reoffered=left), version=1,
+            GroupScheduler(settings, step=1, version=1), ScheduleAudit(settings, step=1, version=1), version=1,
         ).run()  # fmt: skip
+        num_taken = len({admit.group for admit in first.admitted})
+        # The second world's groups have the prompts that the first one left, then new ones.
+        prompts = [*sorted(first.stopped), *range(num_taken, num_taken + len(second.admitted))]
         before = {number for step in first.steps for number in step.groups}
-        after = [number for step in second.steps for number in step.groups]
-        replaced = {history.number for world in (first, second) for history in world.histories if history.void}
+        after = [prompts[number] for step in second.steps for number in step.groups]
+        replaced = {each.number for each in first.histories if each.void == "uniform"}
+        replaced |= {prompts[each.number] for each in second.histories if each.void == "uniform"}
         assert not before & set(after), seed
         assert len(set(after)) == len(after), seed
         if settings.steps > 1:
-            everything = set(range(second.scheduler.next_group))
+            everything = set(prompts[: len({admit.group for admit in second.admitted})]) | set(range(num_taken))
             assert everything == before | set(after) | replaced, seed
 
 
