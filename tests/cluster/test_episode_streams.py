@@ -270,3 +270,25 @@ def test_a_runner_that_dies_again_and_again_ends_the_run(in_cluster: Body) -> No
                 await runners._workers.end_worker(runners._group.workers[0])
 
     in_cluster(body)
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_worker_that_dies_when_all_its_episodes_are_over_loses_nothing(in_cluster: Body, is_noticed: bool) -> None:
+    """Its stream ends with the others, instead of one that is opened again and never finished."""
+
+    async def body(sources: Sources) -> None:
+        found: list[Any] = []
+        async with asyncio.timeout(10), sources.streaming(PLAN) as stream:
+            stream.admit(0, _prompts(0), (0,))
+            stream.admit(1, _prompts(1), (0,))
+            async for arrival in stream:
+                assert not isinstance(arrival, Lost)
+                found.append(arrival)
+                if len(found) == 2:
+                    await sources._workers.end_worker(sources.group.workers[1])
+                    if is_noticed:
+                        await asyncio.wait([stream._pumps[1]])
+                    await stream.finish()
+        assert _ids(found) == {(0, 0): 1, (1, 0): 1}
+
+    in_cluster(body)

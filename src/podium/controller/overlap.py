@@ -153,15 +153,18 @@ class OverlapExecutor:
 
     async def _note(self, arrival: Block | Lost, stream: EpisodeStream) -> None:
         if isinstance(arrival, Lost):
-            await self._parts.roles.episode_workers.replace(stream, arrival)
-            self._flow.note_lost(arrival)
-            self._send(is_repeated=True)
+            await self._start(self._replace, arrival, stream)  # as a task that a pause waits for
             return
         for part in self._flow.note_ended(arrival):
             self._grading.submit(part)
         if self._flow.has_unscored and (self._scoring is None or self._scoring.done()):
             self._scoring = self._start(self._score)
         self._send()
+
+    async def _replace(self, lost: Lost, stream: EpisodeStream) -> None:
+        await self._parts.roles.episode_workers.replace(stream, lost)
+        self._flow.note_lost(lost)
+        self._send(is_repeated=True)
 
     async def _score(self) -> None:
         """Reward models score complete groups, until none waits."""

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -40,6 +41,7 @@ class EpisodeStream:
         self._arrivals: asyncio.Queue[Block | Lost | BaseException | None] = asyncio.Queue()
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self._finished: set[int] = set()  # ranks that get no more prompts
+        self._num_open: Counter[int] = Counter()  # rank -> episodes that it was given and that have not ended
         self._admitting: set[asyncio.Task[None]] = set()
         self._metrics: list[tuple[WorkerId, Metric]] = []
 
@@ -61,10 +63,12 @@ class EpisodeStream:
         """Opens the streams of these workers."""
         for rank in ranks:
             self._finished.discard(rank)
+            self._num_open[rank] = 0
             self._pumps[rank] = asyncio.create_task(self._pump(rank))
 
     def admit(self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0) -> None:
         """Sends prompts to a worker, without waiting for it. An error is raised by the iteration."""
+        self._num_open[rank] += len(prompts) * len(samples)
         shard = PromptShard(prompts=tuple(prompts), samples=samples, attempt=attempt)
         task = asyncio.create_task(self._admit(rank, shard))
         self._admitting.add(task)
@@ -77,17 +81,19 @@ class EpisodeStream:
             await asyncio.gather(*self._admitting)
         ranks = [rank for rank in self._pumps if rank not in self._finished]
         self._finished.update(ranks)
-        await asyncio.gather(*(self._group.control_one(rank, EpisodeSource.finish_stream, False) for rank in ranks))
+        await asyncio.gather(*map(self._finish, ranks))
 
     async def __aiter__(self) -> AsyncIterator[Block | Lost]:
         """Yields blocks as they arrive, and workers that are lost. Waits for any worker to send something. Ends after
-        `finish`, when all workers have ended their streams."""
+        `finish`, when all workers have ended their streams. One that dies then without an episode has lost nothing: the
+        next stream reports it."""
         while any(not pump.done() for pump in self._pumps.values()) or not self._arrivals.empty():
             arrival = await self._arrivals.get()
             if isinstance(arrival, BaseException):
                 raise arrival
-            if arrival is not None:
-                yield arrival
+            if arrival is None or (isinstance(arrival, Lost) and self._is_over(arrival.rank)):
+                continue
+            yield arrival
 
     async def abandon(self) -> None:
         """Gives up what is running, so that the workers can do something else."""
@@ -105,17 +111,25 @@ class EpisodeStream:
 
     async def _admit(self, rank: int, shard: PromptShard) -> None:
         try:
-            await self._group.control_one(rank, EpisodeSource.admit, shard, self._plan)
-        except WorkerDiedError:
-            pass  # the pump reports it
+            with suppress(WorkerDiedError):  # the pump reports it
+                await self._group.control_one(rank, EpisodeSource.admit, shard, self._plan)
         except Exception as error:
             self._arrivals.put_nowait(error)
+
+    def _is_over(self, rank: int) -> bool:
+        """Whether a worker has nothing to do any more."""
+        return rank in self._finished and not self._num_open[rank]
+
+    async def _finish(self, rank: int) -> None:
+        with suppress(WorkerDiedError):  # the pump reports it
+            await self._group.control_one(rank, EpisodeSource.finish_stream, False)
 
     async def _pump(self, rank: int) -> None:
         """Passes on the blocks of one worker until its stream ends."""
         worker = self._group.workers[rank]
         try:
             async for block in self._group.stream_open(rank, EpisodeSource.stream, self._plan):
+                self._num_open[rank] -= len(block.ids)
                 self.note_metrics(block.worker, block.metrics)
                 self._look_at(block)
                 self._arrivals.put_nowait(block)
