@@ -114,7 +114,8 @@ def evaluation_names() -> set[str]:
     scores_N = np.array([float("nan")] + 7 * [1.0])
     scores = HeldoutScores(scores_N=scores_N, solved_N=np.ones(8, np.bool_), texts=(), num_errors=0, first_error=None)
     pass_at = evaluation.pass_at_metrics(replace(scores, scores_N=np.ones(8)), rollouts.group_N, 4)
-    return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], pass_at).metrics)
+    summary = evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], pass_at)
+    return {*summary.metrics, *literals(SOURCE / "controller" / "run.py", "_evaluate")}
 
 
 def literals(file: Path, *functions: str) -> Iterator[str]:

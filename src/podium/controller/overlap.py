@@ -91,13 +91,8 @@ class OverlapExecutor:
             return
         self._is_pausing = True
         try:
-            # A step may be ready before its streams are open; a stream that opens later would not be finished.
-            await self._until(lambda: self._stream is not None and not self._flow.num_running and not self._tasks)
-            assert self._stream is not None, "it was waited for"
-            await self._stream.finish()
-            generating, self._generating = self._generating, None
-            await generating
-            self._raise_error()
+            with self._parts.watch.span("drain"):
+                await self._drain(self._generating)
             self._devices.note_published(min(self._versions.values()))
         finally:
             self._is_pausing = False
@@ -113,6 +108,16 @@ class OverlapExecutor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._grading.close()
+
+    async def _drain(self, generating: asyncio.Task[None]) -> None:
+        """Waits for the episodes that run, for weights on their way, and for the end of the streams."""
+        # A step may be ready before its streams are open; a stream that opens later would not be finished.
+        await self._until(lambda: self._stream is not None and not self._flow.num_running and not self._tasks)
+        assert self._stream is not None, "it was waited for"
+        await self._stream.finish()
+        self._generating = None
+        await generating
+        self._raise_error()
 
     # --- tasks ---
 

@@ -17,6 +17,7 @@ from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeLearner, F
 from helpers.made_batches import WORKER, make_answer, make_result
 from helpers.trials import Trial
 from podium.algorithms.staleness import AgeStatistics
+from podium.controller.overlap import OverlapExecutor
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
 from podium.controller.scheduler import GroupScheduler
@@ -154,6 +155,25 @@ def test_an_evaluation_has_the_engines_for_itself_and_the_newest_weights(tmp_pat
         updates = [entry for entry in journal[:at] if entry[0] == "update"]
         assert done[-1][2] == (updates[-1][2] if updates else 0)
     assert [row[0] for row in trained(trial)] == list(range(24))
+
+
+def test_the_wait_of_an_evaluation_for_running_episodes_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = OverlapExecutor._drain
+
+    async def drain(self: OverlapExecutor, generating: Any) -> None:
+        await original(self, generating)
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(OverlapExecutor, "_drain", drain)
+    trial = Trial(tmp_path, *SPLIT, "rollout.staleness=2", "evaluation.every=2", heldout=3)
+    trial.run()
+
+    drained_s = trial.metric("heldout/drain_s")
+    assert [step for step, seconds in drained_s.items() if seconds >= 0.05] == [2, 4, 6]
+    assert sum(trial.metric("time/drain_s").values()) < 0.05  # it is no part of a step
+    assert trial.parts.watch.seconds()["drain"] >= 0.15
 
 
 def test_a_pause_before_the_streams_are_open_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
