@@ -194,6 +194,7 @@ def test_a_program_without_rewards_is_warned_of(user: Workspace) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_custom_program_runs_on_two_ranks_and_on_two_ray_workers(user: Workspace) -> None:
     two = {"device": "cpu", "threads": 1, "onednn": False, "devices": 2}
     _done(user.process("train", user.recipe("ranks", program="fixed.py:sft", signal="fixed", placement=two)))

@@ -402,6 +402,7 @@ def test_a_run_whose_weights_diverged_stops_and_does_not_blame_the_reward(worksp
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(300)
 def test_more_devices_than_there_are_have_no_place(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -415,6 +416,7 @@ def test_more_devices_than_there_are_have_no_place(workspace: Workspace, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(300)
 def test_a_reward_that_kills_its_process_loses_its_group_and_not_the_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch

@@ -35,6 +35,7 @@ from podium.spmd.on_ray import SpmdRank
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),
     pytest.mark.timeout(400),
+    pytest.mark.serial,
     pytest.mark.slow,
 ]
 
