@@ -186,12 +186,14 @@ def _update(report: UpdateReport) -> dict[str, float]:
         "ratio/ess": statistics.effective_share,
         "advantage/mean": report.advantages.mean,
         "advantage/std": report.advantages.variance**0.5,
-        "gap/mean": gap.mean,
-        "gap/max": gap.largest,
         "imbalance": report.imbalance,
         "micro_steps": float(report.micro_steps),
         "trained_tokens": float(report.num_tokens),
     }
+    if gap.count:
+        metrics |= {"gap/mean": gap.mean, "gap/max": gap.largest}
+    if report.kept_mass is not None:
+        metrics["correction/kept_mass"] = report.kept_mass
     if report.sampling is not None:
         metrics |= {
             "correction/mean": report.sampling.mean,

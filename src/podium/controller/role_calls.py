@@ -62,6 +62,7 @@ class PolicyRole:
             whitening=advantages.whitening if isinstance(advantages, TokenAdvantages) else None,
             whiten=isinstance(advantages, Advantages) and advantages.whiten,
             loss=loss,
+            is_truncated=bool(recipe.rollout.truncated_by),
         )
         async with self._devices.phase("update"):
             learning = asyncio.create_task(self._parts.roles.policy.update(batch, plan, seed=recipe.run.seed))

@@ -118,8 +118,8 @@ class UpdateSection(Section):
     mini_batches: Count = Field(1, description="Optimizer steps of one epoch.")
     mask_truncated: Switch = Field(False, description="Episodes that ran out of tokens are not trained on.")
 
-    def correction_at(self, staleness: int) -> CorrectionSection | None:
-        """The off-policy correction that applies with this `rollout.staleness`; None: there is none."""
+    def correction_of(self, *, is_off_policy: bool) -> CorrectionSection | None:
+        """The off-policy correction that applies to such rollouts; None: there is none."""
         return None
 
 
@@ -147,8 +147,8 @@ class PolicySection(UpdateSection):
     )
     correction: AnyCorrection = Field(
         "auto",
-        description="Off-policy correction. auto: none at rollout.staleness 0, token_truncate with its default cap "
-        "above; none; a kind; or a section.",
+        description="Off-policy correction. auto: token_truncate with its default cap where rollout.staleness is above "
+        "0 or rollout.top_p, top_k or min_p is set, else none; none; a kind; or a section.",
     )
     max_kl_behavior: Real | None = Field(
         None,
@@ -158,10 +158,10 @@ class PolicySection(UpdateSection):
         "from the weights that sampled. Default: no limit.",
     )
 
-    def correction_at(self, staleness: int) -> CorrectionSection | None:
+    def correction_of(self, *, is_off_policy: bool) -> CorrectionSection | None:
         """The recipe's correction, or what auto means."""
         if self.correction == "auto":
-            return CorrectionSection() if staleness > 0 else None
+            return CorrectionSection() if is_off_policy else None
         return self.correction
 
     @property

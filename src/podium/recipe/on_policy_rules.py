@@ -20,6 +20,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
         *_solving(recipe),
         *_estimator(recipe),
         *_loss(recipe),
+        *_truncation(recipe),
         *_overlong(recipe),
         *_kl(recipe),
         *_batches(recipe),
@@ -90,10 +91,26 @@ def _loss(recipe: OnPolicyRecipe) -> Iterator[str]:
     if algorithm.proximal == "never" and correction is not None:
         yield (
             f"algorithm.proximal: a correction ({correction.kind}) weighs proximal against behaviour log-probs. Remove "
-            "`never`, or set algorithm.correction to none."
+            f"`never`{'' if recipe.rollout.truncated_by else ', or set algorithm.correction to none'}."
         )
     if algorithm.loss != "clipped" and algorithm.dual_clip is not None:
         yield f"algorithm.dual_clip: {algorithm.loss} has none. Remove it, or set algorithm.loss to clipped."
+
+
+def _truncation(recipe: OnPolicyRecipe) -> Iterator[str]:
+    keys, algorithm = " and ".join(f"rollout.{key}" for key in recipe.rollout.truncated_by), recipe.algorithm
+    if not keys or not isinstance(algorithm, PolicySection):  # imitated tokens count like data
+        return
+    if recipe.correction is None:
+        yield (
+            f"algorithm.correction: with {keys} tokens are sampled from a part of the policy's distribution, and "
+            f"ratios between the two would be wrong without a correction. Set it to auto, or remove {keys}."
+        )
+    if algorithm.kl is not None and algorithm.kl.where == "reward":
+        yield (
+            f"algorithm.kl.where: the KL in the reward is computed from the engine's log-probs, and with {keys} these "
+            f"are of a part of the policy's distribution. Set it to loss, or remove {keys}."
+        )
 
 
 def _overlong(recipe: OnPolicyRecipe) -> Iterator[str]:

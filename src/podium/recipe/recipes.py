@@ -37,7 +37,6 @@ from podium.recipe.on_policy import (
     RolloutSection,
     Teachers,
     TeacherSection,
-    TruncatedRolloutSection,
 )
 from podium.recipe.on_policy_rules import on_policy_rules
 from podium.recipe.plugins import Plugin
@@ -349,7 +348,7 @@ class OnPolicyRecipe(Recipe):
     @property
     def correction(self) -> CorrectionSection | None:
         """The off-policy correction that applies, also where the recipe says auto; None: there is none."""
-        return self.algorithm.correction_at(self.rollout.staleness)
+        return self.algorithm.correction_of(is_off_policy=self.rollout.is_off_policy)
 
     @property
     def full_algorithm(self) -> AlgorithmSection:
@@ -434,7 +433,6 @@ class ExpertIterationRecipe(OnPolicyRecipe):
     can_be_stale: ClassVar[bool] = False
 
     program: Literal["expert_iteration"]
-    rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: ExpertAlgorithm = ExpertAlgorithm()
 
     @property
@@ -450,7 +448,6 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
 
     program: Plugin = Field(description="`file.py:function`.")
     signal: Literal["on_policy"] = Field(description="on_policy: the weights generate the data, and a controller runs.")
-    rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: CustomAlgorithm = CustomAlgorithm()
     critic: CriticSection | None = None
     teachers: Teachers = Field((), description="Frozen models that the program may use.")

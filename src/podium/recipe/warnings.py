@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from podium.recipe.plugins import Plugin
 from podium.recipe.recipes import OnPolicyRecipe, Recipe
 
@@ -19,4 +21,15 @@ def recipe_warnings(recipe: Recipe) -> list[str]:
             f"algorithm.correction: there is none, so tokens of weights that are up to {recipe.rollout.staleness} "
             "versions old count as if the newest had sampled them. Learning may suffer. Set it to auto."
         )
+    if isinstance(recipe, OnPolicyRecipe):
+        warnings.extend(_vanishing_weights(recipe))
     return warnings
+
+
+def _vanishing_weights(recipe: OnPolicyRecipe) -> Iterator[str]:
+    correction, keys = recipe.correction, recipe.rollout.truncated_by
+    if keys and correction is not None and correction.kind in ("sequence_truncate", "sequence_mask"):
+        yield (
+            f"algorithm.correction.kind: {correction.kind} multiplies the weights of an episode's tokens. With "
+            f"rollout.{keys[0]} each is below 1, so that long episodes count almost nothing. Use token_truncate."
+        )

@@ -19,7 +19,7 @@ from podium.cluster.objects import RowRefs
 from podium.data.tasks import IndexedTask, Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
 from podium.environments.signatures import Per
-from podium.recipe import AlgorithmSection
+from podium.recipe import AlgorithmSection, CorrectionSection
 
 Floats = NDArray[np.float64]
 Residency = Literal["active", "resident", "offloaded"]
@@ -265,3 +265,9 @@ class UpdatePlan:
     whitening: tuple[float, float] | None = None  # shift and scale of advantages that are given for each token
     whiten: bool = False  # shift and scale are computed over the whole step
     loss: Literal["policy", "imitation"] = "policy"
+    is_truncated: bool = False  # top-k, top-p or min-p left tokens out when the batch was sampled
+
+    @property
+    def correction(self) -> CorrectionSection | None:
+        """The correction of the loss. Imitated tokens count like data, however they were sampled."""
+        return self.algorithm.correction if self.loss == "policy" else None

@@ -161,10 +161,9 @@ class LearnerHandle:
             statistics=PolicyStatistics.merge([note.statistics for note in notes]),
             gap=LogprobGap.merge([note.gap for note in notes]),
             sampling=(
-                EffectiveSampleSize.merge([note.sampling for note in notes])
-                if algorithm.correction is not None
-                else None
+                EffectiveSampleSize.merge([note.sampling for note in notes]) if plan.correction is not None else None
             ),
+            kept_mass=_mean([note.kept_mass for note in notes]),
             ages=merge_ages([note.ages for note in notes]),
             entropy=entropy or 0.0,
             kl_reference=_mean([note.kl_reference for note in notes]),

@@ -78,8 +78,9 @@ class UpdateNote:
     """One rank's report of an update. Sums are of this rank; `losses` and the fields after it are of all ranks."""
 
     statistics: PolicyStatistics
-    gap: LogprobGap  # engine against learner, before the first optimizer step
+    gap: LogprobGap  # engine against learner, before the first optimizer step; of nothing with truncated sampling
     sampling: EffectiveSampleSize | None
+    kept_mass: tuple[float, float]  # that truncated sampling kept, over tokens of the current version: sum and count
     ages: ByAge  # empty if no token is stale
     entropy: tuple[float, float]  # sum and count
     kl_reference: tuple[float, float]

@@ -264,6 +264,7 @@ class UpdateReport:
     statistics: PolicyStatistics
     gap: LogprobGap
     sampling: EffectiveSampleSize | None
+    kept_mass: float | None  # mean; None: nothing was truncated, or no token is of the current version
     ages: ByAge  # empty if no token is stale
     entropy: float
     kl_reference: float | None

@@ -40,13 +40,16 @@ class Sampling:
     allowed_tokens: frozenset[int] | None = None  # None: all
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether top-k, top-p or min-p may leave tokens out. They change nothing at temperature 0."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def changes_the_policy(self) -> bool:
         """Whether tokens come from another distribution than softmax(logits / temperature). Temperature 0 does not
         count, though it samples nothing: an update that weighs tokens by log-probs must not train on greedy ones."""
         return (
-            self.top_k > 0
-            or self.top_p < 1.0
-            or self.min_p > 0.0
+            self.is_truncated
             or self.repetition_penalty != 1.0
             or self.min_new_tokens > 0
             or bool(self.logit_bias)
@@ -123,7 +126,7 @@ class Completion:
     id: TrajectoryId
     prompt: Tokens
     tokens_L: NDArray[np.int32]
-    logprobs_L: NDArray[np.float32]  # log softmax(logits / temperature) over the real vocabulary; temperature 0 as 1
+    logprobs_L: NDArray[np.float32]  # of the distribution that each token was sampled from; temperature 0 as 1
     versions_L: NDArray[np.int32]  # of the weights that sampled each token
     finish: Finish
     stop: int | str | None = None  # the stop token or stop string that ended it

@@ -80,6 +80,16 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     (("rollout.on_new_weights=recompute", SPLIT), "rollout.on_new_weights"),
     (("rollout.on_new_weights=wait", "rollout.staleness=1", SPLIT), "rollout.on_new_weights"),
     (("rollout.staleness=1", SPLIT, "algorithm.proximal=never"), "algorithm.proximal"),
+    # Truncated sampling.
+    (("rollout.top_p=0",), "rollout.top_p"),
+    (("rollout.top_p=1.1",), "rollout.top_p"),
+    (("rollout.top_k=-1",), "rollout.top_k"),
+    (("rollout.min_p=-0.1",), "rollout.min_p"),
+    (("rollout.top_p=0.9", "algorithm.correction=none"), "algorithm.correction"),
+    (("rollout.top_k=5", "algorithm.correction=off", PPO), "algorithm.correction"),
+    (("rollout.min_p=0.1", "algorithm.correction=none", *DISTILL), "algorithm.correction"),
+    (("rollout.top_p=0.9", "algorithm.proximal=never"), "algorithm.proximal"),
+    (("rollout.top_p=0.9", "algorithm.kl={coefficient: 1, where: reward}"), "algorithm.kl.where"),
     (("rollout.record=auto",), "rollout.record"),
     (("algorithm.correction=tis",), "algorithm.correction.kind"),
     (("algorithm.correction=true",), "algorithm.correction"),
@@ -144,6 +154,12 @@ def test_several_broken_rules_are_reported_together() -> None:
         ("micro_batch_tokens=64",),
         ("rollout.max_new_tokens=63",),
         (EXPERT, "rollout.top_k=5"),
+        ("rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.01"),
+        ("rollout.top_p=0.9", PPO),
+        ("rollout.top_p=0.9", *DISTILL),
+        ("rollout.top_p=0.9", "algorithm={proximal: always, correction: {kind: token_mask, low: 0.5, cap: 5}}"),
+        ("rollout.top_p=0.9", "algorithm.kl={coefficient: 1, where: loss}"),
+        ("rollout.top_p=0.9", "rollout.staleness=1", SPLIT),
         ("placement={layout: split, devices: 2, rollout_devices: 1}",),
         ("placement={layout: split, devices: 2}", "rollout.engine=vllm"),
         ("rollout.staleness=1", "rollout.on_new_weights=recompute", SPLIT, "rollout.engine=vllm"),
@@ -259,6 +275,21 @@ def test_stale_tokens_without_a_correction_are_warned_of() -> None:
     assert "3" in warning
     assert recipe_warnings(on_policy_recipe(*stale)) == []
     assert recipe_warnings(on_policy_recipe("algorithm.correction=none")) == []
+
+
+def test_a_product_of_truncated_weights_is_warned_of() -> None:
+    for kind, is_warned in (("sequence_truncate", True), ("sequence_mask", True), ("sequence_geometric_mask", False)):
+        warnings = recipe_warnings(on_policy_recipe("rollout.top_k=20", f"algorithm.correction={kind}"))
+        assert [warning.startswith("algorithm.correction.kind: ") for warning in warnings] == [True] * is_warned
+    assert recipe_warnings(on_policy_recipe("algorithm.correction=sequence_truncate")) == []
+
+
+def test_auto_is_a_correction_where_sampling_is_truncated() -> None:
+    recipe = resolved(on_policy_recipe("rollout.top_p=0.9"), {})
+
+    assert recipe.correction == CorrectionSection()
+    assert yaml.safe_load(dump_recipe(recipe))["algorithm"]["correction"] == CorrectionSection().model_dump()
+    assert on_policy_recipe("rollout.top_p=1").correction is None
 
 
 def test_what_came_with_staleness_does_not_count_in_a_fingerprint_where_it_is_off() -> None:
