@@ -12,10 +12,12 @@ and one that generates. Prints a table of held-out scores. A second call repeats
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,18 +101,23 @@ def main() -> None:
     parser.add_argument("--task", choices=sorted(TASKS), default="sums")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=list(BOUNDS))
-    parser.add_argument("--lr-scale", type=float, default=1.0, help="the recipe's learning rate times this")
+    parser.add_argument("--set", dest="changes", action="append", default=[], help="a change of the recipe, KEY=VALUE")
+    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--folder", type=Path, required=True)
     asked = parser.parse_args()
     task, folder = TASKS[asked.task], asked.folder
     prepare(task, folder)
     variants = [Variant(staleness=bound, corrects=True) for bound in asked.staleness]
     variants += [Variant(staleness=bound, corrects=False) for bound in asked.staleness if bound]
-    rows = []
-    for variant in variants:
-        outcomes = [run(task, folder, variant, seed, asked.lr_scale) for seed in range(asked.seeds)]
-        rows.append((variant.name, outcomes))
-        print(line(variant.name, outcomes), flush=True)
+    with ThreadPoolExecutor(asked.jobs) as pool:
+        runs = {
+            variant.name: [pool.submit(run, task, folder, variant, seed, asked.changes) for seed in range(asked.seeds)]
+            for variant in variants
+        }
+        rows = []
+        for name, outcomes in runs.items():
+            rows.append((name, [outcome.result() for outcome in outcomes]))
+            print(line(*rows[-1]), flush=True)
     print("\n| staleness | held-out score | of each seed | reward, last 10 steps | age of episodes | lowest ESS |")
     print("|---|---|---|---|---|---|")
     for name, outcomes in rows:
@@ -131,18 +138,17 @@ def prepare(task: Task, folder: Path) -> None:
     podium(folder, "export", "runs/sft", task.warm)
 
 
-def run(task: Task, folder: Path, variant: Variant, seed: int, lr_scale: float) -> Outcome:
+def run(task: Task, folder: Path, variant: Variant, seed: int, more: Sequence[str]) -> Outcome:
     """One run; of a finished one, only its result."""
-    name = f"{task.grpo.split('/')[-1].split('.')[0]}-{variant.staleness}-{variant.corrects}-{seed}-{lr_scale:g}"
+    name = "-".join([Path(task.grpo).stem, str(variant.staleness), *(["uncorrected"] * (not variant.corrects))])
+    name = "-".join([name, str(seed), *(re.sub(r"[^A-Za-z0-9.]+", "_", change) for change in more)])
     path = folder / "runs" / name
     if not (path.exists() and RunFolder.open(path).status == "finished"):
         changes = [PLACEMENT, f"rollout.staleness={variant.staleness}", f"run.seed={seed}", f"run.name={name}"]
         changes += ["run.folder=runs", "evaluation.every=null", "evaluation.at_start=false"]
         if not variant.corrects:
             changes.append("algorithm.correction=none")
-        if lr_scale != 1.0:
-            rates = {"sums-grpo.yaml": 5e-4, "examples/calculator/grpo.yaml": 7e-4}
-            changes.append(f"optimizer.lr={rates[task.grpo] * lr_scale}")
+        changes += more
         podium(folder, "train", task.grpo, "--overwrite", *(part for each in changes for part in ("--set", each)))
     lines = [each.values for each in read_metrics(path / "metrics.jsonl")]
     steps = [values for values in lines if "reward/mean" in values]
