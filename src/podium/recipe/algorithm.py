@@ -165,6 +165,11 @@ class PolicySection(UpdateSection):
         return self.correction
 
     @property
+    def ignores_age(self) -> bool:
+        """Whether the loss, without a correction, treats old tokens like new ones. A custom loss may have ratios."""
+        return self.loss == "policy_gradient" or self.proximal == "always"
+
+    @property
     def loss_spans_tokens(self) -> bool:
         """Whether the loss of a token may depend on other tokens of its episode. A custom loss may."""
         return self.loss == "sequence_clipped" or isinstance(self.loss, Plugin)

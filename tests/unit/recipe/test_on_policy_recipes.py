@@ -251,14 +251,16 @@ def test_a_number_from_the_environment_stays_a_reference_in_a_resolved_correctio
     assert "${env:CAP}" in dump_recipe(recipe)
 
 
-def test_stale_tokens_without_a_correction_are_warned_of() -> None:
-    stale = ("rollout.staleness=3", SPLIT)
-    (warning,) = recipe_warnings(on_policy_recipe(*stale, "algorithm.correction=none"))
+@pytest.mark.parametrize("ignores_age", ["algorithm.loss=policy_gradient", "algorithm.proximal=always"])
+def test_stale_tokens_that_count_like_new_ones_are_warned_of(ignores_age: str) -> None:
+    stale, uncorrected = ("rollout.staleness=3", SPLIT), "algorithm.correction=none"
+    (warning,) = recipe_warnings(on_policy_recipe(*stale, uncorrected, ignores_age))
 
     assert warning.startswith("algorithm.correction: ")
     assert "3" in warning
-    assert recipe_warnings(on_policy_recipe(*stale)) == []
-    assert recipe_warnings(on_policy_recipe("algorithm.correction=none")) == []
+    assert recipe_warnings(on_policy_recipe(*stale, ignores_age)) == []
+    assert recipe_warnings(on_policy_recipe(*stale, uncorrected)) == []  # the clipped loss has ratios
+    assert recipe_warnings(on_policy_recipe(uncorrected, ignores_age)) == []
 
 
 def test_what_came_with_staleness_does_not_count_in_a_fingerprint_where_it_is_off() -> None:
