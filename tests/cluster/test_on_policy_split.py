@@ -44,7 +44,7 @@ def test_generation_overlaps_updates_within_the_bound_of_staleness(
     oldest = max(values[step]["staleness/max"] for step in (1, 2, 3, 4, 5))
     assert 1 <= oldest <= 2
     assert all({"staleness/queue", "staleness/in_flight"} <= values[step].keys() for step in (1, 2, 3, 4, 5))
-    assert values[5]["correction/mean"] == pytest.approx(1.0, abs=0.2)
+    assert values[5]["ratio/mean"] == pytest.approx(1.0, abs=0.2)
     ledger = sqlite3.connect(workspace.path / "runs" / "stale" / "episodes.sqlite")
     rows = ledger.execute("SELECT prompt_index, trained_version - oldest_version FROM groups ORDER BY 1").fetchall()
     ledger.close()

@@ -147,8 +147,9 @@ class PolicySection(UpdateSection):
     )
     correction: AnyCorrection = Field(
         "auto",
-        description="Off-policy correction. auto: none at rollout.staleness 0, token_truncate with its default cap "
-        "above; none; a kind; or a section.",
+        description="Off-policy correction. auto: none at rollout.staleness 0, and above it where the clipped loss has "
+        "one optimizer step per batch, whose ratios correct by themselves; else token_truncate with its default cap. "
+        "Or none; a kind; a section.",
     )
     max_kl_behavior: Real | None = Field(
         None,
@@ -161,8 +162,14 @@ class PolicySection(UpdateSection):
     def correction_at(self, staleness: int) -> CorrectionSection | None:
         """The recipe's correction, or what auto means."""
         if self.correction == "auto":
-            return CorrectionSection() if staleness > 0 else None
+            return CorrectionSection() if staleness > 0 and not self._clips_old_tokens else None
         return self.correction
+
+    @property
+    def _clips_old_tokens(self) -> bool:
+        """Whether the loss clips ratios against the weights that sampled, in a batch's only optimizer step. Against
+        recomputed log-probs these ratios would all be 1, and nothing would stop tokens that have moved far already."""
+        return self.loss == "clipped" and self.epochs == self.mini_batches == 1 and self.proximal != "always"
 
     @property
     def ignores_age(self) -> bool:

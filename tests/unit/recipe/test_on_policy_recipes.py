@@ -79,7 +79,7 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     (("rollout.on_new_weights=finish",), "rollout.on_new_weights"),
     (("rollout.on_new_weights=recompute", SPLIT), "rollout.on_new_weights"),
     (("rollout.on_new_weights=wait", "rollout.staleness=1", SPLIT), "rollout.on_new_weights"),
-    (("rollout.staleness=1", SPLIT, "algorithm.proximal=never"), "algorithm.proximal"),
+    (("rollout.staleness=1", SPLIT, "algorithm={proximal: never, mini_batches: 2}"), "algorithm.proximal"),
     (("rollout.record=auto",), "rollout.record"),
     (("algorithm.correction=tis",), "algorithm.correction.kind"),
     (("algorithm.correction=true",), "algorithm.correction"),
@@ -151,7 +151,8 @@ def test_several_broken_rules_are_reported_together() -> None:
         ("rollout.staleness=1", "rollout.offload_optimizer=false", SPLIT),
         ("rollout.staleness=2", SPLIT, PPO),
         ("rollout.staleness=2", SPLIT, *DISTILL),
-        ("rollout.staleness=1", SPLIT, "algorithm={correction: none, proximal: never}"),
+        ("rollout.staleness=1", SPLIT, "algorithm={correction: none, proximal: never, mini_batches: 2}"),
+        ("rollout.staleness=1", SPLIT, "algorithm.proximal=never"),
         (
             "rollout.staleness=0",
             "rollout.on_new_weights=keep",
@@ -200,8 +201,7 @@ def test_a_run_of_epochs_is_held_to_its_staleness_when_its_steps_are_counted() -
 
 CORRECTIONS: list[tuple[str, int, CorrectionSection | None]] = [
     ("auto", 0, None),
-    ("auto", 1, CorrectionSection(kind="token_truncate", cap=2.0)),
-    ("auto", 4, CorrectionSection(kind="token_truncate", cap=2.0)),
+    ("auto", 4, None),  # the clipped loss has ratios against the weights that sampled
     ("none", 1, None),
     ("null", 1, None),
     ("off", 1, None),  # YAML: false
@@ -234,8 +234,29 @@ def test_a_resolved_recipe_shows_what_the_correction_became(
     assert yaml.safe_load(dump_recipe(once))["algorithm"]["correction"] == (expected and expected.model_dump())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "algorithm.epochs=2",
+        "algorithm.mini_batches=2",
+        "algorithm.proximal=always",
+        "algorithm.loss=policy_gradient",
+        "algorithm.loss=sequence_clipped",
+        "algorithm.loss=clipped_weights",
+        "algorithm.loss='mine.py:loss'",
+    ],
+)
+def test_old_tokens_are_truncated_where_ratios_are_no_correction_or_have_several_steps(change: str) -> None:
+    assert on_policy_recipe(change).correction is None
+    assert on_policy_recipe(change, "rollout.staleness=1", SPLIT).correction == CorrectionSection(
+        kind="token_truncate", cap=2.0
+    )
+
+
 def test_a_custom_program_has_staleness_and_its_correction() -> None:
-    values = on_policy_values("program='mine.py:train'", "signal=on_policy", "rollout.staleness=1", SPLIT)
+    values = on_policy_values(
+        "program='mine.py:train'", "signal=on_policy", "rollout.staleness=1", "algorithm.mini_batches=2", SPLIT
+    )
     recipe = parse_recipe(values)
 
     assert recipe.correction == recipe.full_algorithm.correction == CorrectionSection()
@@ -270,7 +291,8 @@ def test_what_came_with_staleness_does_not_count_in_a_fingerprint_where_it_is_of
 
     assert not plain.keys() & set(added)
     assert plain["algorithm.correction"] is None
-    stale = what_matters(resolved(on_policy_recipe("rollout.staleness=1", "rollout.on_new_weights=finish", SPLIT), {}))
+    changes = ("rollout.staleness=1", "rollout.on_new_weights=finish", "algorithm.mini_batches=2", SPLIT)
+    stale = what_matters(resolved(on_policy_recipe(*changes), {}))
     assert (stale["rollout.staleness"], stale["rollout.on_new_weights"]) == (1, "finish")
     assert stale["algorithm.correction.kind"] == "token_truncate"
 
