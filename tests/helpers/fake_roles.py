@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from helpers.made_batches import WORKER, make_answer, make_report, make_result
-from podium.algorithms.returns import Moments
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import Moments, ValueStatistics
 from podium.cluster.objects import InlineStored, RowRefs
 from podium.cluster.results import ShardResult
 from podium.data.costs import SequenceCost

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podium.algorithms.policy import PolicyStatistics
-from podium.algorithms.returns import Moments
+from podium.algorithms.statistics import Moments, PolicyStatistics
 from podium.cluster.identity import WorkerId
 from podium.cluster.objects import InlineStored
 from podium.cluster.results import Metric, ShardResult, reduce_metrics

@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task
-from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.staleness import AgeStatistics
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import EffectiveSampleSize, ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
 from podium.controller.ledger import GroupRecord

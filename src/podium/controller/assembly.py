@@ -26,7 +26,7 @@ from podium.data.prompts import PromptTokenizer
 from podium.data.skipping import RowSkipper, SkippedRow, SkipPolicy
 from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
-from podium.engine.checkpoint import CheckpointReader, set_aside_later
+from podium.engine.checkpoint_files import SavedCheckpoint, set_aside_later
 from podium.environments.reward_columns import require_reward_columns
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -60,7 +60,7 @@ def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | No
     """Reads prompts and checkpoint. Raises an error if the tokenizer, the prompts or the checkpoint are invalid."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
-        saved = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
+        saved = SavedCheckpoint(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
         for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
             set_aside_later(part, resume_step)
     tokenizer = PromptTokenizer(load_tokenizer(recipe.model))

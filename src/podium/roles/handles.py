@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from podium.algorithms.corrections import EffectiveSampleSize
-from podium.algorithms.policy import PolicyStatistics
-from podium.algorithms.returns import Moments
 from podium.algorithms.staleness import merge_ages
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns

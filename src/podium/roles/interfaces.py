@@ -31,10 +31,8 @@ from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByStore, WeightBucket, WeightTransfer
 
 if TYPE_CHECKING:
-    from podium.algorithms.corrections import EffectiveSampleSize
-    from podium.algorithms.policy import PolicyStatistics
-    from podium.algorithms.returns import Moments
     from podium.algorithms.staleness import ByAge
+    from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
     from podium.weights.canary import LogprobGap
 
 # The learner's role name, by which other roles on the same worker find it.

@@ -17,13 +17,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from podium.algorithms.corrections import EffectiveSampleSize, effective_sample_size, importance_weights
+from podium.algorithms.corrections import effective_sample_size, importance_weights
 from podium.algorithms.distillation import several_teachers_advantages
 from podium.algorithms.kl import kl_estimate
-from podium.algorithms.policy import PolicyStatistics, policy_statistics
+from podium.algorithms.policy import policy_statistics
 from podium.algorithms.reduction import normalizer, token_weights
-from podium.algorithms.returns import Moments, rewards_to_go
+from podium.algorithms.returns import moments_of, rewards_to_go
 from podium.algorithms.staleness import AgeStatistics, merge_ages, statistics_by_age
+from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import RowRefs
 from podium.data.documents import PackedBatch
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
@@ -95,7 +96,7 @@ class PolicyUpdate:
             ages=columns.ages if columns.ages is not None else _ages_of(seen, plan.version),
             entropy=(float(sum(entropy.double().sum().item() for _, _, entropy in seen)), _num_seen(seen)),
             kl_reference=_distance(seen),
-            advantages=Moments.of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
+            advantages=moments_of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
             losses=tuple(report.loss for report in reports),
             grad_norms=tuple(report.grad_norm for report in reports),
             skipped=sum(report.skipped for report in reports),
@@ -171,7 +172,7 @@ class PolicyUpdate:
             shift, scale = plan.whitening
             return np.where(trained_T, (values_T - shift) * scale, 0).astype(np.float32)
         if plan.whiten:
-            mine = Moments.of(torch.from_numpy(values_T.copy()), torch.from_numpy(trained_T))
+            mine = moments_of(torch.from_numpy(values_T.copy()), torch.from_numpy(trained_T))
             total = torch.tensor([mine.count, mine.sum, mine.sum_squares], dtype=torch.float64)
             total = self._mesh.sum(total.to(self._mesh.device)).cpu()
             whitening = Moments(*total.tolist()).whitening()

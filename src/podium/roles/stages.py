@@ -15,11 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.algorithms.advantages import RELATIVE_SPREAD
-from podium.algorithms.corrections import EffectiveSampleSize
-from podium.algorithms.policy import PolicyStatistics
-from podium.algorithms.returns import Moments
 from podium.algorithms.staleness import ByAge
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster.objects import RowRefs
 from podium.cluster.results import ShardResult, stored_rows
 from podium.data.tasks import Task

@@ -12,12 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from podium.algorithms.corrections import (
-    CorrectionKind,
-    EffectiveSampleSize,
-    effective_sample_size,
-    importance_weights,
-)
+from podium.algorithms.corrections import CorrectionKind, effective_sample_size, importance_weights
+from podium.algorithms.statistics import EffectiveSampleSize
 
 every_kind = pytest.mark.parametrize("kind", get_args(CorrectionKind))
 
