@@ -56,14 +56,17 @@ class Inputs:
     heldout_skipped: Sequence[SkippedRow]
 
 
-def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None) -> Inputs:
-    """Reads prompts and checkpoint. Raises an error if the tokenizer, the prompts or the checkpoint are invalid."""
+def read_inputs(
+    recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None, tokenizer: PromptTokenizer | None = None
+) -> Inputs:
+    """Reads prompts and checkpoint. Raises an error if the tokenizer, the prompts or the checkpoint are invalid.
+    `tokenizer`: in place of the model's."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
         saved = SavedCheckpoint(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
         for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
             set_aside_later(part, resume_step)
-    tokenizer = PromptTokenizer(load_tokenizer(recipe.model))
+    tokenizer = tokenizer or PromptTokenizer(load_tokenizer(recipe.model))
     prompts = PromptSource(recipe, tokenizer, saved.get("cursor"))
     limit = heldout_limit(recipe.evaluation.generation, recipe.evaluation.max_documents)
     skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.heldout")

@@ -8,11 +8,11 @@ store, and is free for the next one. Every generator takes them from there while
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from podium.cluster import ObjectScope
+from podium.cluster.deadlines import now_s
 from podium.controller.devices import Devices
 from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
@@ -129,7 +129,7 @@ class OverlapExecutor:
         for worker in sorted(self._to_install):
             self._flow.tell(WeightsInstalled(worker=worker, version=self._state.version))
         self._to_install.clear()
-        self._usages, self._began = await roles.generator.usage(), time.perf_counter()
+        self._usages, self._began = await roles.generator.usage(), now_s()
         self._generating = asyncio.create_task(self._generate())
 
     async def _generate(self) -> None:
@@ -266,7 +266,7 @@ class OverlapExecutor:
     async def _engine_metrics(self) -> dict[str, float]:
         """What the engines did since the last step began."""
         before, began = self._usages, self._began
-        self._usages, self._began = await self._parts.roles.generator.usage(), time.perf_counter()
+        self._usages, self._began = await self._parts.roles.generator.usage(), now_s()
         pairs = [(now.load, then.load) for now, then in zip(self._usages, before, strict=True)]
         num = len(pairs)
         return {

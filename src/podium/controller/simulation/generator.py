@@ -76,6 +76,11 @@ class Generator:
         return len(self._running)
 
     @property
+    def num_open(self) -> int:
+        """Sequences in lanes, and those that wait for one."""
+        return len(self._running) + len(self._waiting)
+
+    @property
     def occupation(self) -> Occupation:
         """What it does now."""
         return self.pause or ("generating" if self._running else "empty")
@@ -122,6 +127,12 @@ class Generator:
             self._work = self._version_work = self._began_sum = 0.0
         self._fill()
         return ended
+
+    def clear(self) -> None:
+        """Gives up all sequences."""
+        self._waiting.clear()
+        self._running.clear()
+        self._work = self._version_work = self._began_sum = 0.0
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self.lanes:

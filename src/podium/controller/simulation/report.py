@@ -36,6 +36,7 @@ class SimulationReport:
     in_flight_s: float  # from the admission of a group to its last reward, mean over groups
     queue_s: float  # from then until its step starts
     trained_groups: tuple[tuple[int, ...], ...]  # of all simulated steps, one tuple for each
+    committed_s: tuple[float, ...]  # when each simulated step was committed
     num_admitted: int  # groups, over the whole simulation
     num_events: int  # the scheduler was told, over the whole simulation
     counts: Mapping[GroupState, int]  # groups by state at the end, from the audit; empty without it

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from random import Random
 from typing import assert_never
 
 from podium.controller.schedule_audit import ScheduleAudit
@@ -36,7 +35,7 @@ from podium.controller.scheduling import (
     WeightsInstalled,
     WorkerJoined,
 )
-from podium.controller.simulation.costs import CostModel, DeviceLayout
+from podium.controller.simulation.costs import CostModel, DeviceLayout, GroupCosts
 from podium.controller.simulation.generator import Generator, Pause, Sequence
 from podium.controller.simulation.report import Meter, SimulationReport
 from podium.errors import ClusterError
@@ -55,9 +54,7 @@ def simulate(
 class _Group:
     """Of a group that is not trained yet."""
 
-    tokens: tuple[float, ...]  # by sample
-    grading_s: tuple[float, ...]
-    is_uniform: bool
+    costs: GroupCosts
     admitted_s: float
     graded_s: float = 0.0  # when its last reward is known, as far as its episodes have ended
     version_sum: float = 0.0  # over its tokens, of the versions that sampled them
@@ -82,6 +79,7 @@ class _Simulation:
         self._version = 0  # of the learner: the number of updates
         self._switched_s = 0.0  # colocated: when the devices generate again
         self._trained: list[tuple[int, ...]] = []
+        self._committed_s: list[float] = []
         self._trained_tokens = self._age_sum = 0.0
         self._in_flight: list[float] = []  # seconds of trained groups
         self._queued: list[float] = []
@@ -119,6 +117,7 @@ class _Simulation:
             in_flight_s=sum(self._in_flight) / num_groups,
             queue_s=sum(self._queued) / num_groups,
             trained_groups=tuple(self._trained),
+            committed_s=tuple(self._committed_s),
             num_admitted=self._num_admitted,
             num_events=self._num_events,
             counts={} if self._audit is None else dict(self._audit.counts),
@@ -163,7 +162,7 @@ class _Simulation:
         generator = Generator(name=name, lanes=lanes, cost=cost, version=self._version)
         self._generators[name] = generator
         self._meter.occupations[generator.occupation] += 1
-        self._tell(WorkerJoined(worker=name, lanes=generator.lanes, version=generator.version))
+        self._tell(WorkerJoined(worker=name, lanes=generator.lanes + self._layout.ahead, version=generator.version))
 
     @contextmanager
     def _changing(self, generator: Generator) -> Iterator[None]:
@@ -186,7 +185,7 @@ class _Simulation:
             group = self._groups[action.group] = self._new_group(action.group)
             self._num_admitted += 1
         sequences = [
-            Sequence(group=action.group, attempt=action.attempt, sample=sample, tokens=group.tokens[sample])
+            Sequence(group=action.group, attempt=action.attempt, sample=sample, tokens=group.costs.tokens[sample])
             for sample in action.samples
         ]
         generator = self._generators[action.worker]
@@ -194,13 +193,7 @@ class _Simulation:
             generator.add(sequences)
 
     def _new_group(self, number: int) -> _Group:
-        rng, costs, samples = Random((self._seed << 40) + number), self._costs, range(self._schedule.samples)
-        return _Group(
-            tokens=tuple(max(1.0, round(costs.answer_tokens.sample(rng))) for _ in samples),
-            grading_s=tuple(costs.grading_s.sample(rng) for _ in samples),
-            is_uniform=rng.random() < costs.uniform_share,
-            admitted_s=self._now_s,
-        )
+        return _Group(costs=self._costs.group(number, self._schedule.samples, self._seed), admitted_s=self._now_s)
 
     def _end_sequence(self, generator: Generator, plan: int) -> None:
         if plan != generator.plan:
@@ -211,7 +204,7 @@ class _Simulation:
         group = self._groups[sequence.group]
         group.version_sum += ended.version_sum
         group.oldest = ended.oldest if group.oldest is None else min(group.oldest, ended.oldest)
-        group.graded_s = max(group.graded_s, self._now_s + group.grading_s[sequence.sample])
+        group.graded_s = max(group.graded_s, self._now_s + group.costs.grading_s[sequence.sample])
         event = EpisodeEnded(
             group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, worker=generator.name,
             oldest=ended.oldest, newest=ended.newest,
@@ -252,12 +245,12 @@ class _Simulation:
 
     def _graded(self, number: int) -> None:
         self._meter.num_grading -= 1
-        self._tell(GroupGraded(group=number, is_uniform=self._groups[number].is_uniform))
+        self._tell(GroupGraded(group=number, is_uniform=self._groups[number].costs.is_uniform))
 
     def _start_step(self, action: StartStep) -> None:
         self._trained.append(action.groups)
         groups = [self._groups.pop(number) for number in action.groups]
-        tokens = sum(sum(group.tokens) for group in groups)
+        tokens = sum(sum(group.costs.tokens) for group in groups)
         if self._warm_up < action.step <= self._last:
             self._trained_tokens += tokens
             self._age_sum += self._version * tokens - sum(group.version_sum for group in groups)
@@ -281,6 +274,7 @@ class _Simulation:
     def _commit(self, step: int, has_updated: bool) -> None:
         """A step whose groups were all uniform has nothing to learn from and leaves the weights as they were."""
         self._meter.learner = "waiting"
+        self._committed_s.append(self._now_s)
         self._version += has_updated
         if step == self._warm_up:
             self._meter.restart()
