@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learner and grader of a simulated run: they have the interfaces of the real ones, wait as long as the cost model says,
-and learn nothing. Methods that wait are asynchronous: the cluster awaits them. Torch-free."""
+"""Learner and grader of a simulated run: they have the interfaces of the real ones, wait as long as the cost model
+says, and learn nothing. Methods that wait are asynchronous: the cluster awaits them. Torch-free."""
 
 # N episodes · T tokens of all of them · R rewards of the recipe
 
