@@ -70,8 +70,9 @@ async def _run(
     watch = Stopwatch(asyncio.get_running_loop().time)
     with ExitStack() as stack:
         async with open_simulated() as cluster:
-            workers = await cluster.start(simulated_layout(layout, costs), deadline_s=_FOREVER_S)
-            parts = await open_parts(inputs, names, cluster, workers, console, watch, stack)
+            with watch.span("start-up"):
+                workers = await cluster.start(simulated_layout(layout, costs), deadline_s=_FOREVER_S)
+                parts = await open_parts(inputs, names, cluster, workers, console, watch, stack)
             run = begin_run(inputs, parts, StepChoice())
             await program(run)
             run.require_finished()
