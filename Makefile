@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-vllm test-verl test-all lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-vllm test-verl test-all lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -25,19 +25,28 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
 FAST := not slow and not gpu and not verl and not trl
+SLOW := slow and not gpu and not trl
+TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint  ## what every change must pass
 	$(MAKE) --no-print-directory -j 2 types test-parallel
 	$(MAKE) --no-print-directory test-serial
 
 test-parallel: $(INSTALLED)  ## in two processes
-	$(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "$(FAST) and not serial"
+	$(BIN)/python -m pytest -q $(TWO_PROCESSES) -m "$(FAST) and not serial"
 
 test-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(FAST) and serial"
 
-test-slow: $(INSTALLED)  ## the rest: several ranks, kills, restarts
-	$(BIN)/python -m pytest -q -m "slow and not gpu and not trl"
+test-slow:  ## the rest: several ranks, kills, restarts
+	$(MAKE) --no-print-directory test-slow-parallel
+	$(MAKE) --no-print-directory test-slow-serial
+
+test-slow-parallel: $(INSTALLED)  ## in two processes, with twice the usual time for a test
+	$(BIN)/python -m pytest -q $(TWO_PROCESSES) --timeout 600 -m "$(SLOW) and not serial"
+
+test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
+	$(BIN)/python -m pytest -q -m "$(SLOW) and serial"
 
 install-vllm: $(VLLM_INSTALLED)  ## an environment of its own, with vLLM's CPU build
 

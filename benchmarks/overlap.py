@@ -3,13 +3,15 @@
 commit beside each other, in turns.
 
     .venv/bin/python benchmarks/overlap.py --against OTHER/src
-    .venv/bin/python benchmarks/overlap.py --layouts [--workload agent]
+    .venv/bin/python benchmarks/overlap.py --layouts --workload judge
+    .venv/bin/python benchmarks/overlap.py --layouts --workload agent
 
 Tiny Qwen3 on CPU, two workers on Ray, 8 prompts x 8 samples. Answers have log-normal lengths (sigma 1, at most 16 times
 the median), the same on both sides: the generator ends each at its given length, and the learning rate changes no
 weight. The reward takes 0.3 s a call and has 4 graders. The figure is the median over the timed steps of all turns.
-With --layouts it is trained tokens per second, the median of the turns; `agent` has episodes of three turns with a tool
-of 0.2 to 1 s between them instead of the slow reward."""
+With --layouts it is trained tokens per second, the median of the turns; With
+`judge` the reward waits for its 0.3 s (async def), so that graders do not limit the speed: 64 blocking calls take 4
+graders 4.8 s. `agent` has episodes of three turns with a tool of 0.2 to 1 s between them instead of the reward."""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from overlap_task import CAP, MEDIAN
 
 LAYOUTS = (
     ("colocated", "colocated", 0), ("split", "split", 0), ("split, staleness 1", "split", 1),
-    ("split, staleness 2", "split", 2),
+    ("split, staleness 2", "split", 2), ("elastic, staleness 0", "elastic", 0), ("elastic, staleness 1", "elastic", 1),
+    ("elastic, staleness 2", "elastic", 2),
 )  # fmt: skip
 
 
@@ -36,8 +39,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--steps", type=int, default=8, help="of a turn, warm-up included")
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--layouts", action="store_true", help="compare colocated, split and split with staleness")
-    parser.add_argument("--workload", choices=("reward", "agent"), default="reward")
+    parser.add_argument("--layouts", action="store_true", help="compare colocated, split and elastic, with staleness")
+    parser.add_argument(
+        "--only", nargs="+", metavar="LAYOUT", help="some of them; colocated and split are always there"
+    )
+    parser.add_argument("--workload", choices=("reward", "judge", "agent"), default="reward")
     asked = parser.parse_args()
     command = (sys.executable, str(HERE / "overlap_podium.py"))
     command += ("--workload", asked.workload)
@@ -46,6 +52,7 @@ def main() -> None:
         sides = [
             Side(name=name, command=(*command, "--layout", layout, "--staleness", str(staleness)), threads=1)
             for name, layout, staleness in LAYOUTS
+            if asked.only is None or name in ("colocated", "split", *asked.only)
         ]
     if asked.against is not None:
         sides.append(Side(name="other commit", command=command, threads=1, source=asked.against))

@@ -24,9 +24,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--task", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--layout", choices=("colocated", "split"), default="colocated")
+    parser.add_argument("--layout", choices=("colocated", "split", "elastic"), default="colocated")
     parser.add_argument("--staleness", type=int, default=0)
-    parser.add_argument("--workload", choices=("reward", "agent"), default="reward")
+    parser.add_argument("--workload", choices=("reward", "judge", "agent"), default="reward")
     asked = parser.parse_args()
     implementations: Any = interfaces.IMPLEMENTATIONS
     implementations[interfaces.Generator] = "overlap_task:MeasuredGenerator"
@@ -37,6 +37,8 @@ def main() -> None:
             values["rollout"]["staleness"] = asked.staleness
         if asked.workload == "agent":
             _make_agent(values)
+        if asked.workload == "judge":
+            values["reward"] = [{"function": f"{HERE / 'overlap_task.py'}:judge"}]
         train(Task.read(asked.task), values, scratch).write(asked.out)
 
 

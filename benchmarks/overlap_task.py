@@ -41,6 +41,12 @@ def slow_reward(answer: str) -> float:
     return float(len(answer) % 7)
 
 
+async def judge(answer: str) -> float:
+    """Waits as for a judge behind HTTP."""
+    await asyncio.sleep(REWARD_S)
+    return float(len(answer) % 7)
+
+
 class SlowTool:
     """Waits as for a tool's answer after every turn, and ends after three."""
 

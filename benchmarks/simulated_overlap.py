@@ -46,9 +46,9 @@ class Workload:
     seed: int
 
     def run(
-        self, staleness: int, share: Fraction | None, on_new_weights: OnNewWeights = "keep"
+        self, staleness: int, share: Fraction | None, on_new_weights: OnNewWeights = "keep", *, lends: bool = False
     ) -> SimulationReport:  # fmt: skip
-        """Simulates one schedule. `share`: of the devices for generation; None: colocated."""
+        """Simulates one schedule. `share`: of the devices for generation; None: colocated. `lends`: layout elastic."""
         warm_up, cool_down = staleness + 2, staleness + 1
         schedule = ScheduleSettings(
             steps=warm_up + self.steps + cool_down,
@@ -56,22 +56,25 @@ class Workload:
             samples=SAMPLES,
             staleness=staleness,
             on_new_weights=on_new_weights,
+            lends=lends,
         )
         layout = DeviceLayout(
             devices=self.devices, rollout_devices=None if share is None else int(self.devices * share), lanes=LANES
         )
         return simulate(schedule, COSTS, layout, seed=self.seed, warm_up=warm_up, cool_down=cool_down)
 
-    def best(self, staleness: int, on_new_weights: OnNewWeights = "keep") -> SimulationReport:
+    def best(
+        self, staleness: int, on_new_weights: OnNewWeights = "keep", *, lends: bool = False
+    ) -> SimulationReport:  # fmt: skip
         """With the share of the devices for generation that trains most tokens per second. It goes up and down from one
         half while that helps: the speed has one peak."""
-        reports = {share: self.run(staleness, share, on_new_weights) for share in SHARES[1:4]}
+        reports = {share: self.run(staleness, share, on_new_weights, lends=lends) for share in SHARES[:3]}
         while True:
             share = max(reports, key=lambda each: reports[each].tokens_s)
             beyond = {share - SHARE_STEP, share + SHARE_STEP} & set(SHARES) - reports.keys()
             if not beyond:
                 return reports[share]
-            reports |= {each: self.run(staleness, each, on_new_weights) for each in beyond}
+            reports |= {each: self.run(staleness, each, on_new_weights, lends=lends) for each in beyond}
 
 
 HEADER = (
@@ -94,7 +97,7 @@ def row(name: str, report: SimulationReport, base: SimulationReport) -> str:
 
 
 def scales(workloads: list[Workload], stalenesses: list[int]) -> Iterator[str]:
-    """Synchronous colocated against split, for every number of devices."""
+    """Synchronous colocated against split and elastic, for every number of devices."""
     yield HEADER
     for workload in workloads:
         began = time.perf_counter()
@@ -104,6 +107,7 @@ def scales(workloads: list[Workload], stalenesses: list[int]) -> Iterator[str]:
         yield row("colocated, synchronous", base, base)
         for staleness in stalenesses:
             yield row(f"split, staleness {staleness}", workload.best(staleness), base)
+            yield row(f"elastic, staleness {staleness}", workload.best(staleness, lends=True), base)
 
 
 def variants(workload: Workload) -> Iterator[str]:

@@ -2,16 +2,17 @@
 """What staleness does to learning: the demo's sums, or the agent with the calculator, at several bounds and seeds, with
 and without correction.
 
-    .venv/bin/python benchmarks/staleness.py --task sums
-    .venv/bin/python benchmarks/staleness.py --task agent
+    .venv/bin/python benchmarks/staleness.py --task sums --folder FOLDER
+    .venv/bin/python benchmarks/staleness.py --task agent --folder FOLDER
 
 Each task is prepared once (a model that imitates its demonstrations), then trained by GRPO with one device that learns
-and one that generates. Prints a table of held-out scores. A second call repeats nothing that is finished in
-`--folder`."""
+and enough that generate for episodes to reach the bound. Prints a table of held-out scores. A second call repeats
+nothing that is finished in `--folder`."""
 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import statistics
 import subprocess
@@ -26,7 +27,6 @@ from podium.runs.folder import RunFolder
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUNDS = (0, 1, 2, 4)
-PLACEMENT = "placement={layout: split, devices: 2, device: cpu, threads: 1, onednn: false}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Task:
     warm: str  # folder of the model that GRPO begins with
     grpo: str
     score: str
-    steps: int
+    generators: int  # beside one device that learns
 
 
 SUMS_SFT = """
@@ -65,25 +65,31 @@ evaluation: {generation: {prompts: 600, max_new_tokens: 12}}
 TASKS = {
     "sums": Task(
         maker=("examples/arithmetic/make_task.py", "demo"), sft="sums-sft.yaml", warm="warm", grpo="sums-grpo.yaml",
-        score="heldout/score", steps=40,
+        score="heldout/score", generators=3,
     ),
     "agent": Task(
         maker=("examples/calculator/make_task.py", "demo/calculator"), sft="examples/calculator/sft.yaml",
-        warm="demo/calculator/warm", grpo="examples/calculator/grpo.yaml", score="heldout/samples/score", steps=40,
+        warm="demo/calculator/warm", grpo="examples/calculator/grpo.yaml", score="heldout/pass@1", generators=1,
     ),
 }  # fmt: skip
+# How old tokens are treated -> the recipe's changes.
+TREATMENTS = {
+    "ratios": ("algorithm.correction=none",),  # the loss clips ratios against the weights that sampled
+    "truncated": ("algorithm.correction=token_truncate",),  # truncated importance sampling; nothing is clipped
+    "ignored": ("algorithm.correction=none", "algorithm.proximal=always"),  # as if the newest weights had sampled
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """A bound, with the correction that the recipe chooses or without any."""
+    """A bound, and how old tokens are treated."""
 
     staleness: int
-    corrects: bool
+    treatment: str
 
     @property
     def name(self) -> str:
-        return f"{self.staleness}" if self.corrects else f"{self.staleness}, no correction"
+        return f"{self.staleness}, {self.treatment}" if self.staleness else "0"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +107,19 @@ def main() -> None:
     parser.add_argument("--task", choices=sorted(TASKS), default="sums")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--staleness", type=int, nargs="+", default=list(BOUNDS))
+    parser.add_argument("--treatments", nargs="+", choices=list(TREATMENTS), default=list(TREATMENTS))
     parser.add_argument("--set", dest="changes", action="append", default=[], help="a change of the recipe, KEY=VALUE")
     parser.add_argument("--jobs", type=int, default=1, help="runs at the same time")
     parser.add_argument("--folder", type=Path, required=True)
     asked = parser.parse_args()
     task, folder = TASKS[asked.task], asked.folder
     prepare(task, folder)
-    variants = [Variant(staleness=bound, corrects=True) for bound in asked.staleness]
-    variants += [Variant(staleness=bound, corrects=False) for bound in asked.staleness if bound]
+    variants = [
+        Variant(staleness=bound, treatment=treatment)
+        for treatment in asked.treatments
+        for bound in asked.staleness
+        if bound or treatment == asked.treatments[0]
+    ]
     with ThreadPoolExecutor(asked.jobs) as pool:
         runs = {
             variant.name: [pool.submit(run, task, folder, variant, seed, asked.changes) for seed in range(asked.seeds)]
@@ -118,10 +129,11 @@ def main() -> None:
         for name, outcomes in runs.items():
             rows.append((name, [outcome.result() for outcome in outcomes]))
             print(line(*rows[-1]), flush=True)
-    print("\n| staleness | held-out score | of each seed | reward, last 10 steps | age of episodes | lowest ESS |")
+    print("\nHeld-out scores with their standard error.\n")
+    print("| staleness | held-out score | of each seed | reward, last 10 steps | age of episodes | lowest ESS |")
     print("|---|---|---|---|---|---|")
-    for name, outcomes in rows:
-        print(line(name, outcomes))
+    for row in rows:
+        print(line(*row))
 
 
 def prepare(task: Task, folder: Path) -> None:
@@ -140,15 +152,13 @@ def prepare(task: Task, folder: Path) -> None:
 
 def run(task: Task, folder: Path, variant: Variant, seed: int, more: Sequence[str]) -> Outcome:
     """One run; of a finished one, only its result."""
-    name = "-".join([Path(task.grpo).stem, str(variant.staleness), *(["uncorrected"] * (not variant.corrects))])
-    name = "-".join([name, str(seed), *(re.sub(r"[^A-Za-z0-9.]+", "_", change) for change in more)])
+    name = "-".join([Path(task.grpo).stem, str(variant.staleness), variant.treatment, str(seed)])
+    name = "-".join([name, *(re.sub(r"[^A-Za-z0-9.]+", "_", change) for change in more)])
     path = folder / "runs" / name
     if not (path.exists() and RunFolder.open(path).status == "finished"):
-        changes = [PLACEMENT, f"rollout.staleness={variant.staleness}", f"run.seed={seed}", f"run.name={name}"]
+        changes = [placement(task), f"rollout.staleness={variant.staleness}", f"run.seed={seed}", f"run.name={name}"]
         changes += ["run.folder=runs", "evaluation.every=null", "evaluation.at_start=false"]
-        if not variant.corrects:
-            changes.append("algorithm.correction=none")
-        changes += more
+        changes += [*TREATMENTS[variant.treatment], *more] if variant.staleness else more
         podium(folder, "train", task.grpo, "--overwrite", *(part for each in changes for part in ("--set", each)))
     lines = [each.values for each in read_metrics(path / "metrics.jsonl")]
     steps = [values for values in lines if "reward/mean" in values]
@@ -160,10 +170,17 @@ def run(task: Task, folder: Path, variant: Variant, seed: int, more: Sequence[st
     )
 
 
+def placement(task: Task) -> str:
+    devices = f"devices: {task.generators + 1}, rollout_devices: {task.generators}"
+    return f"placement={{layout: split, {devices}, device: cpu, threads: 1, onednn: false}}"
+
+
 def line(name: str, outcomes: Sequence[Outcome]) -> str:
     scores = [each.score for each in outcomes]
+    error = statistics.stdev(scores) / len(scores) ** 0.5 if len(scores) > 1 else math.nan
     return (
-        f"| {name} | {statistics.mean(scores):.1%} | {', '.join(f'{score:.1%}' for score in scores)} | "
+        f"| {name} | {statistics.mean(scores):.1%} ± {100 * error:.1f} | "
+        f"{', '.join(f'{score:.1%}' for score in scores)} | "
         f"{statistics.mean(each.reward for each in outcomes):.3f} | "
         f"{statistics.mean(each.staleness for each in outcomes):.2f} | {min(each.ess for each in outcomes):.2f} |"
     )

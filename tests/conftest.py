@@ -31,11 +31,18 @@ _LONGEST_FIRST = ("golden", "spmd", "e2e", "newcomer", "rollout", "unit/rollout"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests of tests/cluster are serial: Ray uses all processors. Files that take long come first."""
+    """Tests that start Ray are serial: it uses all processors. Files that take long come first."""
     for item in items:
-        if item.path.is_relative_to(_TESTS / "cluster"):
+        if _starts_ray(item):
             item.add_marker(pytest.mark.serial)
     items.sort(key=lambda item: _rank(item.path))
+
+
+def _starts_ray(item: pytest.Item) -> bool:
+    """As far as folder, fixtures and parameters tell; other tests carry the mark."""
+    launcher = item.callspec.params.get("launcher") if hasattr(item, "callspec") else None
+    has_folder = "ray_folder" in getattr(item, "fixturenames", ())
+    return item.path.is_relative_to(_TESTS / "cluster") or has_folder or launcher == "ray"
 
 
 def _rank(file: Path) -> int:

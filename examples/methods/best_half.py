@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from podium.algorithms.advantages import group_relative
 from podium.controller.run import OnPolicyRun
@@ -16,7 +15,7 @@ async def train(run: OnPolicyRun) -> None:
     """Advantages compare with the whole group; the update sees the best episodes only."""
     share = float(run.recipe.options.get("share", 0.5))
     async for step in run.steps():
-        advantages_N = group_relative(torch.from_numpy(step.rewards_N), torch.from_numpy(step.group_N)).numpy()
+        advantages_N = group_relative(step.rewards_N, step.group_N)
         keep_N = best_of_each_group(step.rewards_N, step.group_N, share)
         step = step.keep(keep_N)
         batch = step.batch(advantages_N[keep_N])

@@ -6,9 +6,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -30,7 +30,9 @@ from podium.errors import RoleError, WorkerDiedError
 from podium.roles.blocks import block_of, empty_block
 from podium.roles.carriers import PromptShard, SamplingPlan
 from podium.roles.episode_stream import EpisodeStream, Lost, run_all, streaming
+from podium.roles.handles import GeneratorHandle
 from podium.roles.interfaces import EpisodeSource
+from podium.roles.runner_handle import RunnerHandle
 
 PLAN = SamplingPlan(max_new_tokens=4, temperature=1.0)
 
@@ -47,6 +49,9 @@ class Source(EpisodeSource):
         if any(prompt.prompt_index == 13 for prompt in shard.prompts):
             raise ValueError("an unlucky prompt")
         self._jobs.extend(shard.ids)
+
+    def give_back(self, ids: tuple[TrajectoryId, ...]) -> None:
+        raise NotImplementedError
 
     def finish_stream(self, abandon: bool) -> None:
         self._is_finished, self._is_abandoned = True, abandon
@@ -197,5 +202,96 @@ def test_a_handle_that_does_not_replace_raises_the_death(in_cluster: Body) -> No
 
     async def _end(sources: Sources) -> None:
         await sources._workers.end_worker(sources.group.workers[0])
+
+    in_cluster(body)
+
+
+class QuietGenerator:
+    """Serves nobody: the episodes of a Source need no engine."""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[asyncio.Future[list[Any]]]:
+        served: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        served.set_result([])
+        yield served
+
+    async def forget(self, client: str) -> None:
+        pass
+
+
+def _runners(sources: Sources, warnings: list[str]) -> RunnerHandle:
+    group: RoleGroup[Any] = sources.group  # a Source has the methods of a runner
+    return RunnerHandle(sources._workers, group, cast(GeneratorHandle, QuietGenerator()), warn=warnings.append)
+
+
+def test_a_runner_that_makes_progress_may_die_often_in_one_stream(in_cluster: Body) -> None:
+    async def body(sources: Sources) -> None:
+        warnings: list[str] = []
+        runners = _runners(sources, warnings)
+        async with runners.streaming(PLAN) as stream:
+            for number in range(5):
+                stream.admit(0, _prompts(number), (0, 1, 2))
+                await _until_ended(runners, stream, number)
+            await stream.finish()
+        assert len(warnings) == 5
+
+    async def _until_ended(runners: RunnerHandle, stream: EpisodeStream, number: int) -> None:
+        """The runner dies after the first episode of this prompt; its replacement ends the others."""
+        ended = 0
+        async for arrival in stream:
+            if isinstance(arrival, Lost):
+                await runners.replace(stream, arrival)
+                stream.admit(0, _prompts(number), tuple(range(ended, 3)), 1)
+                continue
+            ended += len(arrival.ids)
+            if ended == 3:
+                return
+            if ended == 1:
+                await runners._workers.end_worker(runners._group.workers[0])
+
+    in_cluster(body)
+
+
+def test_a_runner_that_dies_again_and_again_ends_the_run(in_cluster: Body) -> None:
+    async def body(sources: Sources) -> None:
+        warnings: list[str] = []
+        runners = _runners(sources, warnings)
+        async with runners.streaming(PLAN) as stream:
+            with pytest.raises(WorkerDiedError) as raised:
+                await _kill_each(runners, stream)
+        assert len(warnings) == 2
+        assert isinstance(raised.value.__cause__, WorkerDiedError)
+        assert "death 3 of episode runner 0" in str(raised.value)
+
+    async def _kill_each(runners: RunnerHandle, stream: EpisodeStream) -> None:
+        """The other runner's progress does not count."""
+        stream.admit(1, _prompts(1), tuple(range(20)))
+        await runners._workers.end_worker(runners._group.workers[0])
+        async for arrival in stream:
+            if isinstance(arrival, Lost):
+                await runners.replace(stream, arrival)
+                await runners._workers.end_worker(runners._group.workers[0])
+
+    in_cluster(body)
+
+
+@pytest.mark.parametrize("is_noticed", [True, False])
+def test_a_worker_that_dies_when_all_its_episodes_are_over_loses_nothing(in_cluster: Body, is_noticed: bool) -> None:
+    """Its stream ends with the others, instead of one that is opened again and never finished."""
+
+    async def body(sources: Sources) -> None:
+        found: list[Any] = []
+        async with asyncio.timeout(10), sources.streaming(PLAN) as stream:
+            stream.admit(0, _prompts(0), (0,))
+            stream.admit(1, _prompts(1), (0,))
+            async for arrival in stream:
+                assert not isinstance(arrival, Lost)
+                found.append(arrival)
+                if len(found) == 2:
+                    await sources._workers.end_worker(sources.group.workers[1])
+                    if is_noticed:
+                        await asyncio.wait([stream._pumps[1]])
+                    await stream.finish()
+        assert _ids(found) == {(0, 0): 1, (1, 0): 1}
 
     in_cluster(body)

@@ -29,6 +29,25 @@ def test_two_learners_and_two_generators_have_the_numbers_of_one_process(workspa
         assert split[step]["staleness/max"] == 0
 
 
+def test_truncated_sampling_goes_with_staleness(workspace: Workspace, local_ray: None) -> None:
+    recipe = rl_recipe(
+        workspace, "truncated", steps=4, rollout={"staleness": 1, "top_p": 0.9},
+        placement={"launcher": "ray", "layout": "split", "devices": 2},
+    )  # fmt: skip
+    api.train(workspace.path / recipe)
+
+    values = numbers(workspace.path / "runs" / "truncated")
+    steps = [values[step] for step in (1, 2, 3, 4)]
+    assert max(each["staleness/max"] for each in steps) == 1
+    for each in steps:
+        assert 0.5 < each["correction/mean"] < 1.0
+        assert 0 < each["correction/ess"] <= 1.0
+        assert each.get("staleness/kl", 1.0) > 0
+        assert 0.9 <= each.get("correction/kept_mass", 1.0) <= 1.0
+        assert each["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
+        assert "gap/mean" not in each
+
+
 @pytest.mark.parametrize("on_new_weights", ["keep", "recompute", "finish"])
 def test_generation_overlaps_updates_within_the_bound_of_staleness(
     workspace: Workspace, local_ray: None, on_new_weights: str
@@ -44,7 +63,7 @@ def test_generation_overlaps_updates_within_the_bound_of_staleness(
     oldest = max(values[step]["staleness/max"] for step in (1, 2, 3, 4, 5))
     assert 1 <= oldest <= 2
     assert all({"staleness/queue", "staleness/in_flight"} <= values[step].keys() for step in (1, 2, 3, 4, 5))
-    assert values[5]["correction/mean"] == pytest.approx(1.0, abs=0.2)
+    assert values[5]["ratio/mean"] == pytest.approx(1.0, abs=0.2)
     ledger = sqlite3.connect(workspace.path / "runs" / "stale" / "episodes.sqlite")
     rows = ledger.execute("SELECT prompt_index, trained_version - oldest_version FROM groups ORDER BY 1").fetchall()
     ledger.close()

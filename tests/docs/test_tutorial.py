@@ -29,6 +29,7 @@ def test_pages_are_in_the_index_and_lead_to_the_next() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(1200)
 def test_the_tutorial_works_from_the_first_page_to_the_last(tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -14,13 +14,12 @@ from helpers.on_policy import ledger, numbers, rl_recipe
 from helpers.workspace import Outcome, Workspace
 
 ON_POLICY = """
-import torch
 from podium.algorithms.advantages import group_relative
 
 async def grpo(run):
     async for step in run.steps():
-        advantages = group_relative(torch.from_numpy(step.rewards_N), torch.from_numpy(step.group_N))
-        batch = step.batch(advantages.double().numpy())
+        advantages = group_relative(step.rewards_N, step.group_N)
+        batch = step.batch(advantages)
         report = await run.policy.update(batch)
         await run.commit(step, batch, policy=report)
 
@@ -194,6 +193,7 @@ def test_a_program_without_rewards_is_warned_of(user: Workspace) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_a_custom_program_runs_on_two_ranks_and_on_two_ray_workers(user: Workspace) -> None:
     two = {"device": "cpu", "threads": 1, "onednn": False, "devices": 2}
     _done(user.process("train", user.recipe("ranks", program="fixed.py:sft", signal="fixed", placement=two)))

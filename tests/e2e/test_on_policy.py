@@ -333,6 +333,31 @@ def test_the_reward_rises(workspace: Workspace) -> None:
     assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("truncation", [{"top_p": 0.9}, {"top_k": 30}])
+def test_the_reward_rises_with_truncated_sampling(workspace: Workspace, truncation: dict[str, Any]) -> None:
+    rollout = {"prompts_per_step": 8, "samples_per_prompt": 8, **truncation}
+    found = trained(workspace, rl_recipe(workspace, steps=30, rollout=rollout, optimizer={"lr": 1e-2}))
+    assert_finite(found)
+    for values in found.values():
+        assert 0 < values["correction/kept_mass"] < 1
+        assert values["correction/mean"] == pytest.approx(values["correction/kept_mass"], abs=1e-6)
+        assert values["correction/ess"] <= 1
+        assert values["ratio/mean"] == pytest.approx(1.0, abs=1e-4)  # against the policy, not against its part
+        assert abs(values["kl/behavior"]) < 1e-6
+        assert "gap/mean" not in values
+        # Each token keeps at least the share that is asked for.
+        assert values["correction/kept_mass"] >= truncation.get("top_p", 0)
+    rewards = [values["reward/mean"] for values in found.values()]
+    assert sum(rewards[-5:]) / 5 > 2 * sum(rewards[:5]) / 5
+
+
+def test_expert_iteration_has_no_weights_with_truncated_sampling(workspace: Workspace) -> None:
+    found = trained(workspace, rl_recipe(workspace, program="expert_iteration", rollout={"top_p": 0.9}))
+    for values in found.values():
+        assert not {"correction/mean", "correction/kept_mass", "gap/mean"} & values.keys()
+
+
 # --- on Ray ---
 
 

@@ -269,7 +269,8 @@ def test_a_reward_that_is_unavailable_is_found_before_anything_starts(
         ({"algorithm": {"loss": "none.py:loss"}}, ("algorithm.loss: ", "none.py")),
         ({"algorithm": {"advantage": "gae"}}, ("algorithm.advantage: ", "group_relative", "'gae'")),
         ({"rollout": {"samples_per_prompt": 1}}, ("rollout.samples_per_prompt: 1 ", "group_relative")),
-        ({"rollout": {"top_p": 0.9}}, ("rollout.top_p: grpo ", "expert_iteration")),
+        ({"rollout": {"top_p": 0.9}, "algorithm": {"correction": "none"}}, ("algorithm.correction: ", "rollout.top_p")),
+        ({"rollout": {"top_p": 1.5}}, ("rollout.top_p: ", "1.5")),
         ({"program": "on_policy_distill"}, ("teachers: ", "missing")),
         ({"reward": []}, ("reward: grpo ",)),
         ({"placement": {"launcher": "local"}}, ("placement.launcher: ", "'local'")),
@@ -402,6 +403,7 @@ def test_a_run_whose_weights_diverged_stops_and_does_not_blame_the_reward(worksp
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(300)
 def test_more_devices_than_there_are_have_no_place(workspace: Workspace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -415,6 +417,7 @@ def test_more_devices_than_there_are_have_no_place(workspace: Workspace, monkeyp
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 @pytest.mark.timeout(300)
 def test_a_reward_that_kills_its_process_loses_its_group_and_not_the_run(
     workspace: Workspace, monkeypatch: pytest.MonkeyPatch

@@ -15,7 +15,7 @@ from helpers.on_policy import podium, rl_recipe, session_of
 from helpers.processes import wait_until
 from helpers.workspace import Workspace
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(300)]
 
 
 def gcs_server_of(session: int) -> int:

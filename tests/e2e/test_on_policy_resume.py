@@ -17,7 +17,7 @@ import pytest
 from helpers.on_policy import ledger, numbers, podium, rl_recipe
 from helpers.processes import DEADLINE_S, wait_until
 from helpers.workspace import Workspace
-from podium.engine.checkpoint import saved_steps
+from podium.engine.checkpoint_files import saved_steps
 from podium.errors import CheckpointError
 from podium.roles.handles import LearnerHandle
 from podium.runs.folder import RunFolder

@@ -36,6 +36,7 @@ def test_the_example_recovers_from_a_death_in_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.serial
 def test_the_example_gives_the_same_policy_on_two_ranks_of_ray(tmp_path: Path) -> None:
     said = finished([str(EXAMPLE)], tmp_path / "said.txt")
     assert "rebuilt as train[0]@127.0.0.1/cpu#1, train[1]@127.0.0.1/cpu#1" in said

@@ -27,7 +27,7 @@ from helpers.tiny import write_chats
 from helpers.workspace import Workspace
 from podium import api
 from podium.cluster import Layout, MeshShape, Pool, RoleSpec, open_inline
-from podium.engine.checkpoint import saved_steps
+from podium.engine.checkpoint_files import saved_steps
 from podium.errors import LaunchError, RoleError
 from podium.runs.folder import RunFolder
 from podium.spmd.on_ray import SpmdRank
@@ -35,6 +35,7 @@ from podium.spmd.on_ray import SpmdRank
 pytestmark = [
     pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="looks for left-over processes in /proc"),
     pytest.mark.timeout(400),
+    pytest.mark.serial,
     pytest.mark.slow,
 ]
 

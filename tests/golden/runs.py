@@ -147,17 +147,23 @@ def pipeline() -> dict[str, Any]:
 
 def run(name: str, folder: Path) -> Path:
     """Trains in `folder`, where make_task has been; returns the run folder whose weights count."""
+    return train(pipeline(), folder) / "grpo" if name == PIPELINE else train(recipe(name), folder)
+
+
+def train(values: Mapping[str, Any], folder: Path) -> Path:
+    """Trains a recipe in `folder`, where make_task has been; returns the run folder."""
+    name = values["run"]["name"]
     file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump(pipeline() if name == PIPELINE else recipe(name)), encoding="utf-8")
+    file.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
     shutil.rmtree(folder / "runs" / name, ignore_errors=True)
     with contextlib.chdir(folder), (folder / f"{name}.log").open("w") as log, contextlib.redirect_stdout(log):
         podium.train(file)
-    return folder / "runs" / name / "grpo" if name == PIPELINE else folder / "runs" / name
+    return folder / "runs" / name
 
 
-def fingerprint(run: Path) -> dict[str, Any]:
-    """Of the last checkpoint (optimizer state included), of each metric's values, and of the ledger."""
-    return {"weights": _weights(run), "ledger": _ledger(run), "metrics": _metrics(run)}
+def fingerprint(run: Path, *, step: int = STEPS) -> dict[str, Any]:
+    """Of the checkpoint of the last step (optimizer state included), of each metric's values, and of the ledger."""
+    return {"weights": _weights(run, step), "ledger": _ledger(run), "metrics": _metrics(run)}
 
 
 def machine() -> dict[str, str]:
@@ -168,10 +174,12 @@ def machine() -> dict[str, str]:
     return {"machine": platform.machine(), "torch": torch.__version__, "processor": platform.processor()}
 
 
-def _weights(run: Path) -> str:
+def _weights(run: Path, step: int) -> str:
     digest = hashlib.sha256()
     for kind in ("checkpoints", "critic", "reference"):
-        for file in sorted((run / kind / f"step-{STEPS:08d}").glob("rank-*.safetensors")):
+        files = sorted((run / kind / f"step-{step:08d}").glob("rank-*.safetensors"))
+        assert files or kind != "checkpoints", f"{run} has no checkpoint of step {step}"
+        for file in files:
             with safe_open(file, "np") as tensors:
                 for key in sorted(tensors.keys()):
                     value = tensors.get_tensor(key)

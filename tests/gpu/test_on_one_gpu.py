@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from podium import api
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document, PackedBatch, pack
-from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras, newest_usable
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh, join
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter

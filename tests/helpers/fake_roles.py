@@ -20,8 +20,7 @@ import numpy as np
 import pytest
 
 from helpers.made_batches import WORKER, make_answer, make_report, make_result
-from podium.algorithms.returns import Moments
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import Moments, ValueStatistics
 from podium.cluster.objects import InlineStored, RowRefs
 from podium.cluster.results import ShardResult
 from podium.data.costs import SequenceCost
@@ -178,7 +177,14 @@ class FakeStream:
     def metrics(self) -> dict[str, float]:
         return {"generated_tokens": self._num_tokens}
 
-    def admit(self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0) -> None:
+    def admit(
+        self,
+        rank: int,
+        prompts: Sequence[IndexedTask],
+        samples: tuple[int, ...],
+        attempt: int = 0,
+        begun: object = None,
+    ) -> None:
         for block in self.promised(prompts, samples):
             self._arrivals.put_nowait(block)
 
@@ -209,7 +215,12 @@ def answer_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     tasks: set[asyncio.Task[None]] = set()
 
     def admit(
-        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+        self: FakeStream,
+        rank: int,
+        prompts: Sequence[IndexedTask],
+        samples: tuple[int, ...],
+        attempt: int = 0,
+        begun: object = None,
     ) -> None:
         self._num_open += len(prompts)
         self._generator._bandit.journal.append(("admit", "generator", [prompt.prompt_index for prompt in prompts]))

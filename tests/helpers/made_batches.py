@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from podium.algorithms.policy import PolicyStatistics
-from podium.algorithms.returns import Moments
+from podium.algorithms.statistics import Moments, PolicyStatistics
 from podium.cluster.identity import WorkerId
 from podium.cluster.objects import InlineStored
 from podium.cluster.results import Metric, ShardResult, reduce_metrics
@@ -143,9 +142,10 @@ _OF_ROLLOUTS = ("step", "version", "sources", "metrics")
 def make_report(**changes: Any) -> UpdateReport:
     """An update of one optimizer step in which nothing was out of the ordinary."""
     plain = UpdateReport(
-        statistics=PolicyStatistics.merge([]), gap=LogprobGap.merge([]), sampling=None, ages={}, entropy=0.7,
-        kl_reference=None, advantages=Moments.merge([]), losses=(0.25,), grad_norms=(2.0,), skipped=0, num_tokens=16,
-        num_sequences=8, imbalance=1.0, micro_steps=1, seconds=0.5, proximal_s=0.0, flops=1e6,
+        statistics=PolicyStatistics.merge([]), gap=LogprobGap(count=16, sum_abs=0.0, sum_ratio=16.0, largest=0.0),
+        sampling=None, kept_mass=None, ages={},
+        entropy=0.7, kl_reference=None, advantages=Moments.merge([]), losses=(0.25,), grad_norms=(2.0,), skipped=0,
+        num_tokens=16, num_sequences=8, imbalance=1.0, micro_steps=1, seconds=0.5, proximal_s=0.0, flops=1e6,
     )  # fmt: skip
     return replace(plain, **changes)
 

@@ -199,6 +199,7 @@ def run_update(
     order: Ints | None = None,
     steps: int = 1,
     lr: float = 0.0,
+    is_truncated: bool = False,
 ) -> Updated:
     """One update as learners make it, with the rows in any order; lr 0 leaves the weights. Collective."""
     mesh, engine.recorded = engine.mesh, []
@@ -232,7 +233,7 @@ def run_update(
     plan = UpdatePlan(
         step=1, lr=lr, algorithm=case.section, temperature=episodes.temperature, version=0,
         max_new_tokens=MAX_NEW_TOKENS, kl_coefficient=case.kl_coefficient if has_kl else 0.0, whiten=case.whiten,
-        loss="imitation" if case.signal == "imitation" else "policy",
+        loss="imitation" if case.signal == "imitation" else "policy", is_truncated=is_truncated,
     )  # fmt: skip
     note = PolicyUpdate(engine, max_tokens=max_tokens).run(block, shard, plan)
     return Updated(gradients=tuple(assembled(engine, each) for each in engine.recorded), note=note)

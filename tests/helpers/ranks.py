@@ -19,7 +19,8 @@ from helpers.engines import LENGTHS, make_engine, num_trained, random_documents
 from podium.algorithms.dense import token_cross_entropy
 from podium.data.documents import Document, PackedBatch, pack
 from podium.engine.addresses import FileMeeting
-from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.checkpoint import CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh, join, leave
 from podium.engine.parameters import TrainedParameter
 from podium.engine.resuming import checkpoint_shards, restore_optimizer

@@ -16,12 +16,20 @@ from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
+    DevicesLent,
+    DevicesReturned,
     EndRun,
     EpisodeEnded,
+    EpisodesReturned,
     Event,
+    GiveBack,
     GradeGroup,
     GroupGraded,
+    LearnerIdle,
+    Lend,
     Publish,
+    Recall,
+    ReturnedEpisode,
     ScheduleSettings,
     StartStep,
     StepCommitted,
@@ -30,16 +38,18 @@ from podium.controller.scheduling import (
     Void,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
 )
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     group: int
     attempt: int
     sample: int
     oldest: int = -1
+    newest: int = -1
 
 
 @dataclass
@@ -63,6 +73,7 @@ class Costs:
     grade_s: float = 0.2
     update_s: float = 1.0
     publish_s: float = 0.1
+    switch_s: float = 0.1  # to lend or recall the learner's devices
     acknowledge_s: float = 0.05  # until the controller knows that a version is installed
     uniform_share: float = 0.0
     skipped_share: float = 0.0  # steps that leave the weights as they were
@@ -83,6 +94,7 @@ class World:
     audit: ScheduleAudit | None
     version: int = 0
     stop_after: int | None = None
+    learner_lanes: tuple[int, ...] = ()  # of the learner's devices, when they are lent
     now_s: float = 0.0
     engines: dict[str, Engine] = field(default_factory=dict)
     steps: list[StartStep] = field(default_factory=list)
@@ -90,6 +102,9 @@ class World:
     admitted: list[Admit] = field(default_factory=list)
     stopped: list[int] = field(default_factory=list)  # groups that were void because the run stopped
     committed: int = 0
+    num_lent: int = 0  # how often devices were lent
+    num_moved: int = 0  # episodes that came back
+    num_finished: int = 0
     ended: bool = False
     num_events: int = 0
     max_live: int = 0
@@ -99,13 +114,15 @@ class World:
         self._tick = itertools.count()
         self._names = itertools.count()
         self._live: set[int] = set()
+        self._requested_s = self._waited_s = 0.0
+        self._begun: dict[tuple[int, int], tuple[int, int]] = {}  # (group, sample) -> versions of its tokens
 
     def run(self, *, most_events: int = 1_000_000) -> World:
         for lanes in self.lanes:
             self._join(lanes)
         if self.costs.loss_every_s:
             self._after(self.costs.rng.expovariate(1 / self.costs.loss_every_s), "lose")
-        self._tell(StepRequested())
+        self._request()
         while self._queue and not self.ended:
             self.now_s, _, kind, arguments = heapq.heappop(self._queue)
             getattr(self, f"_{kind}")(*arguments)
@@ -146,15 +163,25 @@ class World:
             case Admit():
                 self.admitted.append(action)
                 engine = self.engines[action.worker]
-                engine.waiting.extend(Sequence(action.group, action.attempt, sample) for sample in action.samples)
+                engine.waiting.extend(
+                    Sequence(action.group, action.attempt, sample, *self._begun.get((action.group, sample), (-1, -1)))
+                    for sample in action.samples
+                )
                 self._fill(engine)
             case GradeGroup():
                 self._after(costs.grade_s * rng.random() * 2, "graded", action.group)
             case StartStep():
                 self.steps.append(action)
+                self._waited_s = self.now_s - self._requested_s
                 self._after(costs.update_s * (0.5 + rng.random()), "committed_", action.step)
             case Publish():
                 self._after(costs.publish_s * rng.random() * 2, "installed", action.worker, action.version)
+            case Lend():
+                self._after(costs.switch_s * rng.random() * 2, "lent")
+            case Recall():
+                self._after(costs.switch_s * rng.random() * 2, "recalled")
+            case GiveBack():
+                self._after(costs.acknowledge_s * rng.random(), "gives_back", action.worker, set(action.episodes))
             case Void():
                 if action.reason == "stopped":
                     self.stopped.append(action.group)
@@ -164,7 +191,7 @@ class World:
     def _fill(self, engine: Engine) -> None:
         while engine.waiting and len(engine.running) < engine.lanes:
             sequence = engine.waiting.popleft()
-            sequence.oldest = engine.version
+            sequence.oldest = engine.version if sequence.oldest < 0 else min(sequence.oldest, engine.version)
             engine.running.append(sequence)
             self._after(self.costs.length(), "sampled", engine.name, sequence)
 
@@ -176,8 +203,8 @@ class World:
         self._tell(WorkerJoined(worker=name, lanes=lanes, version=self.version))
 
     def _lose(self) -> None:
-        if len(self.engines) > 1:
-            name = self.costs.rng.choice(sorted(self.engines))
+        if sum(not name.startswith("lent") for name in self.engines) > 1:
+            name = self.costs.rng.choice(sorted(each for each in self.engines if not each.startswith("lent")))
             engine = self.engines.pop(name)
             self._tell(WorkerLost(worker=name))
             self._after(self.costs.rng.random(), "join", engine.lanes)
@@ -185,15 +212,67 @@ class World:
 
     def _sampled(self, name: str, sequence: Sequence) -> None:
         engine = self.engines.get(name)
-        if engine is None:
-            return
+        if engine is None or sequence not in engine.running:
+            return  # it was given back
         engine.running.remove(sequence)
+        self.num_finished += 1
         self._fill(engine)
         ended = EpisodeEnded(
             group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, worker=name,
-            oldest=sequence.oldest, newest=engine.version,
+            oldest=sequence.oldest, newest=max(sequence.newest, engine.version),
         )  # fmt: skip
         self._tell(ended)
+
+    def _request(self) -> None:
+        """The program waits for its next step, and the learner's devices are idle."""
+        if self.settings.lends:
+            rate = self.num_finished / self.now_s if self.now_s else 0.0
+            self._tell(LearnerIdle(episodes_per_s=rate, waited_s=self._waited_s, switch_s=self.costs.switch_s))
+            self._requested_s = self.now_s
+        if not self.ended:
+            self._tell(StepRequested())
+
+    def _lent(self) -> None:
+        self.num_lent += 1
+        for number, lanes in enumerate(self.learner_lanes):
+            name = f"lent-{number}"
+            self.engines[name] = Engine(name, lanes, self.version)
+            self._tell(WorkerJoined(worker=name, lanes=lanes, version=self.version, is_lent=True))
+        self._tell(DevicesLent(version=self.version))
+
+    def _recalled(self) -> None:
+        for number in range(len(self.learner_lanes)):
+            name = f"lent-{number}"
+            engine = self.engines[name]
+            self._give_back(engine, [*engine.running, *engine.waiting])
+            del self.engines[name]
+            self._tell(WorkerLeft(worker=name))
+        self._tell(DevicesReturned())
+
+    def _gives_back(self, name: str, episodes: set[tuple[int, int, int]]) -> None:
+        engine = self.engines.get(name)
+        if engine is not None:
+            all_there = [*engine.running, *engine.waiting]
+            self._give_back(engine, [each for each in all_there if (each.group, each.sample, each.attempt) in episodes])
+
+    def _give_back(self, engine: Engine, sequences: list[Sequence]) -> None:
+        returned = []
+        for each in sequences:
+            if each in engine.running:
+                each.newest = max(each.newest, engine.version)
+                self._begun[each.group, each.sample] = each.oldest, each.newest
+                engine.running.remove(each)
+            else:
+                engine.waiting.remove(each)
+            returned.append(
+                ReturnedEpisode(
+                    group=each.group, attempt=each.attempt, sample=each.sample, oldest=each.oldest, newest=each.newest
+                )
+            )
+        self.num_moved += len(returned)
+        self._fill(engine)
+        if returned:
+            self._tell(EpisodesReturned(worker=engine.name, episodes=tuple(returned)))
 
     def _graded(self, group: int) -> None:
         self._tell(GroupGraded(group=group, is_uniform=self.costs.rng.random() < self.costs.uniform_share))
@@ -206,7 +285,7 @@ class World:
         self._tell(StepCommitted(step=step, version=None if is_skipped else step))
         if self.stop_after is not None and step >= self.stop_after:
             self._tell(StopRequested())
-        self._tell(StepRequested())
+        self._request()
 
     def _installed(self, name: str, version: int) -> None:
         engine = self.engines.get(name)
@@ -222,10 +301,10 @@ class World:
 def world_of(
     settings: ScheduleSettings, costs: Costs, lanes: tuple[int, ...], *,
     scheduler: type[GroupScheduler] = GroupScheduler,
-    audited: bool = True, stop_after: int | None = None,
+    audited: bool = True, stop_after: int | None = None, learner_lanes: tuple[int, ...] = (),
 ) -> World:  # fmt: skip
     """A world at the beginning of a run."""
     return World(
         settings, costs, lanes, scheduler(settings), ScheduleAudit(settings) if audited else None,
-        stop_after=stop_after,
+        stop_after=stop_after, learner_lanes=learner_lanes,
     )  # fmt: skip

@@ -127,7 +127,12 @@ ON_POLICY: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(
-    "method", ["grpo", pytest.param("ppo", marks=pytest.mark.slow), pytest.param("grpo on ray", marks=pytest.mark.slow)]
+    "method",
+    [
+        "grpo",
+        pytest.param("ppo", marks=pytest.mark.slow),
+        pytest.param("grpo on ray", marks=[pytest.mark.slow, pytest.mark.serial]),
+    ],
 )
 def test_an_on_policy_run_has_the_rewards_of_its_training_bit_for_bit(workspace: Workspace, method: str) -> None:
     evaluation = {"every": 2, "generation": {"prompts": 6, "max_new_tokens": 6, "samples": 2}}

@@ -16,6 +16,14 @@ import numpy as np
 import torch
 import transformers
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from podium.data.trajectories import TrajectoryId
 from podium.rollout.engine import RolloutEngine
@@ -87,11 +95,39 @@ class Judge:
         logits_LV = self.logits_LV(completion.prompt.tolist(), completion.tokens_L.tolist())
         return of_tokens((logits_LV / temperature).log_softmax(-1), completion.tokens_L)
 
+    def sampled_logprobs_L(self, completion: Completion, sampling: Sampling) -> np.ndarray:
+        """Those of the distribution that the tokens were sampled from, by transformers' own processors."""
+        tokens = [*completion.prompt.tolist(), *completion.tokens_L.tolist()]
+        logits_LV = self.logits_LV(completion.prompt.tolist(), completion.tokens_L.tolist())
+        for new, logits_V in enumerate(logits_LV):
+            past = torch.tensor([tokens[: len(completion.prompt) + new]])
+            logits_V[:] = _processed(logits_V[None].clone(), past, sampling, new)[0]
+        return of_tokens(logits_LV.log_softmax(-1), completion.tokens_L)
+
     def greedy(self, prompt: Sequence[int], new: int) -> list[int]:
         tokens: list[int] = []
         for _ in range(new):
             tokens.append(int(self.logits_LV(prompt, [*tokens, 0])[-1].argmax()))
         return tokens
+
+
+def _processed(logits_1V: Tensor, past: Tensor, sampling: Sampling, new: int) -> Tensor:
+    for token, bias in sampling.logit_bias.items():
+        logits_1V[:, token] += bias
+    forbidden = set(sampling.stop_tokens if new < sampling.min_new_tokens else ())
+    if sampling.allowed_tokens is not None:
+        forbidden |= set(range(logits_1V.shape[1])) - sampling.allowed_tokens
+    logits_1V[:, sorted(forbidden)] = -torch.inf
+    processors = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+            TemperatureLogitsWarper(sampling.temperature),
+            TopKLogitsWarper(sampling.top_k or logits_1V.shape[1]),
+            TopPLogitsWarper(sampling.top_p),
+            MinPLogitsWarper(sampling.min_p),
+        ]
+    )
+    return processors(past, logits_1V)
 
 
 def of_tokens(table_LV: Tensor, tokens_L: Iterable[int]) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 
 from podium.errors import RolloutError, WeightMismatchError
 from podium.rollout.engine import InFlight, RolloutEngine
-from podium.rollout.requests import Completion
+from podium.rollout.native.engine import NativeEngine
+from podium.rollout.requests import Completion, SampledTokens
 from rollout.conftest import EngineFactory
 from rollout.judge import (
     DEADLINE_S,
@@ -105,6 +107,27 @@ def test_cancelling_gives_what_has_been_sampled(engine: RolloutEngine) -> None:
     assert 1 <= cut.num_tokens < LONG
     assert cut.tokens_L.tolist() == whole.tokens_L[: cut.num_tokens].tolist()
     assert len(cut.logprobs_L) == len(cut.versions_L) == cut.num_tokens
+
+
+@pytest.mark.parametrize("kept", [0, 1, 40, LONG - 1])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_answer_that_another_engine_has_begun_ends_as_if_it_had_stayed_there(
+    engine_factory: EngineFactory, rollout_folder: Path, kept: int, temperature: float
+) -> None:
+    first = engine_factory(rollout_folder)
+    if not isinstance(first, NativeEngine):
+        pytest.skip("vLLM does not continue answers of another engine")
+    request = ask(0, new=LONG, temperature=temperature)
+    whole = answer(first, request)
+    begun = SampledTokens(
+        tokens_L=whole.tokens_L[:kept], logprobs_L=whole.logprobs_L[:kept], versions_L=np.full(kept, -7, np.int32)
+    )
+    continued = answer(engine_factory(rollout_folder), replace(request, begun=begun))
+    assert (continued.id, continued.finish, continued.num_tokens) == (request.id, "length", LONG)
+    assert continued.prompt.tolist() == whole.prompt.tolist()
+    assert continued.tokens_L.tolist() == whole.tokens_L.tolist()
+    assert continued.versions_L.tolist() == [-7] * kept + [0] * (LONG - kept)
+    assert continued.logprobs_L == pytest.approx(whole.logprobs_L, abs=1e-5)
 
 
 def test_what_waits_can_be_cancelled_even_in_a_pause(engine_factory: EngineFactory, rollout_folder: Path) -> None:

@@ -55,7 +55,8 @@ def test_answers_of_several_temperatures_in_one_batch_keep_their_own(engine: Rol
         np.testing.assert_allclose(completion.logprobs_L, expected_L, atol=1e-4)
 
 
-def test_truncated_sampling_leaves_the_logprobs_those_of_the_policy(engine: RolloutEngine, judge: Judge) -> None:
+def test_logprobs_are_of_the_distribution_that_was_sampled_from(engine: RolloutEngine, judge: Judge) -> None:
+    end = tiny_tokenizer().eos_token_id  # vLLM suppresses it with the stop tokens
     requests = [
         ask(0, temperature=0.7, top_k=3),
         ask(1, temperature=0.7, top_p=0.2),
@@ -63,11 +64,23 @@ def test_truncated_sampling_leaves_the_logprobs_those_of_the_policy(engine: Roll
         ask(3, repetition_penalty=1.8, temperature=0.7),
         ask(4, logit_bias={9: 4.0}),
         ask(5, allowed_tokens=frozenset({7, 8})),
-        ask(6, stop_tokens=frozenset({4}), min_new_tokens=6),
+        ask(6, stop_tokens=frozenset({4, end}), min_new_tokens=6),
+        ask(7, temperature=1.4, top_k=40, top_p=0.9),
+        ask(8),
     ]
+    changed = set()
     for completion in answers(engine, requests).values():
-        expected_L = judge.logprobs_L(completion, temperature=requests[completion.id.prompt_index].sampling.temperature)
+        sampling = requests[completion.id.prompt_index].sampling
+        expected_L = judge.sampled_logprobs_L(completion, sampling)
         np.testing.assert_allclose(completion.logprobs_L, expected_L, atol=1e-4)
+        if np.abs(completion.logprobs_L - judge.logprobs_L(completion, temperature=sampling.temperature)).max() > 1e-3:
+            changed.add(completion.id.prompt_index)
+    assert changed >= set(range(8)) - {6}  # a stop token may be too unlikely for its absence to show
+
+
+def test_greedy_logprobs_are_not_truncated(engine: RolloutEngine, judge: Judge) -> None:
+    completion = answer(engine, ask(0, temperature=0.0, top_k=3, top_p=0.2, min_p=0.5))
+    np.testing.assert_allclose(completion.logprobs_L, judge.logprobs_L(completion), atol=1e-4)
 
 
 def test_frequencies_follow_the_policy_at_its_temperature(engine_factory: EngineFactory, rollout_folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from helpers.tiny import save_tiny_model
 from podium.errors import MissingExtraError, ModelError, RolloutError
 from podium.rollout.vllm.engine import VllmEngine
-from podium.rollout.vllm.sampling import position_seed
+from podium.rollout.vllm.sampling import position_seed, sampling_params
 from podium.rollout.vllm.settings import VllmSettings, require_vllm
 from rollout.judge import PROMPT, Judge, Weights, answer, answers, ask
 
@@ -40,6 +40,15 @@ def test_seeds_of_positions_and_keys_are_unlike_each_other() -> None:
     seeds = {position_seed(key, position) & 0xFFFF_FFFF for key in range(40) for position in range(50)}
     assert len(seeds) == 2000
     assert all(0 <= position_seed(key, 3) < 2**63 for key in (0, 2**64 - 1))
+
+
+@needs_vllm
+@pytest.mark.vllm
+def test_truncated_sampling_is_asked_of_vllm_as_it_is() -> None:
+    found = sampling_params(ask(0, temperature=0.7, top_k=40, top_p=0.9, min_p=0.05), max_length=256)
+    assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.7, 40, 0.9, 0.05)
+    greedy = sampling_params(ask(0, temperature=0.0, top_k=40, top_p=0.9, min_p=0.05), max_length=256)
+    assert (greedy.top_k, greedy.top_p, greedy.min_p) == (0, 1.0, 0.0)  # so log-probs are not truncated either
 
 
 @needs_vllm

@@ -13,7 +13,8 @@ from helpers.engines import full_gradient, make_engine, random_documents, relati
 from helpers.ranks import OPTIMIZER, GroupResult, GroupTask, RankCall, group_rank, two_steps, whole_state
 from helpers.tiny import save_tiny_model
 from podium import api
-from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.checkpoint import CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import Extras
 from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.train_step import TrainEngine
 from podium.spmd.launch import launch

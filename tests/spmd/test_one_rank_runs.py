@@ -11,7 +11,7 @@ import pytest
 from helpers.runs import STEPS, losses, tiny_recipe
 from helpers.tiny import write_chats
 from podium import api
-from podium.engine.checkpoint import saved_steps
+from podium.engine.checkpoint_files import saved_steps
 from podium.errors import CheckpointError, LaunchError, TrainingDivergedError, UnsupportedModelError
 from podium.models import packing
 from podium.models.packing import Run

@@ -15,7 +15,7 @@ from helpers.processes import assert_gone, finished, members, spawned_children, 
 from helpers.runs import STEPS, losses, tiny_recipe, write_recipe
 from helpers.tiny import write_chats
 from podium import api
-from podium.engine.checkpoint import saved_steps
+from podium.engine.checkpoint_files import saved_steps
 from podium.runs.folder import RunFolder
 
 pytestmark = [

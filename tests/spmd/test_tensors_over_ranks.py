@@ -16,7 +16,8 @@ from helpers.ranks import OPTIMIZER, all_on_rank_0, assembled, dealt, mesh_of, t
 from helpers.tiny import save_tiny_model
 from podium.algorithms.dense import token_cross_entropy
 from podium.engine import sharding
-from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.checkpoint import CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.sharding import PackedModel

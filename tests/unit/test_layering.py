@@ -47,7 +47,13 @@ TORCH_FREE = (
     "models.adapter_folder",
     "models.folder",
     "models.cpu_settings",
+    "algorithms.advantages",
+    "algorithms.kl",
+    "algorithms.staleness",
+    "algorithms.statistics",
+    "algorithms.sums",
     "engine.addresses",
+    "engine.checkpoint_files",
     "engine.schedule",
     "cluster",
     "weights.canary",
@@ -58,23 +64,28 @@ TORCH_FREE = (
     "rollout.jobs",
     "rollout.answers_file",
     "rollout.progress",
-    "roles.interfaces",
+    "roles.blocks",
     "roles.carriers",
-    "roles.grader",
     "roles.episode_runner",
+    "roles.episode_stream",
+    "roles.grader",
+    "roles.grading_handle",
+    "roles.handles",
+    "roles.interfaces",
+    "roles.runner_handle",
+    "roles.stages",
     "roles.texts",
-    "controller.drive",
-    "controller.start_up",
-    "controller.layout",
-    "controller.phases",
-    "controller.scheduling",
-    "controller.scheduler",
-    "controller.schedule_audit",
-    "controller.simulation",
+    "controller",
+    "programs.controlled",
+    "programs.estimators",
+    "programs.expert_iteration",
+    "programs.grpo",
+    "programs.on_policy_distill",
+    "programs.ppo",
 )
 # Rooms that are torch-free but for these files, and files that importing a torch-free one of their room runs too.
 NOT_TORCH_FREE = ("cluster.rendezvous",)
-FREE_PACKAGES = ("spmd", "models", "engine", "weights", "rollout", "roles", "controller")
+FREE_PACKAGES = ("algorithms", "spmd", "models", "engine", "weights", "rollout", "roles", "programs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

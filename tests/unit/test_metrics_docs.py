@@ -16,9 +16,8 @@ import pytest
 import torch
 
 from helpers.made_batches import make_answer, make_graded, make_report, make_rollouts, make_task
-from podium.algorithms.corrections import EffectiveSampleSize
 from podium.algorithms.staleness import AgeStatistics
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import EffectiveSampleSize, ValueStatistics
 from podium.controller import evaluation, records
 from podium.controller.grading import HeldoutScores
 from podium.controller.ledger import GroupRecord
@@ -86,7 +85,8 @@ def step_names() -> set[str]:
         shaping_N=np.array([0.0, -0.5, 0.0, 0.0]), extras={"correct/calls": (2.0, 4.0)},
     )  # fmt: skip
     note = replace(graded.rollouts.note, turns_N=np.array([1, 2, 1, 1]), counts={"calls": np.array([3.0])})
-    graded = replace(graded, rollouts=replace(graded.rollouts, note=note))
+    engine = dict.fromkeys(("lent_s", "switch_s", "lent_tokens", "moved_episodes", "generated_tokens"), 1.0)
+    graded = replace(graded, rollouts=replace(graded.rollouts, note=note, metrics=engine))
     ones_N = np.ones(4)
     distance = DistanceNote(k1_N=ones_N, k2_N=ones_N, k3_N=ones_N, tokens_N=np.ones(4, np.int64))
     weights = EffectiveSampleSize(count=4, kept=4, sum=4, sum_squares=4)
@@ -97,7 +97,7 @@ def step_names() -> set[str]:
     )  # fmt: skip
     record = StepRecord(
         step=1, lr=1e-3, graded=graded, used=graded, distance=distance,
-        report=make_report(sampling=weights, kl_reference=0.1, ages=ages), kl_coefficient=0.1,
+        report=make_report(sampling=weights, kept_mass=0.9, kl_reference=0.1, ages=ages), kl_coefficient=0.1,
         groups=[trained, replace(trained, trained_version=None, void="uniform")], overlaps=True,
         critic=CriticReport(statistics=ValueStatistics.merge([]), losses=(1.0,), grad_norms=(1.0,)),
         seconds=dict.fromkeys(causes(), 1.0), step_s=2.0, idle_s=0.5, peak_flops=1e6,
@@ -114,7 +114,8 @@ def evaluation_names() -> set[str]:
     scores_N = np.array([float("nan")] + 7 * [1.0])
     scores = HeldoutScores(scores_N=scores_N, solved_N=np.ones(8, np.bool_), texts=(), num_errors=0, first_error=None)
     pass_at = evaluation.pass_at_metrics(replace(scores, scores_N=np.ones(8)), rollouts.group_N, 4)
-    return set(evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], pass_at).metrics)
+    summary = evaluation.summarise(3, rollouts, scores, [make_task(0), make_task(1)], pass_at)
+    return {*summary.metrics, *literals(SOURCE / "controller" / "run.py", "_evaluate")}
 
 
 def literals(file: Path, *functions: str) -> Iterator[str]:

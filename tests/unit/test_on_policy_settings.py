@@ -23,7 +23,7 @@ from podium.environments.chat_format import ToolCall
 from podium.environments.environment_factory import environment_maker
 from podium.environments.protocol import Turn
 from podium.errors import RecipeError
-from podium.recipe import parse_recipe
+from podium.recipe import CorrectionSection, OnPolicyRecipe, parse_recipe
 from podium.recipe.on_policy import EnvironmentSection
 from podium.recipe.schema import SampledGenerationSection
 from podium.roles.generator import GeneratorRank
@@ -41,11 +41,16 @@ RECIPE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("narrowed", [{"top_k": 2}, {"top_p": 0.9}, {"min_p": 0.1}])
-def test_a_correction_does_not_allow_truncated_sampling(narrowed: dict[str, Any]) -> None:
-    """Behaviour log-probs are of the whole softmax, so that the policy over the sampler would come out as 1."""
-    rollout = {**RECIPE.get("rollout", {}), **narrowed}
-    with pytest.raises(RecipeError, match=rf"rollout\.{next(iter(narrowed))}: grpo "):
-        parse_recipe({**RECIPE, "rollout": rollout, "algorithm": {"correction": {}}})
+def test_truncated_sampling_needs_a_correction(narrowed: dict[str, Any]) -> None:
+    """Without one, ratios would compare the policy with a part of it."""
+    truncated = {**RECIPE, "rollout": {**RECIPE["rollout"], **narrowed}}
+    for algorithm in ({}, {"correction": {}}, {"correction": "auto"}):
+        recipe = parse_recipe({**truncated, "algorithm": algorithm})
+        assert isinstance(recipe, OnPolicyRecipe)
+        assert recipe.correction == CorrectionSection(kind="token_truncate", cap=2.0)
+        assert recipe.rollout.truncated_by == tuple(narrowed)
+    with pytest.raises(RecipeError, match=rf"algorithm\.correction: .*rollout\.{next(iter(narrowed))}"):
+        parse_recipe({**truncated, "algorithm": {"correction": "none"}})
 
 
 def test_a_custom_loss_is_the_same_for_all_optimizer_steps_of_an_update(tmp_path: Path) -> None:

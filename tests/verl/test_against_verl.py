@@ -23,16 +23,10 @@ from podium.algorithms.advantages import (
 )
 from podium.algorithms.corrections import CorrectionKind, effective_sample_size, importance_weights
 from podium.algorithms.kl import KlEstimator, adaptive_coefficient, kl_estimate
-from podium.algorithms.policy import (
-    PolicyStatistics,
-    PolicyTokens,
-    clipped,
-    clipped_weights,
-    policy_statistics,
-    sequence_clipped,
-)
+from podium.algorithms.policy import PolicyTokens, clipped, clipped_weights, policy_statistics, sequence_clipped
 from podium.algorithms.reduction import Reduction, normalizer, token_weights
-from podium.algorithms.returns import Moments, gae, rewards_to_go
+from podium.algorithms.returns import gae, moments_of, rewards_to_go
+from podium.algorithms.statistics import PolicyStatistics
 from podium.algorithms.values import value_loss, value_statistics
 
 try:
@@ -60,7 +54,7 @@ def close(actual: Tensor, wanted: Tensor, *, atol: float = 1e-5) -> None:
 def whitened(values_T: Tensor, mask_T: Tensor) -> Tensor:
     """As a run does it: from the moments of two shards."""
     half = len(values_T) // 2
-    moments = Moments.of(values_T[:half], mask_T[:half]) + Moments.of(values_T[half:], mask_T[half:])
+    moments = moments_of(values_T[:half], mask_T[:half]) + moments_of(values_T[half:], mask_T[half:])
     return moments.whitening().apply(values_T, mask_T)
 
 
@@ -86,6 +80,7 @@ def test_advantages_within_groups(step: Step, name: str) -> None:
         case _:
             theirs_NL, _ = core_algos.compute_opo_outcome_advantage(rewards_NL, mask_NL, step.labels)
             ours_N = length_weighted(step.rewards_N, step.group_N, step.trained_N)
+    ours_N = torch.from_numpy(ours_N)
     # Four rewards of 0.3 have a mean that is not quite 0.3 in verl's float32. Over a deviation of 0 + 1e-6 the rest
     # can become 0.03; ours is exactly 0.
     even_N = step.group_N == 1
@@ -99,7 +94,7 @@ def test_reinforce_plus_plus_with_baseline(step: Step) -> None:
     theirs_NL, _ = core_algos.compute_reinforce_plus_plus_baseline_outcome_advantage(
         step.padded(step.token_rewards_T()), step.mask_NL, step.labels
     )
-    ours_T = whitened(group_centered(step.rewards_N, step.group_N)[step.sequence_T], step.mask_T)
+    ours_T = whitened(torch.from_numpy(group_centered(step.rewards_N, step.group_N))[step.sequence_T], step.mask_T)
     close(ours_T, step.flat(theirs_NL))
 
 

@@ -9,13 +9,12 @@ batch's first update. Stale weights, another precision and another sampling dist
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final, Literal, assert_never
 
 import torch
 from torch import Tensor
 
-from podium.algorithms.sums import Sums
+from podium.algorithms.statistics import EffectiveSampleSize
 
 CorrectionKind = Literal[
     "token_truncate", "sequence_truncate", "token_mask", "sequence_mask", "sequence_geometric_mask"
@@ -64,36 +63,6 @@ def importance_weights(
             return _inside(_weights(means_N), low, cap)[sequence_S]
         case other:
             assert_never(other)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EffectiveSampleSize(Sums):
-    """Sums over weights; micro-batches and ranks merge by adding them up. `kept` counts the weights above 0."""
-
-    count: float
-    kept: float
-    sum: float
-    sum_squares: float
-
-    @property
-    def size(self) -> float:
-        """As many equally weighted tokens would vary as little: (Σw)² / Σw²."""
-        return self.sum**2 / self.sum_squares if self.sum_squares else 0.0
-
-    @property
-    def share(self) -> float:
-        """The same over the number of tokens, dropped ones included."""
-        return self.size / self.count if self.count else 0.0
-
-    @property
-    def mean(self) -> float:
-        """The mean weight, dropped tokens included."""
-        return self.sum / self.count if self.count else 0.0
-
-    @property
-    def dropped_fraction(self) -> float:
-        """The share of tokens with weight 0."""
-        return 1 - self.kept / self.count if self.count else 0.0
 
 
 def effective_sample_size(weights_S: Tensor) -> EffectiveSampleSize:

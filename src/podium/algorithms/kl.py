@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far the policy is from a reference, estimated from the log-probs of the tokens that it sampled."""
+"""How far the policy is from a reference, estimated from the log-probs of the tokens that it sampled. Torch-free to
+import: the controller adapts the coefficient."""
 
 # S trained tokens
 
 from __future__ import annotations
 
-from typing import Final, Literal, assert_never
+from typing import TYPE_CHECKING, Final, Literal, assert_never
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 KlEstimator = Literal["k1", "k2", "k3", "k3_straight"]
 
@@ -53,4 +54,4 @@ def _k2(difference_S: Tensor) -> Tensor:
 def _k3(difference_S: Tensor) -> Tensor:
     difference_S = difference_S.clamp(-DIFFERENCE_LIMIT, DIFFERENCE_LIMIT)
     # expm1: near 0, where a healthy run is, exp(-d) - 1 would leave no more than rounding.
-    return torch.expm1(-difference_S) + difference_S
+    return (-difference_S).expm1() + difference_S

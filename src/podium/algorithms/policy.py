@@ -9,13 +9,13 @@ log-probs were recomputed with before the batch's first update, or, where none w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
 from torch import Tensor
 
-from podium.algorithms.sums import LARGEST, Sums
+from podium.algorithms.statistics import PolicyStatistics
 
 # exp of it is finite in float32, and far from 1; beyond it a ratio has no gradient.
 LOG_RATIO_LIMIT: Final = 20.0
@@ -92,61 +92,6 @@ def _sequence_ratios(tokens: PolicyTokens) -> Tensor:
     lengths_N = torch.bincount(tokens.sequence_S, minlength=tokens.num_sequences)
     means_S = (sums_N / lengths_N.clamp(min=1))[tokens.sequence_S]
     return (means_S + (logprobs_S - logprobs_S.detach())).clamp(max=LOG_SEQUENCE_RATIO_LIMIT).exp()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PolicyStatistics(Sums):
-    """Sums over trained tokens; micro-batches and ranks merge by adding them up.
-
-    `clipped_high` and `clipped_low` count the tokens that lost their gradient to the pessimistic bound (ratio beyond
-    the bound on the side that the advantage pushes to), `clipped_dual` those that lost it to the dual clip. `above`
-    and `below` count ratios beyond the bounds whatever the advantage: what CISPO clips.
-    """
-
-    count: float
-    clipped_high: float
-    clipped_low: float
-    clipped_dual: float
-    above: float
-    below: float
-    sum_ratio: float
-    sum_ratio_squared: float
-    max_ratio: float = field(metadata=LARGEST)
-    sum_kl_k1: float
-    sum_kl_k3: float
-
-    @property
-    def clip_fraction(self) -> float:
-        """The share of tokens without a gradient because of the pessimistic bound."""
-        return self._share(self.clipped_high + self.clipped_low)
-
-    @property
-    def dual_clip_fraction(self) -> float:
-        """The share of tokens without a gradient because of the dual clip."""
-        return self._share(self.clipped_dual)
-
-    @property
-    def mean_ratio(self) -> float:
-        """The mean ratio: near 1 while the policy is near the old one."""
-        return self._share(self.sum_ratio)
-
-    @property
-    def effective_share(self) -> float:
-        """The effective sample size over the number of tokens, (Σρ)² / (n Σρ²): 1 when all ratios are equal."""
-        return self.sum_ratio**2 / (self.count * self.sum_ratio_squared) if self.sum_ratio_squared else 0.0
-
-    @property
-    def kl_k1(self) -> float:
-        """KL of the old policy from this one over the old one's samples: unbiased, may come out negative."""
-        return self._share(self.sum_kl_k1)
-
-    @property
-    def kl_k3(self) -> float:
-        """The same by an estimator that is never negative and varies less."""
-        return self._share(self.sum_kl_k3)
-
-    def _share(self, part: float) -> float:
-        return part / self.count if self.count else 0.0
 
 
 def policy_statistics(

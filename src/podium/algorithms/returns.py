@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Returns and advantages of single tokens, and whitening over the tokens of a whole step.
+"""Returns and advantages of single tokens, and the moments that whiten them over a whole step.
 
 The tokens of all trajectories lie end to end; trajectory n has those from `offsets[n]` up to `offsets[n + 1]`.
 `mask_T` is true at trained tokens. The others (tool output, environment text) are no steps of the policy: value,
@@ -12,59 +12,18 @@ reward at its last trained one.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from podium.algorithms.sums import Sums
+from podium.algorithms.statistics import Moments
 
 
-@dataclass(frozen=True, slots=True)
-class Whitening:
-    """What makes the values of a step have mean 0 and variance 1: (value - shift) * scale."""
-
-    shift: float
-    scale: float
-
-    def apply(self, values_T: Tensor, mask_T: Tensor) -> Tensor:
-        """The whitened values; 0 where the mask is not set."""
-        return ((values_T.float() - self.shift) * self.scale).masked_fill(~mask_T.bool(), 0.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Moments(Sums):
-    """Count, sum and sum of squares of a shard's values, in float64; those of the step are the shards' sum."""
-
-    count: float
-    sum: float
-    sum_squares: float
-
-    @classmethod
-    def of(cls, values_T: Tensor, mask_T: Tensor) -> Moments:
-        """The moments of the values where the mask is set."""
-        values_S = values_T.detach().double()[mask_T.bool()]
-        # One transfer from the device, not two.
-        total, total_squares = torch.stack([values_S.sum(), values_S.square().sum()]).tolist()
-        return cls(float(values_S.numel()), total, total_squares)
-
-    @property
-    def mean(self) -> float:
-        """The mean; 0 of no values."""
-        return self.sum / self.count if self.count else 0.0
-
-    @property
-    def variance(self) -> float:
-        """The unbiased variance; 0 of fewer than two values."""
-        if self.count < 2:
-            return 0.0
-        # Rounding may put equal values a little below 0.
-        return max(self.sum_squares - self.sum * self.mean, 0.0) / (self.count - 1)
-
-    def whitening(self, eps: float = 1e-8) -> Whitening:
-        """Equal values, and a single one, become 0."""
-        return Whitening(shift=self.mean, scale=1 / math.sqrt(self.variance + eps))
+def moments_of(values_T: Tensor, mask_T: Tensor) -> Moments:
+    """The moments of the values where the mask is set."""
+    values_S = values_T.detach().double()[mask_T.bool()]
+    # One transfer from the device, not two.
+    total, total_squares = torch.stack([values_S.sum(), values_S.square().sum()]).tolist()
+    return Moments(float(values_S.numel()), total, total_squares)
 
 
 def rewards_to_go(rewards_T: Tensor, mask_T: Tensor, offsets: Tensor, *, gamma: float) -> Tensor:

@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from podium.algorithms.returns import Moments
-from podium.algorithms.sums import Sums
+from podium.algorithms.statistics import ValueStatistics
 
 
 def value_loss(values_S: Tensor, old_values_S: Tensor, returns_S: Tensor, *, clip: float | None) -> Tensor:
@@ -28,41 +25,6 @@ def _squared_errors(
     if clip is None:
         return plain_S, plain_S
     return plain_S, (values_S.clamp(old_values_S - clip, old_values_S + clip) - returns_S).square()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueStatistics(Sums):
-    """Sums over trained tokens; micro-batches and ranks merge by adding them up. An error is the return - the value."""
-
-    count: float
-    sum_values: float
-    sum_returns: float
-    sum_returns_squared: float
-    sum_errors: float
-    sum_errors_squared: float
-    clipped: float
-
-    @property
-    def explained_variance(self) -> float:
-        """1 - Var(error) / Var(return): 1 is a perfect value function, 0 a constant. 0 where returns do not vary."""
-        errors = Moments(self.count, self.sum_errors, self.sum_errors_squared)
-        returns = Moments(self.count, self.sum_returns, self.sum_returns_squared)
-        return 1 - errors.variance / returns.variance if returns.variance > 0 else 0.0
-
-    @property
-    def clip_fraction(self) -> float:
-        """The share of tokens whose loss is that of the clipped value: they have no gradient."""
-        return self.clipped / self.count if self.count else 0.0
-
-    @property
-    def mean_value(self) -> float:
-        """The mean of the values."""
-        return self.sum_values / self.count if self.count else 0.0
-
-    @property
-    def mean_return(self) -> float:
-        """The mean of the returns."""
-        return self.sum_returns / self.count if self.count else 0.0
 
 
 def value_statistics(

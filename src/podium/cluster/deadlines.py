@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A deadline: a point in time, and how much is left until it."""
+"""Clocks that a simulation moves, and a deadline: a point in time, and how much is left until it."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
+
+from podium.cluster.virtual_time import VirtualLoop
 
 
 def now_s() -> float:
@@ -13,6 +16,15 @@ def now_s() -> float:
         return asyncio.get_running_loop().time()
     except RuntimeError:
         return time.monotonic()
+
+
+def wall_s() -> float:
+    """The time of day, which clocks of several machines share; in a simulation its virtual clock."""
+    with contextlib.suppress(RuntimeError):
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, VirtualLoop):
+            return loop.time()
+    return time.time()
 
 
 class Deadline:

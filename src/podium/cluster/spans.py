@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Iterator
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from podium.cluster.deadlines import wall_s
 from podium.cluster.identity import WorkerId
 from podium.cluster.results import Span
 
@@ -44,13 +44,13 @@ class SpanRecorder:
         """Accounts the time inside to `name`, under the span that is open in this thread."""
         mine = self._open.setdefault(threading.get_ident(), [])
         path = f"{mine[-1][0]} > {name}" if mine else name
-        begin_s = time.time()
+        begin_s = wall_s()
         mine.append((path, begin_s))
         try:
             yield
         finally:
             mine.pop()
-            self._done.append((path, begin_s, time.time()))
+            self._done.append((path, begin_s, wall_s()))
 
     def name_thread(self, name: str) -> None:
         """Sets the name of this thread in reports."""
@@ -67,7 +67,7 @@ class SpanRecorder:
             open_spans = list(self._open.get(ident, ()))  # a copy: the thread may change it
             if name == thread and open_spans:
                 path, since_s = open_spans[-1]
-                return path, time.time() - since_s
+                return path, wall_s() - since_s
         return "", 0.0
 
     def places(self, *, everyone: bool) -> tuple[ThreadPlace, ...]:

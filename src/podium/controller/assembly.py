@@ -26,7 +26,7 @@ from podium.data.prompts import PromptTokenizer
 from podium.data.skipping import RowSkipper, SkippedRow, SkipPolicy
 from podium.data.tasks import Task, read_tasks
 from podium.data.tokenizer import load_tokenizer
-from podium.engine.checkpoint import CheckpointReader, set_aside_later
+from podium.engine.checkpoint_files import SavedCheckpoint, set_aside_later
 from podium.environments.reward_columns import require_reward_columns
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -56,14 +56,17 @@ class Inputs:
     heldout_skipped: Sequence[SkippedRow]
 
 
-def read_inputs(recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None) -> Inputs:
-    """Reads prompts and checkpoint. Raises an error if the tokenizer, the prompts or the checkpoint are invalid."""
+def read_inputs(
+    recipe: OnPolicyRecipe, folder: RunFolder, resume_step: int | None, tokenizer: PromptTokenizer | None = None
+) -> Inputs:
+    """Reads prompts and checkpoint. Raises an error if the tokenizer, the prompts or the checkpoint are invalid.
+    `tokenizer`: in place of the model's."""
     saved: Mapping[str, Any] = {}
     if resume_step is not None:
-        saved = CheckpointReader(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
+        saved = SavedCheckpoint(folder.checkpoints / f"step-{resume_step:08d}").record["extras"]
         for part in (folder.checkpoints, folder.path / "critic", folder.path / "reference"):
             set_aside_later(part, resume_step)
-    tokenizer = PromptTokenizer(load_tokenizer(recipe.model))
+    tokenizer = tokenizer or PromptTokenizer(load_tokenizer(recipe.model))
     prompts = PromptSource(recipe, tokenizer, saved.get("cursor"))
     limit = heldout_limit(recipe.evaluation.generation, recipe.evaluation.max_documents)
     skipper = RowSkipper(SkipPolicy.of(recipe.data), "data.heldout")
@@ -149,12 +152,14 @@ async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, war
         workers, workers.role(GRADER, Grader), functions, timeout_s=recipe.grading.timeout_s, warn=warn
     )
     generator = GeneratorHandle(workers.role(GENERATOR, Generator))
+    lent = None if names.lent is None else GeneratorHandle(workers.role(names.lent, Generator))
     runner = None
     if recipe.environment is not None:
-        runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, warn=warn)
+        runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, lent=lent, warn=warn)
     return Roles(
         policy=policy,
         generator=generator,
+        lent=lent,
         runner=runner,
         grader=grader,
         reward_models=tuple(

@@ -95,7 +95,7 @@ class Devices:
     def _handle(self, role: str) -> Any:
         roles, names = self._parts.roles, self._parts.names
         by_name: dict[str | None, Any] = {
-            POLICY: roles.policy, GENERATOR: roles.generator, names.critic: roles.critic,
+            POLICY: roles.policy, GENERATOR: roles.generator, names.lent: roles.lent, names.critic: roles.critic,
             names.reference: roles.reference,
         }  # fmt: skip
         by_name |= dict(zip(names.teachers, roles.teachers, strict=True))

@@ -232,7 +232,9 @@ async def _started(
         raise PlacementError(f"placement.devices: {placement.devices} devices have no place. {error}") from error
     if recipe.environment is not None:
         await workers.open_channel(GENERATOR, to=RUNNER)
-    if placement.layout == "split":
+        if names.lent is not None:
+            await workers.open_channel(names.lent, to=RUNNER)
+    if placement.layout != "colocated":
         await workers.connect(LINK, [POLICY, GENERATOR])
     return workers
 

@@ -19,10 +19,10 @@ from podium.roles.stages import GradedRollouts, Rollouts
 
 def training_sampling(recipe: OnPolicyRecipe) -> SamplingPlan:
     """How episodes to train on are sampled."""
-    rollout, truncation = recipe.rollout, recipe.rollout.truncation
+    rollout = recipe.rollout
     return SamplingPlan(
-        max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=truncation.top_p,
-        top_k=truncation.top_k, min_p=truncation.min_p, stop=rollout.stop, seed=recipe.run.seed,
+        max_new_tokens=rollout.max_new_tokens, temperature=rollout.temperature, top_p=rollout.top_p,
+        top_k=rollout.top_k, min_p=rollout.min_p, stop=rollout.stop, seed=recipe.run.seed,
     )  # fmt: skip
 
 

@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from podium.cluster import ObjectScope
+from podium.cluster.deadlines import now_s
 from podium.controller.devices import Devices
 from podium.controller.episodes import Episodes
 from podium.controller.grading import HeldoutScores
@@ -57,7 +57,7 @@ class OnPolicyEvaluator:
 
     async def evaluate(self, step: int) -> OnPolicyEvaluation:
         """Evaluates the weights after `step` steps."""
-        parts, began_s = self._parts, time.perf_counter()
+        parts, began_s = self._parts, now_s()
         parts.log.console.doing("evaluating")
         with (
             parts.watch.span("evaluation"),
@@ -66,7 +66,7 @@ class OnPolicyEvaluator:
         ):
             evaluation = await self._evaluate(step, objects)
         parts.log.console.doing(None)
-        return replace(evaluation, view=replace(evaluation.view, seconds=time.perf_counter() - began_s))
+        return replace(evaluation, view=replace(evaluation.view, seconds=now_s() - began_s))
 
     async def _evaluate(self, step: int, objects: ObjectScope) -> OnPolicyEvaluation:
         recipe, rollout = self._parts.recipe, self._parts.recipe.rollout

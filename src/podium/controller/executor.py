@@ -118,13 +118,13 @@ class StepExecutor:
                     match await self._arrivals.get():
                         case Lost() as lost:
                             await workers.replace(stream, lost)
-                            flow.note_lost(lost)
+                            flow.note_lost(str(lost.rank))
                         case GradedPart() as part:
                             flow.note_graded(part)
                         case Exception() as error:
                             raise error
                         case block:
-                            for ended in flow.note_ended(block):
+                            for ended in flow.note_arrived(block, str(block.rank)):
                                 grading.submit(ended)
                     await self._admit(stream)
                 await stream.finish()
@@ -162,7 +162,7 @@ class StepExecutor:
         block then brings the metrics."""
         admissions = self._flow.take_admissions()
         for each in admissions:
-            stream.admit(each.rank, each.prompts, each.samples, each.attempt)
+            stream.admit(int(each.worker), each.prompts, each.samples, each.attempt)
         if admissions and self._has_all_groups():
             await stream.finish()
 

@@ -21,6 +21,7 @@ from podium.roles.grader import Purpose
 from podium.roles.grading_handle import GraderHandle, Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
 
+_GO_ON = "Correct the reward or the key, and continue with `podium resume`."
 ModelScores = Mapping[int, Floats]
 """Scores of reward models, by their positions among the recipe's rewards."""
 
@@ -90,11 +91,13 @@ def without_failed(
         )
     message = f"{int(failed_N.sum())} of {len(failed_N)} episodes of step {everything.rollouts.step} have no reward: "
     if grading.on_error == "fail":
-        raise RewardError(f"{message}{everything.first_error} (grading.on_error is fail)")
+        raise RewardError(
+            f"{message}{str(everything.first_error).rstrip('.')}. grading.on_error is fail, so the run stops. {_GO_ON}"
+        )
     if float(failed_N.mean()) > grading.max_failed_share:
         raise RewardError(
             f"{message}{str(everything.first_error).rstrip('.')}. That is more than grading.max_failed_share "
-            f"{grading.max_failed_share:g}, so the run stops."
+            f"{grading.max_failed_share:g}, so the run stops. {_GO_ON}"
         )
     warn(f"{message}{everything.first_error}")
     if grading.on_error == "zero":

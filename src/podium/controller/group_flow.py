@@ -7,13 +7,14 @@ groups of a step. How episodes are run is up to the executors."""
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from podium.cluster import ObjectScope
+from podium.cluster import ObjectScope, RowRefs
+from podium.cluster.objects import Stored
 from podium.controller.grading import ModelScores, failed_as_zero, model_scores, sum_rewards, without_failed
 from podium.controller.grading_queue import GradedPart
 from podium.controller.ledger import GroupRecord
@@ -23,23 +24,31 @@ from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
+    DevicesLent,
+    DevicesReturned,
     EpisodeEnded,
+    EpisodesReturned,
     Event,
+    GiveBack,
     GroupGraded,
+    Lend,
     Publish,
+    Recall,
+    ReturnedEpisode,
     ScheduleSettings,
     StartStep,
     StepCommitted,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
 )
 from podium.controller.state import RunState
 from podium.data.tasks import IndexedTask
-from podium.data.trajectories import TrajectoryIds
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
 from podium.errors import InvariantError
 from podium.recipe import OnPolicyRecipe
-from podium.roles.carriers import Floats
-from podium.roles.episode_stream import Block, Lost
+from podium.roles.carriers import CANCELLED, Floats
+from podium.roles.episode_stream import Block
 from podium.roles.grading_handle import Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
 
@@ -55,12 +64,21 @@ class _Group:
     before: Mapping[str, Any]  # state of the data before its prompt was taken
     episodes: list[Rollouts] = field(default_factory=list)  # one part for each block that had some
     graded: list[GradedPart] = field(default_factory=list)
+    begun: dict[int, RowRefs[TrajectoryBlock]] = field(default_factory=dict)  # by sample: tokens of a returned episode
     scores: dict[int, Floats] | None = None  # of reward models
 
     @property
     def rollouts(self) -> Rollouts:
         """All episodes that have ended, ids ascending."""
         return Rollouts.join(self.episodes)
+
+    @property
+    def pieces(self) -> Iterator[Stored[TrajectoryBlock]]:
+        """All stored objects that have rows of it."""
+        for part in self.episodes:
+            yield from part.rows.pieces
+        for rows in self.begun.values():
+            yield from rows.pieces
 
     @property
     def num_ended(self) -> int:
@@ -88,12 +106,21 @@ class SampledStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """Episodes to start on a worker."""
+    """Episodes to start on a worker, or to continue."""
 
-    rank: int
+    worker: str
     prompts: tuple[IndexedTask, ...]
     samples: tuple[int, ...]
     attempt: int
+    begun: RowRefs[TrajectoryBlock] | None  # tokens of those that continue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TakeBack:
+    """Episodes that a worker is to give back."""
+
+    worker: str
+    ids: tuple[TrajectoryId, ...]
 
 
 def schedule_settings(recipe: OnPolicyRecipe) -> ScheduleSettings:
@@ -107,6 +134,7 @@ def schedule_settings(recipe: OnPolicyRecipe) -> ScheduleSettings:
         on_new_weights=rollout.on_new_weights,
         replaces_uniform=algorithm.dynamic_sampling,
         max_replaced=algorithm.num_refills * rollout.prompts_per_step,
+        lends=recipe.placement.layout == "elastic",
     )
 
 
@@ -124,9 +152,13 @@ class GroupFlow:
         self._done: set[int] = set()  # prompt indices that are trained or void, above that of the oldest live group
         self._admits: list[Admit] = []  # decided and not sent yet
         self._publishes: list[Publish] = []  # decided and not carried out yet
+        self._give_backs: list[GiveBack] = []
+        self._lending: Lend | Recall | None = None
         self._start: StartStep | None = None
         self._running: Counter[str] = Counter()  # worker -> episodes that it was given and that have not ended
-        self._lanes: tuple[int, ...] = ()  # by rank: episodes that a worker is given
+        self._lanes: dict[str, int] = {}  # worker -> episodes that it is given
+        self._own: tuple[str, ...] = ()
+        self.num_ended = self.num_moved = 0  # episodes over the whole run; moved ones are counted each time
         self._grades_single = False  # whether episodes are graded one by one
 
     @property
@@ -135,9 +167,9 @@ class GroupFlow:
         return self._running.total()
 
     @property
-    def num_workers(self) -> int:
-        """Workers that run episodes."""
-        return len(self._lanes)
+    def own_workers(self) -> Sequence[str]:
+        """Workers that are there all the time: not those on devices that the learner lends."""
+        return self._own
 
     @property
     def num_groups(self) -> int:
@@ -166,9 +198,22 @@ class GroupFlow:
     def open(self, lanes: Sequence[int], *, grades_single: bool) -> None:
         """Tells the scheduler about the workers. `lanes`: episodes that each runs at the same time."""
         self._grades_single = grades_single
-        self._lanes = tuple(count + -(-count // _AHEAD) for count in lanes)
-        for rank, count in enumerate(self._lanes):
-            self.tell(WorkerJoined(worker=str(rank), lanes=count, version=self._state.version))
+        self._own = tuple(map(str, range(len(lanes))))
+        for worker, count in zip(self._own, lanes, strict=True):
+            self._join(worker, count, is_lent=False)
+
+    def note_lent(self, lanes: Mapping[str, int]) -> None:
+        """The learner's devices generate now. `lanes`: of their workers; none, if episode runners ask them."""
+        for worker, count in lanes.items():
+            self._join(worker, count, is_lent=True)
+        self.tell(DevicesLent(version=self._state.version))
+
+    def note_returned(self, workers: Iterable[str]) -> None:
+        """The learner has its devices again."""
+        for worker in workers:
+            del self._lanes[worker]
+            self.tell(WorkerLeft(worker=worker))
+        self.tell(DevicesReturned())
 
     # --- events and actions ---
 
@@ -184,6 +229,10 @@ class GroupFlow:
                     self._publishes.append(action)
                 case StartStep():
                     self._start = action
+                case GiveBack():
+                    self._give_backs.append(action)
+                case Lend() | Recall():
+                    self._lending = action
                 case _:
                     pass  # grading begins when episodes end; a void group stays with its step
 
@@ -192,57 +241,105 @@ class GroupFlow:
         publishes, self._publishes = self._publishes, []
         return publishes
 
+    def take_lending(self) -> Lend | Recall | None:
+        """Whether to lend or recall the learner's devices, decided since the last call."""
+        lending, self._lending = self._lending, None
+        return lending
+
+    def take_give_backs(self) -> list[TakeBack]:
+        """Episodes that workers are to give back, decided since the last call."""
+        give_backs, self._give_backs = self._give_backs, []
+        return [
+            TakeBack(
+                worker=each.worker,
+                ids=tuple(
+                    TrajectoryId(self._groups[number].prompt.prompt_index, sample, 0, attempt)
+                    for number, sample, attempt in each.episodes
+                ),
+            )
+            for each in give_backs
+        ]
+
     def take_admissions(self) -> list[Admission]:
         """Episodes to start, decided since the last call. New groups take the next prompts of the data."""
         admits, self._admits = self._admits, []
         for number in sorted({admit.group for admit in admits} - self._groups.keys()):
-            before = self._parts.prompts.state() if self.settings.staleness else {}
+            before = self._parts.prompts.state() if self._parts.recipe.keeps_generating else {}
             (prompt,) = self._parts.prompts.take(1)
             self._groups[number] = _Group(prompt=prompt, before=before)
             self._numbers[prompt.prompt_index], self._prompt_indices[number] = number, prompt.prompt_index
-        together: defaultdict[tuple[int, tuple[int, ...], int], list[IndexedTask]] = defaultdict(list)
+        together: defaultdict[tuple[str, tuple[int, ...], int], list[_Group]] = defaultdict(list)
         for admit in admits:
-            together[int(admit.worker), admit.samples, admit.attempt].append(self._groups[admit.group].prompt)
+            together[admit.worker, admit.samples, admit.attempt].append(self._groups[admit.group])
             self._running[admit.worker] += len(admit.samples)
         return [
-            Admission(rank=rank, prompts=tuple(prompts), samples=samples, attempt=attempt)
-            for (rank, samples, attempt), prompts in together.items()
+            Admission(
+                worker=worker,
+                prompts=tuple(group.prompt for group in groups),
+                samples=samples,
+                attempt=attempt,
+                begun=_joined_rows([group.begun[each] for group in groups for each in samples if each in group.begun]),
+            )
+            for (worker, samples, attempt), groups in together.items()
         ]
 
-    def note_lost(self, lost: Lost) -> None:
+    def note_lost(self, worker: str) -> None:
         """The worker is replaced already: the scheduler gives it its episodes again."""
-        worker, version = str(lost.rank), self._state.version
         self._running[worker] = 0
         self.tell(WorkerLost(worker=worker))
-        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[lost.rank], version=version))
+        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=self._state.version))
 
-    def note_ended(self, block: Block) -> list[Rollouts]:
+    def note_arrived(self, block: Block, worker: str) -> list[Rollouts]:
         """Notes the episodes of a block. Returns what can be graded now: single episodes, or complete groups."""
         if not len(block.ids):
             return []  # it has metrics only
-        numbers = sorted({self._numbers[index] for index in block.ids.array_N4[:, 0].tolist()})
-        prompts = [self._groups[number].prompt for number in numbers]
-        tasks = {prompt.prompt_index: prompt.task for prompt in prompts}
+        rollouts = self._rollouts(block)
+        self._running[worker] -= len(rollouts)
+        is_returned_N = rollouts.note.finish_N == CANCELLED
+        if is_returned_N.any():
+            self._note_returned(rollouts.take(np.flatnonzero(is_returned_N)), worker)
+            rollouts = rollouts.take(np.flatnonzero(~is_returned_N))
+        return self._note_ended(rollouts, worker) if len(rollouts) else []
+
+    def _rollouts(self, block: Block) -> Rollouts:
+        """The episodes of a block with their tasks."""
+        tasks = {
+            index: self._groups[self._numbers[index]].prompt.task for index in set(block.ids.array_N4[:, 0].tolist())
+        }
         state = self._state
-        rollouts = Rollouts.of([block], tasks, step=state.step + 1, version=state.version, metrics={})
+        return Rollouts.of([block], tasks, step=state.step + 1, version=state.version, metrics={})
+
+    def _note_returned(self, rollouts: Rollouts, worker: str) -> None:
+        """Keeps the tokens of episodes that continue elsewhere."""
+        note, episodes = rollouts.note, list[ReturnedEpisode]()
+        for row, (index, sample, _, attempt) in enumerate(rollouts.rows.ids.array_N4.tolist()):
+            number, oldest, newest = self._numbers[index], int(note.version_N[row]), int(note.newest_version_N[row])
+            if note.sampled_N[row]:
+                self._groups[number].begun[sample] = rollouts.rows.take(np.array([row]))
+            episodes.append(ReturnedEpisode(group=number, attempt=attempt, sample=sample, oldest=oldest, newest=newest))
+        self.num_moved += len(episodes)
+        self.tell(EpisodesReturned(worker=worker, episodes=tuple(episodes)))
+
+    def _note_ended(self, rollouts: Rollouts, worker: str) -> list[Rollouts]:
+        self.num_ended += len(rollouts)
         to_grade: list[Rollouts] = []
-        for number, prompt in zip(numbers, prompts, strict=True):
+        for number in sorted({self._numbers[index] for index in rollouts.group_N.tolist()}):
             group = self._groups[number]
-            mine = rollouts.take(np.flatnonzero(rollouts.group_N == prompt.prompt_index))
+            mine = rollouts.take(np.flatnonzero(rollouts.group_N == group.prompt.prompt_index))
             group.episodes.append(mine)
             if self._grades_single:
                 to_grade.append(mine)
             elif group.num_ended == self.settings.samples:
                 to_grade.append(group.rollouts)
-        note, rank = rollouts.note, str(block.rank)
+        note = rollouts.note
         for row, (index, sample, _, attempt) in enumerate(rollouts.rows.ids.array_N4.tolist()):
-            self._running[rank] -= 1
+            self._groups[self._numbers[index]].begun.pop(sample, None)
             self.tell(
                 EpisodeEnded(
                     group=self._numbers[index],
                     attempt=attempt,
                     sample=sample,
-                    worker=rank,
+                    worker=worker,
                     oldest=int(note.version_N[row]),
                     newest=int(note.newest_version_N[row]),
                 )
@@ -284,9 +381,7 @@ class GroupFlow:
         groups = [self._groups.pop(number) for number in numbers]
         joined = Rollouts.join([group.rollouts for group in groups])
         rollouts = replace(joined, step=step, version=self._state.version, metrics=metrics)
-        still_used = {
-            id(piece) for group in self._groups.values() for part in group.episodes for piece in part.rows.pieces
-        }
+        still_used = {id(piece) for group in self._groups.values() for piece in group.pieces}
         objects.free_at_end(piece for piece in rollouts.rows.pieces if id(piece) not in still_used)
         rewarded = Rewarded.join([group.rewarded() for group in groups])
         models = [index for index, _ in self._parts.roles.reward_models]
@@ -337,6 +432,11 @@ class GroupFlow:
 
     # --- internals ---
 
+    def _join(self, worker: str, lanes: int, *, is_lent: bool) -> None:
+        self._lanes[worker] = lanes + -(-lanes // _AHEAD)
+        version = self._state.version
+        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=version, is_lent=is_lent))
+
     def _unscored(self) -> list[int]:
         samples = self.settings.samples
         return [number for number, group in self._groups.items() if group.scores is None and group.num_ended == samples]
@@ -352,3 +452,7 @@ class GroupFlow:
             graded, errors = failed_as_zero(graded, errors), {}
         # A group without all its rewards is not replaced: that its reward fails is nothing about the prompt.
         self.tell(GroupGraded(group=number, is_uniform=not errors and bool(graded.uniform_N.all())))
+
+
+def _joined_rows(parts: Sequence[RowRefs[TrajectoryBlock]]) -> RowRefs[TrajectoryBlock] | None:
+    return RowRefs.join(parts) if parts else None

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from podium.cluster import Layout, MeshShape, Pool, Resources, RoleSpec
-from podium.controller.phases import CRITIC, GENERATOR, REFERENCE
+from podium.controller.phases import CRITIC, GENERATOR, LENT, REFERENCE
 from podium.errors import CheckpointError
 from podium.models.cpu_settings import CpuSettings
 from podium.models.folder import local_folder
@@ -47,12 +47,13 @@ class RoleNames:
     reference: str | None
     teachers: tuple[str, ...]
     reward_models: tuple[tuple[int, str], ...]  # position among the recipe's rewards, and name
+    lent: str | None = None  # generators on the learner's devices
 
     @property
     def on_devices(self) -> tuple[str, ...]:
         """Names of all roles that hold a model on a device."""
         models = tuple(name for _, name in self.reward_models)
-        single = tuple(name for name in (self.critic, self.reference) if name is not None)
+        single = tuple(name for name in (self.lent, self.critic, self.reference) if name is not None)
         return (POLICY, GENERATOR, *single, *self.teachers, *models)
 
 
@@ -66,6 +67,7 @@ def role_names(recipe: OnPolicyRecipe, *, evaluates_only: bool = False) -> RoleN
         reference=REFERENCE if recipe.full_algorithm.kl is not None and not reference_is_base(recipe) else None,
         teachers=tuple(f"teacher-{number}" for number in range(len(recipe.teacher_sections))),
         reward_models=reward_models,
+        lent=LENT if recipe.placement.layout == "elastic" else None,
     )
 
 
@@ -78,7 +80,7 @@ def reference_is_base(recipe: OnPolicyRecipe) -> bool:
 
 
 def num_learners(recipe: OnPolicyRecipe) -> int:
-    """Number of devices that train. With layout split, the other devices generate."""
+    """Number of devices that train. With layout split or elastic, the other devices generate."""
     placement = recipe.placement
     if placement.layout == "colocated":
         return placement.devices
@@ -105,10 +107,13 @@ def layout_of(
         pools.append(Pool(name=ROLLOUT, slots=apart, each=each, collectives=False))
         generator = _generator(recipe, learner=None)
         roles.append(_role(GENERATOR, Generator, ROLLOUT, MeshShape(replica=apart), generator))
+        if names.lent is not None:
+            lent = _generator(recipe, learner=POLICY)
+            roles.append(_role(names.lent, Generator, TRAIN, MeshShape(replica=ranks), lent))
     else:
         generator = _generator(recipe, learner=POLICY)
         roles.append(_role(GENERATOR, Generator, TRAIN, MeshShape(replica=ranks), generator))
-    helper_pools, helper_roles = _helper_roles(recipe)
+    helper_pools, helper_roles = _helper_roles(recipe, lent=names.lent)
     return Layout(pools=(*pools, *helper_pools), roles=(*roles, *helper_roles))
 
 
@@ -127,14 +132,14 @@ def trial_layout(recipe: OnPolicyRecipe, *, device: str) -> Layout:
     return Layout(pools=(pool, *helper_pools), roles=(*roles, *helper_roles))
 
 
-def _helper_roles(recipe: OnPolicyRecipe) -> tuple[list[Pool], list[RoleSpec]]:
+def _helper_roles(recipe: OnPolicyRecipe, *, lent: str | None = None) -> tuple[list[Pool], list[RoleSpec]]:
     """Episode runners and graders, with their pools."""
     pools, roles = [], []
     if recipe.environment is not None:
         runners = recipe.environment.runners
         pools.append(_helpers(RUNNERS, runners, recipe))
         runner = RunnerSpec(
-            model=recipe.model, environment=recipe.environment, generator=GENERATOR,
+            model=recipe.model, environment=recipe.environment, generator=GENERATOR, lent=lent,
             max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s,
         )  # fmt: skip
         roles.append(

@@ -1,25 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generation that goes on while the policy learns: staleness above 0.
+"""Generation that goes on while the policy learns (staleness above 0), and devices that change sides (layout elastic).
 
 Streams to the workers stay open over many steps. A task reads them; what it and the graders bring is told to the
 scheduler at once, and what that admits is sent at once. After an update the learner puts its weights into the object
-store, and is free for the next one. Every generator takes them from there while it generates."""
+store, and is free for the next one. Every generator takes them from there while it generates. With layout elastic the
+learner's devices generate while the program waits for its next step."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 from podium.cluster import ObjectScope
+from podium.cluster.deadlines import now_s
 from podium.controller.devices import Devices
 from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
 from podium.controller.group_flow import GroupFlow, SampledStep
 from podium.controller.ledger import GroupRecord
+from podium.controller.lent_devices import LentDevices
 from podium.controller.parts import OnPolicyParts
-from podium.controller.scheduling import StepRequested, WeightsInstalled
+from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, WeightsInstalled
 from podium.controller.state import RunState
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Lost
@@ -47,25 +49,30 @@ class OverlapExecutor:
         self._transfer: ByStore | None = None  # the newest weights in the object store
         self._to_install: set[str] = set()  # workers that wait for them
         self._versions: dict[int, int] = {}  # engine -> version of its weights
+        lent = parts.roles.lent
+        self._lent = None if lent is None else LentDevices(parts, self._flow, state, lent, self._note, self._fail)
         self._scoring: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
         self._usages: tuple[GeneratorUsage, ...] = ()  # when the last step began
         self._began = 0.0
+        self._num_ended = self._num_moved = 0  # until then
+        self._episodes_per_s = self._waited_s = 0.0  # of the last step
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
         """The next step that the scheduler starts. Generation goes on when it is returned."""
         if self._generating is None:
             await self._begin()
+        await self._until_stored()  # the learner's devices are idle from then on
+        idle_since_s = now_s()
+        if self._lent is not None:
+            await self._lend(self._lent)
         self._flow.tell(StepRequested())
         self._send()
         with self._parts.watch.span("wait"):
             await self._until(self._is_step_ready)
-        if self._storing is not None:
-            with self._parts.watch.span("publish"):
-                await self._storing
-            self._raise_error()
+        self._waited_s = now_s() - idle_since_s
         return self._flow.collect(step, objects, await self._engine_metrics())
 
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
@@ -91,13 +98,8 @@ class OverlapExecutor:
             return
         self._is_pausing = True
         try:
-            # A step may be ready before its streams are open; a stream that opens later would not be finished.
-            await self._until(lambda: self._stream is not None and not self._flow.num_running and not self._tasks)
-            assert self._stream is not None, "it was waited for"
-            await self._stream.finish()
-            generating, self._generating = self._generating, None
-            await generating
-            self._raise_error()
+            with self._parts.watch.span("drain"):
+                await self._drain(self._generating)
             self._devices.note_published(min(self._versions.values()))
         finally:
             self._is_pausing = False
@@ -112,7 +114,19 @@ class OverlapExecutor:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._lent is not None:
+            await self._lent.close()
         await self._grading.close()
+
+    async def _drain(self, generating: asyncio.Task[None]) -> None:
+        """Waits for the episodes that run, for weights on their way, and for the end of the streams."""
+        # A step may be ready before its streams are open; a stream that opens later would not be finished.
+        await self._until(lambda: self._stream is not None and not self._flow.num_running and not self._tasks)
+        assert self._stream is not None, "it was waited for"
+        await self._stream.finish()
+        self._generating = None
+        await generating
+        self._raise_error()
 
     # --- tasks ---
 
@@ -129,7 +143,7 @@ class OverlapExecutor:
         for worker in sorted(self._to_install):
             self._flow.tell(WeightsInstalled(worker=worker, version=self._state.version))
         self._to_install.clear()
-        self._usages, self._began = await roles.generator.usage(), time.perf_counter()
+        self._usages, self._began = await roles.generator.usage(), now_s()
         self._generating = asyncio.create_task(self._generate())
 
     async def _generate(self) -> None:
@@ -142,8 +156,7 @@ class OverlapExecutor:
                 self._send()
                 try:
                     async for arrival in stream:
-                        await self._note(arrival, stream)
-                        self._changed.set()
+                        await self._note(arrival, str(arrival.rank))
                 except Exception as error:
                     self._fail(error)  # before the streams are closed, which may take long
         except Exception as error:
@@ -151,17 +164,43 @@ class OverlapExecutor:
         finally:
             self._stream = None
 
-    async def _note(self, arrival: Block | Lost, stream: EpisodeStream) -> None:
+    async def _note(self, arrival: Block | Lost, worker: str) -> None:
+        """Notes what a worker sent. A lost one is replaced, unless the learner was on its device."""
         if isinstance(arrival, Lost):
-            await self._parts.roles.episode_workers.replace(stream, arrival)
-            self._flow.note_lost(arrival)
-            self._send(is_repeated=True)
+            if worker not in self._flow.own_workers or self._stream is None:
+                raise arrival.error
+            await self._start(self._replace, arrival, self._stream)  # as a task that a pause waits for
             return
-        for part in self._flow.note_ended(arrival):
+        for part in self._flow.note_arrived(arrival, worker):
             self._grading.submit(part)
         if self._flow.has_unscored and (self._scoring is None or self._scoring.done()):
             self._scoring = self._start(self._score)
         self._send()
+        self._changed.set()
+
+    async def _until_stored(self) -> None:
+        """Waits until the learner has stored its weights, and may change them."""
+        if self._storing is not None:
+            with self._parts.watch.span("publish"):
+                await self._storing
+            self._raise_error()
+
+    async def _lend(self, lent: LentDevices) -> None:
+        """Lends the learner's devices if the scheduler finds it worth it."""
+        rate, waited_s = self._episodes_per_s, self._waited_s
+        self._flow.tell(LearnerIdle(episodes_per_s=rate, waited_s=waited_s, switch_s=lent.switch_s))
+        if isinstance(self._flow.take_lending(), Lend):
+            with self._parts.watch.span("lend"):
+                await lent.lend()
+
+    async def _recall(self, lent: LentDevices) -> None:
+        await lent.recall()
+        self._send()
+
+    async def _replace(self, lost: Lost, stream: EpisodeStream) -> None:
+        await self._parts.roles.episode_workers.replace(stream, lost)
+        self._flow.note_lost(str(lost.rank))
+        self._send(is_repeated=True)
 
     async def _score(self) -> None:
         """Reward models score complete groups, until none waits."""
@@ -195,20 +234,33 @@ class OverlapExecutor:
         waits for."""
         self._to_install.update(publish.worker for publish in self._flow.take_publishes())
         self._publish()
+        if self._lent is not None and isinstance(self._flow.take_lending(), Recall):
+            self._start(self._recall, self._lent)
         if self._stream is None or (self._is_pausing and not is_repeated):
             return
         try:
-            for each in self._flow.take_admissions():
-                self._stream.admit(each.rank, each.prompts, each.samples, each.attempt)
+            for admission in self._flow.take_admissions():
+                stream, rank = self._stream_of(admission.worker)
+                stream.admit(rank, admission.prompts, admission.samples, admission.attempt, admission.begun)
         except Exception as error:  # of the data
             self._fail(error)
+            return
+        for each in self._flow.take_give_backs():
+            stream, rank = self._stream_of(each.worker)
+            stream.give_back(rank, each.ids)
+
+    def _stream_of(self, worker: str) -> tuple[EpisodeStream, int]:
+        """The stream and rank of a worker."""
+        stream = self._stream if worker in self._flow.own_workers or self._lent is None else self._lent.stream
+        assert stream is not None, "the scheduler gives nothing to workers that are not there"
+        return stream, int(worker.removeprefix("lent-"))
 
     def _publish(self) -> None:
         """Starts to install the newest weights where they are waited for, as soon as they are stored."""
         runner, transfer = self._parts.roles.runner, self._transfer
         if not self._to_install or transfer is None or transfer.version.number != self._state.version:
             return
-        if runner is not None and len(self._to_install) < self._flow.num_workers:
+        if runner is not None and len(self._to_install) < len(self._flow.own_workers):
             return  # engines answer all runners: the others have not ended their episodes yet
         workers, self._to_install = tuple(sorted(self._to_install)), set()
         for each in [workers] if runner is not None else [(worker,) for worker in workers]:
@@ -265,12 +317,19 @@ class OverlapExecutor:
 
     async def _engine_metrics(self) -> dict[str, float]:
         """What the engines did since the last step began."""
-        before, began = self._usages, self._began
-        self._usages, self._began = await self._parts.roles.generator.usage(), time.perf_counter()
+        before, began, num_ended = self._usages, self._began, self._flow.num_ended
+        self._usages, self._began = await self._parts.roles.generator.usage(), now_s()
+        self._episodes_per_s = (num_ended - self._num_ended) / (self._began - began)
+        self._num_ended = num_ended
         pairs = [(now.load, then.load) for now, then in zip(self._usages, before, strict=True)]
-        num = len(pairs)
+        num, lent = len(pairs), {} if self._lent is None else self._lent.take_metrics()
+        if lent:
+            num_moved, self._num_moved = self._num_moved, self._flow.num_moved
+            lent["moved_episodes"] = float(self._num_moved - num_moved)
         return {
-            "generated_tokens": float(sum(now.generated_tokens - then.generated_tokens for now, then in pairs)),
+            **lent,
+            "generated_tokens": lent.get("lent_tokens", 0.0)
+            + sum(now.generated_tokens - then.generated_tokens for now, then in pairs),
             "prefilled_tokens": float(sum(now.prefilled_tokens - then.prefilled_tokens for now, then in pairs)),
             "reused_tokens": float(sum(now.reused_tokens - then.reused_tokens for now, then in pairs)),
             "preemptions": float(sum(now.preemptions - then.preemptions for now, then in pairs)),

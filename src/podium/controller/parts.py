@@ -34,6 +34,7 @@ class Roles:
     generator: GeneratorHandle
     runner: RunnerHandle | None
     grader: GraderHandle
+    lent: GeneratorHandle | None = None  # on the learner's devices, in layout elastic
     reward_models: RewardModels = ()
     critic: CriticHandle | None = None
     reference: ScorerHandle | None = None

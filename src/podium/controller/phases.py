@@ -14,6 +14,8 @@ Phase = Literal["rollout", "grade", "score", "update", "refresh", "save"]
 evaluation consists of rollout and grade."""
 
 GENERATOR, CRITIC, REFERENCE = "generator", "critic", "reference"
+LENT = "lent-generator"
+"""Generators on the learner's devices in layout elastic. They work between phases: when the learner waits."""
 
 # Roles that work in each phase. Names with a number (teacher-0, reward-1) are scorers.
 _AT_WORK: Mapping[Phase, tuple[str, ...]] = {
@@ -46,9 +48,10 @@ def who_leaves(
     roles = frozenset(roles)
     on_gpu = device_bytes > 0
     crowded = colocated and on_gpu and optimizer_bytes > 0.2 * device_bytes
-    leaving = roles - {GENERATOR} if (crowded if offload_optimizer is None else offload_optimizer) else frozenset[str]()
-    sleeps = colocated and (on_gpu or bool(offload_optimizer))
-    return leaving | (roles & {GENERATOR} if sleeps else frozenset())
+    sharing = {GENERATOR if colocated else LENT}  # generators that share their device
+    leaving = roles - {GENERATOR, LENT} if (crowded if offload_optimizer is None else offload_optimizer) else set[str]()
+    sleeps = on_gpu or bool(colocated and offload_optimizer)
+    return frozenset(leaving | (roles & sharing if sleeps else set()))
 
 
 def _works(role: str, phase: Phase) -> bool:

@@ -147,6 +147,7 @@ def _overlap(record: StepRecord) -> dict[str, float]:
     metrics = {
         "rollout/idle_s": rollouts.metrics.get("idle_s", 0.0),
         "rollout/install_s": rollouts.metrics.get("install_s", 0.0),
+        **_lending(rollouts.metrics),
     }
     if len(record.used):
         metrics["response/trained_mean"] = float(record.used.rollouts.note.sampled_N.mean())
@@ -186,12 +187,14 @@ def _update(report: UpdateReport) -> dict[str, float]:
         "ratio/ess": statistics.effective_share,
         "advantage/mean": report.advantages.mean,
         "advantage/std": report.advantages.variance**0.5,
-        "gap/mean": gap.mean,
-        "gap/max": gap.largest,
         "imbalance": report.imbalance,
         "micro_steps": float(report.micro_steps),
         "trained_tokens": float(report.num_tokens),
     }
+    if gap.count:
+        metrics |= {"gap/mean": gap.mean, "gap/max": gap.largest}
+    if report.kept_mass is not None:
+        metrics["correction/kept_mass"] = report.kept_mass
     if report.sampling is not None:
         metrics |= {
             "correction/mean": report.sampling.mean,
@@ -253,6 +256,20 @@ def _speed(record: StepRecord) -> dict[str, float]:
         metrics["mfu"] = report.flops / step_s / record.peak_flops
         metrics["update/mfu"] = report.flops / seconds["update"] / record.peak_flops
     return metrics | {f"time/{phase}_s": spent for phase, spent in seconds.items()}
+
+
+def _lending(metrics: Mapping[str, float]) -> dict[str, float]:
+    """What the learner's devices generated: of layout elastic."""
+    if "lent_s" not in metrics:
+        return {}
+    own_tokens = metrics["generated_tokens"] - metrics["lent_tokens"]
+    return {
+        "lending/lent_s": metrics["lent_s"],
+        "lending/switch_s": metrics["switch_s"],
+        "lending/tokens": metrics["lent_tokens"],
+        "lending/gain": metrics["lent_tokens"] / max(1.0, own_tokens),
+        "lending/moved_episodes": metrics["moved_episodes"],
+    }
 
 
 def idle_seconds(spans: Iterable[Span], begin_s: float, end_s: float) -> float:

@@ -62,11 +62,12 @@ class PolicyRole:
             whitening=advantages.whitening if isinstance(advantages, TokenAdvantages) else None,
             whiten=isinstance(advantages, Advantages) and advantages.whiten,
             loss=loss,
+            is_truncated=bool(recipe.rollout.truncated_by),
         )
         async with self._devices.phase("update"):
             learning = asyncio.create_task(self._parts.roles.policy.update(batch, plan, seed=recipe.run.seed))
             await asyncio.sleep(0)  # the learners' call is sent first
-            if batch.step < recipe.steps and not recipe.rollout.staleness:  # else they are taken as there is room
+            if batch.step < recipe.steps and not recipe.keeps_generating:  # else they are taken as there is room
                 self._parts.prompts.take_ahead(recipe.rollout.prompts_per_step)
             return await learning
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import time
 from collections.abc import AsyncIterator, Mapping
 from typing import Any, Generic
 
@@ -42,7 +43,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._kl, roles = parts.recipe.full_algorithm.kl, parts.roles
         self._devices = devices = Devices(parts)
         self._episodes = Episodes(parts, devices, state)
-        overlaps = parts.recipe.rollout.staleness > 0
+        overlaps = parts.recipe.keeps_generating
         self._replay = replay
         self._executor: Executor = replay or (OverlapExecutor if overlaps else StepExecutor)(parts, devices, state)
         self._recorder = StepRecorder(
@@ -223,10 +224,12 @@ class OnPolicyRun(Generic[RecipeT_co]):
 
     async def _evaluate(self) -> None:
         step = self._state.step
+        began = time.perf_counter()
         await self._executor.pause()
+        drained = {"heldout/drain_s": time.perf_counter() - began} if self.recipe.rollout.staleness else {}
         self._evaluation = evaluation = await self._evaluator.evaluate(step)
         self._milestones.evaluated_step = step
-        self._parts.log.evaluation(evaluation.view, evaluation.metrics, evaluation.answers)
+        self._parts.log.evaluation(evaluation.view, {**evaluation.metrics, **drained}, evaluation.answers)
         if self._milestones.saved_step == step and step > 0 and evaluation.score is not None:
             await self._parts.roles.policy.grade(step, -evaluation.score)
 

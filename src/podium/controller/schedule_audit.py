@@ -14,13 +14,21 @@ from typing import Literal, Never, assert_never
 from podium.controller.scheduling import (
     Action,
     Admit,
+    DevicesLent,
+    DevicesReturned,
     EndRun,
     EpisodeEnded,
+    EpisodesReturned,
     Event,
+    GiveBack,
     GradeGroup,
     GroupGraded,
     GroupState,
+    LearnerIdle,
+    Lend,
     Publish,
+    Recall,
+    ReturnedEpisode,
     ScheduleSettings,
     StartStep,
     StepCommitted,
@@ -30,6 +38,7 @@ from podium.controller.scheduling import (
     VoidReason,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
 )
 from podium.errors import InvariantError
@@ -71,9 +80,12 @@ class _Record:
     state: GroupState = "offered"
     attempts: int = 0
     admitted_version: int = -1
+    attempt_of: dict[int, int] = field(default_factory=dict)  # by sample: its last attempt
     waiting: dict[int, tuple[str, int]] = field(default_factory=dict)  # sample -> worker, and its version then
+    begun: dict[int, tuple[int, int]] = field(default_factory=dict)  # sample -> versions of tokens that came back
     ended: set[int] = field(default_factory=set)
     oldest: int = -1
+    newest_token: int = -1
     newest: dict[str, int] = field(default_factory=dict)  # by worker
     is_uniform: bool = False
     step: int | None = None
@@ -99,7 +111,8 @@ class ScheduleAudit:
         self._updates = {version: 0}  # version -> number of updates before it
         self._version = version
         self._step, self._committed = step, step
-        self._is_stopping = False
+        self._is_stopping = self._are_lent = False
+        self._lent_version = version
         self._finished: list[GroupHistory] = []
 
     @property
@@ -134,8 +147,18 @@ class ScheduleAudit:
                         del group.waiting[sample]
                     if lost:
                         group.events.append(event)
+            case WorkerLeft():
+                self._leave(event)
             case EpisodeEnded():
                 self._end_episode(event)
+            case EpisodesReturned():
+                self._take_back(event)
+            case DevicesLent():
+                if event.version != self._version:
+                    self._broken("acknowledged weights", f"the learner has version {self._version}", event)
+                self._are_lent, self._lent_version = True, event.version
+            case DevicesReturned():
+                self._are_lent = False
             case GroupGraded():
                 group = self._live(event.group, event)
                 group.is_uniform = event.is_uniform
@@ -150,36 +173,70 @@ class ScheduleAudit:
                     worker.version = event.version
             case StopRequested():
                 self._is_stopping = True
-            case StepRequested():
+            case StepRequested() | LearnerIdle():
                 pass
             case other:
                 assert_never(other)
 
     def _end_episode(self, event: EpisodeEnded) -> None:
         group, worker = self._groups.get(event.group), self._workers.get(event.worker)
-        if worker is None or group is None or event.attempt != group.attempts - 1:
+        if worker is None or group is None or event.attempt != group.attempt_of.get(event.sample, event.attempt):
             return  # of a worker that was lost
         group.events.append(event)
-        if event.sample not in group.waiting or group.waiting[event.sample][0] != event.worker:
-            self._broken("conservation", f"sample {event.sample} was not running there", event, group)
-        _, admitted = group.waiting.pop(event.sample)
+        self._check_versions(group, event, event.worker, event)
         group.ended.add(event.sample)
         if event.oldest >= 0:
-            if not admitted <= event.oldest <= event.newest <= worker.sent:
-                self._broken(
-                    "versions",
-                    f"tokens are stamped {event.oldest} to {event.newest}; the worker had {admitted} when it began "
-                    f"and was sent nothing newer than {worker.sent}",
-                    event, group,
-                )  # fmt: skip
-            if event.newest not in self._updates or event.oldest not in self._updates:
-                self._broken("versions", "a stamped version was never made", event, group)
             if self._settings.on_new_weights == "finish" and event.oldest != event.newest:
                 self._broken("explicit cache", "on_new_weights is finish, and the episode spans versions", event, group)
             group.oldest = event.oldest if group.oldest < 0 else min(group.oldest, event.oldest)
-            group.newest[event.worker] = max(event.newest, group.newest.get(event.worker, -1))
+            group.newest_token = max(group.newest_token, event.newest)
+            self._note_newest(group, event.worker, event.newest)
         if len(group.ended) == self._settings.samples:
             self._move(group, "complete", event)
+
+    def _take_back(self, event: EpisodesReturned) -> None:
+        for each in event.episodes if event.worker in self._workers else ():
+            group = self._groups.get(each.group)
+            if group is None or each.attempt != group.attempt_of.get(each.sample, each.attempt):
+                continue  # of a worker that was lost
+            group.events.append(event)
+            self._check_versions(group, each, event.worker, event)
+            if each.oldest >= 0:
+                group.begun[each.sample] = each.oldest, each.newest
+                self._note_newest(group, event.worker, each.newest)
+
+    def _check_versions(
+        self, group: _Record, episode: EpisodeEnded | ReturnedEpisode, worker: str, event: Event
+    ) -> None:
+        """Checks the versions of an episode that leaves a worker: those of tokens that it came with, and those that the
+        worker had. With episode runners, engines on lent devices answer too."""
+        if episode.sample not in group.waiting or group.waiting[episode.sample][0] != worker:
+            self._broken("conservation", f"sample {episode.sample} was not running there", event, group)
+        _, admitted = group.waiting.pop(episode.sample)
+        if episode.oldest < 0:
+            return
+        begun_oldest, begun_newest = group.begun.get(episode.sample, (admitted, admitted))
+        most = max(self._workers[worker].sent, begun_newest, self._lent_version)
+        if not min(admitted, begun_oldest) <= episode.oldest <= episode.newest <= most:
+            self._broken(
+                "versions",
+                f"tokens are stamped {episode.oldest} to {episode.newest}; the worker had {admitted} when it began, it "
+                f"began with tokens of {begun_oldest} to {begun_newest}, and nothing newer than {most} was there",
+                event, group,
+            )  # fmt: skip
+        if episode.newest not in self._updates or episode.oldest not in self._updates:
+            self._broken("versions", "a stamped version was never made", event, group)
+
+    def _note_newest(self, group: _Record, name: str, newest: int) -> None:
+        """A worker stamps nothing newer than it was sent; newer tokens are of another one, which had them before."""
+        newest = min(newest, self._workers[name].sent)
+        group.newest[name] = max(newest, group.newest.get(name, -1))
+
+    def _leave(self, event: WorkerLeft) -> None:
+        for group in self._groups.values():
+            if any(worker == event.worker for worker, _ in group.waiting.values()):
+                self._broken("conservation", "its worker leaves with episodes of it", event, group)
+        self._workers.pop(event.worker, None)
 
     def _commit(self, event: StepCommitted) -> None:
         if event.step != self._step or event.step != self._committed + 1:
@@ -209,6 +266,13 @@ class ScheduleAudit:
                 self._start_step(action, event)
             case Publish():
                 self._publish(action, event)
+            case Lend() | Recall():
+                self._check_lending(action, event)
+            case GiveBack():
+                for number, sample, _ in action.episodes:
+                    group = self._live(number, event)
+                    if group.waiting.get(sample, ("", 0))[0] != action.worker:
+                        self._broken("conservation", f"sample {sample} does not run on {action.worker}", event, group)
             case Void():
                 group = self._live(action.group, event)
                 is_right = (
@@ -227,6 +291,12 @@ class ScheduleAudit:
                 self._check_conservation(event)
             case other:
                 assert_never(other)
+
+    def _check_lending(self, action: Lend | Recall, event: Event) -> None:
+        if isinstance(action, Lend) and self._step > self._committed:
+            self._broken("acknowledged weights", f"step {self._step} changes the weights of lent devices", event)
+        if self._are_lent != isinstance(action, Recall) or not self._settings.lends:
+            self._broken("acknowledged weights", f"{action}: the devices are elsewhere", event)
 
     def _admit(self, action: Admit, event: Event) -> None:
         worker = self._workers.get(action.worker)
@@ -249,7 +319,8 @@ class ScheduleAudit:
                 f"version {self._version}",
                 event, group,
             )  # fmt: skip
-        group.attempts = action.attempt + 1
+        group.attempts = max(group.attempts, action.attempt + 1)
+        group.attempt_of.update(dict.fromkeys(action.samples, action.attempt))
         if group.admitted_version < 0:
             group.admitted_version = worker.version
         group.waiting.update(dict.fromkeys(action.samples, (action.worker, worker.version)))
@@ -258,6 +329,8 @@ class ScheduleAudit:
     def _start_step(self, action: StartStep, event: Event) -> None:
         if action.step != self._committed + 1 or action.step != self._step + 1:
             self._broken("conservation", f"step {action.step} is started after step {self._step}", event)
+        if self._are_lent:
+            self._broken("acknowledged weights", "an update would change the weights of lent devices", event)
         self._step = action.step
         if len(action.groups) > self._settings.groups_per_step or len(set(action.groups)) != len(action.groups):
             self._broken("conservation", f"step {action.step} has {len(action.groups)} groups", event)
@@ -310,7 +383,7 @@ class ScheduleAudit:
                 attempts=group.attempts,
                 admitted_version=group.admitted_version,
                 oldest=group.oldest,
-                newest=max(group.newest.values(), default=-1),
+                newest=group.newest_token,
                 trained_step=group.step,
                 trained_version=group.version,
                 void=void,

@@ -9,6 +9,9 @@ k + S + 1: that is its deadline. It is admitted only if, for every deadline from
 room for all groups that are due by then. A step takes graded groups with the nearest deadlines, as soon as the steps
 after it have room for what it leaves. So no finished group is too old, and none is dropped for being slow. With S = 0 a
 step waits for all groups that were admitted for it: that is the synchronous program.
+
+With layout elastic the learner's devices generate while it waits: `lending` says when that is worth it. Episodes of a
+device that is recalled come back with their tokens, and continue on another one.
 """
 
 from __future__ import annotations
@@ -19,15 +22,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+from podium.controller.lending import Lending, to_give_back
 from podium.controller.scheduling import (
     Action,
     Admit,
+    DevicesLent,
+    DevicesReturned,
     EndRun,
     EpisodeEnded,
+    EpisodesReturned,
     Event,
+    GiveBack,
     GradeGroup,
     GroupGraded,
+    LearnerIdle,
+    Lend,
     Publish,
+    Recall,
     ScheduleSettings,
     StartStep,
     StepCommitted,
@@ -36,6 +47,7 @@ from podium.controller.scheduling import (
     Void,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeft,
     WorkerLost,
 )
 
@@ -46,8 +58,9 @@ class _Group:
 
     number: int
     deadline: int  # the last step that may train on it
-    attempt: int = 0
     missing: set[int]  # samples that have not ended
+    waiting: set[int]  # of them, those that no worker runs
+    attempts: Counter[int] = field(default_factory=Counter)  # by sample: how often a worker was lost with it
     newest: dict[str, int] = field(default_factory=dict)  # worker -> newest version among the tokens it sampled
 
 
@@ -59,6 +72,7 @@ class _Worker:
     lanes: int
     version: int  # acknowledged
     sent: int  # the last version that it was told to install
+    is_lent: bool
     running: set[tuple[int, int]] = field(default_factory=set)  # (group, sample)
     share: int = 0  # most episodes that it is given: its lanes, or its part of all that may run
 
@@ -79,7 +93,7 @@ class GroupScheduler:
         self._updates = {version: 0}  # version -> number of updates before it
         self._version = version  # of the learner
         self._next_group = 0
-        self._offered: list[int] = []  # a heap: groups of lost workers, which wait for another one
+        self._offered: list[int] = []  # a heap: groups with episodes that wait for another worker
         self._due: Counter[int] = Counter()  # deadline -> groups
         self._graded: defaultdict[int, list[int]] = defaultdict(list)  # deadline -> heap of graded groups
         self._num_graded = 0
@@ -89,6 +103,7 @@ class GroupScheduler:
         self._num_replaced = 0  # of them
         self._num_short = 0  # uniform groups that were not replaced: the next step has fewer groups
         self._has_begun = self._is_requested = self._is_stopping = self._has_ended = False
+        self._lending = Lending()
 
     def decide(self, event: Event) -> list[Action]:
         """Advances the state by one event and returns what to do now."""
@@ -98,8 +113,19 @@ class GroupScheduler:
                 self._join(event)
             case WorkerLost():
                 self._lose(event)
+            case WorkerLeft():
+                self._workers.pop(event.worker, None)
+                self._deal_shares()
             case EpisodeEnded():
                 actions += self._end_episode(event)
+            case EpisodesReturned():
+                self._take_back(event)
+            case LearnerIdle():
+                actions += self._lend(event)
+            case DevicesLent():
+                self._lending.state = "lent"
+            case DevicesReturned():
+                self._lending.state = "home"
             case GroupGraded():
                 actions += self._end_grading(event)
             case StepRequested():
@@ -115,31 +141,47 @@ class GroupScheduler:
         actions += self._publish()
         actions += self._start_step()
         actions += self._admit()
+        if isinstance(event, DevicesLent):
+            actions += self._spread()
         return actions
 
     # --- events ---
 
     def _join(self, event: WorkerJoined) -> None:
-        worker = _Worker(name=event.worker, lanes=event.lanes, version=event.version, sent=event.version)
+        worker = _Worker(
+            name=event.worker, lanes=event.lanes, version=event.version, sent=event.version, is_lent=event.is_lent
+        )
         self._workers[event.worker] = worker
         self._to_publish[event.worker] = None
         self._deal_shares()
 
     def _lose(self, event: WorkerLost) -> None:
-        """Its running groups wait for another worker. Episodes that have ended stay."""
+        """Its running episodes wait for another worker. Those that have ended stay."""
         worker = self._workers.pop(event.worker, None)
-        for number in sorted({number for number, _ in worker.running}) if worker is not None else ():
-            self._groups[number].attempt += 1
-            heapq.heappush(self._offered, number)
+        for number, sample in sorted(worker.running) if worker is not None else ():
+            self._groups[number].attempts[sample] += 1
+            self._offer(number, sample)
         self._deal_shares()
+
+    def _take_back(self, event: EpisodesReturned) -> None:
+        """They wait for another worker, with the tokens that they have."""
+        worker = self._workers.get(event.worker)
+        if worker is None:
+            return  # it was lost meanwhile, and its episodes are offered already
+        for each in event.episodes:
+            if (each.group, each.sample) in worker.running:
+                worker.running.discard((each.group, each.sample))
+                self._note_newest(self._groups[each.group], worker, each.newest)
+                self._offer(each.group, each.sample)
+        self._may_take(worker)
 
     def _end_episode(self, event: EpisodeEnded) -> Iterator[Action]:
         worker, group = self._workers.get(event.worker), self._groups.get(event.group)
-        if worker is None or group is None or event.attempt != group.attempt:
+        if worker is None or group is None or event.attempt != group.attempts[event.sample]:
             return  # the worker was lost meanwhile, and the episode runs elsewhere
         worker.running.discard((event.group, event.sample))
         group.missing.discard(event.sample)
-        group.newest[worker.name] = max(event.newest, group.newest.get(worker.name, event.newest))
+        self._note_newest(group, worker, event.newest)
         self._may_take(worker)
         if not worker.running:
             self._to_publish[worker.name] = None  # for `finish`
@@ -210,6 +252,11 @@ class GroupScheduler:
         numbers = self._nearest(num_most)
         if not all(self._is_acknowledged(self._groups[number]) for number in numbers):
             return  # the worker's acknowledgement is on its way
+        if self._lending.state != "home":
+            if self._lending.state == "lent":
+                self._lending.state = "returning"
+                yield Recall()
+            return  # the step needs the devices
         self._release(numbers)
         self._num_graded -= len(numbers)
         voided, self._voided = tuple(sorted(self._voided)), []
@@ -227,15 +274,58 @@ class GroupScheduler:
             worker = self._workers.get(name)
             if worker is None or load != worker.load or load >= 1:
                 continue  # an outdated entry
+            if worker.is_lent and self._lending.state == "returning":
+                continue
             group = self._group_for(worker)
             if group is None:
                 continue  # its weights are too old: it comes back when it has newer ones
-            samples = tuple(sorted(group.missing))
-            worker.running.update((group.number, sample) for sample in samples)
+            worker.running.update((group.number, sample) for sample in group.waiting)
             self._may_take(worker)
-            yield Admit(group=group.number, attempt=group.attempt, samples=samples, worker=name)
+            for attempt in sorted({group.attempts[sample] for sample in group.waiting}):
+                samples = tuple(sample for sample in sorted(group.waiting) if group.attempts[sample] == attempt)
+                yield Admit(group=group.number, attempt=attempt, samples=samples, worker=name)
+            group.waiting.clear()
+
+    def _lend(self, event: LearnerIdle) -> Iterator[Action]:
+        """Lends the learner's devices if the next step waits for long enough."""
+        if not self._settings.lends or self._lending.state != "home" or self._is_over or self._is_stopping:
+            return
+        if self._lending.is_worth_it(self._num_missing(), event):
+            self._lending.state = "leaving"
+            yield Lend()
+
+    def _spread(self) -> Iterator[Action]:
+        """Gives devices that were lent an even part of what is running, if no new groups could be admitted to them."""
+        running = {worker.name: tuple(worker.running) for worker in self._workers.values()}
+        lent = [worker.name for worker in self._workers.values() if worker.is_lent]
+        for name, episodes in to_give_back(running, lent):
+            attempts = [(number, sample, self._groups[number].attempts[sample]) for number, sample in episodes]
+            yield GiveBack(worker=name, episodes=tuple(attempts))
 
     # --- parts of decisions ---
+
+    def _offer(self, number: int, sample: int) -> None:
+        """An episode waits for a worker again."""
+        group = self._groups[number]
+        if not group.waiting:
+            heapq.heappush(self._offered, number)
+        group.waiting.add(sample)
+
+    def _num_missing(self) -> int:
+        """Episodes that the next step waits for: of groups that it still needs, those with the nearest deadlines."""
+        settings, step = self._settings, self._started + 1
+        graded = {number for numbers in self._graded.values() for number in numbers}
+        missing = [group for number, group in self._groups.items() if number not in graded]
+        missing.sort(key=lambda group: (group.deadline, group.number))
+        num_due = sum(1 for group in missing if group.deadline <= step)
+        num_needed = max(settings.groups_per_step - self._num_short - len(graded), num_due)
+        num_unknown = max(0, num_needed - len(missing))  # not admitted yet
+        return sum(len(group.missing) for group in missing[:num_needed]) + num_unknown * settings.samples
+
+    def _note_newest(self, group: _Group, worker: _Worker, newest: int) -> None:
+        """Newer tokens than the worker was sent weights for are of another one, which had the episode before."""
+        newest = min(newest, worker.sent)
+        group.newest[worker.name] = max(newest, group.newest.get(worker.name, newest))
 
     def _deal_shares(self) -> None:
         """Workers get new weights one after the other. The first one must not take all groups that have room then."""
@@ -302,8 +392,9 @@ class GroupScheduler:
             return group
         if not self._has_room(deadline):
             return None
-        samples = set(range(self._settings.samples))
-        group = self._groups[self._next_group] = _Group(number=self._next_group, deadline=deadline, missing=samples)
+        number, samples = self._next_group, range(self._settings.samples)
+        group = _Group(number=number, deadline=deadline, missing=set(samples), waiting=set(samples))
+        self._groups[number] = group
         self._next_group += 1
         self._due[deadline] += 1
         return group

@@ -30,6 +30,7 @@ class ScheduleSettings:
     on_new_weights: OnNewWeights = "recompute"
     replaces_uniform: bool = False  # dynamic sampling
     max_replaced: int = 0  # groups of one step that dynamic sampling replaces, at most
+    lends: bool = False  # whether the learner's devices generate while it waits: layout elastic
 
 
 # --- events: what happened ---
@@ -42,6 +43,7 @@ class WorkerJoined:
     worker: str
     lanes: int
     version: int
+    is_lent: bool = False  # it is on a device of the learner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,55 @@ class EpisodeEnded:
     worker: str
     oldest: int
     newest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReturnedEpisode:
+    """An episode that did not end. `oldest` and `newest` are the versions of its tokens so far; -1: it has none."""
+
+    group: int
+    attempt: int
+    sample: int
+    oldest: int
+    newest: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpisodesReturned:
+    """A worker has given episodes back, with their tokens. They continue wherever they are admitted next."""
+
+    worker: str
+    episodes: tuple[ReturnedEpisode, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerLeft:
+    """A worker takes no more episodes. It has ended or given back those that it had."""
+
+    worker: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerIdle:
+    """The learner's devices have nothing to do until the next step. Measured so far: episodes that ended per second in
+    the last step (0: none yet), how long the learner waited for it, and what it cost to lend devices and to recall
+    them (0: not known yet)."""
+
+    episodes_per_s: float
+    waited_s: float
+    switch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesLent:
+    """The learner's devices generate with its weights, which are those of `version`. Their workers have joined."""
+
+    version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicesReturned:
+    """The learner has its devices again. Their workers have left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,8 +151,13 @@ class StopRequested:
 Event = (
     WorkerJoined
     | WorkerLost
+    | WorkerLeft
     | EpisodeEnded
+    | EpisodesReturned
     | GroupGraded
+    | LearnerIdle
+    | DevicesLent
+    | DevicesReturned
     | StepRequested
     | StepCommitted
     | WeightsInstalled
@@ -148,6 +204,24 @@ class Publish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lend:
+    """Let the learner's devices generate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recall:
+    """Take the learner's devices back. What is running there is given back."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GiveBack:
+    """Let a worker give back these (group, sample, attempt): a worker with less to do continues them."""
+
+    worker: str
+    episodes: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Void:
     """A group leaves untrained."""
 
@@ -160,4 +234,4 @@ class EndRun:
     """There is no further step for the program."""
 
 
-Action = Admit | GradeGroup | StartStep | Publish | Void | EndRun
+Action = Admit | GradeGroup | StartStep | Publish | Lend | Recall | GiveBack | Void | EndRun

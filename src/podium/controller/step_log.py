@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
 from podium.algorithms.staleness import AgeStatistics
+from podium.cluster.deadlines import now_s, wall_s
 from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
 from podium.controller.records import StepRecord, idle_seconds, ledger_records, step_metrics
@@ -46,7 +46,7 @@ class StepLog:
     def mark(self) -> None:
         """Starts the clock of the next step."""
         self._parts.workers.take_spans()
-        self._marked = (time.perf_counter(), time.time(), self._parts.watch.seconds())
+        self._marked = (now_s(), wall_s(), self._parts.watch.seconds())
 
     async def record(
         self,
@@ -63,9 +63,9 @@ class StepLog:
         parts, recipe = self._parts, self._parts.recipe
         since_perf, since_wall, before = self._marked
         seconds = {name: spent - before.get(name, 0.0) for name, spent in parts.watch.seconds().items()}
-        spans, step_s = parts.workers.take_spans(), time.perf_counter() - since_perf
+        spans, step_s = parts.workers.take_spans(), now_s() - since_perf
         idle_s = idle_seconds(spans, since_wall, since_wall + step_s)
-        if recipe.rollout.staleness:  # streams that stay open have no span yet, but generators say when they were idle
+        if recipe.keeps_generating:  # open streams have no span yet, but generators say when they were idle
             idle_s = min(idle_s, step.sampled.rollouts.metrics.get("idle_s", 0.0))
         used, reference = (step.episodes, None) if batch is None else (batch.graded, batch.reference)
         record = StepRecord(
@@ -74,7 +74,7 @@ class StepLog:
             kl_coefficient=kl_coefficient, seconds=seconds, step_s=step_s,
             idle_s=idle_s,
             peak_flops=parts.roles.policy.facts.peak_flops * parts.roles.policy.num_ranks,
-            solving=recipe.solving, groups=groups, overlaps=recipe.rollout.staleness > 0, extra=parts.prompts.metrics(),
+            solving=recipe.solving, groups=groups, overlaps=recipe.keeps_generating, extra=parts.prompts.metrics(),
         )  # fmt: skip
         self.mark()  # writing from here on counts as the next step's time
         values = step_metrics(record) | {f"program/{name}": float(value) for name, value in metrics.items()}

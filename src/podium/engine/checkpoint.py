@@ -9,53 +9,36 @@ only. Nothing in it is executable: safetensors and JSON.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import math
-import os
 import shutil
 import threading
 import time
-import zlib
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.numpy import load_file, save_file
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
+from podium.engine.checkpoint_files import (
+    PARTIAL,
+    SUPERSEDED,
+    Extras,
+    SavedCheckpoint,
+    complete,
+    fingerprint,
+    flush,
+    read_json,
+    saved_steps,
+    to_remove,
+    write_json,
+)
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import Box, TensorShard
 
-_FORMAT = 1
-_PARTIAL = ".partial-"
-_SUPERSEDED = ".superseded-"
 # The writing thread has its own deadline, and a more specific error.
 _SLACK_S = 5.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Extras:
-    """Values saved once that are the same on every rank: JSON values and arrays (the data position, for instance)."""
-
-    values: Mapping[str, Any]
-    arrays: Mapping[str, np.ndarray]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedStep:
-    """A complete checkpoint on disk."""
-
-    step: int
-    folder: Path
-    heldout_loss: float | None
 
 
 class CheckpointWriter:
@@ -89,10 +72,10 @@ class CheckpointWriter:
         staged = {piece.name: _staged(piece.local) for piece in pieces}
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
-        partial = self._folder / f"{_PARTIAL}{step:08d}"
+        partial = self._folder / f"{PARTIAL}{step:08d}"
         if self._mesh.is_main:
             # Leftovers of killed saves: those of this step would count as parts of it.
-            for old in self._folder.glob(f"{_PARTIAL}*"):
+            for old in self._folder.glob(f"{PARTIAL}*"):
                 shutil.rmtree(old, ignore_errors=True)
             partial.mkdir(parents=True)
         self._mesh.barrier()
@@ -123,7 +106,7 @@ class CheckpointWriter:
         """Records the held-out loss of a step that was saved before the loss was known; rank 0 only."""
         self.wait()
         record = self._folder / f"step-{step:08d}" / "checkpoint.json"
-        _write_json(record, {**_read_json(record), "heldout_loss": heldout_loss})
+        write_json(record, {**read_json(record), "heldout_loss": heldout_loss})
 
     def settle(self, deadline_s: float = 30.0) -> None:
         """Lets a save in flight finish when the run fails, so that an error does not cost the newest checkpoint."""
@@ -145,15 +128,15 @@ class CheckpointWriter:
             name = f"rank-{self._mesh.rank:05d}"
             tensors = partial / f"{name}.safetensors"
             save_tensors(staged, tensors)
-            _flush(tensors)
+            flush(tensors)
             index = {
                 "pieces": {
                     piece.name: {"shape": piece.shape, "starts": piece.box.starts, "stops": piece.box.stops}
                     for piece in pieces
                 },
-                "files": {tensors.name: _fingerprint(tensors)},
+                "files": {tensors.name: fingerprint(tensors)},
             }
-            _write_json(partial / f"{name}.json", index)
+            write_json(partial / f"{name}.json", index)
             if self._mesh.is_main:
                 self._finish(partial, step, extras, heldout_loss)
         except BaseException as error:
@@ -168,24 +151,7 @@ class CheckpointWriter:
                     f"{', '.join(missing)} did not appear in {partial} within {self._timeout_s:.0f} s"
                 )
             time.sleep(0.02)
-        arrays = partial / "extras.safetensors"
-        save_file(dict(extras.arrays), arrays)
-        _flush(arrays)
-        record = {
-            "format": _FORMAT,
-            "step": step,
-            "ranks": self._mesh.world,
-            "heldout_loss": heldout_loss,
-            "extras": extras.values,
-            "files": {arrays.name: _fingerprint(arrays)},
-        }
-        _write_json(partial / "checkpoint.json", record)
-        _flush_folder(partial)
-        final = self._folder / f"step-{step:08d}"
-        if final.exists():  # the same step saved again after a resume
-            shutil.rmtree(final)
-        os.replace(partial, final)
-        _flush_folder(self._folder)
+        complete(self._folder, partial, step, extras, ranks=self._mesh.world, heldout_loss=heldout_loss)
         saved = saved_steps(self._folder)
         if self._beside is None:
             superfluous = to_remove(saved, keep=self._keep, keep_best=self._keep_best)
@@ -194,74 +160,13 @@ class CheckpointWriter:
             superfluous = [each for each in saved if each.step not in kept_steps]
         for old in superfluous:
             shutil.rmtree(old.folder, ignore_errors=True)
-        for aside in self._folder.glob(f"{_SUPERSEDED}*"):
-            if int(aside.name.removeprefix(_SUPERSEDED)) <= step:
+        for aside in self._folder.glob(f"{SUPERSEDED}*"):
+            if int(aside.name.removeprefix(SUPERSEDED)) <= step:
                 shutil.rmtree(aside, ignore_errors=True)
 
 
-def saved_steps(folder: Path) -> list[SavedStep]:
-    """Complete checkpoints, oldest first. Partial ones are not listed: they never became checkpoints."""
-    steps = []
-    for path in sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()):
-        loss = None
-        with contextlib.suppress(CheckpointError):  # a damaged one is listed, and detected when it is opened
-            loss = _read_json(path / "checkpoint.json").get("heldout_loss")
-        steps.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
-    return steps
-
-
-def set_aside_later(folder: Path, step: int) -> list[int]:
-    """Renames the checkpoints after `step` when a run continues from that step, so that none of them counts as newest.
-    They are kept until the run has reached the same step again."""
-    later = [each for each in saved_steps(folder) if each.step > step]
-    for each in later:
-        aside = folder / f"{_SUPERSEDED}{each.step:08d}"
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(each.folder, aside)
-    return [each.step for each in later]
-
-
-def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:
-    """The step with the lowest held-out loss, the newer of two equals."""
-    scored = [each for each in saved if each.heldout_loss is not None and math.isfinite(each.heldout_loss)]
-    return min(scored, key=lambda each: (each.heldout_loss, -each.step)) if scored else None
-
-
-def to_remove(saved: Sequence[SavedStep], *, keep: int, keep_best: bool) -> list[SavedStep]:
-    """All steps but the newest `keep` and, if requested, the best; pure."""
-    kept_steps = {each.step for each in list(saved)[-keep:]}
-    best = best_step(saved) if keep_best else None
-    if best is not None:
-        kept_steps.add(best.step)
-    return [each for each in saved if each.step not in kept_steps]
-
-
-class CheckpointReader:
-    """One complete checkpoint, verified file by file. Any rank can read any part of it."""
-
-    def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        self.folder = folder
-        self.record = _read_json(folder / "checkpoint.json")
-        if self.record.get("format") != _FORMAT:
-            raise CheckpointError(
-                f"{folder} has format {self.record.get('format')}; this Podium reads format {_FORMAT}."
-            )
-        self._indexes = [_read_json(folder / f"rank-{rank:05d}.json") for rank in range(self.record["ranks"])]
-        if verify:
-            self._verify()
-
-    @property
-    def step(self) -> int:
-        """The step after which it was saved."""
-        return int(self.record["step"])
-
-    def extras(self) -> Extras:
-        """Values and arrays that were saved beside the tensors."""
-        return Extras(values=self.record["extras"], arrays=load_file(self.folder / "extras.safetensors"))
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The full shape of each saved tensor."""
-        return {name: tuple(part["shape"]) for index in self._indexes for name, part in index["pieces"].items()}
+class CheckpointReader(SavedCheckpoint):
+    """A complete checkpoint with its tensors. Any rank can read any part of it."""
 
     def load(self, pieces: Sequence[TensorShard]) -> None:
         """Fills every piece from the ranks that wrote it: the number of ranks then and now may differ."""
@@ -304,25 +209,12 @@ class CheckpointReader:
             raise CheckpointError(f"{self.folder} has no tensor {name}.")
         return whole
 
-    def _verify(self) -> None:
-        expected = {**self.record["files"]}
-        for index in self._indexes:
-            expected.update(index["files"])
-        with ThreadPoolExecutor(8) as pool:
-            actual_files = list(pool.map(lambda name: _fingerprint(self.folder / name), expected))
-        for (name, wanted), actual in zip(expected.items(), actual_files, strict=True):
-            if actual != wanted:
-                raise CheckpointError(
-                    f"{self.folder / name} is damaged: {actual['bytes']} bytes with checksum {actual['crc32']}, "
-                    f"written were {wanted['bytes']} bytes with checksum {wanted['crc32']}."
-                )
-
 
 def newest_usable(folder: Path, step: int | None = None) -> CheckpointReader:
     """The requested or newest checkpoint. The error for a damaged one names the one to use instead."""
     saved = saved_steps(folder)
     if not saved:
-        partial = [path.name for path in folder.glob(f"{_PARTIAL}*")]
+        partial = [path.name for path in folder.glob(f"{PARTIAL}*")]
         hint = f" ({partial[0]} was never completed)" if partial else ""
         raise CheckpointError(
             f"{folder} has no complete checkpoint{hint}. Remove the run folder and start it again with `podium train`."
@@ -356,44 +248,3 @@ def _staged(tensor: Tensor) -> Tensor:
         host.copy_(tensor, non_blocking=True)
         return host
     return tensor.detach().clone()
-
-
-def _fingerprint(path: Path) -> dict[str, int]:
-    try:
-        checksum = size = 0
-        with path.open("rb") as file:
-            while chunk := file.read(1 << 22):
-                checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing.") from error
-    return {"bytes": size, "crc32": checksum}
-
-
-def _write_json(path: Path, values: Mapping[str, Any]) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(values), encoding="utf-8")
-    _flush(temporary)
-    os.replace(temporary, path)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing, so the checkpoint is incomplete.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path} is damaged ({error}).") from error
-    return values
-
-
-def _flush(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -225,10 +225,10 @@ class EpisodeGrader:
             del self._loops[at]
 
     def _too_slow(self) -> str:
-        return f"did not return in {self._timeout_s:g} s"
+        return f"did not return in {self._timeout_s:g} s (grading.timeout_s)"
 
     def _gave_up(self, count: int) -> str:
-        return f"was not called, after {count} calls of this batch that did not return in {self._timeout_s:g} s"
+        return f"was not called, after {count} calls of this batch that {self._too_slow()}"
 
     def _graded(self, sample: Sample, outcomes: Sequence[RewardResult]) -> Grade:
         values = tuple(outcome.value for outcome in outcomes)

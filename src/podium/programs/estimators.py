@@ -9,10 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from podium.algorithms import advantages
+from podium.data.trajectories import Ints
 from podium.errors import RecipeError, what_raised
 from podium.recipe import CustomOnPolicyRecipe, GrpoRecipe, plugins
 from podium.roles.carriers import Floats
@@ -41,17 +41,16 @@ def advantage_estimator(recipe: GrpoRecipe | CustomOnPolicyRecipe) -> AdvantageE
             return _custom(plugins.load(path, "algorithm.advantage"), path)
 
 
-def _per_episode(estimate: Callable[[Tensor, Tensor], Tensor]) -> AdvantageEstimator:
+def _per_episode(estimate: Callable[[Floats, Ints], NDArray[np.float32]]) -> AdvantageEstimator:
     def estimator(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
-        return Advantages(values_N=estimate(*_tensors(rewards_N, episodes)).double().numpy())
+        return Advantages(values_N=estimate(rewards_N, episodes.group_N).astype(np.float64))
 
     return estimator
 
 
 def _length_weighted(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
-    lengths_N = torch.from_numpy(episodes.rollouts.note.sampled_N.astype(np.float32))
-    values_N = advantages.length_weighted(*_tensors(rewards_N, episodes), lengths_N)
-    return Advantages(values_N=values_N.double().numpy())
+    values_N = advantages.length_weighted(rewards_N, episodes.group_N, episodes.rollouts.note.sampled_N)
+    return Advantages(values_N=values_N.astype(np.float64))
 
 
 def _returns_to_go(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
@@ -60,11 +59,14 @@ def _returns_to_go(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
 
 
 def _centered_and_whitened(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
-    centered_N = advantages.group_centered(*_tensors(rewards_N, episodes)).double().numpy()
-    return Advantages(values_N=centered_N, whiten=True)
+    centered_N = advantages.group_centered(rewards_N, episodes.group_N)
+    return Advantages(values_N=centered_N.astype(np.float64), whiten=True)
 
 
 def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
+    """The user's function takes and gives tensors: only here the controller needs torch."""
+    import torch
+
     with contextlib.suppress(ValueError):  # a function without a signature is called as it is
         try:
             inspect.signature(function).bind(None, None)
@@ -73,7 +75,8 @@ def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
 
     def estimator(rewards_N: Floats, episodes: GradedRollouts) -> Advantages:
         try:
-            values_N = torch.as_tensor(function(*_tensors(rewards_N, episodes))).double()
+            rewards, groups = torch.from_numpy(rewards_N.astype(np.float64)), torch.from_numpy(episodes.group_N.copy())
+            values_N = torch.as_tensor(function(rewards, groups)).double()
         except Exception as error:  # the user's code
             raise RecipeError(f"algorithm.advantage: {path} {what_raised(error)}.") from error
         if values_N.shape != rewards_N.shape:
@@ -89,7 +92,3 @@ def _custom(function: Callable[..., Any], path: str) -> AdvantageEstimator:
         return Advantages(values_N=values_N.detach().numpy())
 
     return estimator
-
-
-def _tensors(rewards_N: Floats, episodes: GradedRollouts) -> tuple[Tensor, Tensor]:
-    return torch.from_numpy(rewards_N.astype(np.float64)), torch.from_numpy(episodes.group_N.copy())

@@ -118,8 +118,8 @@ class UpdateSection(Section):
     mini_batches: Count = Field(1, description="Optimizer steps of one epoch.")
     mask_truncated: Switch = Field(False, description="Episodes that ran out of tokens are not trained on.")
 
-    def correction_at(self, staleness: int) -> CorrectionSection | None:
-        """The off-policy correction that applies with this `rollout.staleness`; None: there is none."""
+    def correction_of(self, *, is_stale: bool, is_truncated: bool) -> CorrectionSection | None:
+        """The off-policy correction that applies to such rollouts; None: there is none."""
         return None
 
 
@@ -147,8 +147,9 @@ class PolicySection(UpdateSection):
     )
     correction: AnyCorrection = Field(
         "auto",
-        description="Off-policy correction. auto: none at rollout.staleness 0, token_truncate with its default cap "
-        "above; none; a kind; or a section.",
+        description="Off-policy correction. auto: token_truncate with its default cap where rollout.top_p, top_k or "
+        "min_p is set or rollout.staleness is above 0, else none. With staleness it is none too where the clipped loss "
+        "has one optimizer step per batch, whose ratios correct by themselves. Or none; a kind; a section.",
     )
     max_kl_behavior: Real | None = Field(
         None,
@@ -158,11 +159,23 @@ class PolicySection(UpdateSection):
         "from the weights that sampled. Default: no limit.",
     )
 
-    def correction_at(self, staleness: int) -> CorrectionSection | None:
+    def correction_of(self, *, is_stale: bool, is_truncated: bool) -> CorrectionSection | None:
         """The recipe's correction, or what auto means."""
         if self.correction == "auto":
-            return CorrectionSection() if staleness > 0 else None
+            needs_one = is_truncated or (is_stale and not self._clips_old_tokens)
+            return CorrectionSection() if needs_one else None
         return self.correction
+
+    @property
+    def _clips_old_tokens(self) -> bool:
+        """Whether the loss clips ratios against the weights that sampled, in a batch's only optimizer step. Against
+        recomputed log-probs these ratios would all be 1, and nothing would stop tokens that have moved far already."""
+        return self.loss == "clipped" and self.epochs == self.mini_batches == 1 and self.proximal != "always"
+
+    @property
+    def ignores_age(self) -> bool:
+        """Whether the loss, without a correction, treats old tokens like new ones. A custom loss may have ratios."""
+        return self.loss == "policy_gradient" or self.proximal == "always"
 
     @property
     def loss_spans_tokens(self) -> bool:

@@ -296,7 +296,7 @@ _ROLLOUT = {
     **_same("enforce_eager", KeyHint("rollout.decode", "true is eager")),
     **_same("optimizer_offload adam_offload", KeyHint("rollout.offload_optimizer")),
     **_same("vllm_num_engines num_rollout_gpus", KeyHint("placement.rollout_devices", "with layout split")),
-    **_same("colocate_all_models hybrid_engine vllm_mode", KeyHint("placement.layout", "colocated or split")),
+    **_same("colocate_all_models hybrid_engine vllm_mode", KeyHint("placement.layout", "colocated, split or elastic")),
     **_same("max_turns max_assistant_turns max_user_turns", KeyHint("environment.max_turns")),
     **_same("tools tool_config_path", KeyHint("environment.tools", "file.py:function of each tool")),
     **_same("agent_func_path environment_name env env_id", KeyHint("environment.environment", "file.py:Class")),

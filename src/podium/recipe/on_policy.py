@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Discriminator, Field, Tag
 from pydantic.json_schema import JsonSchemaValue
@@ -27,14 +27,6 @@ from podium.recipe.schema import EngineSection
 VerifierName = Literal["exact_match", "numeric", "regex", "json_schema", "math_verify", "length"]
 
 
-class Truncation(NamedTuple):
-    """Truncated sampling; as it is here, tokens are sampled from the policy itself."""
-
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-
-
 class RolloutSection(EngineSection):
     """How episodes are generated."""
 
@@ -45,6 +37,9 @@ class RolloutSection(EngineSection):
     samples_per_prompt: Count = Field(8, description="Episodes of one prompt; together they are a group.")
     max_new_tokens: Count = Field(256, description="Longest answer (of one turn).")
     temperature: Real = Field(1.0, gt=0, description="Of sampling, and of the learner's log-probs.")
+    top_p: Real = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens of this probability.")
+    top_k: NonNegative = Field(0, description="Sample from so many of the likeliest tokens; 0: from all.")
+    min_p: Real = Field(0.0, ge=0, le=1, description="Leave out tokens below this share of the likeliest one's.")
     stop: Annotated[tuple[str, ...], OneOrMore()] = Field(
         (), description="Texts that end an answer, beside the tokenizer's end tokens."
     )
@@ -71,22 +66,10 @@ class RolloutSection(EngineSection):
         return self.staleness > 0 if self.record is None else self.record
 
     @property
-    def truncation(self) -> Truncation:
-        """None: tokens are sampled from the policy's own log-probs."""
-        return Truncation()
-
-
-class TruncatedRolloutSection(RolloutSection):
-    """Episodes that need not be samples of the policy: for methods that take no ratios."""
-
-    top_p: Real = Field(1.0, gt=0, le=1, description="Sample from the smallest set of tokens of this probability.")
-    top_k: NonNegative = Field(0, description="Sample from so many of the likeliest tokens; 0: from all.")
-    min_p: Real = Field(0.0, ge=0, le=1, description="Leave out tokens below this share of the likeliest one's.")
-
-    @property
-    def truncation(self) -> Truncation:
-        """The section's top-p, top-k and min-p."""
-        return Truncation(top_p=self.top_p, top_k=self.top_k, min_p=self.min_p)
+    def truncated_by(self) -> tuple[str, ...]:
+        """The keys that leave tokens out when a token is sampled; empty: it is sampled from the whole distribution."""
+        is_set = {"top_p": self.top_p < 1, "top_k": self.top_k > 0, "min_p": self.min_p > 0}
+        return tuple(key for key, leaves_out in is_set.items() if leaves_out)
 
 
 class RewardSection(Section):

@@ -20,6 +20,7 @@ def on_policy_rules(recipe: OnPolicyRecipe) -> list[str]:
         *_solving(recipe),
         *_estimator(recipe),
         *_loss(recipe),
+        *_truncation(recipe),
         *_overlong(recipe),
         *_kl(recipe),
         *_batches(recipe),
@@ -90,10 +91,26 @@ def _loss(recipe: OnPolicyRecipe) -> Iterator[str]:
     if algorithm.proximal == "never" and correction is not None:
         yield (
             f"algorithm.proximal: a correction ({correction.kind}) weighs proximal against behaviour log-probs. Remove "
-            "`never`, or set algorithm.correction to none."
+            f"`never`{'' if recipe.rollout.truncated_by else ', or set algorithm.correction to none'}."
         )
     if algorithm.loss != "clipped" and algorithm.dual_clip is not None:
         yield f"algorithm.dual_clip: {algorithm.loss} has none. Remove it, or set algorithm.loss to clipped."
+
+
+def _truncation(recipe: OnPolicyRecipe) -> Iterator[str]:
+    keys, algorithm = " and ".join(f"rollout.{key}" for key in recipe.rollout.truncated_by), recipe.algorithm
+    if not keys or not isinstance(algorithm, PolicySection):  # imitated tokens count like data
+        return
+    if recipe.correction is None:
+        yield (
+            f"algorithm.correction: with {keys} tokens are sampled from a part of the policy's distribution, and "
+            f"ratios between the two would be wrong without a correction. Set it to auto, or remove {keys}."
+        )
+    if algorithm.kl is not None and algorithm.kl.where == "reward":
+        yield (
+            f"algorithm.kl.where: the KL in the reward is computed from the engine's log-probs, and with {keys} these "
+            f"are of a part of the policy's distribution. Set it to loss, or remove {keys}."
+        )
 
 
 def _overlong(recipe: OnPolicyRecipe) -> Iterator[str]:
@@ -160,16 +177,24 @@ def _batches(recipe: OnPolicyRecipe) -> Iterator[str]:
 
 def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
     placement = recipe.placement
-    if placement.layout == "split":
+    if placement.layout != "colocated":
         if placement.devices < 2:
-            yield "placement.layout: split needs 2 devices or more. Raise placement.devices, or use colocated."
+            yield (
+                f"placement.layout: {placement.layout} needs 2 devices or more. Raise placement.devices, or use "
+                "colocated."
+            )
         elif placement.rollout_devices is not None and placement.rollout_devices >= placement.devices:
             yield (
                 f"placement.rollout_devices: {placement.rollout_devices} of {placement.devices} devices leaves none to "
                 "learn on. Lower it."
             )
     elif placement.rollout_devices is not None:
-        yield "placement.rollout_devices: with layout colocated all devices generate. Remove it, or set layout split."
+        yield (
+            "placement.rollout_devices: with layout colocated all devices generate. Remove it, or set layout split or "
+            "elastic."
+        )
+    if placement.layout == "elastic":
+        yield from _elastic(recipe)
     if placement.launcher == "inline" and placement.devices > 1:
         yield (
             f"placement.devices: inline is one process on one device, not {placement.devices}. Use launcher ray, or 1 "
@@ -177,10 +202,30 @@ def _placement(recipe: OnPolicyRecipe) -> Iterator[str]:
         )
 
 
+def _elastic(recipe: OnPolicyRecipe) -> Iterator[str]:
+    """What cannot be lent."""
+    if recipe.reward_models:
+        names = ", ".join(f"reward.{index}.model" for index in recipe.reward_models)
+        yield (
+            f"placement.layout: with elastic the learner's devices generate until the batch is graded, and {names} "
+            "would grade it on those devices. Use layout split, or a reward function."
+        )
+    if recipe.rollout.on_new_weights == "finish":
+        yield (
+            "rollout.on_new_weights: with finish a sequence ends on the weights that it began with. With layout "
+            "elastic it may continue on another device with newer ones. Use keep or recompute, or layout split."
+        )
+    if recipe.rollout.offload_optimizer:
+        yield (
+            "rollout.offload_optimizer: moves optimizer state away for generation. With layout elastic the learner's "
+            "devices change sides too often for that. Remove it, or use layout colocated."
+        )
+
+
 def _engine(recipe: OnPolicyRecipe) -> Iterator[str]:
     if recipe.rollout.engine != "vllm":
         return
-    if recipe.placement.layout == "colocated":
+    if recipe.placement.layout != "split":
         yield "rollout.engine: vllm keeps a copy of the weights and needs placement.layout split; or use native."
     if recipe.model.lora is not None or recipe.model.new_tokens is not None:
         yield (
@@ -209,13 +254,13 @@ def _staleness(recipe: OnPolicyRecipe) -> Iterator[str]:
     if placement.launcher == "inline":
         yield (
             f"rollout.staleness: {staleness} needs devices that generate during the update, and launcher inline is one "
-            "process on one device. Set it to 0, or use launcher ray with placement.layout split."
+            "process on one device. Set it to 0, or use launcher ray with placement.layout split or elastic."
         )
     elif placement.layout == "colocated":
         yield (
             f"rollout.staleness: {staleness} needs devices that generate during the update. With layout colocated, "
             "generation and update take turns on the same devices, so nothing can overlap. Set placement.layout to "
-            "split (2 devices or more), or staleness to 0."
+            "split or elastic (2 devices or more), or staleness to 0."
         )
     if staleness >= recipe.steps > 0:
         yield (

@@ -37,7 +37,6 @@ from podium.recipe.on_policy import (
     RolloutSection,
     Teachers,
     TeacherSection,
-    TruncatedRolloutSection,
 )
 from podium.recipe.on_policy_rules import on_policy_rules
 from podium.recipe.plugins import Plugin
@@ -332,6 +331,11 @@ class OnPolicyRecipe(Recipe):
     environment: EnvironmentSection | None = Field(None, description="Episodes of several turns.")
 
     @property
+    def keeps_generating(self) -> bool:
+        """Whether streams of episodes stay open over steps: with staleness, or where devices change sides."""
+        return self.rollout.staleness > 0 or self.placement.layout == "elastic"
+
+    @property
     def needs_prompts(self) -> bool:
         """Whether every row needs a prompt. A custom environment may begin an episode by itself."""
         return self.environment is None or self.environment.environment is None
@@ -349,7 +353,8 @@ class OnPolicyRecipe(Recipe):
     @property
     def correction(self) -> CorrectionSection | None:
         """The off-policy correction that applies, also where the recipe says auto; None: there is none."""
-        return self.algorithm.correction_at(self.rollout.staleness)
+        rollout = self.rollout
+        return self.algorithm.correction_of(is_stale=rollout.staleness > 0, is_truncated=bool(rollout.truncated_by))
 
     @property
     def full_algorithm(self) -> AlgorithmSection:
@@ -434,7 +439,6 @@ class ExpertIterationRecipe(OnPolicyRecipe):
     can_be_stale: ClassVar[bool] = False
 
     program: Literal["expert_iteration"]
-    rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: ExpertAlgorithm = ExpertAlgorithm()
 
     @property
@@ -450,7 +454,6 @@ class CustomOnPolicyRecipe(OnPolicyRecipe):
 
     program: Plugin = Field(description="`file.py:function`.")
     signal: Literal["on_policy"] = Field(description="on_policy: the weights generate the data, and a controller runs.")
-    rollout: TruncatedRolloutSection = TruncatedRolloutSection()
     algorithm: CustomAlgorithm = CustomAlgorithm()
     critic: CriticSection | None = None
     teachers: Teachers = Field((), description="Frozen models that the program may use.")

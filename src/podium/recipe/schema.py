@@ -201,11 +201,13 @@ class OnPolicyPlacementSection(PlacementSection):
         description="`ray` runs the workers on a Ray cluster: RAY_ADDRESS's, the submitted job's, or a local one; "
         "`inline` runs the program in one process, for a debugger. auto: ray.",
     )
-    layout: Literal["colocated", "split"] = Field(
-        "colocated", description="All roles share all devices, or generators have their own."
+    layout: Literal["colocated", "split", "elastic"] = Field(
+        "colocated",
+        description="colocated: all roles share all devices, in turns. split: generators have their own. elastic: they "
+        "have, and the learner's devices generate too while it waits for episodes.",
     )
     rollout_devices: Count | None = Field(
-        None, description="layout split: how many of `devices` generate; default: half of them."
+        None, description="layout split and elastic: how many of `devices` generate always; default: half of them."
     )
 
 

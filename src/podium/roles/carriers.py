@@ -19,7 +19,7 @@ from podium.cluster.objects import RowRefs
 from podium.data.tasks import IndexedTask, Task
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
 from podium.environments.signatures import Per
-from podium.recipe import AlgorithmSection
+from podium.recipe import AlgorithmSection, CorrectionSection
 
 Floats = NDArray[np.float64]
 Residency = Literal["active", "resident", "offloaded"]
@@ -28,6 +28,7 @@ Residency = Literal["active", "resident", "offloaded"]
 FINISHES = ("stop", "length", "cancelled", "error", "done", "turns", "tokens")
 """How an episode ended: at a stop token, at the token limit of one answer, cancelled, or in error. Episodes of several
 turns: by the environment, at the turn limit, or at the token limit."""
+CANCELLED = FINISHES.index("cancelled")
 TRUNCATED = tuple(FINISHES.index(each) for each in ("length", "cancelled", "turns", "tokens"))
 
 
@@ -51,6 +52,7 @@ class PromptShard:
     prompts: tuple[IndexedTask, ...]
     samples: tuple[int, ...]
     attempt: int = 0
+    begun: RowRefs[TrajectoryBlock] | None = None  # episodes that another worker has begun, with their tokens so far
 
     @cached_property
     def ids(self) -> TrajectoryIds:
@@ -265,3 +267,9 @@ class UpdatePlan:
     whitening: tuple[float, float] | None = None  # shift and scale of advantages that are given for each token
     whiten: bool = False  # shift and scale are computed over the whole step
     loss: Literal["policy", "imitation"] = "policy"
+    is_truncated: bool = False  # top-k, top-p or min-p left tokens out when the batch was sampled
+
+    @property
+    def correction(self) -> CorrectionSection | None:
+        """The correction of the loss. Imitated tokens count like data, however they were sampled."""
+        return self.algorithm.correction if self.loss == "policy" else None

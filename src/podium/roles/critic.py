@@ -14,12 +14,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from podium.algorithms.returns import Moments, gae
-from podium.algorithms.values import ValueStatistics, value_loss, value_statistics
+from podium.algorithms.returns import gae, moments_of
+from podium.algorithms.statistics import ValueStatistics
+from podium.algorithms.values import value_loss, value_statistics
 from podium.cluster import Computed, WorkerContext
 from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
-from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
+from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import what_can_leave
 from podium.engine.optimizer import AdamW
@@ -115,7 +117,7 @@ class CriticRank(Critic):
             advantages_T=advantages_T.numpy(),
             returns_T=returns_T.numpy(),
         )
-        return Computed(rows=columns, note=Moments.of(advantages_T, torch.from_numpy(trained_T)))
+        return Computed(rows=columns, note=moments_of(advantages_T, torch.from_numpy(trained_T)))
 
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
         """All optimizer steps over this rank's share of a batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -50,6 +50,7 @@ class RunnerSpec:
     model: ModelSection
     environment: EnvironmentSection
     generator: str  # the generators' role
+    lent: str | None = None  # the role of generators on the learner's devices
     max_length: int
     deadline_s: float = 600.0  # of one call to a generator
 
@@ -68,7 +69,7 @@ class EpisodeRunner(EpisodeSource):
         self._tokenizer = TurnTokenizer(tokenizer, hidden_tools=spec.environment.hidden_tools)
         self._parted_stops = partial(parted_stops, tokenizer)
         self._stops = stop_tokens(tokenizer, local_folder(spec.model.path, "model.path"))
-        self._is_checked = False
+        self._is_checked = self._uses_lent = False
         self._jobs: asyncio.Queue[EpisodeJob | None] = asyncio.Queue()
         self._abandoned = asyncio.Event()
         self._is_finished = False  # whether no more prompts come for this stream
@@ -90,6 +91,13 @@ class EpisodeRunner(EpisodeSource):
             for sample in shard.samples
         ]
         self._loop.call_soon_threadsafe(self._enqueue, jobs)
+
+    def give_back(self, ids: tuple[TrajectoryId, ...]) -> None:
+        """Does nothing: an episode stays with its environment. Its requests may move to another generator."""
+
+    def use_lent(self, are_lent: bool) -> None:
+        """Whether generators on the learner's devices answer too. For control threads."""
+        self._uses_lent = are_lent
 
     def finish_stream(self, abandon: bool) -> None:
         """No more prompts come."""
@@ -180,12 +188,15 @@ class EpisodeRunner(EpisodeSource):
 
     def _policy(self, plan: SamplingPlan) -> EnginePolicy:
         stops, strings = self._parted_stops(plan.stop)
+        spec = self._spec
         return EnginePolicy(
-            self._context.channel(self._spec.generator),
+            self._context.channel(spec.generator),
             str(self._context.worker),
             replace(plan, stop=strings),
             self._stops | stops,
-            self._spec.deadline_s,
+            spec.deadline_s,
+            lent=None if spec.lent is None else self._context.channel(spec.lent),
+            uses_lent=lambda: self._uses_lent,
         )
 
     def _computed(self, episodes: list[Episode]) -> Computed[TrajectoryBlock]:
@@ -197,20 +208,25 @@ class EpisodeRunner(EpisodeSource):
 
 class EnginePolicy:
     """Generators as the policy of episodes. An episode always uses the same generator, which has its conversation
-    cached. One loop per generator sends new requests and fetches finished ones."""
+    cached, as long as the same generators are there: those on the learner's devices come and go. One loop per generator
+    sends new requests and fetches finished ones."""
 
     def __init__(
-        self, channel: Channel, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float
-    ) -> None:
-        self._channel, self._name, self._plan, self._stops, self._deadline_s = channel, name, plan, stops, deadline_s
-        self._new: list[list[Request]] = [[] for _ in range(len(channel))]
-        self._asked: list[asyncio.Event] = [asyncio.Event() for _ in range(len(channel))]
+        self, channel: Channel, name: str, plan: SamplingPlan, stops: frozenset[int], deadline_s: float,
+        *, lent: Channel | None = None, uses_lent: Callable[[], bool] = lambda: False,
+    ) -> None:  # fmt: skip
+        self._name, self._plan, self._stops, self._deadline_s = name, plan, stops, deadline_s
+        self._num_own, self._uses_lent = len(channel), uses_lent
+        self._engines = [(each, rank) for each in (channel, lent) if each is not None for rank in range(len(each))]
+        self._new: list[list[Request]] = [[] for _ in self._engines]
+        self._asked: list[asyncio.Event] = [asyncio.Event() for _ in self._engines]
         self._waiting: dict[TrajectoryId, asyncio.Future[Completion]] = {}
+        self._requests: dict[TrajectoryId, Request] = {}  # of those that wait
         self._talks: list[asyncio.Task[None]] = []
         self._broken: BaseException | None = None
 
     async def __aenter__(self) -> EnginePolicy:
-        self._talks = [asyncio.create_task(self._talk(rank)) for rank in range(len(self._channel))]
+        self._talks = [asyncio.create_task(self._talk(engine)) for engine in range(len(self._engines))]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -222,34 +238,49 @@ class EnginePolicy:
         """Waits for the generator, whose loop has its own deadline for every call."""
         if self._broken is not None:
             raise self._broken
-        rank = request.id.prompt_index % len(self._channel)
         waiting: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         self._waiting[request.id] = waiting
-        self._new[rank].append(self._request(request))
-        self._asked[rank].set()
+        self._ask(self._request(request))
         completion = await waiting
         return TurnAnswer(
             tokens_L=completion.tokens_L, logprobs_L=completion.logprobs_L, versions_L=completion.versions_L,
             finish=completion.finish, error=completion.error,
         )  # fmt: skip
 
-    async def _talk(self, rank: int) -> None:
+    def _ask(self, request: Request) -> None:
+        num_engines = len(self._engines) if self._uses_lent() else self._num_own
+        engine = request.id.prompt_index % num_engines
+        self._requests[request.id] = request
+        self._new[engine].append(request)
+        self._asked[engine].set()
+
+    def _settle(self, completion: Completion, *, was_lent: bool) -> None:
+        """Notes an answer. One that a lent generator has given back continues on another."""
+        request = self._requests.pop(completion.id)
+        if was_lent and completion.finish == "cancelled":
+            self._ask(replace(request, begun=completion.sampled))
+        else:
+            self._waiting.pop(completion.id).set_result(completion)
+
+    async def _talk(self, engine: int) -> None:
         """Consumes new requests to one generator and waits for its answers; ends with the policy. If the generator
         fails, every episode that waits for it fails."""
-        under_way = 0
+        under_way: set[TrajectoryId] = set()
+        channel, rank = self._engines[engine]
         try:
             while True:
-                if not under_way and not self._new[rank]:
-                    self._asked[rank].clear()
-                    await self._asked[rank].wait()
-                requests, self._new[rank] = self._new[rank], []
-                under_way += len(requests)
-                done = await self._channel.call(
+                if not under_way and not self._new[engine]:
+                    self._asked[engine].clear()
+                    await self._asked[engine].wait()
+                requests, self._new[engine] = self._new[engine], []
+                under_way.update(request.id for request in requests)
+                done = await channel.call(
                     rank, self._deadline_s, Generator.exchange, self._name, tuple(requests), _WAIT_S
                 )
-                under_way -= len(done)
                 for completion in done:
-                    self._waiting.pop(completion.id).set_result(completion)
+                    if completion.id in under_way:  # else of a stream before
+                        under_way.discard(completion.id)
+                        self._settle(completion, was_lent=engine >= self._num_own)
         except asyncio.CancelledError:
             raise
         except BaseException as error:

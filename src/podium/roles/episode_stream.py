@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from podium.cluster import Metric, RoleGroup, ShardResult, WorkerId
+from podium.cluster import Metric, RoleGroup, RowRefs, ShardResult, WorkerId
 from podium.cluster.results import reduce_metrics
 from podium.data.tasks import IndexedTask
-from podium.data.trajectories import TrajectoryBlock
+from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.errors import WorkerDiedError
 from podium.roles.carriers import PromptShard, SamplingPlan
 from podium.roles.interfaces import EpisodeSource
@@ -40,7 +41,8 @@ class EpisodeStream:
         self._arrivals: asyncio.Queue[Block | Lost | BaseException | None] = asyncio.Queue()
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self._finished: set[int] = set()  # ranks that get no more prompts
-        self._admitting: set[asyncio.Task[None]] = set()
+        self._num_open: Counter[int] = Counter()  # rank -> episodes that it was given and that have not ended
+        self._calls: set[asyncio.Task[None]] = set()  # nobody waits for their answers
         self._metrics: list[tuple[WorkerId, Metric]] = []
 
     @property
@@ -61,37 +63,55 @@ class EpisodeStream:
         """Opens the streams of these workers."""
         for rank in ranks:
             self._finished.discard(rank)
+            self._num_open[rank] = 0
             self._pumps[rank] = asyncio.create_task(self._pump(rank))
 
-    def admit(self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0) -> None:
+    def admit(
+        self, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0,
+        begun: RowRefs[TrajectoryBlock] | None = None,
+    ) -> None:  # fmt: skip
         """Sends prompts to a worker, without waiting for it. An error is raised by the iteration."""
-        shard = PromptShard(prompts=tuple(prompts), samples=samples, attempt=attempt)
-        task = asyncio.create_task(self._admit(rank, shard))
-        self._admitting.add(task)
-        task.add_done_callback(self._admitting.discard)
+        self._num_open[rank] += len(prompts) * len(samples)
+        shard = PromptShard(prompts=tuple(prompts), samples=samples, attempt=attempt, begun=begun)
+        self._control(rank, EpisodeSource.admit, shard, self._plan)
+
+    def give_back(self, rank: int, ids: tuple[TrajectoryId, ...]) -> None:
+        """Asks a worker for these episodes, without waiting for it: they come as cancelled, unless they have ended
+        meanwhile."""
+        self._control(rank, EpisodeSource.give_back, ids)
 
     async def finish(self) -> None:
         """No more prompts come: the iteration ends when all are answered. A worker that is replaced afterwards must be
         finished again."""
-        while self._admitting:
-            await asyncio.gather(*self._admitting)
+        await self._finish(give_back=False)
+
+    async def recall(self) -> None:
+        """No more prompts come, and the workers give back what is running: it comes as cancelled, then the iteration
+        ends."""
+        await self._finish(give_back=True)
+
+    async def _finish(self, *, give_back: bool) -> None:
+        while self._calls:
+            await asyncio.gather(*self._calls)
         ranks = [rank for rank in self._pumps if rank not in self._finished]
         self._finished.update(ranks)
-        await asyncio.gather(*(self._group.control_one(rank, EpisodeSource.finish_stream, False) for rank in ranks))
+        await asyncio.gather(*(self._finish_one(rank, give_back) for rank in ranks))
 
     async def __aiter__(self) -> AsyncIterator[Block | Lost]:
         """Yields blocks as they arrive, and workers that are lost. Waits for any worker to send something. Ends after
-        `finish`, when all workers have ended their streams."""
+        `finish`, when all workers have ended their streams. One that dies then without an episode has lost nothing: the
+        next stream reports it."""
         while any(not pump.done() for pump in self._pumps.values()) or not self._arrivals.empty():
             arrival = await self._arrivals.get()
             if isinstance(arrival, BaseException):
                 raise arrival
-            if arrival is not None:
-                yield arrival
+            if arrival is None or (isinstance(arrival, Lost) and self._is_over(arrival.rank)):
+                continue
+            yield arrival
 
     async def abandon(self) -> None:
         """Gives up what is running, so that the workers can do something else."""
-        for task in (*self._admitting,):
+        for task in (*self._calls,):
             task.cancel()
         alive = [rank for rank, pump in self._pumps.items() if not pump.done()]
         group = self._group.within(_ABANDON_S)
@@ -103,19 +123,32 @@ class EpisodeStream:
             pump.cancel()
         await asyncio.gather(*self._pumps.values(), return_exceptions=True)
 
-    async def _admit(self, rank: int, shard: PromptShard) -> None:
-        try:
-            await self._group.control_one(rank, EpisodeSource.admit, shard, self._plan)
-        except WorkerDiedError:
-            pass  # the pump reports it
-        except Exception as error:
-            self._arrivals.put_nowait(error)
+    def _control(self, rank: int, method: Callable[..., None], *arguments: object) -> None:
+        async def call() -> None:
+            try:
+                with suppress(WorkerDiedError):  # the pump reports it
+                    await self._group.control_one(rank, method, *arguments)
+            except Exception as error:
+                self._arrivals.put_nowait(error)
+
+        task = asyncio.create_task(call())
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+
+    def _is_over(self, rank: int) -> bool:
+        """Whether a worker has nothing to do any more."""
+        return rank in self._finished and not self._num_open[rank]
+
+    async def _finish_one(self, rank: int, give_back: bool) -> None:
+        with suppress(WorkerDiedError):  # the pump reports it
+            await self._group.control_one(rank, EpisodeSource.finish_stream, give_back)
 
     async def _pump(self, rank: int) -> None:
         """Passes on the blocks of one worker until its stream ends."""
         worker = self._group.workers[rank]
         try:
             async for block in self._group.stream_open(rank, EpisodeSource.stream, self._plan):
+                self._num_open[rank] -= len(block.ids)
                 self.note_metrics(block.worker, block.metrics)
                 self._look_at(block)
                 self._arrivals.put_nowait(block)

@@ -17,7 +17,7 @@ from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
 from podium.models.causal_lm import load_config
 from podium.roles.admissions import Admissions
-from podium.roles.blocks import block_of
+from podium.roles.blocks import block_of, sampled_so_far
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
 from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
 from podium.roles.learner import LearnerRank
@@ -25,7 +25,7 @@ from podium.roles.mailboxes import Mailboxes
 from podium.rollout.checkpoints import open_engine
 from podium.rollout.engine import InFlight, Load, MemoryChange, RolloutEngine
 from podium.rollout.native.engine import NativeEngine
-from podium.rollout.requests import Completion, Request, Sampling
+from podium.rollout.requests import Completion, Request, Sampling, given_back
 from podium.weights.transports import received
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import WeightTransfer
@@ -67,6 +67,10 @@ class GeneratorRank(Generator):
         self._admissions.finish()
         if abandon:
             self._engine.cancel(self._admissions.open_ids)
+
+    def give_back(self, ids: tuple[TrajectoryId, ...]) -> None:
+        """Cancels them."""
+        self._engine.cancel(ids)
 
     def stream(self, plan: SamplingPlan) -> Iterator[Computed[TrajectoryBlock]]:
         """Answers admitted prompts and yields episodes as they end, several at a time."""
@@ -113,15 +117,18 @@ class GeneratorRank(Generator):
         """Accepts requests of runners from now on."""
         self._mailboxes.open()
 
-    def stop_serving(self) -> None:
+    def stop_serving(self, give_back: bool = False) -> None:
         """Ends `serve`."""
         self._mailboxes.close()
+        if give_back:
+            self._engine.cancel(self._mailboxes.open_ids)
 
     def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
         """Submits a runner's new requests and returns its finished ones."""
         if requests:
             ids = [request.id for request in requests]
-            self._mailboxes.expect(runner, ids)  # before an answer can arrive
+            if not self._mailboxes.expect(runner, ids):  # before an answer can arrive
+                return [given_back(request) for request in requests]
             try:
                 self._engine.submit(requests)
             except BaseException:
@@ -207,12 +214,13 @@ class GeneratorRank(Generator):
             stop_tokens=self._stops | stops,
             stop_strings=strings,
         )
-        requests = []
+        requests, begun = [], {} if shard.begun is None else sampled_so_far(shard.begun.read())
         for prompt in shard.prompts:
             tokens = prompt.task.encode(self._prompts)
             for sample in shard.samples:
                 id = TrajectoryId(prompt.prompt_index, sample, 0, shard.attempt)
-                requests.append(Request(id=id, prompt=tokens, sampling=sampling, seed=plan.seed))
+                so_far = begun.get((prompt.prompt_index, sample))
+                requests.append(Request(id=id, prompt=tokens, sampling=sampling, seed=plan.seed, begun=so_far))
         return requests
 
     def _computed(self, answers: Sequence[Completion], metrics: tuple[Metric, ...]) -> Computed[TrajectoryBlock]:

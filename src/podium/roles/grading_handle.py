@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from podium.cluster import RoleGroup, WorkerId, Workers
+from podium.cluster.deadlines import wall_s
 from podium.cluster.results import Span
 from podium.data.trajectories import Ints
 from podium.environments.grading import MOST_HANGING
@@ -124,7 +124,7 @@ class GraderHandle:
     async def _share(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:
         error: ClusterError | None = None
         for _ in range(2):
-            worker, began_s = self._group.workers[rank], time.time()
+            worker, began_s = self._group.workers[rank], wall_s()
             try:
                 group = self._group.within(self._deadline_s)
                 note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
@@ -133,7 +133,7 @@ class GraderHandle:
                 await self._replace(worker)
                 continue
             # Replies of control calls have no spans, and a grader at work is not idle.
-            self._workers.record([Span("grader.grade", began_s, time.time(), worker)])
+            self._workers.record([Span("grader.grade", began_s, wall_s(), worker)])
             self._show(note.warnings)
             return note
         reason = str(error).splitlines()[0]

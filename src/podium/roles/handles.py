@@ -11,11 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from podium.algorithms.corrections import EffectiveSampleSize
-from podium.algorithms.policy import PolicyStatistics
-from podium.algorithms.returns import Moments
 from podium.algorithms.staleness import merge_ages
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
@@ -81,8 +78,12 @@ class GeneratorHandle:
         try:
             yield serving
         finally:
-            await self._group.control_all(Generator.stop_serving)
+            await self._group.control_all(Generator.stop_serving, False)
             await serving
+
+    async def stop_serving(self) -> None:
+        """Gives all requests of episode runners back, with the tokens that they have. Ends `serving`."""
+        await self._group.control_all(Generator.stop_serving, True)
 
     async def forget(self, runner: str) -> None:
         """Cancels the requests of a runner that died."""
@@ -161,10 +162,9 @@ class LearnerHandle:
             statistics=PolicyStatistics.merge([note.statistics for note in notes]),
             gap=LogprobGap.merge([note.gap for note in notes]),
             sampling=(
-                EffectiveSampleSize.merge([note.sampling for note in notes])
-                if algorithm.correction is not None
-                else None
+                EffectiveSampleSize.merge([note.sampling for note in notes]) if plan.correction is not None else None
             ),
+            kept_mass=_mean([note.kept_mass for note in notes]),
             ages=merge_ages([note.ages for note in notes]),
             entropy=entropy or 0.0,
             kl_reference=_mean([note.kl_reference for note in notes]),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from podium.cluster import Computed, Metric, RowRefs
 from podium.data.costs import SequenceCost
-from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryIds, ValueColumns
+from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
 from podium.models.cpu_settings import CpuSettings
 from podium.recipe import AlgorithmSection, ModelSection, OnPolicyRecipe, RolloutSection
 from podium.roles.carriers import (
@@ -31,10 +31,8 @@ from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByStore, WeightBucket, WeightTransfer
 
 if TYPE_CHECKING:
-    from podium.algorithms.corrections import EffectiveSampleSize
-    from podium.algorithms.policy import PolicyStatistics
-    from podium.algorithms.returns import Moments
     from podium.algorithms.staleness import ByAge
+    from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
     from podium.weights.canary import LogprobGap
 
 # The learner's role name, by which other roles on the same worker find it.
@@ -78,8 +76,9 @@ class UpdateNote:
     """One rank's report of an update. Sums are of this rank; `losses` and the fields after it are of all ranks."""
 
     statistics: PolicyStatistics
-    gap: LogprobGap  # engine against learner, before the first optimizer step
+    gap: LogprobGap  # engine against learner, before the first optimizer step; of nothing with truncated sampling
     sampling: EffectiveSampleSize | None
+    kept_mass: tuple[float, float]  # that truncated sampling kept, over tokens of the current version: sum and count
     ages: ByAge  # empty if no token is stale
     entropy: tuple[float, float]  # sum and count
     kl_reference: tuple[float, float]
@@ -188,6 +187,11 @@ class EpisodeSource(ABC):
         """No more prompts come for this stream. `abandon`: running episodes are given up."""
 
     @abstractmethod
+    def give_back(self, ids: tuple[TrajectoryId, ...]) -> None:
+        """Ends these episodes where they are, so that another worker can continue them: the stream yields them as
+        cancelled. Those that have ended meanwhile are not."""
+
+    @abstractmethod
     def lanes(self) -> int:
         """Number of episodes that run at the same time; further ones wait."""
 
@@ -205,12 +209,14 @@ class Generator(EpisodeSource):
         """Called before `serve`: runners may send requests from now on."""
 
     @abstractmethod
-    def stop_serving(self) -> None:
-        """Called when all episodes are over. Runs on a control thread, because `serve` occupies the work thread."""
+    def stop_serving(self, give_back: bool = False) -> None:
+        """Ends `serve` when all requests are answered; `give_back`: with the tokens that they have, so that another
+        generator can continue them. Runs on a control thread, because `serve` occupies the work thread."""
 
     @abstractmethod
     def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
-        """Takes a runner's new requests and returns its finished ones. For control threads."""
+        """Takes a runner's new requests and returns its finished ones. A generator that does not serve gives new ones
+        back at once. For control threads."""
 
     @abstractmethod
     def forget(self, runner: str) -> None:

@@ -14,7 +14,8 @@ import transformers
 from podium.algorithms.dense import token_cross_entropy
 from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
-from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
+from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh, adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW

@@ -19,7 +19,7 @@ class Mailboxes:
         self._changed = threading.Condition()
         self._owners: dict[TrajectoryId, str] = {}
         self._boxes: dict[str, list[Completion]] = {}
-        self._closing = False
+        self._closing = True
         self._failure: BaseException | None = None
         self._idle_s = 0.0
 
@@ -29,11 +29,10 @@ class Mailboxes:
         return self._idle_s
 
     def open(self) -> None:
-        """Empties all boxes and accepts requests from now on."""
+        """Accepts requests from now on."""
         with self._changed:
             self._closing, self._failure = False, None
             self._owners.clear()
-            self._boxes.clear()
 
     def close(self) -> None:
         """Closes the mailboxes: no more requests will come. Threads that wait for work stop waiting."""
@@ -41,11 +40,20 @@ class Mailboxes:
             self._closing = True
             self._changed.notify_all()
 
-    def expect(self, runner: str, ids: Sequence[TrajectoryId]) -> None:
-        """Routes the answers of these requests to this runner."""
+    def expect(self, runner: str, ids: Sequence[TrajectoryId]) -> bool:
+        """Routes the answers of these requests to this runner. False: the mailboxes are closed."""
         with self._changed:
+            if self._closing:
+                return False
             self._owners.update(dict.fromkeys(ids, runner))
             self._changed.notify_all()
+            return True
+
+    @property
+    def open_ids(self) -> tuple[TrajectoryId, ...]:
+        """Requests without an answer."""
+        with self._changed:
+            return tuple(self._owners)
 
     def withdraw(self, ids: Sequence[TrajectoryId]) -> None:
         """Removes requests that were not submitted after all."""

@@ -17,19 +17,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from podium.algorithms.corrections import EffectiveSampleSize, effective_sample_size, importance_weights
+from podium.algorithms.corrections import effective_sample_size, importance_weights
 from podium.algorithms.distillation import several_teachers_advantages
 from podium.algorithms.kl import kl_estimate
-from podium.algorithms.policy import PolicyStatistics, policy_statistics
+from podium.algorithms.policy import policy_statistics
 from podium.algorithms.reduction import normalizer, token_weights
-from podium.algorithms.returns import Moments, rewards_to_go
+from podium.algorithms.returns import moments_of, rewards_to_go
 from podium.algorithms.staleness import AgeStatistics, merge_ages, statistics_by_age
+from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import RowRefs
 from podium.data.documents import PackedBatch
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock
 from podium.engine.scoring import score
 from podium.engine.train_step import ObjectiveBatch, PendingReport, TrainEngine
-from podium.recipe import AlgorithmSection
+from podium.recipe import AlgorithmSection, CorrectionSection
 from podium.roles.carriers import UpdatePlan, UpdateShard
 from podium.roles.interfaces import UpdateNote
 from podium.roles.policy_objective import Loss, PolicyObjective, imitation, loss_of
@@ -47,6 +48,7 @@ class _Columns:
     old_T: NDArray[np.float32]
     correction_T: NDArray[np.float32] | None
     sampling: EffectiveSampleSize | None
+    kept_mass: tuple[float, float]  # sum and count
     ages: Mapping[int, AgeStatistics] | None  # None: the learner's log-probs are not known yet
     reference_T: NDArray[np.float32] | None
 
@@ -90,12 +92,13 @@ class PolicyUpdate:
         reports = [each.resolve() for each in pending]
         return UpdateNote(
             statistics=PolicyStatistics.merge([_statistics(each, logprobs, plan) for each, logprobs, _ in seen]),
-            gap=_gap(seen if plan.loss == "policy" or plan.temperature == 1.0 else (), plan.version),
+            gap=_gap(seen if _is_comparable(plan) else (), plan.version),
             sampling=columns.sampling,
+            kept_mass=columns.kept_mass,
             ages=columns.ages if columns.ages is not None else _ages_of(seen, plan.version),
             entropy=(float(sum(entropy.double().sum().item() for _, _, entropy in seen)), _num_seen(seen)),
             kl_reference=_distance(seen),
-            advantages=Moments.of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
+            advantages=moments_of(torch.from_numpy(columns.advantages_T), torch.from_numpy(columns.trained_T)),
             losses=tuple(report.loss for report in reports),
             grad_norms=tuple(report.grad_norm for report in reports),
             skipped=sum(report.skipped for report in reports),
@@ -112,19 +115,23 @@ class PolicyUpdate:
         reference_T = _column(shard.reference, block)
         behavior_T = block.behavior_logprobs_T
         old_T, proximal_s = behavior_T, 0.0
-        if algorithm.proximal == "always" or (algorithm.proximal == "auto" and algorithm.correction is not None):
+        if algorithm.proximal == "always" or (algorithm.proximal == "auto" and plan.correction is not None):
             began = time.perf_counter()
             old_T = score(
                 self._engine.language_model, self._mesh, block, temperature=plan.temperature,
                 max_tokens=self._max_tokens,
             ).values_T  # fmt: skip
             proximal_s = time.perf_counter() - began
-        advantages_T = self._advantages(block, shard, plan, trained_T, reference_T)
+        advantages_T = self._advantages(block, shard, plan, trained_T, reference_T, old_T)
         correction_T = sampling = ages = None
+        kept_mass = 0.0, 0.0
         if old_T is not behavior_T:
             ages = _ages(old_T[trained_T], behavior_T[trained_T], block.versions_T[trained_T], plan.version)
-        if algorithm.correction is not None:
-            correction_T = _correction(block, trained_T, old_T, algorithm)
+            if plan.is_truncated:
+                current_T = trained_T & (block.versions_T == plan.version)
+                kept_mass = _kept_mass(old_T[current_T], behavior_T[current_T])
+        if plan.correction is not None:
+            correction_T = _correction(block, trained_T, old_T, plan.correction)
             sampling = effective_sample_size(torch.from_numpy(correction_T[trained_T]))
             trained_T &= correction_T > 0  # dropped tokens do not count either
         in_loss = algorithm.kl is not None and algorithm.kl.where == "loss"
@@ -135,6 +142,7 @@ class PolicyUpdate:
             old_T=old_T,
             correction_T=correction_T,
             sampling=sampling,
+            kept_mass=kept_mass,
             ages=ages,
             reference_T=reference_T if in_loss else None,
         )
@@ -147,6 +155,7 @@ class PolicyUpdate:
         plan: UpdatePlan,
         trained_T: NDArray[np.bool_],
         reference_T: NDArray[np.float32] | None,
+        old_T: NDArray[np.float32],
     ) -> NDArray[np.float32]:
         values_T: NDArray[Any]
         if shard.advantages_N is not None:
@@ -154,7 +163,7 @@ class PolicyUpdate:
         elif shard.advantages is not None:
             values_T = shard.advantages.read().advantages_T if len(block.ids) else np.empty(0, np.float32)
         elif shard.teachers:
-            values_T = _taught(shard, block)
+            values_T = _taught(shard, old_T)
         else:
             assert shard.rewards_N is not None
             rewards_T = token_rewards(
@@ -171,7 +180,7 @@ class PolicyUpdate:
             shift, scale = plan.whitening
             return np.where(trained_T, (values_T - shift) * scale, 0).astype(np.float32)
         if plan.whiten:
-            mine = Moments.of(torch.from_numpy(values_T.copy()), torch.from_numpy(trained_T))
+            mine = moments_of(torch.from_numpy(values_T.copy()), torch.from_numpy(trained_T))
             total = torch.tensor([mine.count, mine.sum, mine.sum_squares], dtype=torch.float64)
             total = self._mesh.sum(total.to(self._mesh.device)).cpu()
             whitening = Moments(*total.tolist()).whitening()
@@ -242,13 +251,12 @@ class _Micro:
     is_first: bool = False  # computed before any of the batch's optimizer steps
 
 
-def _taught(shard: UpdateShard, block: TrajectoryBlock) -> NDArray[np.float32]:
-    if not len(block.ids):
+def _taught(shard: UpdateShard, student_T: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not len(student_T):
         return np.empty(0, np.float32)
     teachers = torch.stack([torch.from_numpy(refs.read().values_T.copy()) for refs, _ in shard.teachers])
     weights = torch.tensor([weight for _, weight in shard.teachers])
-    student = torch.from_numpy(block.behavior_logprobs_T.copy())
-    return several_teachers_advantages(teachers, student, weights).numpy()
+    return several_teachers_advantages(teachers, torch.from_numpy(student_T.copy()), weights).numpy()
 
 
 def _column(refs: RowRefs[TokenColumn] | None, block: TrajectoryBlock) -> NDArray[np.float32] | None:
@@ -260,23 +268,32 @@ def _column(refs: RowRefs[TokenColumn] | None, block: TrajectoryBlock) -> NDArra
 
 
 def _correction(
-    block: TrajectoryBlock, trained_T: NDArray[np.bool_], old_T: NDArray[np.float32], algorithm: AlgorithmSection
+    block: TrajectoryBlock, trained_T: NDArray[np.bool_], old_T: NDArray[np.float32], correction: CorrectionSection
 ) -> NDArray[np.float32]:
-    kind = algorithm.correction
-    assert kind is not None
     sequence_T = np.repeat(np.arange(len(block.ids)), block.lengths_N)
     weights_S = importance_weights(
         torch.from_numpy(old_T[trained_T]),
         torch.from_numpy(block.behavior_logprobs_T[trained_T]),
         torch.from_numpy(sequence_T[trained_T].astype(np.int64)),
         len(block.ids),
-        kind=kind.kind,
-        cap=kind.cap,
-        low=kind.low,
+        kind=correction.kind,
+        cap=correction.cap,
+        low=correction.low,
     )
     weights_T = np.zeros(len(trained_T), np.float32)
     weights_T[trained_T] = weights_S.numpy()
     return weights_T
+
+
+def _kept_mass(policy_S: NDArray[np.float32], behavior_S: NDArray[np.float32]) -> tuple[float, float]:
+    """Sum and count. The engine's probability of a token is the policy's divided by the kept mass, so that the policy's
+    divided by the engine's is the kept mass."""
+    return float(np.exp(policy_S.astype(np.float64) - behavior_S).sum()), float(len(policy_S))
+
+
+def _is_comparable(plan: UpdatePlan) -> bool:
+    """Whether engine and learner mean the same log-prob: of the whole vocabulary, at the same temperature."""
+    return not plan.is_truncated and (plan.loss == "policy" or plan.temperature == 1.0)
 
 
 def _statistics(micro: _Micro, logprobs_S: Tensor, plan: UpdatePlan) -> PolicyStatistics:

@@ -8,12 +8,15 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from podium.cluster import RoleGroup, Workers
+from podium.errors import WorkerDiedError
 from podium.roles.carriers import SamplingPlan
 from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.episode_stream import Block, EpisodeStream, Lost, streaming
 from podium.roles.handles import PHASE_S, GeneratorHandle
+from podium.roles.interfaces import EpisodeSource
 
-# How often one runner may die in one call before the run ends. User code cannot kill it, so the cause is elsewhere.
+# The run ends when a runner dies this often and none of its replacements has ended an episode in between. A stream may
+# stay open for the whole run, so deaths with progress between them are not added up.
 _MOST_DEATHS = 3
 
 
@@ -22,12 +25,14 @@ class RunnerHandle:
 
     def __init__(
         self, workers: Workers, group: RoleGroup[EpisodeRunner], generator: GeneratorHandle,
-        *, warn: Callable[[str], None],
+        *, lent: GeneratorHandle | None = None, warn: Callable[[str], None],
     ) -> None:  # fmt: skip
-        group.requires(EpisodeRunner.stream, EpisodeRunner.admit)
+        """`lent`: generators on the learner's devices, which serve at times."""
+        group.requires(EpisodeSource.stream, EpisodeSource.admit)
         self._workers, self._group, self._generator = workers, group.within(PHASE_S), generator
+        self._lent = lent
         self._warn, self._warned = warn, set[str]()
-        self._num_deaths: Counter[int] = Counter()  # by rank, in the current stream
+        self._num_deaths: Counter[int] = Counter()  # by rank, since it ended an episode in the current stream
 
     @asynccontextmanager
     async def streaming(self, plan: SamplingPlan) -> AsyncIterator[EpisodeStream]:
@@ -38,6 +43,10 @@ class RunnerHandle:
         for answer in served.result():
             stream.note_metrics(answer.worker, answer.value)
 
+    async def use_lent(self, are_lent: bool) -> None:
+        """Whether the runners ask generators on the learner's devices too."""
+        await self._group.control_all(EpisodeRunner.use_lent, are_lent)
+
     async def lanes(self) -> tuple[int, ...]:
         """Number of episodes that each runner plays at the same time."""
         return tuple(answer.value for answer in await self._group.call_all(EpisodeRunner.lanes))
@@ -46,14 +55,22 @@ class RunnerHandle:
         """Starts another runner. Its unfinished requests to generators are cancelled."""
         self._num_deaths[lost.rank] += 1
         if self._num_deaths[lost.rank] == _MOST_DEATHS:
-            raise lost.error
+            raise WorkerDiedError(
+                f"{lost.error}\nThis is death {_MOST_DEATHS} of episode runner {lost.rank}, and no replacement has "
+                "ended an episode. User code runs in other processes, so look for what ends this one: memory of the "
+                "machine, or code that kills its parent. `podium resume` continues the run."
+            ) from lost.error
         self._warn(f"{str(lost.error).splitlines()[0]} Its unfinished episodes are run again.")
         await self._generator.forget(str(lost.worker))
+        if self._lent is not None:
+            await self._lent.forget(str(lost.worker))
         await self._workers.recover(lost.worker.pool)
         stream.begin([lost.rank])
 
     def _look_at(self, block: Block) -> None:
-        """Shows the warnings of a block, equal ones once."""
+        """Notes that its runner makes progress. Shows the warnings of a block, equal ones once."""
+        if len(block.ids):
+            del self._num_deaths[block.rank]
         for warning in block.note.warnings:
             if warning not in self._warned:
                 self._warned.add(warning)

@@ -12,7 +12,8 @@ from torch import Tensor
 from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_tokens
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
-from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, Extras
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
+from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
 from podium.engine.resuming import buffer_pieces, weight_pieces

@@ -15,11 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from podium.algorithms.advantages import RELATIVE_SPREAD
-from podium.algorithms.corrections import EffectiveSampleSize
-from podium.algorithms.policy import PolicyStatistics
-from podium.algorithms.returns import Moments
 from podium.algorithms.staleness import ByAge
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster.objects import RowRefs
 from podium.cluster.results import ShardResult, stored_rows
 from podium.data.tasks import Task
@@ -264,6 +261,7 @@ class UpdateReport:
     statistics: PolicyStatistics
     gap: LogprobGap
     sampling: EffectiveSampleSize | None
+    kept_mass: float | None  # mean; None: nothing was truncated, or no token is of the current version
     ages: ByAge  # empty if no token is stale
     entropy: float
     kl_reference: float | None

@@ -40,13 +40,16 @@ class Sampling:
     allowed_tokens: frozenset[int] | None = None  # None: all
 
     @property
+    def is_truncated(self) -> bool:
+        """Whether top-k, top-p or min-p may leave tokens out. They change nothing at temperature 0."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
     def changes_the_policy(self) -> bool:
         """Whether tokens come from another distribution than softmax(logits / temperature). Temperature 0 does not
         count, though it samples nothing: an update that weighs tokens by log-probs must not train on greedy ones."""
         return (
-            self.top_k > 0
-            or self.top_p < 1.0
-            or self.min_p > 0.0
+            self.is_truncated
             or self.repetition_penalty != 1.0
             or self.min_new_tokens > 0
             or bool(self.logit_bias)
@@ -83,6 +86,15 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampledTokens:
+    """Tokens that were sampled, with the log-prob of each and the version of its weights."""
+
+    tokens_L: NDArray[np.int32]
+    logprobs_L: NDArray[np.float32]
+    versions_L: NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Request:
     """A request for one answer. Its random stream is keyed by seed, id (without the attempt) and position in the
     sequence. Its batch thus has no influence, and a second attempt samples the same tokens from the same weights."""
@@ -91,6 +103,7 @@ class Request:
     prompt: Tokens
     sampling: Sampling
     seed: int = 0
+    begun: SampledTokens | None = None  # the answer so far: another engine has sampled it, and this one continues
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, TrajectoryId):
@@ -123,7 +136,7 @@ class Completion:
     id: TrajectoryId
     prompt: Tokens
     tokens_L: NDArray[np.int32]
-    logprobs_L: NDArray[np.float32]  # log softmax(logits / temperature) over the real vocabulary; temperature 0 as 1
+    logprobs_L: NDArray[np.float32]  # of the distribution that each token was sampled from; temperature 0 as 1
     versions_L: NDArray[np.int32]  # of the weights that sampled each token
     finish: Finish
     stop: int | str | None = None  # the stop token or stop string that ended it
@@ -134,6 +147,24 @@ class Completion:
     def num_tokens(self) -> int:
         """Number of generated tokens."""
         return len(self.tokens_L)
+
+    @property
+    def sampled(self) -> SampledTokens:
+        """The answer as another engine continues it."""
+        return SampledTokens(tokens_L=self.tokens_L, logprobs_L=self.logprobs_L, versions_L=self.versions_L)
+
+
+def given_back(request: Request) -> Completion:
+    """The answer to a request that this engine does not begin: as it came."""
+    begun = request.begun
+    return Completion(
+        id=request.id,
+        prompt=request.prompt.copy(),
+        tokens_L=np.empty(0, np.int32) if begun is None else begun.tokens_L,
+        logprobs_L=np.empty(0, np.float32) if begun is None else begun.logprobs_L,
+        versions_L=np.empty(0, np.int32) if begun is None else begun.versions_L,
+        finish="cancelled",
+    )
 
 
 def failed(request: Request, error: str) -> Completion:

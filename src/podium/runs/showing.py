@@ -19,6 +19,7 @@ from podium.runs.standing import HELDOUT, RunStanding, changed_s, mapping_in, mo
 
 _SHOWN_METRICS = 8
 _AGES = "staleness/tokens/"
+_LENT = ("lending/tokens", "rollout/generated_tokens")
 
 
 def show_lines(path: Path) -> list[str]:
@@ -227,6 +228,13 @@ def _overlap_lines(run: RunFolder) -> Iterator[str]:
     waits = f"wait for episodes {part('time/wait_s')}, publish {part('time/publish_s')}"
     yield f"learners: update {part('time/update_s')}, {waits}"
     yield f"generators: idle {part('rollout/idle_s')}, install weights {part('rollout/install_s')}"
+    lent = [values for values in steps if "lending/tokens" in values]
+    if lent:
+        lent_tokens, all_tokens = (sum(values[name] for values in lent) for name in _LENT)
+        yield (
+            f"lent devices: generate {part('lending/lent_s')}, change sides {part('lending/switch_s')}; "
+            f"{lent_tokens / (all_tokens or 1.0):.1%} of the generated tokens"
+        )
 
 
 def _metrics(run: RunFolder) -> Sequence[Any]:

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from podium.data.tokenizer import load_tokenizer
-from podium.engine.checkpoint import CheckpointReader, best_step, newest_usable, saved_steps
+from podium.engine.checkpoint import CheckpointReader, newest_usable
+from podium.engine.checkpoint_files import best_step, saved_steps
 from podium.engine.mesh import adopt
 from podium.engine.sharding import PackedModel, place, place_scalar
 from podium.errors import CheckpointError, RunFolderError

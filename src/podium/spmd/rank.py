@@ -19,13 +19,8 @@ from podium.data.loader import LoaderState, StepLoader, StepSize, decode
 from podium.data.skipping import SkipPolicy
 from podium.data.sources import open_source
 from podium.data.tokenizer import load_tokenizer, require_embeddings, stop_tokens
-from podium.engine.checkpoint import (
-    CheckpointReader,
-    CheckpointWriter,
-    newest_usable,
-    saved_steps,
-    set_aside_later,
-)
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import saved_steps, set_aside_later
 from podium.engine.mesh import Mesh, check_devices, join, leave
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter

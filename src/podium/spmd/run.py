@@ -20,7 +20,8 @@ from podium.data.examples import shape_of
 from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLoader, encode
 from podium.data.source_names import mixed_names
 from podium.data.splitting import split_step
-from podium.engine.checkpoint import CheckpointWriter, Extras
+from podium.engine.checkpoint import CheckpointWriter
+from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards
 from podium.engine.schedule import learning_rate

@@ -12,12 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from podium.algorithms.corrections import (
-    CorrectionKind,
-    EffectiveSampleSize,
-    effective_sample_size,
-    importance_weights,
-)
+from podium.algorithms.corrections import CorrectionKind, effective_sample_size, importance_weights
+from podium.algorithms.policy import PolicyTokens, clipped
+from podium.algorithms.statistics import EffectiveSampleSize
 
 every_kind = pytest.mark.parametrize("kind", get_args(CorrectionKind))
 
@@ -95,6 +92,33 @@ def test_weights_are_within_bounds_and_follow_their_token(kind: CorrectionKind, 
     # Sums of large differences may fall on either side of a bound: compare those that are kept in both.
     both = (run(shuffled) > 0) & (weights_S[shuffled] > 0)
     torch.testing.assert_close(run(shuffled)[both], weights_S[shuffled][both], rtol=2e-2, atol=1e-6)
+
+
+# μ, π_old and π of each token: weights 2, 1 and 1/4, ratios 1.1, 1.5 and 0.5. All advantages are 1.
+SAMPLED_FROM, OLD, NEW = (0.25, 0.2, 0.8), (0.5, 0.2, 0.2), (0.55, 0.3, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "low", "cap", "expected"),
+    [
+        # Decoupled PPO with TIS: ratios against π_old, clipped at 1.2, times min(w, cap).
+        ("token_truncate", 0.0, 1.5, (-1.1 * 1.5, -1.2 * 1.0, -0.5 * 0.25)),
+        # The first two tokens are one episode with Πw = 2, the third one is another.
+        ("sequence_truncate", 0.0, 1.5, (-1.1 * 1.5, -1.2 * 1.5, -0.5 * 0.25)),
+        # IcePop: the third token is below the lower bound.
+        ("token_mask", 0.5, 5.0, (-1.1 * 2.0, -1.2 * 1.0, 0.0)),
+        ("sequence_mask", 0.5, 5.0, (-1.1 * 2.0, -1.2 * 2.0, 0.0)),
+        ("sequence_geometric_mask", 0.5, 5.0, (-1.1 * math.sqrt(2), -1.2 * math.sqrt(2), 0.0)),
+    ],
+)
+def test_the_corrected_loss_by_hand(kind: CorrectionKind, low: float, cap: float, expected: tuple[float, ...]) -> None:
+    behavior_S, old_S, new_S = (torch.tensor(each).log() for each in (SAMPLED_FROM, OLD, NEW))
+    tokens = PolicyTokens(
+        logprobs_S=new_S, old_logprobs_S=old_S, advantages_S=torch.ones(3), sequence_S=torch.tensor([0, 0, 1]),
+        num_sequences=2,
+    )  # fmt: skip
+    weights_S = importance_weights(old_S, behavior_S, tokens.sequence_S, 2, kind=kind, cap=cap, low=low)
+    assert (clipped(tokens, clip_low=0.2, clip_high=0.2) * weights_S).tolist() == pytest.approx(expected)
 
 
 def test_the_effective_sample_size_by_hand() -> None:

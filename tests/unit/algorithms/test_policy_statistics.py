@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.algorithms.policy import PolicyStatistics, PolicyTokens, policy_statistics
+from podium.algorithms.policy import PolicyTokens, policy_statistics
+from podium.algorithms.statistics import PolicyStatistics
 
 
 def tokens_of(ratios: list[float], advantages: list[float], sequence: list[int] | None = None) -> PolicyTokens:

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from podium.algorithms.returns import Moments, Whitening, gae, rewards_to_go
+from podium.algorithms.returns import gae, moments_of, rewards_to_go
+from podium.algorithms.statistics import Moments, Whitening
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -141,7 +142,7 @@ def test_a_long_trajectory_does_not_reach_into_the_next() -> None:
 
 def test_moments_by_hand() -> None:
     # Of 1, 2, 6 (9 is masked out): mean 3, variance (4 + 1 + 9) / 2 = 7.
-    moments = Moments.of(torch.tensor([1.0, 9.0, 2.0, 6.0]), torch.tensor([True, False, True, True]))
+    moments = moments_of(torch.tensor([1.0, 9.0, 2.0, 6.0]), torch.tensor([True, False, True, True]))
     assert moments == Moments(3.0, 9.0, 41.0)
     assert moments.mean == 3.0
     assert moments.variance == 7.0
@@ -150,20 +151,20 @@ def test_moments_by_hand() -> None:
 
 def test_whitened_values_have_mean_zero_and_variance_one_and_are_zero_outside_of_the_mask() -> None:
     values_T, mask_T = torch.tensor([3.0, 100.0, 5.0, 7.0]), torch.tensor([1.0, 0.0, 1.0, 1.0])
-    whitened_T = Moments.of(values_T, mask_T).whitening().apply(values_T, mask_T)
+    whitened_T = moments_of(values_T, mask_T).whitening().apply(values_T, mask_T)
     torch.testing.assert_close(whitened_T, torch.tensor([-1.0, 0.0, 0.0, 1.0]))
 
 
 @pytest.mark.parametrize("values", [[], [0.1], [0.1, 0.1, 0.1]])
 def test_values_without_spread_become_zero_not_nan(values: list[float]) -> None:
     values_T, mask_T = torch.tensor(values), torch.ones(len(values), dtype=torch.bool)
-    moments = Moments.of(values_T, mask_T)
+    moments = moments_of(values_T, mask_T)
     assert moments.variance == pytest.approx(0.0, abs=1e-16)
     torch.testing.assert_close(moments.whitening().apply(values_T, mask_T), torch.zeros(len(values)))
 
 
 def test_a_large_mean_does_not_swallow_the_spread() -> None:
-    moments = Moments.of(torch.tensor([4096.0, 4096.5, 4097.0]), torch.ones(3))
+    moments = moments_of(torch.tensor([4096.0, 4096.5, 4097.0]), torch.ones(3))
     assert math.isclose(moments.variance, 0.25, rel_tol=1e-6)
 
 
@@ -177,8 +178,8 @@ def test_the_moments_of_shards_merge_to_those_of_the_whole(values, cuts, seed, o
     values_T = torch.tensor(values)
     mask_T = torch.rand(len(values), generator=torch.Generator().manual_seed(seed)) < 0.7
     bounds = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
-    shards = [Moments.of(values_T[a:b], mask_T[a:b]) for a, b in pairwise(bounds)]
-    merged, whole = Moments.merge(shards), Moments.of(values_T, mask_T)
+    shards = [moments_of(values_T[a:b], mask_T[a:b]) for a, b in pairwise(bounds)]
+    merged, whole = Moments.merge(shards), moments_of(values_T, mask_T)
     assert merged.count == whole.count
     assert merged.mean == pytest.approx(whole.mean, rel=1e-12, abs=1e-12)
     assert merged.variance == pytest.approx(whole.variance, rel=1e-9, abs=1e-9)

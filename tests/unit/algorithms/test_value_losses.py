@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from podium.algorithms.values import ValueStatistics, value_loss, value_statistics
+from podium.algorithms.statistics import ValueStatistics
+from podium.algorithms.values import value_loss, value_statistics
 
 
 def test_the_plain_loss_is_half_the_squared_error() -> None:

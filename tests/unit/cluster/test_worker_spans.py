@@ -16,14 +16,14 @@ WORKER = WorkerId("gen", 0, "node-a", "cpu")
 class Clock:
     now_s = 100.0
 
-    def time(self):
+    def __call__(self):
         return self.now_s
 
 
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(spans, "time", clock)
+    monkeypatch.setattr(spans, "wall_s", clock)
     return clock
 
 

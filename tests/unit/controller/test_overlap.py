@@ -17,6 +17,7 @@ from helpers.fake_roles import Bandit, FakeGenerator, FakeGrader, FakeLearner, F
 from helpers.made_batches import WORKER, make_answer, make_result
 from helpers.trials import Trial
 from podium.algorithms.staleness import AgeStatistics
+from podium.controller.overlap import OverlapExecutor
 from podium.controller.prompts import PromptSource
 from podium.controller.run import OnPolicyRun
 from podium.controller.scheduler import GroupScheduler
@@ -156,6 +157,25 @@ def test_an_evaluation_has_the_engines_for_itself_and_the_newest_weights(tmp_pat
     assert [row[0] for row in trained(trial)] == list(range(24))
 
 
+def test_the_wait_of_an_evaluation_for_running_episodes_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = OverlapExecutor._drain
+
+    async def drain(self: OverlapExecutor, generating: Any) -> None:
+        await original(self, generating)
+        await asyncio.sleep(0.05)
+
+    monkeypatch.setattr(OverlapExecutor, "_drain", drain)
+    trial = Trial(tmp_path, *SPLIT, "rollout.staleness=2", "evaluation.every=2", heldout=3)
+    trial.run()
+
+    drained_s = trial.metric("heldout/drain_s")
+    assert [step for step, seconds in drained_s.items() if seconds >= 0.05] == [2, 4, 6]
+    assert sum(trial.metric("time/drain_s").values()) < 0.05  # it is no part of a step
+    assert trial.parts.watch.seconds()["drain"] >= 0.15
+
+
 def test_a_pause_before_the_streams_are_open_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups that were ready before a pause make the next step at once: then its streams are not open yet."""
     original = OnPolicyRun._begin
@@ -196,7 +216,12 @@ def test_rows_of_a_block_that_two_steps_share_stay_until_the_second(
     """All prompts that wait are answered in one block, which so has groups of several steps."""
 
     def admit(
-        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+        self: FakeStream,
+        rank: int,
+        prompts: Sequence[IndexedTask],
+        samples: tuple[int, ...],
+        attempt: int = 0,
+        begun: object = None,
     ) -> None:
         self._generator._works("generate", tuple(prompt.prompt_index for prompt in prompts), len(samples), self._plan)
         ids = [TrajectoryId(prompt.prompt_index, sample) for prompt in prompts for sample in samples]
@@ -219,7 +244,12 @@ def test_episodes_of_a_lost_worker_run_again(tmp_path: Path, monkeypatch: pytest
     deaths: list[Lost] = []
 
     def admit(
-        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+        self: FakeStream,
+        rank: int,
+        prompts: Sequence[IndexedTask],
+        samples: tuple[int, ...],
+        attempt: int = 0,
+        begun: object = None,
     ) -> None:
         self._num_open += 1
         if attempt == 0 and prompts[0].prompt_index == 0:

@@ -72,3 +72,14 @@ def test_who_leaves_a_device(
     )  # fmt: skip
 
     assert found == leaving
+
+
+@pytest.mark.parametrize(("device_gib", "leaving"), [(80, {"lent-generator"}), (0, set())])
+def test_a_generator_on_a_learners_gpu_sleeps_while_the_learner_works(device_gib: int, leaving: set[str]) -> None:
+    roles = ("policy", "generator", "lent-generator", "critic")
+    found = who_leaves(
+        roles, colocated=False, optimizer_bytes=4 * GIB, device_bytes=device_gib * GIB, offload_optimizer=None
+    )
+    assert found == leaving
+    assert residency("update", roles, found)["lent-generator"] == ("offloaded" if leaving else "resident")
+    assert residency("update", roles, found)["generator"] == "resident"

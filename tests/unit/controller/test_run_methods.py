@@ -15,7 +15,7 @@ import pytest
 from helpers.fake_roles import Bandit
 from helpers.made_batches import advantages_of
 from helpers.trials import Trial
-from podium.algorithms.policy import PolicyStatistics
+from podium.algorithms.statistics import PolicyStatistics
 from podium.errors import RecipeError, TrainingDivergedError
 from podium.roles.stages import TeacherAdvantages, TokenAdvantages
 from podium.weights.canary import LogprobGap

@@ -193,7 +193,7 @@ def test_zero_counts_a_failed_reward_as_nothing(tmp_path: Path) -> None:
 def test_fail_stops_the_run_at_the_first_failure(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "grading.on_error=fail", bandit=Bandit(fails=_failing((5, 0), (6, 1))))
 
-    with pytest.raises(RewardError, match=r"2 of 16 .*step 2\b.* 5\.0#0 .*grading\.on_error"):
+    with pytest.raises(RewardError, match=r"2 of 16 .*step 2\b.* 5\.0#0\b.*grading\.on_error"):
         trial.run()
     assert [line.step for line in trial.lines] == [1]
 

@@ -30,17 +30,18 @@ from podium.errors import InvariantError
 FAST, ALL, PARTS = 2_000, 10_000, 8
 
 
-def random_world(seed: int) -> World:
-    """A small schedule: every size, cost and mishap is random."""
+def random_world(seed: int, *, lends: bool = False) -> World:
+    """A small schedule: every size, cost and mishap is random. `lends`: the learner's devices generate too."""
     rng = random.Random(seed)
     settings = ScheduleSettings(
         steps=rng.randint(1, 6),
         groups_per_step=rng.randint(1, 5),
         samples=rng.randint(1, 3),
         staleness=rng.choice([0, 0, 1, 2, 4]),
-        on_new_weights=rng.choice(["finish", "keep", "recompute"]),
+        on_new_weights=rng.choice(["keep", "recompute"] if lends else ["finish", "keep", "recompute"]),
         replaces_uniform=rng.random() < 0.4,
         max_replaced=rng.randint(0, 12),
+        lends=lends,
     )
     costs = Costs(
         rng,
@@ -55,7 +56,9 @@ def random_world(seed: int) -> World:
     )
     lanes = tuple(rng.randint(1, 6) for _ in range(rng.randint(1, 4)))
     stop_after = rng.choice([None, None, rng.randint(1, settings.steps)])
-    return world_of(settings, costs, lanes, stop_after=stop_after)
+    costs.switch_s = rng.choice([0.0, 0.1, 2.0]) if lends else 0.0
+    learner_lanes = tuple(rng.randint(1, 6) for _ in range(rng.randint(0, 3))) if lends else ()
+    return world_of(settings, costs, lanes, stop_after=stop_after, learner_lanes=learner_lanes)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
@@ -68,9 +71,21 @@ def test_all_invariants_hold_over_ten_thousand_schedules() -> None:
     _hold(range(FAST, ALL))
 
 
-def _hold(seeds: range) -> None:
-    for seed in seeds:
-        world = random_world(seed).run()
+@pytest.mark.parametrize("part", range(PARTS))
+def test_all_invariants_hold_where_devices_change_sides(part: int) -> None:
+    worlds = _hold(range(part, FAST, PARTS), lends=True)
+    assert sum(world.num_lent for world in worlds) > len(worlds)
+    assert sum(world.num_moved for world in worlds) > len(worlds)
+
+
+@pytest.mark.slow
+def test_all_invariants_hold_where_devices_change_sides_over_ten_thousand_schedules() -> None:
+    _hold(range(FAST, ALL), lends=True)
+
+
+def _hold(seeds: range, *, lends: bool = False) -> list[World]:
+    worlds = [random_world(seed, lends=lends).run() for seed in seeds]
+    for seed, world in zip(seeds, worlds, strict=True):
         trained = [number for step in world.steps for number in step.groups]
         last = min(world.settings.steps, world.stop_after or world.settings.steps)
         assert len(world.steps) == last, seed
@@ -82,6 +97,7 @@ def _hold(seeds: range) -> None:
         if not world.settings.replaces_uniform:
             most = (world.settings.staleness + 1) * world.settings.groups_per_step
             assert world.max_live <= most, seed
+    return worlds
 
 
 def test_nothing_is_lost_or_trained_twice_over_a_stop_and_a_resume() -> None:
@@ -177,8 +193,30 @@ class _RunsAhead(GroupScheduler):
         return super()._deadline(version) + (self._started > self._committed)
 
 
+class _StartsWithLentDevices(GroupScheduler):
+    """Does not wait until the learner has its devices again."""
+
+    def _start_step(self) -> Iterator[Action]:
+        state, self._lending.state = self._lending.state, "home"
+        yield from super()._start_step()
+        self._lending.state = state
+
+
+class _TakesBackWhatEnded(GroupScheduler):
+    """Lets episodes run again that have ended already."""
+
+    def _end_episode(self, event: EpisodeEnded) -> Iterator[Action]:
+        yield from super()._end_episode(event)
+        if event.group in self._groups and self._groups[event.group].missing:
+            self._offer(event.group, event.sample)
+
+
 def _world(settings: ScheduleSettings, scheduler: type[GroupScheduler], seed: int, **costs: float) -> World:
-    return world_of(settings, Costs(random.Random(seed), **costs), (2, 3), scheduler=scheduler, stop_after=6)
+    learner_lanes = (2, 2) if settings.lends else ()
+    return world_of(
+        settings, Costs(random.Random(seed), **costs), (2, 3), scheduler=scheduler, stop_after=6,
+        learner_lanes=learner_lanes,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -196,6 +234,8 @@ def _world(settings: ScheduleSettings, scheduler: type[GroupScheduler], seed: in
         ),
         ("explicit cache", _PublishesUnderFinish, replace(ASYNC, on_new_weights="finish"), {}),
         ("synchronous at staleness 0", _RunsAhead, replace(ASYNC, staleness=0), {}),
+        ("acknowledged weights", _StartsWithLentDevices, replace(ASYNC, lends=True), {"switch_s": 0.01}),
+        ("conservation", _TakesBackWhatEnded, replace(ASYNC, lends=True), {}),
     ],
 )
 def test_a_scheduler_that_breaks_an_invariant_is_caught(

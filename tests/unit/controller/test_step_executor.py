@@ -30,7 +30,12 @@ def test_episodes_are_graded_while_others_are_generated(tmp_path: Path, monkeypa
     trial, releasing = Trial(tmp_path, "steps=2"), list[asyncio.Task[None]]()
 
     def admit(
-        self: FakeStream, rank: int, prompts: Sequence[IndexedTask], samples: tuple[int, ...], attempt: int = 0
+        self: FakeStream,
+        rank: int,
+        prompts: Sequence[IndexedTask],
+        samples: tuple[int, ...],
+        attempt: int = 0,
+        begun: object = None,
     ) -> None:
         before = len(trial.bandit.calls("grade"))
         releasing.append(asyncio.create_task(release(self, self.promised(prompts, samples), before)))

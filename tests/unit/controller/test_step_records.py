@@ -13,10 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from helpers.made_batches import WORKER, make_answer, make_graded, make_report
-from podium.algorithms.corrections import EffectiveSampleSize
-from podium.algorithms.policy import PolicyStatistics
-from podium.algorithms.returns import Moments
-from podium.algorithms.values import ValueStatistics
+from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
 from podium.cluster.results import Metric, Span
 from podium.controller.records import (
     StepRecord,

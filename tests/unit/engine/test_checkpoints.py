@@ -9,6 +9,7 @@ import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -16,18 +17,9 @@ import pytest
 import torch
 
 from helpers.engines import one_rank
-from podium.engine import checkpoint
-from podium.engine.checkpoint import (
-    CheckpointReader,
-    CheckpointWriter,
-    Extras,
-    SavedStep,
-    best_step,
-    newest_usable,
-    saved_steps,
-    set_aside_later,
-    to_remove,
-)
+from podium.engine import checkpoint, checkpoint_files
+from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import Extras, SavedStep, best_step, saved_steps, set_aside_later, to_remove
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import Box, TensorShard
 
@@ -272,14 +264,18 @@ def full_disk(*_: Any) -> None:
 
 
 @pytest.mark.parametrize("background", [True, False])
-@pytest.mark.parametrize("where", ["save_tensors", "save_file", "_write_json"])
+@pytest.mark.parametrize(
+    ("module", "where"),
+    [(checkpoint, "save_tensors"), (checkpoint, "write_json"), (checkpoint_files, "save_file"),
+     (checkpoint_files, "write_json")],
+)  # fmt: skip
 def test_a_full_disk_is_said_and_the_previous_checkpoint_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str, background: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: ModuleType, where: str, background: bool
 ) -> None:
     save(tmp_path, 1)
     made = writer(tmp_path, background=background)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, where, full_disk)
+        patched.setattr(module, where, full_disk)
         with pytest.raises(CheckpointError, match=rf"{re.escape(str(tmp_path))}.*No space"):
             save_and_wait(made, 2)
     assert [each.step for each in saved_steps(tmp_path)] == [1]

@@ -270,7 +270,7 @@ def test_a_call_that_hangs_is_left_behind_and_the_rest_continues(gate: threading
     grades, hanging, later = asyncio.run(run())
 
     assert totals(grades) == [1.0, None, 1.0, 1.0, None, 1.0]
-    assert re.search(r"^slow .*0\.8 s$", str(grades[4].error))
+    assert re.search(r"^slow .*0\.8 s \(grading\.timeout_s\)$", str(grades[4].error))
     assert (hanging, later) == (2, 0)
     assert len(threads) == 6  # no sample was asked twice
 
@@ -291,9 +291,9 @@ def test_a_reward_that_always_hangs_is_given_up(gate: threading.Event) -> None:
     grades, num_stuck = asyncio.run(run())
 
     assert num_stuck == 3
-    assert re.search(r"^f .*0\.05 s$", str(grades[2].error))
+    assert re.search(r"^f .*0\.05 s \(grading\.timeout_s\)$", str(grades[2].error))
     assert "calls" not in str(grades[2].error)
-    assert re.search(r"^f .*\b3 calls .*0\.05 s$", str(grades[3].error))
+    assert re.search(r"^f .*\b3 calls .*0\.05 s \(grading\.timeout_s\)$", str(grades[3].error))
     assert totals(grades) == [None] * 50
 
 
@@ -301,7 +301,7 @@ def test_a_batch_that_hangs_fails_and_other_rewards_do_not(gate: threading.Event
     hangs = reward(lambda answers: gate.wait(60), per="batch", name="judge")
     [one, _] = graded([hangs, reward(lambda answer: 1.0, name="g")], samples(2), SOON_S)
 
-    assert re.search(r"^judge .*0\.8 s$", str(one.error))
+    assert re.search(r"^judge .*0\.8 s \(grading\.timeout_s\)$", str(one.error))
     assert one.values == (None, 1.0)
 
 
@@ -342,7 +342,7 @@ def test_an_asynchronous_call_that_never_returns_is_cancelled() -> None:
     grades, num_stuck = asyncio.run(run())
 
     assert totals(grades) == [1.0, None, 1.0]
-    assert re.search(r"^f .*0\.8 s$", str(grades[1].error))
+    assert re.search(r"^f .*0\.8 s \(grading\.timeout_s\)$", str(grades[1].error))
     assert (cancelled, num_stuck) == (["1"], 0)
 
 

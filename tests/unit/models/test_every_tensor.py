@@ -17,7 +17,8 @@ from helpers.poison import poison_empty_memory
 from helpers.tiny import SUPPORTED, VOCABULARY, save_tiny_model
 from podium import api
 from podium.engine import filling
-from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.checkpoint import CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import Extras
 from podium.engine.resuming import checkpoint_shards, restore_optimizer
 from podium.engine.sharding import place, place_scalar
 from podium.engine.train_step import TrainEngine

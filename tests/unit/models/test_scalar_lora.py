@@ -16,7 +16,8 @@ from helpers.adapters import save_peft_adapter
 from helpers.engines import one_rank, random_documents
 from helpers.tiny import save_tiny_model, tiny_config
 from podium.data.documents import pack
-from podium.engine.checkpoint import CheckpointWriter, Extras, newest_usable
+from podium.engine.checkpoint import CheckpointWriter, newest_usable
+from podium.engine.checkpoint_files import Extras
 from podium.engine.resuming import weight_pieces
 from podium.engine.sharding import place_scalar
 from podium.errors import ModelError

@@ -62,6 +62,15 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     (("placement.layout=split",), "placement.layout"),
     (("placement={layout: split, devices: 2, rollout_devices: 2}",), "placement.rollout_devices"),
     (("placement.rollout_devices=1",), "placement.rollout_devices"),
+    (("placement={layout: elastic, devices: 1}",), "placement.layout"),
+    (("placement={layout: elastic, devices: 2, rollout_devices: 2}",), "placement.rollout_devices"),
+    (("reward=[{model: rm}]", "placement={layout: elastic, devices: 2}"), "placement.layout"),
+    (("rollout.engine=vllm", "placement={layout: elastic, devices: 2}"), "rollout.engine"),
+    (
+        ("rollout.staleness=1", "rollout.on_new_weights=finish", "placement={layout: elastic, devices: 2}"),
+        "rollout.on_new_weights",
+    ),
+    (("rollout.offload_optimizer=true", "placement={layout: elastic, devices: 2}"), "rollout.offload_optimizer"),
     (("placement={launcher: inline, devices: 2}",), "placement.devices"),
     (("rollout.engine=vllm",), "rollout.engine"),
     (("rollout.engine=vllm", "placement={layout: split, devices: 2}", "model.lora={}"), "rollout.engine"),
@@ -79,7 +88,17 @@ RULES: list[tuple[tuple[str, ...], str]] = [
     (("rollout.on_new_weights=finish",), "rollout.on_new_weights"),
     (("rollout.on_new_weights=recompute", SPLIT), "rollout.on_new_weights"),
     (("rollout.on_new_weights=wait", "rollout.staleness=1", SPLIT), "rollout.on_new_weights"),
-    (("rollout.staleness=1", SPLIT, "algorithm.proximal=never"), "algorithm.proximal"),
+    (("rollout.staleness=1", SPLIT, "algorithm={proximal: never, mini_batches: 2}"), "algorithm.proximal"),
+    # Truncated sampling.
+    (("rollout.top_p=0",), "rollout.top_p"),
+    (("rollout.top_p=1.1",), "rollout.top_p"),
+    (("rollout.top_k=-1",), "rollout.top_k"),
+    (("rollout.min_p=-0.1",), "rollout.min_p"),
+    (("rollout.top_p=0.9", "algorithm.correction=none"), "algorithm.correction"),
+    (("rollout.top_k=5", "algorithm.correction=off", PPO), "algorithm.correction"),
+    (("rollout.min_p=0.1", "algorithm.correction=none", *DISTILL), "algorithm.correction"),
+    (("rollout.top_p=0.9", "algorithm.proximal=never"), "algorithm.proximal"),
+    (("rollout.top_p=0.9", "algorithm.kl={coefficient: 1, where: reward}"), "algorithm.kl.where"),
     (("rollout.record=auto",), "rollout.record"),
     (("algorithm.correction=tis",), "algorithm.correction.kind"),
     (("algorithm.correction=true",), "algorithm.correction"),
@@ -144,14 +163,23 @@ def test_several_broken_rules_are_reported_together() -> None:
         ("micro_batch_tokens=64",),
         ("rollout.max_new_tokens=63",),
         (EXPERT, "rollout.top_k=5"),
+        ("rollout.top_p=0.9", "rollout.top_k=20", "rollout.min_p=0.01"),
+        ("rollout.top_p=0.9", PPO),
+        ("rollout.top_p=0.9", *DISTILL),
+        ("rollout.top_p=0.9", "algorithm={proximal: always, correction: {kind: token_mask, low: 0.5, cap: 5}}"),
+        ("rollout.top_p=0.9", "algorithm.kl={coefficient: 1, where: loss}"),
+        ("rollout.top_p=0.9", "rollout.staleness=1", SPLIT),
         ("placement={layout: split, devices: 2, rollout_devices: 1}",),
+        ("placement={layout: elastic, devices: 8, rollout_devices: 4}",),
+        ("placement={layout: elastic, devices: 8, rollout_devices: 4}", "rollout.staleness=1"),
         ("placement={layout: split, devices: 2}", "rollout.engine=vllm"),
         ("rollout.staleness=1", "rollout.on_new_weights=recompute", SPLIT, "rollout.engine=vllm"),
         ("rollout.staleness=99", "rollout.on_new_weights=finish", SPLIT),
         ("rollout.staleness=1", "rollout.offload_optimizer=false", SPLIT),
         ("rollout.staleness=2", SPLIT, PPO),
         ("rollout.staleness=2", SPLIT, *DISTILL),
-        ("rollout.staleness=1", SPLIT, "algorithm={correction: none, proximal: never}"),
+        ("rollout.staleness=1", SPLIT, "algorithm={correction: none, proximal: never, mini_batches: 2}"),
+        ("rollout.staleness=1", SPLIT, "algorithm.proximal=never"),
         (
             "rollout.staleness=0",
             "rollout.on_new_weights=keep",
@@ -200,8 +228,7 @@ def test_a_run_of_epochs_is_held_to_its_staleness_when_its_steps_are_counted() -
 
 CORRECTIONS: list[tuple[str, int, CorrectionSection | None]] = [
     ("auto", 0, None),
-    ("auto", 1, CorrectionSection(kind="token_truncate", cap=2.0)),
-    ("auto", 4, CorrectionSection(kind="token_truncate", cap=2.0)),
+    ("auto", 4, None),  # the clipped loss has ratios against the weights that sampled
     ("none", 1, None),
     ("null", 1, None),
     ("off", 1, None),  # YAML: false
@@ -234,8 +261,29 @@ def test_a_resolved_recipe_shows_what_the_correction_became(
     assert yaml.safe_load(dump_recipe(once))["algorithm"]["correction"] == (expected and expected.model_dump())
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "algorithm.epochs=2",
+        "algorithm.mini_batches=2",
+        "algorithm.proximal=always",
+        "algorithm.loss=policy_gradient",
+        "algorithm.loss=sequence_clipped",
+        "algorithm.loss=clipped_weights",
+        "algorithm.loss='mine.py:loss'",
+    ],
+)
+def test_old_tokens_are_truncated_where_ratios_are_no_correction_or_have_several_steps(change: str) -> None:
+    assert on_policy_recipe(change).correction is None
+    assert on_policy_recipe(change, "rollout.staleness=1", SPLIT).correction == CorrectionSection(
+        kind="token_truncate", cap=2.0
+    )
+
+
 def test_a_custom_program_has_staleness_and_its_correction() -> None:
-    values = on_policy_values("program='mine.py:train'", "signal=on_policy", "rollout.staleness=1", SPLIT)
+    values = on_policy_values(
+        "program='mine.py:train'", "signal=on_policy", "rollout.staleness=1", "algorithm.mini_batches=2", SPLIT
+    )
     recipe = parse_recipe(values)
 
     assert recipe.correction == recipe.full_algorithm.correction == CorrectionSection()
@@ -251,14 +299,31 @@ def test_a_number_from_the_environment_stays_a_reference_in_a_resolved_correctio
     assert "${env:CAP}" in dump_recipe(recipe)
 
 
-def test_stale_tokens_without_a_correction_are_warned_of() -> None:
-    stale = ("rollout.staleness=3", SPLIT)
-    (warning,) = recipe_warnings(on_policy_recipe(*stale, "algorithm.correction=none"))
+@pytest.mark.parametrize("ignores_age", ["algorithm.loss=policy_gradient", "algorithm.proximal=always"])
+def test_stale_tokens_that_count_like_new_ones_are_warned_of(ignores_age: str) -> None:
+    stale, uncorrected = ("rollout.staleness=3", SPLIT), "algorithm.correction=none"
+    (warning,) = recipe_warnings(on_policy_recipe(*stale, uncorrected, ignores_age))
 
     assert warning.startswith("algorithm.correction: ")
     assert "3" in warning
-    assert recipe_warnings(on_policy_recipe(*stale)) == []
-    assert recipe_warnings(on_policy_recipe("algorithm.correction=none")) == []
+    assert recipe_warnings(on_policy_recipe(*stale, ignores_age)) == []
+    assert recipe_warnings(on_policy_recipe(*stale, uncorrected)) == []  # the clipped loss has ratios
+    assert recipe_warnings(on_policy_recipe(uncorrected, ignores_age)) == []
+
+
+def test_a_product_of_truncated_weights_is_warned_of() -> None:
+    for kind, is_warned in (("sequence_truncate", True), ("sequence_mask", True), ("sequence_geometric_mask", False)):
+        warnings = recipe_warnings(on_policy_recipe("rollout.top_k=20", f"algorithm.correction={kind}"))
+        assert [warning.startswith("algorithm.correction.kind: ") for warning in warnings] == [True] * is_warned
+    assert recipe_warnings(on_policy_recipe("algorithm.correction=sequence_truncate")) == []
+
+
+def test_auto_is_a_correction_where_sampling_is_truncated() -> None:
+    recipe = resolved(on_policy_recipe("rollout.top_p=0.9"), {})
+
+    assert recipe.correction == CorrectionSection()
+    assert yaml.safe_load(dump_recipe(recipe))["algorithm"]["correction"] == CorrectionSection().model_dump()
+    assert on_policy_recipe("rollout.top_p=1").correction is None
 
 
 def test_what_came_with_staleness_does_not_count_in_a_fingerprint_where_it_is_off() -> None:
@@ -268,7 +333,8 @@ def test_what_came_with_staleness_does_not_count_in_a_fingerprint_where_it_is_of
 
     assert not plain.keys() & set(added)
     assert plain["algorithm.correction"] is None
-    stale = what_matters(resolved(on_policy_recipe("rollout.staleness=1", "rollout.on_new_weights=finish", SPLIT), {}))
+    changes = ("rollout.staleness=1", "rollout.on_new_weights=finish", "algorithm.mini_batches=2", SPLIT)
+    stale = what_matters(resolved(on_policy_recipe(*changes), {}))
     assert (stale["rollout.staleness"], stale["rollout.on_new_weights"]) == (1, "finish")
     assert stale["algorithm.correction.kind"] == "token_truncate"
 

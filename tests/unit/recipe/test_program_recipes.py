@@ -130,7 +130,7 @@ ON_POLICY_PROGRAMS = "grpo ppo on_policy_distill expert_iteration"
         ("grpo", "algorithm.lam=1", "algorithm.lam", "ppo"),
         ("ppo", "algorithm.advantage=gae", "algorithm.advantage", "grpo"),
         ("ppo", "algorithm.dynamic_sampling=false", "algorithm.dynamic_sampling", "grpo"),
-        ("grpo", "rollout.top_p=0.9", "rollout.top_p", "expert_iteration"),
+        ("sft", "rollout.top_p=0.9", "rollout.top_p", ON_POLICY_PROGRAMS),
         ("sft", "distill={}", "distill", "distill"),
         ("dpo", "data.trained=assistant", "data.trained", "sft distill"),
         ("grpo", "placement.restarts=0", "placement.restarts", FIXED_PROGRAMS),
@@ -221,7 +221,7 @@ def test_a_custom_program_on_policy_has_every_on_policy_section() -> None:
     assert recipe.options == {"schedule": [1, 0.5], "name": {"a": None}}
     assert recipe.critic_section == CriticSection(lr=1)
     assert recipe.teacher_sections[0].path == "large"
-    assert recipe.rollout.truncation.top_p == 0.9
+    assert recipe.rollout.top_p == 0.9
     assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from random import Random
 
 from podium.errors import PlacementError
@@ -53,6 +54,15 @@ class UpdateCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupCosts:
+    """What the episodes of one group cost, by sample."""
+
+    tokens: tuple[float, ...]
+    grading_s: tuple[float, ...]
+    is_uniform: bool  # all rewards are equal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
     """All costs of a simulated run. Graders are never short: an episode's grading begins when it ends."""
 
@@ -64,6 +74,15 @@ class CostModel:
     switch_s: float = 0.0  # colocated: from generating to learning, and back
     uniform_share: float = 0.0  # groups whose rewards are all equal
 
+    def group(self, number: int, samples: int, seed: int) -> GroupCosts:
+        """The costs of a group, the same for a seed whatever the layout and the schedule."""
+        rng = Random((seed << 40) + number)
+        return GroupCosts(
+            tokens=tuple(max(1.0, round(self.answer_tokens.sample(rng))) for _ in range(samples)),
+            grading_s=tuple(self.grading_s.sample(rng) for _ in range(samples)),
+            is_uniform=rng.random() < self.uniform_share,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceLayout:
@@ -72,6 +91,7 @@ class DeviceLayout:
     devices: int
     rollout_devices: int | None = None  # None: colocated
     lanes: int  # episodes that a device generates at the same time, at most
+    ahead: int = 0  # episodes that it is given beyond its lanes, so that a free lane waits for no message
 
     def __post_init__(self) -> None:
         if self.devices < 1 or self.lanes < 1:
@@ -96,3 +116,23 @@ class DeviceLayout:
     def num_learners(self) -> int:
         """Devices that learn."""
         return self.devices if self.rollout_devices is None else self.devices - self.rollout_devices
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCosts:
+    """What the roles of a simulated run know: the cost model, the lanes of a device, and the seed of the run."""
+
+    model: CostModel
+    lanes: int
+    samples: int  # episodes of a group
+    seed: int = 0
+
+    def group(self, prompt_index: int) -> GroupCosts:
+        """The costs of a prompt's group."""
+        return _group(self.model, prompt_index, self.samples, self.seed)
+
+
+@lru_cache(maxsize=4096)
+def _group(model: CostModel, number: int, samples: int, seed: int) -> GroupCosts:
+    """Generators and graders ask for every episode."""
+    return model.group(number, samples, seed)

@@ -10,7 +10,7 @@ from typing import Literal
 
 from podium.controller.scheduling import GroupState
 from podium.controller.simulation.costs import DeviceLayout
-from podium.controller.simulation.generator import Occupation
+from podium.controller.simulation.generator import Generator, Occupation
 
 IdleCause = Literal["generation", "tail", "grading", "update", "publish", "recompute", "switching"]
 """What an idle device waits for. generation: episodes of generators (learners). tail: episodes of other generators
@@ -36,7 +36,9 @@ class SimulationReport:
     in_flight_s: float  # from the admission of a group to its last reward, mean over groups
     queue_s: float  # from then until its step starts
     trained_groups: tuple[tuple[int, ...], ...]  # of all simulated steps, one tuple for each
+    committed_s: tuple[float, ...]  # when each simulated step was committed
     num_admitted: int  # groups, over the whole simulation
+    num_moved: int  # episodes that went on on another device, over the whole simulation
     num_events: int  # the scheduler was told, over the whole simulation
     counts: Mapping[GroupState, int]  # groups by state at the end, from the audit; empty without it
 
@@ -74,6 +76,7 @@ class Meter:
 
     layout: DeviceLayout
     occupations: Counter[Occupation] = field(default_factory=Counter)  # generators
+    lent: Counter[Occupation] = field(default_factory=Counter)  # generators on the learner's devices
     num_lanes: int = 0  # running lanes of generators that do not pause
     num_grading: int = 0  # groups
     learner: LearnerPhase = "waiting"
@@ -82,6 +85,12 @@ class Meter:
     lane_s: float = 0.0
     generator_idle_s: defaultdict[IdleCause, float] = field(default_factory=lambda: defaultdict(float))
     learner_idle_s: defaultdict[IdleCause, float] = field(default_factory=lambda: defaultdict(float))
+
+    def count(self, generator: Generator, change: int) -> None:
+        """Adds a generator as it is now, or takes it out."""
+        occupations = self.lent if generator.is_lent else self.occupations
+        occupations[generator.occupation] += change
+        self.num_lanes += 0 if generator.pause else change * generator.num_running
 
     def restart(self) -> None:
         """Forgets what was measured so far."""
@@ -105,7 +114,8 @@ class Meter:
             else:
                 self.generator_idle_s[cause] += seconds * count
         if self.learner == "waiting" and not self.layout.is_colocated:
-            self.learner_idle_s[self._cause_of_waiting()] += seconds * self.layout.num_learners
+            num_idle = self.lent["empty"] if self.lent.total() else self.layout.num_learners
+            self.learner_idle_s[self._cause_of_waiting()] += seconds * num_idle
 
     def _cause_of_empty(self) -> IdleCause:
         """Why a generator has no sequence: the bound admits none before the update, or the step is not complete."""
@@ -116,7 +126,7 @@ class Meter:
 
     def _cause_of_waiting(self) -> IdleCause:
         """Why no step can start."""
-        if self.occupations["generating"]:
+        if self.occupations["generating"] or self.lent["generating"]:
             return "generation"
         if self.num_grading:
             return "grading"

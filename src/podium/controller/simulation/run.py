@@ -3,8 +3,8 @@
 everything takes. Deterministic from the seed. Torch-free.
 
 A group has the same lengths, gradings and uniformity for a seed, whatever the layout and the bound, so that two
-simulations differ in their schedules only. Generators join with `WorkerJoined`, and the learner's devices are read when
-an update begins: devices that change sides would need no more than events and actions for it."""
+simulations differ in their schedules only. With `ScheduleSettings.lends` the learner's devices generate while it
+waits: changing sides costs `switch_s` each way, and a sequence that moves a prefill of its tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from random import Random
 from typing import assert_never
 
 from podium.controller.schedule_audit import ScheduleAudit
@@ -22,12 +21,20 @@ from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
     Admit,
+    DevicesLent,
+    DevicesReturned,
     EndRun,
     EpisodeEnded,
+    EpisodesReturned,
     Event,
+    GiveBack,
     GradeGroup,
     GroupGraded,
+    LearnerIdle,
+    Lend,
     Publish,
+    Recall,
+    ReturnedEpisode,
     ScheduleSettings,
     StartStep,
     StepCommitted,
@@ -35,9 +42,10 @@ from podium.controller.scheduling import (
     Void,
     WeightsInstalled,
     WorkerJoined,
+    WorkerLeft,
 )
-from podium.controller.simulation.costs import CostModel, DeviceLayout
-from podium.controller.simulation.generator import Generator, Pause, Sequence
+from podium.controller.simulation.costs import CostModel, DeviceLayout, GroupCosts
+from podium.controller.simulation.generator import EndedSequence, Episode, Generator, Pause, Sequence
 from podium.controller.simulation.report import Meter, SimulationReport
 from podium.errors import ClusterError
 
@@ -55,13 +63,12 @@ def simulate(
 class _Group:
     """Of a group that is not trained yet."""
 
-    tokens: tuple[float, ...]  # by sample
-    grading_s: tuple[float, ...]
-    is_uniform: bool
+    costs: GroupCosts
     admitted_s: float
     graded_s: float = 0.0  # when its last reward is known, as far as its episodes have ended
     version_sum: float = 0.0  # over its tokens, of the versions that sampled them
     oldest: int | None = None
+    begun: dict[int, EndedSequence] = field(default_factory=dict)  # by sample: tokens of other devices
 
 
 class _Simulation:
@@ -82,16 +89,20 @@ class _Simulation:
         self._version = 0  # of the learner: the number of updates
         self._switched_s = 0.0  # colocated: when the devices generate again
         self._trained: list[tuple[int, ...]] = []
+        self._committed_s: list[float] = []
         self._trained_tokens = self._age_sum = 0.0
         self._in_flight: list[float] = []  # seconds of trained groups
         self._queued: list[float] = []
-        self._oldest_age = self._num_admitted = self._num_events = 0
+        self._oldest_age = self._num_admitted = self._num_events = self._num_ended = self._num_moved = 0
+        self._requested = 0.0, 0  # when a step was requested last, and how many episodes had ended
+        self._waited_s = 0.0  # for the last step
+        self._is_lending = False
         self._has_ended = False
 
     def run(self) -> SimulationReport:
         for number in range(self._layout.num_generators):
             self._join(f"generator-{number}")
-        self._tell(StepRequested())
+        self._request_step()
         while not self._has_ended:
             if not self._later:
                 raise ClusterError(
@@ -119,7 +130,9 @@ class _Simulation:
             in_flight_s=sum(self._in_flight) / num_groups,
             queue_s=sum(self._queued) / num_groups,
             trained_groups=tuple(self._trained),
+            committed_s=tuple(self._committed_s),
             num_admitted=self._num_admitted,
+            num_moved=self._num_moved,
             num_events=self._num_events,
             counts={} if self._audit is None else dict(self._audit.counts),
         )
@@ -153,28 +166,33 @@ class _Simulation:
                 del self._groups[action.group]
             case EndRun():
                 self._has_ended = True
+            case Lend():
+                self._is_lending = True
+                self._at(self._now_s + self._costs.switch_s, self._lend)
+            case Recall():
+                self._recall()
+            case GiveBack():
+                self._give_back(self._generators[action.worker], set(action.episodes))
             case other:
                 assert_never(other)
 
     # --- generators ---
 
-    def _join(self, name: str) -> None:
+    def _join(self, name: str, *, is_lent: bool = False) -> None:
         cost, lanes = self._costs.generation, self._layout.lanes
-        generator = Generator(name=name, lanes=lanes, cost=cost, version=self._version)
+        generator = Generator(name=name, lanes=lanes, cost=cost, version=self._version, is_lent=is_lent)
         self._generators[name] = generator
-        self._meter.occupations[generator.occupation] += 1
-        self._tell(WorkerJoined(worker=name, lanes=generator.lanes, version=generator.version))
+        self._meter.count(generator, 1)
+        lanes = generator.lanes + self._layout.ahead
+        self._tell(WorkerJoined(worker=name, lanes=lanes, version=generator.version, is_lent=is_lent))
 
     @contextmanager
     def _changing(self, generator: Generator) -> Iterator[None]:
         """Around every change of a generator: what it did until now counts, and its next end is planned anew."""
-        meter = self._meter
         generator.advance(self._now_s)
-        meter.occupations[generator.occupation] -= 1
-        meter.num_lanes -= 0 if generator.pause else generator.num_running
+        self._meter.count(generator, -1)
         yield
-        meter.occupations[generator.occupation] += 1
-        meter.num_lanes += 0 if generator.pause else generator.num_running
+        self._meter.count(generator, 1)
         generator.plan += 1
         ends_s = generator.next_end_s()
         if ends_s is not None:
@@ -185,38 +203,87 @@ class _Simulation:
         if group is None:
             group = self._groups[action.group] = self._new_group(action.group)
             self._num_admitted += 1
+        begun = {sample: group.begun[sample].sequence.tokens for sample in action.samples if sample in group.begun}
         sequences = [
-            Sequence(group=action.group, attempt=action.attempt, sample=sample, tokens=group.tokens[sample])
+            Sequence(
+                group=action.group, attempt=action.attempt, sample=sample,
+                tokens=group.costs.tokens[sample] - begun.get(sample, 0.0),
+            )
             for sample in action.samples
-        ]
+        ]  # fmt: skip
         generator = self._generators[action.worker]
         with self._changing(generator):
             generator.add(sequences)
+        if sum(begun.values()) and generator.pause is None:
+            prefill_s = sum(begun.values()) / self._costs.generation.prefill_tokens_s
+            self._pause(generator, "recompute", self._now_s + prefill_s)
 
     def _new_group(self, number: int) -> _Group:
-        rng, costs, samples = Random((self._seed << 40) + number), self._costs, range(self._schedule.samples)
-        return _Group(
-            tokens=tuple(max(1.0, round(costs.answer_tokens.sample(rng))) for _ in samples),
-            grading_s=tuple(costs.grading_s.sample(rng) for _ in samples),
-            is_uniform=rng.random() < costs.uniform_share,
-            admitted_s=self._now_s,
-        )
+        return _Group(costs=self._costs.group(number, self._schedule.samples, self._seed), admitted_s=self._now_s)
 
     def _end_sequence(self, generator: Generator, plan: int) -> None:
         if plan != generator.plan:
             return  # something has changed since, and there is another plan
         with self._changing(generator):
             ended = generator.end_next()
-        sequence = ended.sequence
+        sequence, self._num_ended = ended.sequence, self._num_ended + 1
         group = self._groups[sequence.group]
+        ended = ended.after(group.begun.pop(sequence.sample, None))
         group.version_sum += ended.version_sum
         group.oldest = ended.oldest if group.oldest is None else min(group.oldest, ended.oldest)
-        group.graded_s = max(group.graded_s, self._now_s + group.grading_s[sequence.sample])
+        group.graded_s = max(group.graded_s, self._now_s + group.costs.grading_s[sequence.sample])
         event = EpisodeEnded(
             group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, worker=generator.name,
             oldest=ended.oldest, newest=ended.newest,
         )  # fmt: skip
         self._tell(event)
+
+    # --- the learner's devices ---
+
+    def _request_step(self) -> None:
+        """The program waits for its next step. Devices that are lent for that join before."""
+        if self._schedule.lends:
+            since_s, num_ended = self._now_s - self._requested[0], self._num_ended - self._requested[1]
+            self._requested = self._now_s, self._num_ended
+            rate = num_ended / since_s if since_s else 0.0
+            self._tell(LearnerIdle(episodes_per_s=rate, waited_s=self._waited_s, switch_s=2 * self._costs.switch_s))
+        if not self._is_lending:
+            self._tell(StepRequested())
+
+    def _lend(self) -> None:
+        for number in range(self._layout.num_learners):
+            self._join(f"lent-{number}", is_lent=True)
+        self._tell(DevicesLent(version=self._version))
+        self._is_lending = False
+        self._tell(StepRequested())
+
+    def _recall(self) -> None:
+        """Sequences go on elsewhere at once; the devices learn when they have changed sides."""
+        for generator in [each for each in self._generators.values() if each.is_lent]:
+            self._give_back(generator, None)
+            self._meter.count(generator, -1)
+            del self._generators[generator.name]
+            self._tell(WorkerLeft(worker=generator.name))
+        self._at(self._now_s + self._costs.switch_s, partial(self._tell, DevicesReturned()))
+
+    def _give_back(self, generator: Generator, episodes: set[Episode] | None) -> None:
+        with self._changing(generator):
+            taken = generator.take_out(episodes)
+        returned = []
+        for each in taken:
+            group, sequence = self._groups[each.sequence.group], each.sequence
+            begun = each.after(group.begun.get(sequence.sample))
+            if begun.oldest >= 0:
+                group.begun[sequence.sample] = begun
+            returned.append(
+                ReturnedEpisode(
+                    group=sequence.group, attempt=sequence.attempt, sample=sequence.sample, oldest=begun.oldest,
+                    newest=begun.newest,
+                )
+            )  # fmt: skip
+        self._num_moved += len(returned)
+        if returned:
+            self._tell(EpisodesReturned(worker=generator.name, episodes=tuple(returned)))
 
     def _pause(self, generator: Generator, cause: Pause, until_s: float | None = None) -> None:
         """Pauses a generator until then; None: until another pause begins."""
@@ -252,12 +319,13 @@ class _Simulation:
 
     def _graded(self, number: int) -> None:
         self._meter.num_grading -= 1
-        self._tell(GroupGraded(group=number, is_uniform=self._groups[number].is_uniform))
+        self._tell(GroupGraded(group=number, is_uniform=self._groups[number].costs.is_uniform))
 
     def _start_step(self, action: StartStep) -> None:
         self._trained.append(action.groups)
+        self._waited_s = self._now_s - self._requested[0]
         groups = [self._groups.pop(number) for number in action.groups]
-        tokens = sum(sum(group.tokens) for group in groups)
+        tokens = sum(sum(group.costs.tokens) for group in groups)
         if self._warm_up < action.step <= self._last:
             self._trained_tokens += tokens
             self._age_sum += self._version * tokens - sum(group.version_sum for group in groups)
@@ -281,6 +349,7 @@ class _Simulation:
     def _commit(self, step: int, has_updated: bool) -> None:
         """A step whose groups were all uniform has nothing to learn from and leaves the weights as they were."""
         self._meter.learner = "waiting"
+        self._committed_s.append(self._now_s)
         self._version += has_updated
         if step == self._warm_up:
             self._meter.restart()
@@ -289,6 +358,6 @@ class _Simulation:
             for generator in self._generators.values():
                 self._pause(generator, "switching", self._switched_s)
         self._tell(StepCommitted(step=step, version=self._version if has_updated else None))
-        self._tell(StepRequested())
+        self._request_step()
         if step == self._last:
             self._has_ended = True

@@ -124,7 +124,7 @@ class NativeEngine:
                 if problem is not None:
                     self._finish(failed(request, problem))
                     continue
-                sequence = Sequence(request=request, arrival=self._arrivals, tokens=request.prompt.astype(np.int32))
+                sequence = Sequence.of(request, arrival=self._arrivals)
                 sequence.limit = min(sequence.limit, self._sizes.max_length)
                 self._arrivals += 1
                 self._sequences[request.id] = sequence

@@ -40,6 +40,20 @@ class Sequence:
     def __post_init__(self) -> None:
         self.limit = len(self.request.prompt) + self.request.sampling.max_new_tokens
 
+    @classmethod
+    def of(cls, request: Request, *, arrival: int) -> Sequence:
+        """A new sequence: of a prompt, and of the answer so far if another engine has begun it."""
+        tokens, begun = request.prompt.astype(np.int32), request.begun
+        if begun is None:
+            return cls(request=request, arrival=arrival, tokens=tokens)
+        return cls(
+            request=request,
+            arrival=arrival,
+            tokens=np.concatenate([tokens, begun.tokens_L]),
+            logprobs=begun.logprobs_L.astype(np.float32),
+            versions=begun.versions_L.astype(np.int32),
+        )
+
     @property
     def id(self) -> TrajectoryId:
         """The id of the request."""

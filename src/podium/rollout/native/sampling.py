@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples tokens from logits: the inverse of the cumulative distribution at one uniform number per row.
 
-Log-probs are those of softmax(logits / temperature) over the real vocabulary, also with truncated sampling. Temperature
-0 takes the most likely token and reports log-probs of temperature 1."""
+Log-probs are those of the distribution that a token is sampled from: softmax(logits / temperature) over the tokens of
+the real vocabulary that top-k, top-p and min-p keep, after penalty and bias. Temperature 0 takes the most likely token
+and reports log-probs of temperature 1, over all tokens."""
 
 # B rows · V vocabulary (real rows) · C tokens of one stretch of the vocabulary
 
@@ -20,6 +21,7 @@ from podium.rollout.requests import Sampling
 
 # A long vocabulary is summed in two levels: rounding of a single running sum would favour its end.
 _STRETCH = 1024
+_WHOLE = Sampling(max_new_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,21 +46,22 @@ def sample(
     logits_BV: Tensor, temperatures_B: Tensor, uniforms_B: Tensor, processings: Sequence[LogitsProcessing] = ()
 ) -> SampledTokens:
     """Samples from float32 logits over the real vocabulary; they may be overwritten."""
-    processed = None
+    greedy_B = temperatures_B == 0
     if processings:
         rows = torch.tensor([each.row for each in processings], device=logits_BV.device)
         processed = _processed(logits_BV.index_select(0, rows), temperatures_B[rows], processings)
-    greedy_B = temperatures_B == 0
-    scaled_BV = logits_BV.div_(temperatures_B.masked_fill(greedy_B, 1.0)[:, None])
+    sampled = _sample(logits_BV.div_(temperatures_B.masked_fill(greedy_B, 1.0)[:, None]), greedy_B, uniforms_B)
+    if processings:
+        again = _sample(processed, greedy_B[rows], uniforms_B[rows])
+        sampled.tokens_B[rows], sampled.logprobs_B[rows] = again.tokens_B, again.logprobs_B
+    return sampled
+
+
+def _sample(scaled_BV: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> SampledTokens:
+    """Samples from softmax(scaled). Where no token is left, or one overflows, the log-prob is NaN as of NaN logits."""
     log_sum_B = torch.logsumexp(scaled_BV, dim=-1)
     tokens_B = _pick(scaled_BV, log_sum_B, greedy_B, uniforms_B)
-    if processed is not None:
-        tokens_B[rows] = _pick(processed, torch.logsumexp(processed, dim=-1), greedy_B[rows], uniforms_B[rows])
-    logprobs_B = scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_sum_B
-    if processed is not None:  # nothing left to sample, or an overflow: report it like broken logits
-        nothing = ~torch.isfinite(torch.logsumexp(processed, dim=-1))
-        logprobs_B[rows] = torch.where(nothing, torch.nan, logprobs_B[rows])
-    return SampledTokens(tokens_B, logprobs_B)
+    return SampledTokens(tokens_B, scaled_BV.gather(1, tokens_B[:, None]).squeeze(1) - log_sum_B)
 
 
 def _pick(scaled_BV: Tensor, log_sum_B: Tensor, greedy_B: Tensor, uniforms_B: Tensor) -> Tensor:
@@ -102,7 +105,7 @@ def _processed(logits_BV: Tensor, temperatures_B: Tensor, processings: Sequence[
     for row_V, each in zip(logits_BV, processings, strict=True):
         _reshape(row_V, each)
     scaled_BV = logits_BV / torch.where(temperatures_B == 0, 1.0, temperatures_B)[:, None]
-    if any(each.sampling.top_k or each.sampling.top_p < 1 or each.sampling.min_p for each in processings):
+    if any(each.sampling.is_truncated for each in processings):
         _cut_tails(scaled_BV, processings)
     return scaled_BV
 
@@ -131,16 +134,18 @@ def _cut_tails(scaled_BV: Tensor, processings: Sequence[LogitsProcessing]) -> No
     values_BV, order_BV = scaled_BV.sort(dim=-1, descending=True, stable=True)
     size, device = scaled_BV.shape[1], scaled_BV.device
 
+    samplings = [each.sampling if each.sampling.is_truncated else _WHOLE for each in processings]
+
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
 
     ranks_V = torch.arange(size, device=device)
-    top_k = column([float(each.sampling.top_k or size) for each in processings])
+    top_k = column([float(each.top_k or size) for each in samplings])
     values_BV = values_BV.masked_fill(ranks_V >= top_k, float("-inf"))
     probabilities_BV = torch.softmax(values_BV, dim=-1)
     before_BV = probabilities_BV.cumsum(dim=-1) - probabilities_BV
     # The token that passes the share is kept, so the most likely one always is.
-    outside_BV = before_BV >= column([each.sampling.top_p if each.sampling.top_p < 1 else 2.0 for each in processings])
-    outside_BV |= probabilities_BV < column([each.sampling.min_p for each in processings]) * probabilities_BV[:, :1]
+    outside_BV = before_BV >= column([each.top_p if each.top_p < 1 else 2.0 for each in samplings])
+    outside_BV |= probabilities_BV < column([each.min_p for each in samplings]) * probabilities_BV[:, :1]
     values_BV = values_BV.masked_fill(outside_BV, float("-inf"))
     scaled_BV.scatter_(1, order_BV, values_BV)

@@ -253,6 +253,8 @@ class VllmEngine:
         problem = request.problem(vocab_size=capacity.vocab_size, max_length=capacity.max_length)
         if problem is not None:
             return problem
+        if request.begun is not None:
+            return "vLLM cannot continue an answer that another engine has begun. Use rollout.engine native."
         length = min(len(request.prompt) + request.sampling.max_new_tokens, capacity.max_length)
         if length > capacity.cache_tokens:
             return (

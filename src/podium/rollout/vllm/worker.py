@@ -18,8 +18,6 @@ from podium.rollout.vllm import compat
 from podium.rollout.vllm.sampling import SEED, position_seed
 
 _Sampler: Any = compat.sampler_class()
-# Below this vLLM takes the most likely token.
-_GREEDY_BELOW = 1e-5
 
 
 class PodiumWorker:
@@ -61,30 +59,20 @@ class PodiumWorker:
 
 
 class PolicySampler(_Sampler):  # type: ignore[misc]  # vLLM is not there when types are checked
-    """vLLM's sampler with two changes. Log-probs are those of softmax(logits / temperature) before truncation or
-    penalties, which none of vLLM's modes gives. Each token has its own generator, by request and position: vLLM's
-    generators count samples, which goes wrong when a request is recomputed in parts."""
+    """vLLM's sampler with each token's own generator, by request and position: vLLM's generators count samples, which
+    goes wrong when a request is recomputed in parts. Log-probs are those of the distribution that is sampled from."""
 
     def __init__(self, worker: PodiumWorker) -> None:
-        super().__init__(logprobs_mode="raw_logprobs")
+        # After temperature, penalties and truncation. vLLM has no truncation at temperature 0, which counts as 1.
+        super().__init__(logprobs_mode="processed_logprobs")
         self._worker = worker
         self._generators: dict[int, torch.Generator] = {}
-        self._temperature_N: Tensor | None = None
         self._empty_N: Tensor | None = None
 
     def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
         """One step: seeds the generator of each row, then samples as vLLM does."""
-        self._temperature_N = sampling_metadata.temperature
         seeded = compat.with_generators(sampling_metadata, self._seeded(logits.device))
         return super().forward(logits, seeded, *args, **kwargs)
-
-    def compute_logprobs(self, logits_NV: Tensor) -> Tensor:
-        """log softmax(logits / temperature); of a greedy row at temperature 1."""
-        logits_NV = logits_NV.float()
-        if self._temperature_N is not None:
-            greedy_N = self._temperature_N < _GREEDY_BELOW
-            logits_NV = logits_NV / self._temperature_N.masked_fill(greedy_N, 1.0).unsqueeze(1)
-        return torch.log_softmax(logits_NV, dim=-1)
 
     def apply_logits_processors(self, logits_NV: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Applies vLLM's processors, and records the rows that they leave without any token."""

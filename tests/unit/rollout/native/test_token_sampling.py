@@ -14,6 +14,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from podium.rollout.native.sampling import LogitsProcessing, SampledTokens, sample
 from podium.rollout.randomness import uniforms
@@ -80,7 +87,10 @@ def test_tokens_are_sampled_in_their_shares() -> None:
     ],
 )
 def test_truncated_sampling_leaves_these_shares(how: dict[str, Any], expected: tuple[float, ...]) -> None:
+    """By frequency, and by the log-probs that are reported with the tokens."""
     assert shares(logits_of(HALVES), **how) == pytest.approx(expected, abs=1.5 / 840)
+    found = sampled(logits_of(HALVES), [0.01, 0.4, 0.7, 0.95], **how)
+    assert found.logprobs_B.exp().tolist() == pytest.approx([expected[token] for token in found.tokens_B.tolist()])
 
 
 def test_a_penalty_divides_what_is_positive_and_multiplies_what_is_negative() -> None:
@@ -106,20 +116,47 @@ def test_temperature_comes_before_the_cuts_and_after_the_bias() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize(
-    "how",
-    [
-        {},
-        {"top_k": 2, "top_p": 0.9, "min_p": 0.1},
-        {"allowed_tokens": frozenset([3])},
-        {"logit_bias": {2: 5.0}, "repetition_penalty": 1.7},
-    ],
-)
-def test_log_probs_are_of_the_whole_distribution_at_the_temperature(temperature: float, how: dict[str, Any]) -> None:
+def test_log_probs_are_of_the_whole_distribution_at_the_temperature(temperature: float) -> None:
     logits_V = torch.tensor([1.5, -0.5, 0.25, 3.0])
-    found = sampled(logits_V, [0.1, 0.5, 0.9], seen=(0, 3), temperature=temperature, **how)
+    found = sampled(logits_V, [0.1, 0.5, 0.9], temperature=temperature)
     expected = torch.log_softmax(logits_V / temperature, 0)[found.tokens_B]
     torch.testing.assert_close(found.logprobs_B, expected, atol=1e-6, rtol=0)
+
+
+def test_a_truncated_token_is_as_likely_as_its_share_of_the_kept_mass() -> None:
+    """At temperature 1/2 the shares are (16, 4, 1, 1)/22. Of top_p 0.8 the first two are left, 20/22 in all."""
+    found = sampled(logits_of(HALVES), [0.5, 0.9], temperature=0.5, top_p=0.8)
+    assert found.tokens_B.tolist() == [0, 1]
+    assert found.logprobs_B.exp().tolist() == pytest.approx([16 / 20, 4 / 20])
+
+
+def test_a_penalised_token_is_as_likely_as_the_penalty_leaves_it() -> None:
+    found = sampled(torch.tensor([2.0, -1.0, 1.0, 0.0]), [0.001, 0.999], seen=(0, 1), repetition_penalty=2.0)
+    expected = torch.tensor([1.0, -2.0, 1.0, 0.0]).log_softmax(0)
+    assert found.tokens_B.tolist() == [0, 3]
+    assert found.logprobs_B.tolist() == pytest.approx(expected[[0, 3]].tolist())
+
+
+@settings(max_examples=100)
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    top_k=st.sampled_from([0, 1, 7, 1000]),
+    top_p=st.sampled_from([1.0, 0.95, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.02, 0.6]),
+)
+def test_truncated_log_probs_are_those_of_transformers(
+    seed: int, temperature: float, top_k: int, top_p: float, min_p: float
+) -> None:
+    logits_BV = 2 * torch.randn(6, 200, generator=torch.Generator().manual_seed(seed))
+    how = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    warpers = [TemperatureLogitsWarper(temperature), TopPLogitsWarper(top_p), MinPLogitsWarper(min_p)]
+    if top_k:
+        warpers.insert(1, TopKLogitsWarper(top_k))
+    expected_BV = LogitsProcessorList(warpers)(None, logits_BV.clone()).log_softmax(-1)
+    for row in range(6):
+        found = sampled(logits_BV[row], np.linspace(0.01, 0.99, 9), **how)
+        torch.testing.assert_close(found.logprobs_B, expected_BV[row][found.tokens_B], atol=1e-5, rtol=0)
 
 
 def test_temperature_zero_takes_the_most_likely_and_reports_temperature_one() -> None:
@@ -128,7 +165,12 @@ def test_temperature_zero_takes_the_most_likely_and_reports_temperature_one() ->
     assert found.tokens_B.tolist() == [1, 1, 1]
     assert found.logprobs_B.exp().tolist() == pytest.approx([0.5] * 3)
     processed = sampled(logits_V, [0.999], temperature=0.0, logit_bias={1: -math.inf})
-    assert (processed.tokens_B.item(), processed.logprobs_B.exp().item()) == (2, pytest.approx(0.3))
+    assert (processed.tokens_B.item(), processed.logprobs_B.exp().item()) == (2, pytest.approx(0.3 / 0.5))
+
+
+def test_truncation_changes_nothing_at_temperature_zero() -> None:
+    found = sampled(logits_of((0.2, 0.5, 0.3)), [0.9], temperature=0.0, top_k=2, top_p=0.1, logit_bias={2: 0.0})
+    assert (found.tokens_B.item(), found.logprobs_B.exp().item()) == (1, pytest.approx(0.5))
 
 
 def test_rows_of_one_batch_are_sampled_independently() -> None:

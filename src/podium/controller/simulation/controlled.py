@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a recipe on a simulated cluster: the real controller with its scheduler, program, ledger, metrics and
+checkpoints, over roles that take their time from a cost model. Deterministic from the seed. Torch-free.
+
+`simulation.run` has the same costs without a controller: faster, and for any number of devices."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from podium.cluster import Layout, open_simulated, run_virtual
+from podium.controller.assembly import begin_run, open_parts, read_inputs, result_of
+from podium.controller.drive import ControlledProgram, StepChoice
+from podium.controller.layout import layout_of, role_names
+from podium.controller.simulation.costs import CostModel, RunCosts
+from podium.controller.simulation.learner import SimulatedGrader, SimulatedLearner
+from podium.controller.simulation.rollout import SimulatedGenerator
+from podium.data.chat_text import as_text
+from podium.data.documents import Tokens
+from podium.data.kinds import Message
+from podium.data.masks import Tools
+from podium.data.prompts import PromptTokenizer
+from podium.data.rows import Row
+from podium.errors import ClusterError
+from podium.observe import Console, StepView, Stopwatch
+from podium.recipe import OnPolicyRecipe
+from podium.roles.grader import Grader
+from podium.roles.interfaces import Generator, Learner
+from podium.runs.folder import RunFolder
+from podium.runs.result import RunResult
+
+# Where the recipe does not say how many episodes an engine runs at the same time.
+DEFAULT_LANES = 64
+# Longer than any simulated call: only a deadlock is without end, and the virtual clock notices that.
+_FOREVER_S = 1e12
+_SIMULATED = {Learner: SimulatedLearner, Generator: SimulatedGenerator, Grader: SimulatedGrader}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedRun:
+    """The end of a simulated run. Its folder has metrics and ledger, in seconds of the virtual clock."""
+
+    result: RunResult
+    committed_s: tuple[float, ...]  # when each step was committed
+
+
+def simulate_run(
+    program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: CostModel, *, seed: int = 0,
+    resume_step: int | None = None,
+) -> SimulatedRun:  # fmt: skip
+    """Runs the program to the recipe's last step. The recipe is resolved, and the folder is that of the run. Every
+    engine has `rollout.max_running` lanes, 64 if the recipe has none."""
+    lanes = recipe.rollout.max_running or DEFAULT_LANES
+    run_costs = RunCosts(model=costs, lanes=lanes, samples=recipe.rollout.samples_per_prompt, seed=seed)
+    return run_virtual(_run(program, recipe, folder, run_costs, resume_step))
+
+
+async def _run(
+    program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: RunCosts, resume_step: int | None
+) -> SimulatedRun:
+    names, console = role_names(recipe), _CommitTimes()
+    inputs = read_inputs(recipe, folder, resume_step, EstimatedTokenizer())
+    layout = layout_of(recipe, folder, device="cpu", resume_step=resume_step, names=names)
+    watch = Stopwatch(asyncio.get_running_loop().time)
+    with ExitStack() as stack:
+        async with open_simulated() as cluster:
+            with watch.span("start-up"):
+                workers = await cluster.start(simulated_layout(layout, costs), deadline_s=_FOREVER_S)
+                parts = await open_parts(inputs, names, cluster, workers, console, watch, stack)
+            run = begin_run(inputs, parts, StepChoice())
+            await program(run)
+            run.require_finished()
+            return SimulatedRun(result=result_of(run, folder, watch), committed_s=tuple(console.committed_s))
+
+
+def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:
+    """The same pools and roles, each role simulated. Raises a ClusterError for a role that is not simulated."""
+    unknown = [role.name for role in layout.roles if role.kind not in _SIMULATED]
+    if unknown:
+        raise ClusterError(
+            f"role {unknown[0]} is not simulated. Simulated runs have policy, generators and graders: take out the "
+            "sections that need other roles (environment, critic, teachers, algorithm.kl, reward models)."
+        )
+    roles = []
+    for role in layout.roles:
+        kind = _SIMULATED[role.kind]
+        place = f"{kind.__module__}:{kind.__qualname__}"
+        roles.append(replace(role, implementation=place, arguments=(*role.arguments, costs)))
+    return replace(layout, roles=tuple(roles))
+
+
+class EstimatedTokenizer(PromptTokenizer):
+    """Counts a token for every four characters of a prompt: a simulation needs no tokenizer of the model."""
+
+    def __init__(self) -> None:
+        """It has no vocabulary."""
+
+    def tokens(self, messages: Sequence[Message] | None, text: str | None, tools: Tools, row: Row) -> Tokens:
+        """As many zeros as the prompt has tokens, about."""
+        length = len(as_text(messages) if messages is not None else text or "")
+        return np.zeros(math.ceil(length / 4), np.int32)
+
+
+class _CommitTimes(Console):
+    """Shows nothing, and notes when steps are committed."""
+
+    def __init__(self) -> None:
+        self.committed_s: list[float] = []
+
+    def step(self, view: StepView) -> None:
+        """Notes the time of a committed step."""
+        self.committed_s.append(asyncio.get_running_loop().time())

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The generator of a simulated run: a device of the cost model behind the interface of the real role. Its episodes have
+the lengths and the versions of their answers, and no prompts. Torch-free."""
+
+# N episodes · T tokens of all of them
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from podium.cluster import Computed, Metric, WorkerContext
+from podium.controller.simulation.costs import RunCosts
+from podium.controller.simulation.generator import EndedSequence, Episode, Pause
+from podium.controller.simulation.generator import Generator as Device
+from podium.controller.simulation.generator import Sequence as DeviceSequence
+from podium.controller.simulation.learner import NO_CHANGE
+from podium.data.trajectories import Ints, TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.errors import ClusterError
+from podium.roles.carriers import CANCELLED, FINISHES, EpisodeNote, PromptShard, Residency, SamplingPlan
+from podium.roles.interfaces import Generator, GeneratorSpec, GeneratorUsage
+from podium.rollout.engine import InFlight, Load, MemoryChange
+from podium.rollout.requests import Completion, Request
+from podium.weights.versions import WeightVersion
+from podium.weights.weight_transfers import WeightTransfer
+
+_STOP, _LENGTH = FINISHES.index("stop"), FINISHES.index("length")
+
+
+class SimulatedGenerator(Generator):
+    """One device. Methods that wait are asynchronous: the cluster awaits them on one event loop, so nothing is locked.
+    `stream` waits for the next end of a sequence, and for what other methods change."""
+
+    def __init__(self, context: WorkerContext, spec: GeneratorSpec, costs: RunCosts) -> None:
+        self._costs = costs
+        self._device = Device(name=str(context.worker), lanes=costs.lanes, cost=costs.model.generation)
+        self._clock = asyncio.get_running_loop().time
+        self._changed = asyncio.Event()
+        self._is_finished = self._is_away = False
+        self._limits: dict[tuple[int, int], int] = {}  # (prompt, sample) -> most tokens, of open episodes
+        self._begun: dict[tuple[int, int], EndedSequence] = {}  # tokens of other devices, of open episodes
+        self._returned: list[EndedSequence] = []  # given back and not sent yet
+        self._num_tokens = self._num_finished = 0
+        self._idle_s = self._install_s = 0.0
+
+    # --- episodes ---
+
+    def lanes(self) -> int:
+        """Sequences that it generates at the same time."""
+        return self._costs.lanes
+
+    def admit(self, shard: PromptShard, plan: SamplingPlan) -> None:
+        """Adds episodes. Their lengths depend on the seed of the run and on their ids."""
+        sequences, begun = [], {} if shard.begun is None else _begun(shard.begun.read())
+        self._begun |= begun
+        for prompt in shard.prompts:
+            tokens, index = self._costs.group(prompt.prompt_index).tokens, prompt.prompt_index
+            for sample in shard.samples:
+                length = min(tokens[sample % len(tokens)], plan.max_new_tokens)
+                if (index, sample) in begun:
+                    length -= begun[index, sample].sequence.tokens
+                sequences.append(DeviceSequence(group=index, attempt=shard.attempt, sample=sample, tokens=length))
+                self._limits[index, sample] = plan.max_new_tokens
+        self._device.advance(self._clock())
+        self._device.add(sequences)
+        self._changed.set()
+        num_begun = sum(each.sequence.tokens for each in begun.values())
+        if num_begun and self._device.pause is None:
+            self._pause_for("recompute", num_begun / self._costs.model.generation.prefill_tokens_s)
+
+    def give_back(self, ids: tuple[TrajectoryId, ...]) -> None:
+        """Takes them off the device."""
+        self._take_out({(id.prompt_index, id.sample, id.attempt) for id in ids})
+
+    def finish_stream(self, abandon: bool) -> None:
+        """Ends `stream` when all episodes have ended, or at once."""
+        self._is_finished = True
+        if abandon:
+            self._take_out(None)
+        self._changed.set()
+
+    def _take_out(self, episodes: set[Episode] | None) -> None:
+        self._device.advance(self._clock())
+        self._returned += self._device.take_out(episodes)
+        self._changed.set()
+
+    async def stream(self, plan: SamplingPlan) -> AsyncIterator[Computed[TrajectoryBlock]]:  # type: ignore[override]
+        """Yields episodes as they end. The last block has the metrics."""
+        began_s, num_tokens = self._clock(), self._num_tokens
+        try:
+            while True:
+                ended = await self._next_ended()
+                if self._is_finished and not self._device.num_open:
+                    break
+                if ended or self._returned:
+                    yield self._computed(ended, ())
+            generated = float(self._num_tokens + _num_tokens(ended) - num_tokens)
+            yield self._computed(ended, _metrics(generated, self._clock() - began_s))
+        finally:
+            self._is_finished = False
+            self._limits.clear()
+            self._begun.clear()
+
+    async def _next_ended(self) -> list[EndedSequence]:
+        """Waits until a sequence ends, or something has changed. Returns all sequences that end at that time."""
+        device, began_s = self._device, self._clock()
+        if self._is_finished and not device.num_open:
+            return []
+        device.advance(began_s)
+        ends_s = device.next_end_s()
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(None if ends_s is None else max(0.0, ends_s - began_s)):
+                await self._changed.wait()
+        except TimeoutError:
+            device.advance(self._clock())
+            ended = [device.end_next()]
+            while (ends_s := device.next_end_s()) is not None and ends_s <= self._clock():
+                ended.append(device.end_next())
+            return ended
+        finally:
+            if ends_s is None and device.pause is None:
+                self._idle_s += self._clock() - began_s
+        return []
+
+    def _computed(self, ended: Sequence[EndedSequence], metrics: tuple[Metric, ...]) -> Computed[TrajectoryBlock]:
+        returned, self._returned = self._returned, []
+        self._num_tokens += int(_num_tokens(ended) + _num_tokens(returned))
+        self._num_finished += len(ended)
+        rows = sorted([*ended, *returned], key=lambda each: each.sequence.episode)
+        places = [(each.sequence.group, each.sequence.sample) for each in rows]
+        limits = [self._limits.pop(place) for place in places]
+        whole = [each.after(self._begun.pop(place, None)) for each, place in zip(rows, places, strict=True)]
+        gone = {each.sequence.episode for each in returned}
+        block, note = _block(whole, limits, [each.sequence.episode in gone for each in rows])
+        return Computed(rows=block, note=note, metrics=metrics)
+
+    # --- weights and devices ---
+
+    async def install(self, transfer: WeightTransfer, in_flight: InFlight = "recompute") -> int:  # type: ignore[override]
+        """Pauses for new weights. A KV cache that is computed anew pauses it further, after the new weights count."""
+        publish_s = self._costs.model.publish_s
+        await self._pause("publish", publish_s)
+        self._install_s += publish_s
+        self._device.version = transfer.version.number
+        if in_flight == "recompute" and (recompute_s := self._device.recompute_s):
+            self._pause_for("recompute", recompute_s)
+        return 0
+
+    def check_base(self, version: WeightVersion) -> None:
+        """There are no tensors to compare."""
+
+    async def share(self, number: int) -> str:  # type: ignore[override]
+        """Returns to its device, and has the learner's weights."""
+        await self._return()
+        self._device.version = number
+        return ""
+
+    async def hold(self, residency: Residency) -> MemoryChange:  # type: ignore[override]
+        """Leaves its device for the learner, or returns."""
+        if residency == "offloaded":
+            await asyncio.sleep(self._costs.model.switch_s)
+            self._is_away = True
+        else:
+            await self._return()
+        return NO_CHANGE
+
+    def usage(self) -> GeneratorUsage:
+        """What it has done. Nothing is said of its cache."""
+        device = self._device
+        load = Load(
+            waiting=device.num_open - device.num_running, running=device.num_running, cache_tokens=0,
+            cache_tokens_used=0, cache_tokens_kept=0, finished=self._num_finished, generated_tokens=self._num_tokens,
+            prefilled_tokens=0, reused_tokens=0, preemptions=0,
+        )  # fmt: skip
+        return GeneratorUsage(load=load, idle_s=self._idle_s, install_s=self._install_s)
+
+    async def _return(self) -> None:
+        if self._is_away:
+            await asyncio.sleep(self._costs.model.switch_s)
+            self._is_away = False
+
+    async def _pause(self, cause: Pause, seconds: float) -> None:
+        self._set_pause(cause)
+        await asyncio.sleep(seconds)
+        self._set_pause(None)
+
+    def _pause_for(self, cause: Pause, seconds: float) -> None:
+        """Like `_pause`, without waiting for its end."""
+        self._set_pause(cause)
+        asyncio.get_running_loop().call_later(seconds, self._set_pause, None)
+
+    def _set_pause(self, cause: Pause | None) -> None:
+        self._device.advance(self._clock())
+        self._device.pause = cause
+        self._changed.set()
+
+    # --- episode runners ---
+
+    def serve(self) -> tuple[Metric, ...]:
+        """Not simulated."""
+        self._refuse()
+
+    def begin_serving(self) -> None:
+        """Not simulated."""
+        self._refuse()
+
+    def stop_serving(self, give_back: bool = False) -> None:
+        """Not simulated."""
+        self._refuse()
+
+    def exchange(self, runner: str, requests: tuple[Request, ...], wait_s: float) -> list[Completion]:
+        """Not simulated."""
+        self._refuse()
+
+    def forget(self, runner: str) -> None:
+        """Not simulated."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ClusterError("a simulated generator answers no episode runners.")
+
+
+def _num_tokens(ended: Sequence[EndedSequence]) -> int:
+    return int(sum(each.sequence.tokens for each in ended))
+
+
+def _metrics(generated: float, seconds: float) -> tuple[Metric, ...]:
+    """Those of a real generator; it has no cache."""
+    absent = ("prefilled_tokens", "reused_tokens", "preemptions")
+    return (
+        Metric(name="generated_tokens", value=generated, reduction="sum"),
+        *(Metric(name=name, value=0.0, reduction="sum") for name in absent),
+        Metric(name="cache_used", value=0.0, reduction="max"),
+        Metric(name="seconds", value=seconds, reduction="max"),
+    )
+
+
+def _begun(block: TrajectoryBlock) -> dict[tuple[int, int], EndedSequence]:
+    """What other devices have generated, by prompt and sample."""
+    found = {}
+    for row, id in enumerate(block.ids):
+        versions_L = block.versions_T[block.offsets[row] : block.offsets[row + 1]]
+        tokens = float(len(versions_L))
+        sequence = DeviceSequence(group=id.prompt_index, attempt=id.attempt, sample=id.sample, tokens=tokens)
+        found[id.prompt_index, id.sample] = EndedSequence(
+            sequence=sequence, oldest=int(versions_L.min()), newest=int(versions_L.max()),
+            version_sum=float(versions_L.sum()),
+        )  # fmt: skip
+    return found
+
+
+def _block(
+    rows: Sequence[EndedSequence], limits: Sequence[int], are_returned: Sequence[bool]
+) -> tuple[TrajectoryBlock, EpisodeNote]:
+    """Ids ascend. The first tokens of a row have its oldest version and the others its newest, as many of each as its
+    sum of versions says."""
+    count = len(rows)
+    ids = np.array([(each.sequence.group, each.sequence.sample, 0, each.sequence.attempt) for each in rows], np.int64)
+    lengths_N = np.array([each.sequence.tokens for each in rows], np.int64)
+    oldest_N, newest_N = (np.array([getattr(each, name) for each in rows], np.int64) for name in ("oldest", "newest"))
+    sums_N = np.array([each.version_sum for each in rows], np.float64)
+    num_newest_N = np.rint((sums_N - oldest_N * lengths_N) / np.maximum(newest_N - oldest_N, 1)).astype(np.int64)
+    parts_N2: Ints = np.stack([lengths_N - num_newest_N, num_newest_N], axis=1)
+    total = int(lengths_N.sum())
+    block = TrajectoryBlock(
+        ids=TrajectoryIds(ids.reshape(-1, 4)),
+        offsets=np.concatenate([[0], np.cumsum(lengths_N)]).astype(np.int64),
+        tokens_T=np.zeros(total, np.int32),
+        loss_mask_T=np.ones(total, np.bool_),
+        behavior_logprobs_T=np.zeros(total, np.float32),
+        versions_T=np.repeat(np.stack([oldest_N, newest_N], axis=1), parts_N2.reshape(-1)).astype(np.int32),
+    )
+    note = EpisodeNote(
+        finish_N=np.where(
+            np.array(are_returned, np.bool_),
+            CANCELLED,
+            np.where(lengths_N >= np.array(limits, np.int64), _LENGTH, _STOP),
+        ).astype(np.int8),
+        sampled_N=lengths_N,
+        trained_N=lengths_N,
+        turns_N=np.ones(count, np.int64),
+        version_N=oldest_N,
+        newest_version_N=newest_N,
+        environment_N=np.full(count, np.nan),
+    )
+    return block, note
