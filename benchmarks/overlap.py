@@ -73,7 +73,9 @@ def main() -> None:
                     for name in ("rollout", "wait", "grade", "update")
                 )
                 print(
-                    f"turn {turn + 1}: {side.name:<18} {statistics.median(found.step_s):6.3f} s/step ({shares}), "
+                    f"turn {turn + 1}: {side.name:<20} {statistics.median(found.step_s):6.3f} s/step ({shares}, "
+                    f"install {found.phases.get('rollout/install_s', 0.0):.3f}, "
+                    f"gain {found.phases.get('lending/gain', 0.0):.2f}), "
                     f"{found.phases['trained_tokens_per_s']:.0f} trained tokens/s",
                     flush=True,
                 )
@@ -99,7 +101,7 @@ def compare_layouts(results: Mapping[str, Sequence[SideResult]]) -> None:
     }
     best = max(speeds["colocated"], speeds["split"])
     for name, speed in speeds.items():
-        print(f"{name:<18} {speed:8.0f} trained tokens/s, {speed / best:.2f} of the better synchronous layout")
+        print(f"{name:<20} {speed:8.0f} trained tokens/s, {speed / best:.2f} of the better synchronous layout")
 
 
 if __name__ == "__main__":
