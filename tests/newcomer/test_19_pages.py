@@ -87,8 +87,13 @@ def test_the_page_has_the_default_number_of_heldout_prompts() -> None:
 
 
 def test_the_page_has_the_dtypes_that_a_custom_estimator_gets() -> None:
-    graded = make_graded([1.0, 0.0], [0, 0])
-    rewards_N, group_N = estimators._tensors(np.array([1.0, 0.0], np.float32), graded)
     page = (DOCS / "methods.md").read_text(encoding="utf-8")
     names = {torch.float64: "float64", torch.float32: "float32", torch.int64: "int64"}
-    assert f"rewards_N {names[rewards_N.dtype]}, group_N {names[group_N.dtype]}" in page
+    given: list[str] = []
+
+    def custom(rewards_N: torch.Tensor, group_N: torch.Tensor) -> torch.Tensor:
+        given.append(f"rewards_N {names[rewards_N.dtype]}, group_N {names[group_N.dtype]}")
+        return rewards_N
+
+    estimators._custom(custom, "mine.py:custom")(np.array([1.0, 0.0], np.float32), make_graded([1.0, 0.0], [0, 0]))
+    assert given[0] in page

@@ -21,7 +21,7 @@ from podium.roles.grader import Purpose
 from podium.roles.grading_handle import GraderHandle, Rewarded
 from podium.roles.stages import GradedRollouts, Rollouts
 
-_GO_ON = "Correct the reward or the key, and continue with `podium resume`."
+_GO_ON = "Correct the reward or the key."
 ModelScores = Mapping[int, Floats]
 """Scores of reward models, by their positions among the recipe's rewards."""
 

@@ -45,7 +45,7 @@ def test_a_slow_reward_stops_the_run_which_then_resumes_with_every_group_once(
     trial = Trial(tmp_path, *settings, grading, bandit=Bandit(fails=_too_slow))
     with pytest.raises(RewardError) as raised:
         trial.run()
-    assert all(fact in str(raised.value) for fact in ("4 of 16", "digits", "0.2 s", key, "podium resume"))
+    assert all(fact in str(raised.value) for fact in ("4 of 16", "digits", "0.2 s", key))
     step = trial.state.step
     assert {row[1] for row in _trained(trial)} == set(range(1, step + 1))
     assert SLOW not in [row[0] for row in _trained(trial)]

@@ -4,6 +4,7 @@ that has no controller."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -77,7 +78,12 @@ def test_a_simulated_run_imports_no_torch(tmp_path: Path) -> None:
         "assert run.result.step == 3\n"
         "assert not {'torch', 'transformers', 'ray'} & set(sys.modules)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    folder = Path(__file__).resolve().parents[2]  # of the helpers
+    paths = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
