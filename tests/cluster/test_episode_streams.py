@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 
@@ -40,8 +40,10 @@ PLAN = SamplingPlan(max_new_tokens=4, temperature=1.0)
 class Source(EpisodeSource):
     """One episode at a time, each of which takes a moment."""
 
+    num_tests: ClassVar[int] = 0  # the thread of a worker that was killed inline ends with its test
+
     def __init__(self, context: WorkerContext, seconds: float = 0.02) -> None:
-        self._seconds = seconds
+        self._seconds, self._test = seconds, Source.num_tests
         self._jobs: deque[TrajectoryId] = deque()
         self._is_finished = self._is_abandoned = False
 
@@ -58,7 +60,7 @@ class Source(EpisodeSource):
 
     async def stream(self, plan: SamplingPlan) -> AsyncIterator[Computed[TrajectoryBlock]]:  # type: ignore[override]
         count = 0
-        while not self._is_abandoned and (self._jobs or not self._is_finished):
+        while self._test == Source.num_tests and not self._is_abandoned and (self._jobs or not self._is_finished):
             await asyncio.sleep(self._seconds if self._jobs else 0.001)
             if self._jobs:
                 id = self._jobs.popleft()
@@ -97,7 +99,7 @@ class Sources:
 
 
 @pytest.fixture(params=["inline", "simulated"])
-def in_cluster(request: pytest.FixtureRequest) -> Callable[[Callable[[Sources], Awaitable[None]]], None]:
+def in_cluster(request: pytest.FixtureRequest) -> Iterator[Callable[[Callable[[Sources], Awaitable[None]]], None]]:
     """Runs a test with two workers, on threads or on the virtual clock."""
     opened, run = {"inline": (open_inline, asyncio.run), "simulated": (open_simulated, run_virtual)}[request.param]
 
@@ -108,7 +110,8 @@ def in_cluster(request: pytest.FixtureRequest) -> Callable[[Callable[[Sources], 
 
         run(main())
 
-    return with_sources
+    yield with_sources
+    Source.num_tests += 1
 
 
 def _prompts(*indices: int) -> list[IndexedTask]:

@@ -16,7 +16,7 @@ import torch
 from podium.errors import RolloutError, WeightMismatchError
 from podium.rollout.engine import InFlight, RolloutEngine
 from podium.rollout.native.engine import NativeEngine
-from podium.rollout.requests import Completion, SampledTokens
+from podium.rollout.requests import Completion, PartialAnswer
 from rollout.conftest import EngineFactory
 from rollout.judge import (
     DEADLINE_S,
@@ -119,7 +119,7 @@ def test_an_answer_that_another_engine_has_begun_ends_as_if_it_had_stayed_there(
         pytest.skip("vLLM does not continue answers of another engine")
     request = ask(0, new=LONG, temperature=temperature)
     whole = answer(first, request)
-    begun = SampledTokens(
+    begun = PartialAnswer(
         tokens_L=whole.tokens_L[:kept], logprobs_L=whole.logprobs_L[:kept], versions_L=np.full(kept, -7, np.int32)
     )
     continued = answer(engine_factory(rollout_folder), replace(request, begun=begun))

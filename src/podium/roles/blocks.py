@@ -10,7 +10,7 @@ import numpy as np
 
 from podium.data.trajectories import TrajectoryBlock, TrajectoryIds
 from podium.roles.carriers import FINISHES, EpisodeNote
-from podium.rollout.requests import Completion, SampledTokens
+from podium.rollout.requests import Completion, PartialAnswer
 
 
 def empty_block() -> TrajectoryBlock:
@@ -55,13 +55,13 @@ def block_of(answers: Sequence[Completion]) -> tuple[TrajectoryBlock, EpisodeNot
     return block, note
 
 
-def sampled_so_far(block: TrajectoryBlock) -> dict[tuple[int, int], SampledTokens]:
+def sampled_so_far(block: TrajectoryBlock) -> dict[tuple[int, int], PartialAnswer]:
     """What was sampled of episodes of one turn, by prompt index and sample."""
     begun = {}
     for row, id in enumerate(block.ids):
         tokens = slice(int(block.offsets[row]), int(block.offsets[row + 1]))
         is_sampled = block.versions_T[tokens] >= 0
-        begun[id.prompt_index, id.sample] = SampledTokens(
+        begun[id.prompt_index, id.sample] = PartialAnswer(
             tokens_L=block.tokens_T[tokens][is_sampled],
             logprobs_L=block.behavior_logprobs_T[tokens][is_sampled],
             versions_L=block.versions_T[tokens][is_sampled],

@@ -258,7 +258,7 @@ class EnginePolicy:
         """Notes an answer. One that a lent generator has given back continues on another."""
         request = self._requests.pop(completion.id)
         if was_lent and completion.finish == "cancelled":
-            self._ask(replace(request, begun=completion.sampled))
+            self._ask(replace(request, begun=completion.so_far))
         else:
             self._waiting.pop(completion.id).set_result(completion)
 

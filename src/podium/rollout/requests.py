@@ -86,8 +86,8 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SampledTokens:
-    """Tokens that were sampled, with the log-prob of each and the version of its weights."""
+class PartialAnswer:
+    """Tokens of an answer that has not ended, with the log-prob of each and the version of its weights."""
 
     tokens_L: NDArray[np.int32]
     logprobs_L: NDArray[np.float32]
@@ -103,7 +103,7 @@ class Request:
     prompt: Tokens
     sampling: Sampling
     seed: int = 0
-    begun: SampledTokens | None = None  # the answer so far: another engine has sampled it, and this one continues
+    begun: PartialAnswer | None = None  # the answer so far: another engine has sampled it, and this one continues
 
     def __post_init__(self) -> None:
         if not isinstance(self.id, TrajectoryId):
@@ -149,9 +149,9 @@ class Completion:
         return len(self.tokens_L)
 
     @property
-    def sampled(self) -> SampledTokens:
+    def so_far(self) -> PartialAnswer:
         """The answer as another engine continues it."""
-        return SampledTokens(tokens_L=self.tokens_L, logprobs_L=self.logprobs_L, versions_L=self.versions_L)
+        return PartialAnswer(tokens_L=self.tokens_L, logprobs_L=self.logprobs_L, versions_L=self.versions_L)
 
 
 def given_back(request: Request) -> Completion:
