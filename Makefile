@@ -39,11 +39,10 @@ test-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(FAST) and serial"
 
 test-slow:  ## the rest: several ranks, kills, restarts
-	$(MAKE) --no-print-directory test-slow-parallel
-	$(MAKE) --no-print-directory test-slow-serial
+	$(MAKE) --no-print-directory -j 2 test-slow-parallel test-slow-serial
 
-test-slow-parallel: $(INSTALLED)  ## in two processes, with twice the usual time for a test
-	$(BIN)/python -m pytest -q $(TWO_PROCESSES) --timeout 600 -m "$(SLOW) and not serial"
+test-slow-parallel: $(INSTALLED)  ## beside the serial ones, with twice the usual time for a test
+	$(BIN)/python -m pytest -q --timeout 600 -m "$(SLOW) and not serial"
 
 test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(SLOW) and serial"
