@@ -18,13 +18,19 @@ from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Lost
 from podium.roles.handles import GeneratorHandle
 
+_LENT = "lent-"
 NoteArrival = Callable[[Block | Lost, str], Awaitable[None]]
 """Gets what a worker sends, and the worker's name."""
 
 
 def lent_name(rank: int) -> str:
     """The scheduler's name of a generator on a learner's device."""
-    return f"lent-{rank}"
+    return f"{_LENT}{rank}"
+
+
+def lent_rank(worker: str) -> int:
+    """The rank of a generator with such a name."""
+    return int(worker.removeprefix(_LENT))
 
 
 class LentDevices:

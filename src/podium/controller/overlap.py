@@ -19,7 +19,7 @@ from podium.controller.episodes import training_sampling
 from podium.controller.grading_queue import GradedPart, GradingQueue
 from podium.controller.group_flow import GroupFlow, SampledStep
 from podium.controller.ledger import GroupRecord
-from podium.controller.lent_devices import LentDevices
+from podium.controller.lent_devices import LentDevices, lent_rank
 from podium.controller.parts import OnPolicyParts
 from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, WeightsInstalled
 from podium.controller.state import RunState
@@ -251,9 +251,10 @@ class OverlapExecutor:
 
     def _stream_of(self, worker: str) -> tuple[EpisodeStream, int]:
         """The stream and rank of a worker."""
-        stream = self._stream if worker in self._flow.own_workers or self._lent is None else self._lent.stream
+        is_own = worker in self._flow.own_workers
+        stream = self._stream if is_own or self._lent is None else self._lent.stream
         assert stream is not None, "the scheduler gives nothing to workers that are not there"
-        return stream, int(worker.removeprefix("lent-"))
+        return stream, int(worker) if is_own else lent_rank(worker)
 
     def _publish(self) -> None:
         """Starts to install the newest weights where they are waited for, as soon as they are stored."""
