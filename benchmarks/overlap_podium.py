@@ -89,6 +89,7 @@ def _make_agent(values: dict[str, Any]) -> None:
     values["rollout"]["max_new_tokens"] = MEDIAN
     values["environment"] = {"environment": f"{HERE / 'overlap_task.py'}:SlowTool", "max_turns": 3, "timeout_s": 30}
     del values["reward"]
+    values["grading"]["workers"] = 1  # the environment gives the rewards, and two cores have no room for more
 
 
 if __name__ == "__main__":

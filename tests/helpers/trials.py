@@ -30,8 +30,10 @@ from podium.controller.ledger import Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import who_leaves
 from podium.controller.prompts import PromptSource
+from podium.controller.recovery import RecoveryPlan
 from podium.controller.replay import ReplayExecutor
 from podium.controller.run import OnPolicyRun
+from podium.controller.snapshots import Snapshots
 from podium.controller.state import RunState
 from podium.data.rows import Row
 from podium.data.tasks import read_tasks
@@ -135,6 +137,7 @@ class Trial:
             heldout=read_tasks(recipe.data.heldout, "data.heldout", None) if heldout else [],
             ledger=Ledger(self.folder.path / "episodes.sqlite"),
             stop_requested=self.folder.stop_file.exists,
+            snapshots=Snapshots((), is_on=False, note=self.console.note), recovery=RecoveryPlan(0),
             **fakes,
         )  # fmt: skip
         self.parts.ledger.rewind(step)

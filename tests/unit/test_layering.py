@@ -74,6 +74,7 @@ TORCH_FREE = (
     "roles.interfaces",
     "roles.runner_handle",
     "roles.stages",
+    "roles.state_handle",
     "roles.texts",
     "controller",
     "programs.controlled",

@@ -146,6 +146,10 @@ class Cluster:
         self._started.append(workers)
         return workers
 
+    def failure(self) -> ClusterError | None:
+        """Why the cluster itself has failed, with all its workers; None if it has not."""
+        return self._transport.failure()
+
     def scope(self, name: str) -> ObjectScope:
         """A scope whose objects are freed when the block ends."""
         return ObjectScope(name)
@@ -210,6 +214,16 @@ class Workers:
             await asyncio.gather(*starting, return_exceptions=True)
             self.end()
             raise
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """Names of all pools."""
+        return tuple(self._worker_pools)
+
+    def is_damaged(self, pool: str) -> bool:
+        """Whether a worker of this pool is dead, or others cannot go on without one."""
+        worker_pool = self.worker_pool(pool)
+        return bool(worker_pool.dead or worker_pool.broken or worker_pool.unfinished)
 
     def worker_pool(self, pool: str) -> WorkerPool:
         """The pool of this name. Raises a ClusterError if the name is unknown."""

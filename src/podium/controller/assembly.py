@@ -19,8 +19,10 @@ from podium.controller.ledger import Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
+from podium.controller.recovery import RecoveryPlan
 from podium.controller.replay import ReplayExecutor
 from podium.controller.run import OnPolicyRun
+from podium.controller.snapshots import Snapshots
 from podium.controller.state import RunState
 from podium.data.prompts import PromptTokenizer
 from podium.data.skipping import RowSkipper, SkippedRow, SkipPolicy
@@ -34,11 +36,13 @@ from podium.roles.episode_runner import EpisodeRunner
 from podium.roles.grader import Grader, require_scorable_heldout
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
-from podium.roles.interfaces import POLICY, Critic, Generator, Learner, RewardModel, Scorer
+from podium.roles.interfaces import POLICY, Critic, Generator, Learner, RewardModel, Scorer, Stateful
 from podium.roles.runner_handle import RunnerHandle
+from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
 from podium.runs.log import open_log
+from podium.runs.milestones import Milestones
 from podium.runs.result import RunResult, end_status
 from podium.runs.step_files import forget_steps_after
 
@@ -51,9 +55,15 @@ class Inputs:
     folder: RunFolder
     resume_step: int | None
     saved: Mapping[str, Any]  # the controller's values in the checkpoint
+    tokenizer: PromptTokenizer
     prompts: PromptSource
     heldout: Sequence[Task]
     heldout_skipped: Sequence[SkippedRow]
+
+    def rewound(self, step: int, saved: Mapping[str, Any]) -> Inputs:
+        """The inputs of the same run, from another of its steps. `saved`: the controller's values after that step."""
+        prompts = PromptSource(self.recipe, self.tokenizer, saved.get("cursor"))
+        return replace(self, resume_step=step or None, saved=saved, prompts=prompts)
 
 
 def read_inputs(
@@ -79,16 +89,17 @@ def read_inputs(
     require_scorable_heldout(recipe, heldout)
     require_reward_columns(recipe)
     return Inputs(
-        recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, prompts=prompts, heldout=heldout,
-        heldout_skipped=skipper.rows,
+        recipe=recipe, folder=folder, resume_step=resume_step, saved=saved, tokenizer=tokenizer, prompts=prompts,
+        heldout=heldout, heldout_skipped=skipper.rows,
     )  # fmt: skip
 
 
 async def open_parts(
     inputs: Inputs, names: RoleNames, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch,
-    stack: ExitStack,
+    stack: ExitStack, recovery: RecoveryPlan | None = None,
 ) -> OnPolicyParts[OnPolicyRecipe]:  # fmt: skip
-    """Opens the parts of a run. `stack` closes everything that this function opens."""
+    """Opens the parts of a run. `stack` closes everything that this function opens. `recovery`: what is done about
+    deaths; default: they end the run."""
     recipe, folder, step = inputs.recipe, inputs.folder, inputs.resume_step or 0
     roles = await _roles(recipe, names, workers, console.warning)
     ledger = Ledger(folder.path / "episodes.sqlite")
@@ -102,7 +113,9 @@ async def open_parts(
         folder.note_cpu_settings(roles.policy.num_ranks, facts.cpu)
     return OnPolicyParts(
         recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
-        prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log, watch=watch,
+        prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log,
+        snapshots=Snapshots(roles.states, is_on=recipe.keeps_snapshots, note=console.note),
+        recovery=recovery or RecoveryPlan(0), watch=watch,
         stop_requested=folder.stop_file.exists,
         leaving=who_leaves(
             names.on_devices, colocated=recipe.placement.layout == "colocated",
@@ -112,15 +125,19 @@ async def open_parts(
     )  # fmt: skip
 
 
-def begin_run(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe], steps: StepChoice) -> OnPolicyRun[OnPolicyRecipe]:
-    """The run for its program, from the step of its checkpoint. Prints the header."""
+def begin_run(
+    inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe], steps: StepChoice, milestones: Milestones | None = None
+) -> OnPolicyRun[OnPolicyRecipe]:
+    """The run for its program, from the step of its inputs. Prints the header, unless the run was rewound: then it has
+    `milestones`."""
     step = inputs.resume_step or 0
-    parts.log.console.header(_header(inputs.recipe, inputs.folder, parts.roles, step))
+    if milestones is None:
+        parts.log.console.header(_header(inputs.recipe, inputs.folder, parts.roles, step))
     state, last, is_stopped = RunState.begin(inputs.recipe, step, inputs.saved), steps.last, parts.stop_requested
     if last is not None:
         parts = replace(parts, stop_requested=lambda: state.step >= last or is_stopped())
     replay = None if steps.recorded is None else ReplayExecutor(parts, steps.recorded)
-    return OnPolicyRun(parts, state, replay=replay)
+    return OnPolicyRun(parts, state, replay=replay, milestones=milestones)
 
 
 async def evaluate_once(inputs: Inputs, parts: OnPolicyParts[OnPolicyRecipe]) -> None:
@@ -156,7 +173,14 @@ async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, war
     runner = None
     if recipe.environment is not None:
         runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, lent=lent, warn=warn)
+    stateful: list[tuple[str, type[Stateful]]] = [(POLICY, Learner)]
+    if names.critic is not None:
+        stateful.append((names.critic, Critic))
+    kl = recipe.full_algorithm.kl
+    if names.reference is not None and kl is not None and kl.refresh_every is not None:
+        stateful.append((names.reference, Scorer))
     return Roles(
+        states=tuple(StateHandle(name, workers.role(name, kind)) for name, kind in stateful),
         policy=policy,
         generator=generator,
         lent=lent,

@@ -5,24 +5,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread, run_to_end
+from podium.cluster.deadlines import now_s
 from podium.cluster.worker_pool import Timeouts
 from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
+from podium.controller.recovery import Abort, RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
-from podium.errors import ClusterError, PlacementError, PodiumError, RoleError
+from podium.errors import ClusterError, PlacementError, PodiumError, RoleError, WorkerDiedError
 from podium.importing import collector_off
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
+from podium.runs.events import append_recovery
 from podium.runs.folder import RunFolder
+from podium.runs.host_memory import clear_memory
 from podium.runs.interrupts import InterruptHandler
+from podium.runs.milestones import Milestones
 from podium.runs.program_errors import named_program
 from podium.runs.result import RunResult
 
@@ -92,19 +97,33 @@ async def _drive(
 ) -> RunResult:
     _cancel_on_end(interrupts)
     watch, names = Stopwatch(), role_names(recipe)
+    recovery = RecoveryPlan(0 if steps.recorded is not None else recipe.placement.restarts)
+    if resume_step is None:
+        clear_memory(folder.path)  # an earlier run of this name may have been killed
     async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
-        program, inputs, parts = assembled
+        program, inputs = assembled.program, assembled.inputs
+        milestones: Milestones | None = None
         from podium.controller.assembly import begin_run, result_of
 
-        run = begin_run(inputs, parts, steps)
-        try:
-            with named_program(recipe, folder):
-                await program(run)
-            run.require_finished()
-        except Exception as error:
-            await _save_before_failing(run, error, parts.log.console)
-            raise
-        return result_of(run, folder, watch)
+        while True:
+            with ExitStack() as stack:
+                parts = await assembled.open(inputs, stack, recovery)
+                run = begin_run(inputs, parts, steps, milestones)
+                try:
+                    with named_program(recipe, folder):
+                        await program(run)
+                    run.require_finished()
+                    clear_memory(folder.path)
+                    return result_of(run, folder, watch)
+                except WorkerDiedError as error:
+                    rewound = await _rewound(run, parts, assembled, error)
+                    if rewound is None:
+                        await _save_before_failing(run, error, parts.log.console)
+                        raise
+                except Exception as error:
+                    await _save_before_failing(run, error, parts.log.console)
+                    raise
+            inputs, milestones = rewound, run.milestones
 
 
 async def _evaluate(
@@ -117,10 +136,10 @@ async def _evaluate(
     _cancel_on_end(interrupts)
     names = role_names(recipe, evaluates_only=True)
     async with _assembled(lambda: None, recipe, folder, resume_step, names, Stopwatch(), start_up) as assembled:
-        _, inputs, parts = assembled
         from podium.controller.assembly import evaluate_once
 
-        await evaluate_once(inputs, parts)
+        with ExitStack() as stack:
+            await evaluate_once(assembled.inputs, await assembled.open(assembled.inputs, stack, RecoveryPlan(0)))
 
 
 def _cancel_on_end(interrupts: InterruptHandler) -> None:
@@ -128,6 +147,28 @@ def _cancel_on_end(interrupts: InterruptHandler) -> None:
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Assembled(Generic[First]):
+    """A started cluster with everything that a run needs to begin."""
+
+    program: First
+    inputs: Inputs
+    names: RoleNames
+    cluster: Cluster
+    workers: Workers
+    console: Console
+    watch: Stopwatch
+
+    async def open(self, inputs: Inputs, stack: ExitStack, recovery: RecoveryPlan) -> OnPolicyParts[OnPolicyRecipe]:
+        """Opens the parts of a run that begins with these inputs. `stack` closes them."""
+        from podium.controller.assembly import open_parts
+
+        with self.watch.span("start-up"):
+            return await open_parts(
+                inputs, self.names, self.cluster, self.workers, self.console, self.watch, stack, recovery
+            )
 
 
 @asynccontextmanager
@@ -139,7 +180,7 @@ async def _assembled(
     names: RoleNames,
     watch: Stopwatch,
     start_up: StartUp,
-) -> AsyncIterator[tuple[First, Inputs, OnPolicyParts[OnPolicyRecipe]]]:
+) -> AsyncIterator[_Assembled[First]]:
     """Opens the cluster, starts the workers and reads the inputs. All of it is closed at the end."""
 
     def prepare() -> tuple[First, Inputs]:
@@ -163,10 +204,45 @@ async def _assembled(
                     preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step, names))
                 )
                 start_up.tell("ready")
-                from podium.controller.assembly import open_parts
+            yield _Assembled(
+                program=program, inputs=inputs, names=names, cluster=cluster, workers=workers, console=console,
+                watch=watch,
+            )  # fmt: skip
 
-                parts = await open_parts(inputs, names, cluster, workers, console, watch, stack)
-            yield program, inputs, parts
+
+async def _rewound(
+    run: OnPolicyRun[OnPolicyRecipe],
+    parts: OnPolicyParts[OnPolicyRecipe],
+    assembled: _Assembled[Any],
+    error: WorkerDiedError,
+) -> Inputs | None:
+    """Replaces dead workers and brings the run back to its last committed step. Returns its inputs from there; None if
+    the deaths end the run. A worker that dies meanwhile is one more death."""
+    from podium.controller.rewinding import death_of, rewind
+
+    console, workers, began_s = parts.log.console, assembled.workers, now_s()
+    with assembled.watch.span("recovery"):
+        while assembled.cluster.failure() is None:
+            death = death_of(error, run.recipe, workers)
+            remedy = parts.recovery.decide(death)
+            if isinstance(remedy, Abort):
+                console.warning(f"{death.cause} The run ends: {remedy.reason}.")
+                return None
+            console.warning(f"{death.cause} Its workers are replaced.")
+            try:
+                with suppress(ClusterError):  # what is dead cannot be closed
+                    await run.give_up()
+                inputs = await rewind(assembled.inputs, parts.roles, workers, committed=run.num_committed)
+            except WorkerDiedError as again:
+                error = again
+                continue
+            step, seconds = inputs.resume_step or 0, now_s() - began_s
+            append_recovery(
+                parts.folder.path, part=death.part, cause=death.cause, remedy="rewind", step=step, seconds=seconds
+            )
+            console.note(f"the {death.part} is back after {seconds:.1f} s: going on after step {step}")
+            return inputs
+    return None
 
 
 async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe], error: Exception, console: Console) -> None:

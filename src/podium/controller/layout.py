@@ -31,6 +31,7 @@ from podium.roles.interfaces import (
     ScorerSpec,
 )
 from podium.runs.folder import RunFolder
+from podium.runs.host_memory import memory_folder
 
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
 RUNNER, GRADER = "runner", "grader"
@@ -184,9 +185,14 @@ def _train_roles(
     model = local_folder(recipe.model.path, "model.path")
     max_tokens = recipe.micro_batch_tokens or MICRO_BATCH[device]
     run = folder.path.resolve()  # workers may have been started elsewhere
+    memory = memory_folder(run) if recipe.keeps_snapshots else None
+
+    def kept(role: str) -> Path | None:
+        return None if memory is None else memory / role
+
     learner = LearnerSpec(
         recipe=recipe, folder=model, checkpoints=run / folder.checkpoints.name, resume_step=resume_step,
-        cpu=cpu,
+        cpu=cpu, snapshots=kept(POLICY),
     )  # fmt: skip
     roles = [_role(POLICY, Learner, TRAIN, mesh, learner)]
     section = recipe.critic_section
@@ -197,6 +203,7 @@ def _train_roles(
             checkpoints=run / "critic",
             beside=run / folder.checkpoints.name,
             resume_step=resume_step,
+            snapshots=kept(names.critic),
         )
         roles.append(_role(names.critic, Critic, TRAIN, mesh, critic))
     kl = recipe.full_algorithm.kl
@@ -207,6 +214,7 @@ def _train_roles(
             seed=recipe.run.seed, policy=None if at is None else recipe.model,
             checkpoints=run / "reference", beside=run / folder.checkpoints.name,
             begin=_reference_begin(run, resume_step, refreshed=kl.refresh_every is not None),
+            snapshots=kept(names.reference),
         )  # fmt: skip
         roles.append(_role(names.reference, Scorer, TRAIN, mesh, spec))
     for number, name in enumerate(names.teachers):

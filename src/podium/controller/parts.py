@@ -11,6 +11,8 @@ from podium.cluster import Cluster, Workers
 from podium.controller.layout import RoleNames
 from podium.controller.ledger import Ledger
 from podium.controller.prompts import PromptSource
+from podium.controller.recovery import RecoveryPlan
+from podium.controller.snapshots import Snapshots
 from podium.data.tasks import Task
 from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -18,6 +20,7 @@ from podium.roles.episode_stream import EpisodeWorkers
 from podium.roles.grading_handle import GraderHandle, RewardModelHandle
 from podium.roles.handles import CriticHandle, GeneratorHandle, LearnerHandle, ScorerHandle
 from podium.roles.runner_handle import RunnerHandle
+from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
 from podium.runs.log import RunLog
 
@@ -39,6 +42,7 @@ class Roles:
     critic: CriticHandle | None = None
     reference: ScorerHandle | None = None
     teachers: tuple[ScorerHandle, ...] = ()
+    states: tuple[StateHandle, ...] = ()  # of the roles that learn; the policy's is the first
 
     @property
     def episode_workers(self) -> EpisodeWorkers:
@@ -60,6 +64,8 @@ class OnPolicyParts(Generic[RecipeT_co]):
     heldout: Sequence[Task]
     ledger: Ledger
     log: RunLog
+    snapshots: Snapshots
+    recovery: RecoveryPlan
     watch: Stopwatch
     stop_requested: Callable[[], bool]
     leaving: frozenset[str]  # roles that give up device memory while others work

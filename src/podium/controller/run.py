@@ -36,9 +36,10 @@ class OnPolicyRun(Generic[RecipeT_co]):
     """The roles of a run and its steps. A program iterates over `steps`, calls roles, and commits each step."""
 
     def __init__(
-        self, parts: OnPolicyParts[RecipeT_co], state: RunState, *, replay: ReplayExecutor | None = None
-    ) -> None:
-        """`replay` gives the steps of a recorded run, instead of new ones."""
+        self, parts: OnPolicyParts[RecipeT_co], state: RunState, *, replay: ReplayExecutor | None = None,
+        milestones: Milestones | None = None,
+    ) -> None:  # fmt: skip
+        """`replay` gives the steps of a recorded run, instead of new ones. `milestones`: of a run that was rewound."""
         self._parts, self.recipe, self._state = parts, parts.recipe, state
         self._kl, roles = parts.recipe.full_algorithm.kl, parts.roles
         self._devices = devices = Devices(parts)
@@ -50,7 +51,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             parts.folder.steps, is_on=parts.recipe.rollout.is_recorded and replay is None, digest=state.record
         )
         self._evaluator = OnPolicyEvaluator(parts, devices, self._episodes)
-        self._milestones = Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
+        self.milestones = milestones or Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
         self._evaluation: OnPolicyEvaluation | None = None
         self._resume_values: dict[str, Any] = {}  # of the last committed step, for its checkpoint
@@ -68,8 +69,10 @@ class OnPolicyRun(Generic[RecipeT_co]):
     async def steps(self) -> AsyncIterator[Step]:
         """Yields every remaining step, with `rollout.prompts_per_step` groups that the newest weights generated and
         graders graded. Ends after the last step or when a stop is requested."""
-        if self._milestones.starts_with_evaluation(self._state.step):
+        if self.milestones.starts_with_evaluation(self._state.step):
             await self._evaluate()
+        if self._replay is None and self._state.step < self.recipe.steps:
+            await self._snapshot(self._values_to_resume())
         self._log.mark()
         while self._state.step < self.recipe.steps and not self._parts.stop_requested():
             number = self._state.step + 1
@@ -133,7 +136,9 @@ class OnPolicyRun(Generic[RecipeT_co]):
         finally:  # a step that stops the run (it diverged, a logger failed) can be saved like any other
             self._resume_values = self._values_to_resume()
             state.updated_roles.clear()
-        save, evaluate = self._milestones.save_is_due(step.number), self._milestones.evaluation_is_due(step.number)
+        self._parts.recovery.note_progress()
+        await self._snapshot(self._resume_values)
+        save, evaluate = self.milestones.save_is_due(step.number), self.milestones.evaluation_is_due(step.number)
         if save:
             await self._save()
         if evaluate:
@@ -144,7 +149,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
     @property
     def unsaved_step(self) -> int | None:
         """The last committed step, if it has no checkpoint yet."""
-        return None if self._milestones.saved_step == self._state.step else self._state.step
+        return None if self.milestones.saved_step == self._state.step else self._state.step
 
     async def save_before_failing(self) -> None:
         """Saves the last committed step of a run that fails, and waits until all checkpoints are written. Raises an
@@ -158,6 +163,12 @@ class OnPolicyRun(Generic[RecipeT_co]):
                     raise CheckpointError(f"the {name}'s weights were already updated by the step that failed")
             await self._save()
         await self.finish_saving()
+
+    async def give_up(self) -> None:
+        """Gives up the step in progress and everything that is running, so that the run can be rewound."""
+        await self._executor.close()
+        await self._recorder.close()
+        await self._log.written()
 
     async def finish_saving(self) -> None:
         """Waits until the last checkpoint is written."""
@@ -228,15 +239,15 @@ class OnPolicyRun(Generic[RecipeT_co]):
         await self._executor.pause()
         drained = {"heldout/drain_s": time.perf_counter() - began} if self.recipe.rollout.staleness else {}
         self._evaluation = evaluation = await self._evaluator.evaluate(step)
-        self._milestones.evaluated_step = step
+        self.milestones.evaluated_step = step
         self._parts.log.evaluation(evaluation.view, {**evaluation.metrics, **drained}, evaluation.answers)
-        if self._milestones.saved_step == step and step > 0 and evaluation.score is not None:
+        if self.milestones.saved_step == step and step > 0 and evaluation.score is not None:
             await self._parts.roles.policy.grade(step, -evaluation.score)
 
     async def _save(self) -> None:
         """Saves critic and reference first: a complete checkpoint of the policy means that the step can be resumed."""
         step = self._state.step
-        if self._milestones.saved_step == step:
+        if self.milestones.saved_step == step:
             return
         parts, kl = self._parts, self._kl
         await self._log.written()
@@ -253,7 +264,12 @@ class OnPolicyRun(Generic[RecipeT_co]):
             if kl is not None and kl.refresh_every is not None and parts.roles.reference is not None:
                 await parts.roles.reference.save(step)
             await parts.roles.policy.save(step, values)
-        self._milestones.saved_step = step
+        self.milestones.saved_step = step
+
+    async def _snapshot(self, values: Mapping[str, Any]) -> None:
+        """Keeps the last committed step in memory, unless nothing follows it."""
+        if self._state.step < self.recipe.steps:
+            await self._parts.snapshots.begin(self._state.step, {**values, "record": await self._recorder.written()})
 
     def _values_to_resume(self) -> dict[str, Any]:
         """Read when a step is committed: a later step that fails has taken prompts already."""
@@ -267,14 +283,14 @@ class OnPolicyRun(Generic[RecipeT_co]):
     async def _finish(self) -> None:
         step = self._state.step
         await self._executor.close()
-        is_saved_late = self._milestones.saved_step != step
+        is_saved_late = self.milestones.saved_step != step
         await self._save()
         await self._log.written()
         await self._recorder.written()
         score = self._evaluation.score if self._evaluation is not None else None
-        if is_saved_late and self._milestones.evaluated_step == step and score is not None:
+        if is_saved_late and self.milestones.evaluated_step == step and score is not None:
             await self._parts.roles.policy.grade(step, -score)
-        if self._milestones.last_evaluation_is_due(step):
+        if self.milestones.last_evaluation_is_due(step):
             await self._evaluate()
         with self._parts.watch.span("checkpoint"):
             await self.finish_saving()

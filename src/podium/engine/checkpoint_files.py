@@ -62,6 +62,12 @@ class SavedCheckpoint:
         """The step after which it was saved."""
         return int(self.record["step"])
 
+    @property
+    def values(self) -> Mapping[str, Any]:
+        """Values that were saved beside the tensors, without arrays."""
+        values: Mapping[str, Any] = self.record["extras"]
+        return values
+
     def extras(self) -> Extras:
         """Values and arrays that were saved beside the tensors."""
         return Extras(values=self.record["extras"], arrays=load_file(self.folder / "extras.safetensors"))

@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from podium.engine.checkpoint import CheckpointReader
+from podium.engine.checkpoint_files import Extras
 from podium.engine.parameters import TrainedParameter
 from podium.engine.train_step import TrainEngine
 from podium.models.buffers import persistent_buffers
@@ -38,9 +39,28 @@ def buffer_pieces(model: Any) -> list[TensorShard]:
     ]
 
 
+def training_extras(engine: TrainEngine, values: Mapping[str, Any]) -> Extras:
+    """What a checkpoint holds beside the tensors: the caller's values, and the optimizer's counts of updates."""
+    optimizer = engine.optimizer
+    counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
+    return Extras(values={**values, **counts}, arrays={})
+
+
+def restore_engine(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
+    """Gives a model that may have been trained since the weights and the optimizer state of a checkpoint."""
+    checkpoint.load(checkpoint_shards(engine))
+    for each in (*engine.optimizer.trained, *engine.frozen):
+        each.publish()
+    _restore_counts(engine, checkpoint)
+
+
 def restore_optimizer(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
     """Restores moments and counts of updates. `place` has already read the weights from the same checkpoint."""
     checkpoint.load(_moment_pieces(engine))
+    _restore_counts(engine, checkpoint)
+
+
+def _restore_counts(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
     values = checkpoint.record["extras"]
     engine.optimizer.set_updates(values["updates"], values.get("missed_updates"))
 

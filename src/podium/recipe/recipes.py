@@ -336,6 +336,11 @@ class OnPolicyRecipe(Recipe):
         return self.rollout.staleness > 0 or self.placement.layout == "elastic"
 
     @property
+    def keeps_snapshots(self) -> bool:
+        """Whether the newest steps stay in memory, for workers that replace dead ones."""
+        return self.placement.restarts > 0 and self.placement.launcher != "inline"
+
+    @property
     def needs_prompts(self) -> bool:
         """Whether every row needs a prompt. A custom environment may begin an episode by itself."""
         return self.environment is None or self.environment.environment is None

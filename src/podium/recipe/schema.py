@@ -209,6 +209,11 @@ class OnPolicyPlacementSection(PlacementSection):
     rollout_devices: Count | None = Field(
         None, description="layout split and elastic: how many of `devices` generate always; default: half of them."
     )
+    restarts: NonNegative = Field(
+        3,
+        description="How often workers of one kind that died are replaced before a step must be committed. The run "
+        "then goes on from the last committed step, which is kept in memory. 0: a death ends the run.",
+    )
 
 
 class CheckpointSection(Section):

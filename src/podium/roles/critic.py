@@ -21,11 +21,10 @@ from podium.cluster import Computed, WorkerContext
 from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
-from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import adopt
 from podium.engine.offload import what_can_leave
 from podium.engine.optimizer import AdamW
-from podium.engine.resuming import checkpoint_shards, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_engine, restore_optimizer, training_extras
 from podium.engine.scoring import values
 from podium.engine.sharding import place_scalar
 from podium.engine.train_step import ObjectiveBatch, TrainEngine
@@ -34,7 +33,8 @@ from podium.models.scalar import PackedScalarLM
 from podium.recipe import AlgorithmSection
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, ValueShard
-from podium.roles.interfaces import MICRO_BATCH, Critic, CriticShard, CriticSpec
+from podium.roles.interfaces import MICRO_BATCH, Critic, CriticShard, CriticSpec, StateSource
+from podium.roles.role_state import RoleState
 from podium.roles.scorer import HeldTensors
 from podium.roles.stages import CriticReport
 from podium.roles.token_rows import packed_rows, token_rewards
@@ -87,6 +87,10 @@ class CriticRank(Critic):
             spec.checkpoints, self._mesh, keep=recipe.checkpoint.keep, keep_best=False, beside=spec.beside,
             background=recipe.checkpoint.background, timeout_s=recipe.checkpoint.timeout_s,
         )  # fmt: skip
+        self._state = RoleState(
+            self._mesh, node=context.worker.node, memory=spec.snapshots, checkpoints=spec.checkpoints,
+            pieces=lambda: checkpoint_shards(self._engine),
+        )  # fmt: skip
         self._steps_before = 0  # the last update
         self._held = HeldTensors(lambda: [*what_can_leave(self._engine.optimizer), *self._model.parameters()])
 
@@ -121,6 +125,7 @@ class CriticRank(Critic):
 
     def update(self, shard: CriticShard, lr: float) -> Computed[TokenColumn]:
         """All optimizer steps over this rank's share of a batch."""
+        self._state.wait_copied()
         self._steps_before = self._engine.num_optimizer_steps
         block = shard.rows.read() if len(shard.rows) else empty_block()
         columns = shard.columns.read() if len(shard.columns) else None
@@ -158,18 +163,31 @@ class CriticRank(Critic):
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves optimizer state and weights to host memory, or back."""
+        self._state.wait_copied()
         return self._held.hold(residency)
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint."""
-        optimizer = self._engine.optimizer
-        counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
-        extras = Extras(values={**values, **counts}, arrays={})
-        self._writer.save(step, checkpoint_shards(self._engine), extras)
+        self._writer.save(step, checkpoint_shards(self._engine), training_extras(self._engine, values))
 
     def finish_saving(self) -> None:
         """Waits until the checkpoint is complete."""
         self._writer.wait()
+
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+        """Begins to copy weights and optimizer state to host memory."""
+        return self._state.snapshot(step, training_extras(self._engine, values))
+
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of whole snapshots."""
+        return self._state.snapshots()
+
+    def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
+        """Goes back to the weights and optimizer state after this step."""
+        self.hold("resident")
+        saved = self._state.read(step, source)
+        restore_engine(self._engine, saved)
+        return saved.values
 
     @property
     def _model(self) -> PackedScalarLM:

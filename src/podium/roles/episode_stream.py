@@ -41,6 +41,7 @@ class EpisodeStream:
         self._arrivals: asyncio.Queue[Block | Lost | BaseException | None] = asyncio.Queue()
         self._pumps: dict[int, asyncio.Task[None]] = {}
         self._finished: set[int] = set()  # ranks that get no more prompts
+        self._lost: set[int] = set()  # ranks whose replacement has no stream yet
         self._num_open: Counter[int] = Counter()  # rank -> episodes that it was given and that have not ended
         self._calls: set[asyncio.Task[None]] = set()  # nobody waits for their answers
         self._metrics: list[tuple[WorkerId, Metric]] = []
@@ -63,6 +64,7 @@ class EpisodeStream:
         """Opens the streams of these workers."""
         for rank in ranks:
             self._finished.discard(rank)
+            self._lost.discard(rank)
             self._num_open[rank] = 0
             self._pumps[rank] = asyncio.create_task(self._pump(rank))
 
@@ -98,16 +100,22 @@ class EpisodeStream:
         await asyncio.gather(*(self._finish_one(rank, give_back) for rank in ranks))
 
     async def __aiter__(self) -> AsyncIterator[Block | Lost]:
-        """Yields blocks as they arrive, and workers that are lost. Waits for any worker to send something. Ends after
-        `finish`, when all workers have ended their streams. One that dies then without an episode has lost nothing: the
-        next stream reports it."""
-        while any(not pump.done() for pump in self._pumps.values()) or not self._arrivals.empty():
+        """Yields blocks as they arrive, and workers that are lost, which the caller replaces. Waits for any worker to
+        send something. Ends after `finish`, when all workers have ended their streams. One that dies then without an
+        episode has lost nothing: the next stream reports it."""
+        while self._lost or any(not pump.done() for pump in self._pumps.values()) or not self._arrivals.empty():
             arrival = await self._arrivals.get()
             if isinstance(arrival, BaseException):
                 raise arrival
             if arrival is None or (isinstance(arrival, Lost) and self._is_over(arrival.rank)):
                 continue
+            if isinstance(arrival, Lost):
+                self._lost.add(arrival.rank)
             yield arrival
+
+    def fail(self, error: BaseException) -> None:
+        """Something that the workers need has failed: the iteration raises it."""
+        self._arrivals.put_nowait(error)
 
     async def abandon(self) -> None:
         """Gives up what is running, so that the workers can do something else."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicySta
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
+from podium.errors import WorkerDiedError
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import (
     DistanceNote,
@@ -78,8 +79,12 @@ class GeneratorHandle:
         try:
             yield serving
         finally:
-            await self._group.control_all(Generator.stop_serving, False)
+            await asyncio.gather(*(self._stop_serving(rank) for rank in range(self.num_engines)))
             await serving
+
+    async def _stop_serving(self, rank: int) -> None:
+        with suppress(WorkerDiedError):  # the others must stop all the same; `serving` raises it
+            await self._group.control_one(rank, Generator.stop_serving, False)
 
     async def stop_serving(self) -> None:
         """Gives all requests of episode runners back, with the tokens that they have. Ends `serving`."""

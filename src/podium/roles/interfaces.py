@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from podium.cluster import Computed, Metric, RowRefs
 from podium.data.costs import SequenceCost
@@ -42,6 +42,28 @@ POLICY = "policy"
 MICRO_BATCH = {"cuda": 16_384, "cpu": 4096}
 
 
+StateSource = Literal["memory", "checkpoint"]
+"""Where a role's state is read from: a snapshot in host memory, or a checkpoint in the run folder."""
+
+
+class Stateful(ABC):
+    """A role that learns. Its state is kept in host memory too, for the worker that replaces it. All methods are
+    collective if there are several ranks."""
+
+    @abstractmethod
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+        """Begins to copy the state after this step to host memory; `values` come from the controller. Returns why there
+        is no snapshot, if there is none: the memory does not suffice, for instance."""
+
+    @abstractmethod
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps whose snapshots this worker can read, ascending."""
+
+    @abstractmethod
+    def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
+        """Goes back to the state after this step. Returns the controller's values."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerSpec:
     """How a learner is built."""
@@ -51,6 +73,7 @@ class LearnerSpec:
     checkpoints: Path
     resume_step: int | None
     cpu: CpuSettings | None = None  # measured by an earlier start, and reused
+    snapshots: Path | None = None  # folder in host memory; None: there are no snapshots
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +115,7 @@ class UpdateNote:
     proximal_s: float
 
 
-class Learner(ABC):
+class Learner(Stateful):
     """The policy. All methods except `facts` are collective if there are several ranks."""
 
     @abstractmethod
@@ -254,6 +277,7 @@ class CriticSpec:
     checkpoints: Path
     beside: Path  # checkpoints of the policy: a critic is kept as long as its policy
     resume_step: int | None
+    snapshots: Path | None = None  # folder in host memory; None: there are no snapshots
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -270,7 +294,7 @@ class CriticShard:
         return self.rows.ids
 
 
-class Critic(ABC):
+class Critic(Stateful):
     """PPO's value model. All methods are collective if there are several ranks."""
 
     @abstractmethod
@@ -311,9 +335,10 @@ class ScorerSpec:
     checkpoints: Path | None = None  # folder of a reference that is refreshed
     beside: Path | None = None  # checkpoints of the policy: it is kept as long as its policy
     begin: Path | None = None
+    snapshots: Path | None = None  # of a reference that is refreshed: folder in host memory
 
 
-class Scorer(ABC):
+class Scorer(Stateful):
     """A frozen language model: a reference or a teacher. It is sharded like the learner. All methods are collective if
     there are several ranks."""
 

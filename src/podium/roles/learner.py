@@ -15,11 +15,10 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
-from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh, adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW
-from podium.engine.resuming import checkpoint_shards, restore_optimizer
+from podium.engine.resuming import checkpoint_shards, restore_engine, restore_optimizer, training_extras
 from podium.engine.scoring import score
 from podium.engine.sharding import compute_dtype, place
 from podium.engine.train_step import TrainEngine
@@ -30,8 +29,9 @@ from podium.models.verify import random_batch, self_check
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency, UpdatePlan, UpdateShard
 from podium.roles.distances import distance
-from podium.roles.interfaces import MICRO_BATCH, Learner, LearnerFacts, LearnerSpec, UpdateNote
+from podium.roles.interfaces import MICRO_BATCH, Learner, LearnerFacts, LearnerSpec, StateSource, UpdateNote
 from podium.roles.policy_update import PolicyUpdate
+from podium.roles.role_state import RoleState
 from podium.rollout.engine import MemoryChange
 from podium.weights.published import PublishedWeights
 from podium.weights.transports import send_by_broadcast, send_by_store
@@ -74,6 +74,10 @@ class LearnerRank(Learner):
             background=recipe.checkpoint.background,
             timeout_s=recipe.checkpoint.timeout_s,
         )
+        self._state = RoleState(
+            self.mesh, node=context.worker.node, memory=spec.snapshots, checkpoints=spec.checkpoints,
+            pieces=lambda: checkpoint_shards(self.engine),
+        )  # fmt: skip
         self._update = PolicyUpdate(self.engine, max_tokens=self._max_tokens)
 
     def facts(self) -> LearnerFacts:
@@ -111,6 +115,7 @@ class LearnerRank(Learner):
 
     def update(self, shard: UpdateShard, plan: UpdatePlan) -> Computed[TokenColumn]:
         """All optimizer steps over this rank's share of a batch."""
+        self._state.wait_copied()
         self._steps_before = self.engine.num_optimizer_steps
         block = shard.rows.read() if len(shard.rows) else empty_block()
         with self._context.span("update"):
@@ -142,6 +147,7 @@ class LearnerRank(Learner):
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves moments, masters and gradients to host memory, or back."""
         moved = 0
+        self._state.wait_copied()
         if residency == "offloaded" and self._leaving is None:
             self._leaving = OffloadedTensors(what_can_leave(self.engine.optimizer))
             moved = self._measured(self._leaving.offload)
@@ -154,14 +160,26 @@ class LearnerRank(Learner):
 
     def save(self, step: int, values: Mapping[str, Any]) -> None:
         """Begins to write a checkpoint."""
-        optimizer = self.engine.optimizer
-        counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
-        extras = Extras(values={**values, **counts}, arrays={})
-        self._writer.save(step, checkpoint_shards(self.engine), extras)
+        self._writer.save(step, checkpoint_shards(self.engine), training_extras(self.engine, values))
 
     def finish_saving(self) -> None:
         """Waits until the checkpoint is complete."""
         self._writer.wait()
+
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+        """Begins to copy weights and optimizer state to host memory."""
+        return self._state.snapshot(step, training_extras(self.engine, values))
+
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of whole snapshots."""
+        return self._state.snapshots()
+
+    def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
+        """Goes back to the weights and optimizer state after this step."""
+        self.hold("resident")
+        saved = self._state.read(step, source)
+        restore_engine(self.engine, saved)
+        return saved.values
 
     def grade(self, step: int, loss: float) -> None:
         """Records the loss of a saved step; the lowest is the best."""

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 from podium.cluster import RoleGroup, Workers
 from podium.errors import WorkerDiedError
@@ -39,6 +41,13 @@ class RunnerHandle:
         """Streams of all runners, while the generators serve them."""
         self._num_deaths.clear()
         async with self._generator.serving() as served, streaming(self._group, plan, self._look_at) as stream:
+
+            def look(task: asyncio.Task[Any]) -> None:
+                """Runners would wait for a dead generator."""
+                if not task.cancelled() and (error := task.exception()) is not None:
+                    stream.fail(error)
+
+            served.add_done_callback(look)
             yield stream
         for answer in served.result():
             stream.note_metrics(answer.worker, answer.value)

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 import transformers
@@ -21,11 +22,13 @@ from podium.engine.scoring import score
 from podium.engine.sharding import local_tensor, place
 from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers
+from podium.models.tensor_shards import TensorShard
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import Residency
 from podium.roles.distances import distance
-from podium.roles.interfaces import POLICY, Scorer, ScorerSpec
+from podium.roles.interfaces import POLICY, Scorer, ScorerSpec, StateSource
 from podium.roles.learner import LearnerRank
+from podium.roles.role_state import RoleState
 from podium.rollout.engine import MemoryChange
 
 _SAVING_S = 1800.0
@@ -58,6 +61,10 @@ class ScorerRank(Scorer):
             require_same_tokens(load_tokenizer(spec.policy), load_tokenizer(own), spec.model.path)
         self._model.eval()
         self._weights = HeldTensors(self._model.parameters)
+        self._state = RoleState(
+            self._mesh, node=context.worker.node, memory=spec.snapshots, checkpoints=spec.checkpoints,
+            pieces=self._pieces,
+        )  # fmt: skip
 
     def score(self, rows: RowRefs[TrajectoryBlock], temperature: float) -> Computed[TokenColumn]:
         """Log-probs of the rows' tokens under the frozen weights."""
@@ -67,6 +74,7 @@ class ScorerRank(Scorer):
 
     def copy_from(self, role: str) -> None:
         """Copies the weights of the colocated learner."""
+        self._state.wait_copied()
         learner = self._context.colocated_role(role, LearnerRank)
         with torch.no_grad():
             masters = {each.name: each.master for each in (*learner.engine.optimizer.trained, *learner.engine.frozen)}
@@ -84,11 +92,29 @@ class ScorerRank(Scorer):
             self._spec.checkpoints, self._mesh, keep=1, keep_best=False, background=False, timeout_s=_SAVING_S,
             beside=self._spec.beside,
         )  # fmt: skip
-        pieces = [*weight_pieces(self._held), *buffer_pieces(self._model.hf)]
-        writer.save(step, pieces, Extras(values={}, arrays={}))
+        writer.save(step, self._pieces(), Extras(values={}, arrays={}))
+
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+        """Begins to copy the weights to host memory."""
+        return self._state.snapshot(step, Extras(values=values, arrays={}))
+
+    def snapshots(self) -> tuple[int, ...]:
+        """Steps of whole snapshots."""
+        return self._state.snapshots()
+
+    def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
+        """Goes back to the weights after this step."""
+        self.hold("resident")
+        saved = self._state.read(step, source)
+        saved.load(self._pieces())
+        return saved.values
+
+    def _pieces(self) -> list[TensorShard]:
+        return [*weight_pieces(self._held), *buffer_pieces(self._model.hf)]
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves the weights to host memory, or back."""
+        self._state.wait_copied()
         return self._weights.hold(residency)
 
 

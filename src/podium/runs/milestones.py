@@ -17,7 +17,7 @@ class Milestones:
 
     def starts_with_evaluation(self, step: int) -> bool:
         """Whether a new run evaluates before its first step."""
-        return step == 0 and self._recipe.evaluation.at_start
+        return step == 0 and self._recipe.evaluation.at_start and self.evaluated_step is None
 
     def save_is_due(self, step: int) -> bool:
         """Whether a checkpoint follows this step."""

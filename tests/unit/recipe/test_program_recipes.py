@@ -133,7 +133,6 @@ ON_POLICY_PROGRAMS = "grpo ppo on_policy_distill expert_iteration"
         ("sft", "rollout.top_p=0.9", "rollout.top_p", ON_POLICY_PROGRAMS),
         ("sft", "distill={}", "distill", "distill"),
         ("dpo", "data.trained=assistant", "data.trained", "sft distill"),
-        ("grpo", "placement.restarts=0", "placement.restarts", FIXED_PROGRAMS),
         ("sft", "placement.layout=colocated", "placement.layout", ON_POLICY_PROGRAMS),
         ("sft", "rollout.engine=native", "rollout.engine", ON_POLICY_PROGRAMS),
         ("grpo", "tokens_per_step=64", "tokens_per_step", FIXED_PROGRAMS),

@@ -19,12 +19,21 @@ from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.controller.simulation.costs import RunCosts
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
-from podium.engine.checkpoint_files import PARTIAL, Extras, complete, read_json, saved_steps, to_remove, write_json
+from podium.engine.checkpoint_files import (
+    PARTIAL,
+    Extras,
+    SavedCheckpoint,
+    complete,
+    read_json,
+    saved_steps,
+    to_remove,
+    write_json,
+)
 from podium.errors import ClusterError
 from podium.recipe import ModelReward
 from podium.roles.carriers import GradeNote, GraderFacts, GradeShard, Residency, UpdatePlan, UpdateShard
 from podium.roles.grader import Grader, GraderSpec, Purpose
-from podium.roles.interfaces import Learner, LearnerFacts, LearnerSpec, UpdateNote
+from podium.roles.interfaces import Learner, LearnerFacts, LearnerSpec, StateSource, UpdateNote
 from podium.rollout.engine import MemoryChange
 from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
@@ -135,6 +144,18 @@ class SimulatedLearner(Learner):
 
     def finish_saving(self) -> None:
         """Nothing is in flight."""
+
+    def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+        """There are none: nothing of it can be lost."""
+        return "a simulated learner has no state"
+
+    def snapshots(self) -> tuple[int, ...]:
+        """None."""
+        return ()
+
+    def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
+        """Returns the values of a checkpoint."""
+        return SavedCheckpoint(self._spec.checkpoints / f"step-{step:08d}").values
 
     def grade(self, step: int, loss: float) -> None:
         """Records the loss of a saved step."""

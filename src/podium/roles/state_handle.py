@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller's handle of a role's state: its snapshots in host memory, and the way back to one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from podium.cluster import RoleGroup
+from podium.roles.handles import PHASE_S
+from podium.roles.interfaces import Stateful, StateSource
+
+
+class StateHandle:
+    """The state of a role that learns."""
+
+    def __init__(self, name: str, group: RoleGroup[Stateful]) -> None:
+        group.requires(Stateful.snapshot, Stateful.snapshots, Stateful.restore)
+        self.name, self._group = name, group.within(PHASE_S)
+
+    async def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
+        """Begins a snapshot on all ranks. Returns why there is none, if there is none."""
+        answers = await self._group.call_all(Stateful.snapshot, step, values)
+        return next((answer.value for answer in answers if answer.value is not None), None)
+
+    async def snapshots(self) -> set[int]:
+        """Steps whose snapshots all ranks can read."""
+        answers = await self._group.call_all(Stateful.snapshots)
+        return set.intersection(*(set(answer.value) for answer in answers))
+
+    async def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
+        """Brings all ranks back to the state after this step. Returns the controller's values."""
+        return (await self._group.call_all(Stateful.restore, step, source))[0].value

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers that are killed in the middle of a run: the run goes on by itself and, at staleness 0, ends with the weights,
+optimizer state, metrics and ledger of the run that nobody killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from golden.runs import fingerprint, make_task, recipe, train
+from podium.cluster.cluster import Workers
+from podium.errors import WorkerDiedError
+from podium.runs.events import recoveries
+from podium.runs.host_memory import memory_folder
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+STEPS = 6
+COLOCATED = {"layout": "colocated", "devices": 1}
+SPLIT = {"layout": "split", "devices": 3, "rollout_devices": 2}
+ELASTIC = {"layout": "elastic", "devices": 2, "rollout_devices": 1}
+_PATIENCE_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Kills the worker in a slot, some time after a step was committed."""
+
+    worker: str
+    after_step: int
+    delay_s: float = 0.0
+
+
+class Killer:
+    """Kills workers of the run that a test starts, in a thread."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._started: list[Workers] = []
+        self.killed: list[str] = []
+        started, start = self._started, Workers.start
+
+        async def noted(workers: Workers) -> None:
+            started.append(workers)
+            await start(workers)
+
+        monkeypatch.setattr(Workers, "start", noted)
+
+    def begin(self, run: Path, kills: list[Kill]) -> threading.Thread:
+        """Kills them one after the other."""
+        thread = threading.Thread(target=self._kill_all, args=(run, kills), daemon=True)
+        thread.start()
+        return thread
+
+    def _kill_all(self, run: Path, kills: list[Kill]) -> None:
+        deadline = time.monotonic() + _PATIENCE_S
+        for kill in kills:
+            while not _has_committed(run, kill.after_step) and time.monotonic() < deadline:
+                time.sleep(0.005)
+            time.sleep(kill.delay_s)
+            pid = self._pid(kill.worker)
+            while pid is None and time.monotonic() < deadline:
+                time.sleep(0.01)
+                pid = self._pid(kill.worker)
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+                self.killed.append(kill.worker)
+
+    def _pid(self, name: str) -> int | None:
+        for workers in self._started:
+            for pool in workers.pools:
+                for member in workers.worker_pool(pool).members:
+                    info = member.process.look()
+                    if f"{pool}[{member.slot}]" == name and member.died is None and info is not None:
+                        return info.pid
+        return None
+
+
+def _has_committed(run: Path, step: int) -> bool:
+    if step == 0:
+        return True
+    metrics = run / "metrics.jsonl"
+    return metrics.is_file() and len(metrics.read_bytes().splitlines()) >= step
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recovery")
+    make_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task: Path) -> dict[str, dict[str, Any]]:
+    """Method -> what its run computes in one process, filled as tests ask for it."""
+    return {}
+
+
+def _values(method: str, name: str, placement: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    values = recipe(method)
+    values |= {"steps": STEPS, "checkpoint": {"every": STEPS, "background": False}, **changes}
+    return values | {"placement": {**values["placement"], **placement}, "run": {**values["run"], "name": name}}
+
+
+def _expected(undisturbed: dict[str, dict[str, Any]], method: str, task: Path) -> dict[str, Any]:
+    if method not in undisturbed:
+        inline = {"launcher": "inline", "layout": "colocated", "devices": 1}
+        run = train(_values(method, f"{method}-inline", inline), task)
+        undisturbed[method] = fingerprint(run, step=STEPS)
+    return undisturbed[method]
+
+
+def _without_rollout(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """Without what depends on the layout, and counts of tokens: lost ones are generated again."""
+    names = ("lending/", "rollout/", "response/trained_mean", "staleness/", "groups/void/")
+    metrics = {name: value for name, value in numbers["metrics"].items() if not name.startswith(names)}
+    return {**numbers, "metrics": metrics}
+
+
+CASES = {
+    "learner generates": ("grpo", COLOCATED, [Kill(worker="train[0]", after_step=2, delay_s=0.05)]),
+    "learner early": ("grpo", COLOCATED, [Kill(worker="train[0]", after_step=0, delay_s=0.3)]),
+    "learner twice": (
+        "grpo", COLOCATED,
+        [Kill(worker="train[0]", after_step=1, delay_s=0.2), Kill(worker="train[0]", after_step=3, delay_s=0.3)],
+    ),
+    "learner of ppo": ("ppo", COLOCATED, [Kill(worker="train[0]", after_step=3, delay_s=0.4)]),
+    "learner of an adapter": ("lora-grpo", COLOCATED, [Kill(worker="train[0]", after_step=2, delay_s=0.1)]),
+    "learner of split": ("grpo", SPLIT, [Kill(worker="train[0]", after_step=2, delay_s=0.2)]),
+    "generator of split": ("grpo", SPLIT, [Kill(worker="rollout[1]", after_step=2, delay_s=0.05)]),
+    "learner of elastic": ("grpo", ELASTIC, [Kill(worker="train[0]", after_step=2, delay_s=0.1)]),
+    "generator of elastic": ("grpo", ELASTIC, [Kill(worker="rollout[0]", after_step=2, delay_s=0.1)]),
+    "generator of an agent": ("tool-agent", SPLIT, [Kill(worker="rollout[0]", after_step=2, delay_s=0.1)]),
+    "learner of an agent": ("tool-agent", ELASTIC, [Kill(worker="train[0]", after_step=2, delay_s=0.1)]),
+    "runner of an agent": ("tool-agent", COLOCATED, [Kill(worker="runners[0]", after_step=2, delay_s=0.1)]),
+    "grader": ("grpo", COLOCATED, [Kill(worker="graders[0]", after_step=2, delay_s=0.1)]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_whose_worker_is_killed_computes_the_same(
+    task: Path, undisturbed: dict[str, dict[str, Any]], case: str, local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    method, placement, kills = CASES[case]
+    expected = _expected(undisturbed, method, task)
+    name = case.replace(" ", "-")
+    killer = Killer(monkeypatch)
+    thread = killer.begin(task / "runs" / name, kills)
+
+    run = train(_values(method, name, {"launcher": "ray", **placement}), task)
+
+    thread.join(_PATIENCE_S)
+    assert killer.killed == [kill.worker for kill in kills]
+    found, expected = _without_rollout(fingerprint(run, step=STEPS)), _without_rollout(expected)
+    assert not [name for name, value in found["metrics"].items() if value != expected["metrics"].get(name)]
+    assert found == expected
+    memory = memory_folder(run)
+    assert memory is None or not memory.exists()
+
+
+def test_every_recovery_is_recorded(task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    killer = Killer(monkeypatch)
+    thread = killer.begin(task / "runs" / "recorded", [Kill(worker="train[0]", after_step=2)])
+
+    run = train(_values("grpo", "recorded", {"launcher": "ray", **COLOCATED}), task)
+
+    thread.join(_PATIENCE_S)
+    (recovery,) = recoveries(run)
+    assert (recovery.part, recovery.remedy) == ("learner", "rewind")
+    assert recovery.step in (1, 2)  # the snapshot of step 2 may not have been complete
+    assert "train[0]" in recovery.cause
+    assert 0 < recovery.seconds < 60
+    console = (run / "console.log").read_text()
+    assert "the learner is back after" in console
+
+
+def test_without_restarts_a_death_ends_the_run_and_says_so(
+    task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killer = Killer(monkeypatch)
+    thread = killer.begin(task / "runs" / "fragile", [Kill(worker="train[0]", after_step=2)])
+
+    with pytest.raises(WorkerDiedError, match=r"train\[0\]"):
+        train(_values("grpo", "fragile", {"launcher": "ray", **COLOCATED, "restarts": 0}), task)
+
+    thread.join(_PATIENCE_S)
+    assert "placement.restarts is 0" in " ".join((task / "runs" / "fragile" / "console.log").read_text().split())
+    assert not list(recoveries(task / "runs" / "fragile"))

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots in host memory: what was written is read back, the one before stays whole, and files are overwritten in
+place."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from podium.engine.checkpoint import CheckpointReader
+from podium.engine.checkpoint_files import PARTIAL, Extras, saved_steps
+from podium.engine.memory_snapshots import SnapshotWriter
+from podium.engine.mesh import Mesh
+from podium.errors import CheckpointError
+from podium.models.tensor_shards import Box, TensorShard
+
+ALONE = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
+
+
+def pieces_of(tensors: dict[str, Tensor]) -> list[TensorShard]:
+    return [
+        TensorShard(name=name, local=tensor, box=Box.whole(tensor.shape), shape=tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+
+
+@pytest.fixture
+def tensors() -> dict[str, Tensor]:
+    """Of all kinds that a model has; sizes that are not multiples of 8 bytes come first."""
+    return {
+        "mask": torch.tensor([True, False, True]),
+        "half": torch.arange(5, dtype=torch.bfloat16),
+        "weight": torch.randn(17, 3),
+        "count": torch.tensor(3.0),
+        "none": torch.empty(0, 4),
+        "steps": torch.arange(3),
+    }
+
+
+def save(writer: SnapshotWriter, step: int, tensors: dict[str, Tensor]) -> None:
+    writer.save(step, pieces_of(tensors), Extras(values={"at": step}, arrays={}))
+    writer.wait_copied()
+
+
+def test_a_snapshot_is_a_checkpoint(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    writer = SnapshotWriter(tmp_path / "policy", ALONE, timeout_s=5)
+    save(writer, 4, tensors)
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    tensors["weight"].add_(1.0)  # the next update must not change it
+    writer.wait()
+
+    reader = CheckpointReader(tmp_path / "policy" / "step-00000004")
+
+    assert reader.step == 4
+    assert reader.values == {"at": 4}
+    for name, tensor in expected.items():
+        assert torch.equal(reader.tensor(name), tensor), name
+    loaded = {name: torch.empty_like(tensor) for name, tensor in expected.items()}
+    reader.load(pieces_of(loaded))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
+
+
+def test_two_steps_are_kept_and_their_files_are_overwritten_in_place(
+    tmp_path: Path, tensors: dict[str, Tensor]
+) -> None:
+    writer = SnapshotWriter(tmp_path, ALONE, timeout_s=5)
+    inodes = set()
+    for step in range(1, 8):
+        tensors["weight"].fill_(float(step))
+        save(writer, step, tensors)
+        writer.wait()
+        inodes.add((tmp_path / f"step-{step:08d}" / "rank-00000.safetensors").stat().st_ino)
+
+    assert [each.step for each in saved_steps(tmp_path)] == [6, 7]
+    assert len(inodes) == 2
+    for step in (6, 7):
+        assert CheckpointReader(tmp_path / f"step-{step:08d}").tensor("weight").eq(step).all()
+
+
+def test_a_writer_that_dies_in_a_snapshot_leaves_the_one_before(
+    tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = SnapshotWriter(tmp_path, ALONE, timeout_s=5)
+    for step in (1, 2, 3):
+        save(writer, step, tensors)
+        writer.wait()
+    monkeypatch.setattr(writer, "_finish", lambda *arguments: None)  # it is killed when the tensors are copied
+
+    tensors["weight"].fill_(9.0)
+    save(writer, 4, tensors)
+
+    assert [each.step for each in saved_steps(tmp_path)] == [3]
+    assert [path.name for path in tmp_path.glob(f"{PARTIAL}*")] == [f"{PARTIAL}00000004"]
+    assert not CheckpointReader(tmp_path / "step-00000003").tensor("weight").eq(9.0).any()
+
+    successor = SnapshotWriter(tmp_path, ALONE, timeout_s=5)  # of the worker that replaces it
+    for step in (4, 5):
+        save(successor, step, tensors)
+        successor.wait()
+    assert [each.step for each in saved_steps(tmp_path)] == [4, 5]
+    assert CheckpointReader(tmp_path / "step-00000004").tensor("weight").eq(9.0).all()
+
+
+def test_tensors_of_other_shapes_get_a_new_file(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    writer = SnapshotWriter(tmp_path, ALONE, timeout_s=5)
+    for step in (1, 2):
+        save(writer, step, tensors)
+        writer.wait()
+
+    grown = {**tensors, "weight": torch.randn(40, 3)}
+    save(writer, 3, grown)
+    writer.wait()
+
+    assert torch.equal(CheckpointReader(tmp_path / "step-00000003").tensor("weight"), grown["weight"])
+
+
+def test_memory_that_is_not_there_is_an_error_and_not_a_crash(
+    tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(handle: int, begin: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", refuse)
+
+    with pytest.raises(OSError, match="No space left"):
+        save(SnapshotWriter(tmp_path, ALONE, timeout_s=5), 1, tensors)
+    assert not saved_steps(tmp_path)
+
+
+def test_an_error_in_the_background_is_raised_by_the_next_call(
+    tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("podium.engine.memory_snapshots.complete", refuse)
+    writer = SnapshotWriter(tmp_path, ALONE, timeout_s=5)
+    save(writer, 1, tensors)
+
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        writer.wait()
+
+
+def test_others_cannot_read_it(tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+    writer = SnapshotWriter(tmp_path / "mine" / "run" / "policy", ALONE, timeout_s=5)
+    save(writer, 1, tensors)
+    writer.wait()
+
+    for folder in (tmp_path / "mine", tmp_path / "mine" / "run", tmp_path / "mine" / "run" / "policy"):
+        assert folder.stat().st_mode & 0o077 == 0, folder
