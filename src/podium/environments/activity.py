@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Awaitable, Generator, Mapping
+from collections.abc import Awaitable, Callable, Generator, Mapping
 from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, Self
 
-_BEATS, _ENTRIES, _FIRST_SLOT = 0, 1, 2
+_BEATS, _ENTRIES, _OVER_BYTES, _FIRST_SLOT = 0, 1, 2, 3
 _WORD = 8
 
 
@@ -21,7 +21,12 @@ class Activity:
     A slot belongs to one unit of user code: an episode, or a reward function. It is nonzero while that code runs.
     `progress` changes as long as the child's event loop runs or enters user code."""
 
-    def __init__(self, file: int, num_slots: int) -> None:
+    OVER_AT = _OVER_BYTES * _WORD
+    """Where in the file a supervisor writes `over_bytes`."""
+
+    def __init__(self, file: int, num_slots: int, on_leave: Callable[[], None] | None = None) -> None:
+        """`on_leave` is called in the child whenever user code has returned, before that is written."""
+        self._on_leave = on_leave
         self._map = mmap.mmap(file, self.num_bytes(num_slots))
         self._words = memoryview(self._map).cast("q")
         self._num_slots = num_slots
@@ -44,6 +49,8 @@ class Activity:
 
     def leave(self, slot: int, value: int | None) -> None:
         """Marks that user code of a slot has returned; `value` is the one given to `enter`."""
+        if self._on_leave is not None:
+            self._on_leave()
         with self._lock:
             if value is None:
                 self._words[_FIRST_SLOT + slot] -= 1
@@ -54,6 +61,11 @@ class Activity:
     def progress(self) -> tuple[int, int]:
         """(beats, entries) so far. A parent that sees neither grow knows that user code blocks the process."""
         return self._words[_BEATS], self._words[_ENTRIES]
+
+    @property
+    def over_bytes(self) -> int:
+        """The memory of the child and its children when it was above their limit; 0: it was not."""
+        return self._words[_OVER_BYTES]
 
     @property
     def running(self) -> Mapping[int, int]:

@@ -97,7 +97,7 @@ class EnvironmentService:
                 environment = self._make()
         except SystemExit as error:
             raise RuntimeError(f"the environment cannot be made: called exit({error.code!r})") from error
-        except Exception as error:  # the environment is the user's code
+        except (Exception, KeyboardInterrupt) as error:  # the environment is the user's code
             raise _NotMadeError(f"the environment cannot be made: {exception_text(error)}") from error
         self._environments[order.place] = environment
         return await call_within(self._section.timeout_s, environment.reset, order.task)

@@ -17,7 +17,7 @@ from podium.data.tasks import Task
 from podium.environments.environment_service import Begin, End, EnvironmentResponse, EnvironmentService, Misfit, Take
 from podium.environments.output_cap import OutputCap
 from podium.environments.protocol import BoundedEnvironment, CallFailedError, EpisodeLostError, Turn
-from podium.environments.user_process import ProcessLostError, UserProcess
+from podium.environments.user_process import MemoryLimit, ProcessLostError, UserProcess
 from podium.recipe.on_policy import EnvironmentSection
 
 # Episodes in one process by number of losses, and the most such processes at a time.
@@ -151,7 +151,7 @@ class EnvironmentHost:
         num_places = self._num_places[losses]
         process = UserProcess(
             EnvironmentService, (self._section,), num_slots=num_places, limit_s=self._section.timeout_s,
-            output=self._output,
+            memory=MemoryLimit("environment.memory_gib", self._section.memory_gib), output=self._output,
         )  # fmt: skip
         return _Process(process, num_places)
 

@@ -15,7 +15,7 @@ from podium.environments.output_cap import OutputCap
 from podium.environments.reward_service import Calls, GradeBatch, RewardService, RewardSpec, Settled
 from podium.environments.rewards import RewardResult, Sample
 from podium.environments.signatures import Per
-from podium.environments.user_process import ProcessLostError, UserProcess
+from podium.environments.user_process import MemoryLimit, ProcessLostError, UserProcess
 
 
 class HostedGrader:
@@ -80,7 +80,7 @@ class HostedGrader:
     def _spawned(self) -> _RewardProcess:
         user = UserProcess(
             RewardService, (self._spec,), num_slots=self._spec.num_slots, limit_s=self._spec.timeout_s,
-            output=self._output,
+            memory=MemoryLimit("grading.memory_gib", self._spec.memory_gib), output=self._output,
         )  # fmt: skip
         self._processes = [each for each in self._processes if not each.user.is_over]
         self._processes.append(_RewardProcess(user))

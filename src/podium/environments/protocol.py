@@ -176,6 +176,10 @@ async def _called(function: Callable[[], Any]) -> Any:
         return await (result if mark is None else mark.driven(result))
     except SystemExit as error:  # would end the event loop, and every other episode with it
         raise RuntimeError(f"called exit({error.code!r})") from error
+    except (Exception, asyncio.CancelledError):
+        raise
+    except BaseException as error:  # KeyboardInterrupt too would end the event loop
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def _in_thread(function: Callable[[], Any], mark: Mark | None) -> Any:

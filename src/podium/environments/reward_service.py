@@ -27,6 +27,7 @@ class RewardSpec:
     sections: Mapping[str, tuple[tuple[RewardSection, ...], str]]
     timeout_s: float
     also_scored: bool
+    memory_gib: float | None = None  # of one process and all that it starts; None: no limit
 
     @property
     def num_slots(self) -> int:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main program of a process that runs user code: it answers its parent's calls, and ends with its parent."""
+"""The main program of a process that runs user code: it answers its worker's calls."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import json
 import os
 import pickle
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -20,7 +17,8 @@ from podium.environments.frames import FrameProtocol, Kind
 from podium.errors import PodiumError
 
 _BEAT_S = 0.05
-_PR_SET_PDEATHSIG = 1
+EXIT_CLOSED = 249
+"""Exit code of a process whose descriptors user code has closed."""
 
 
 class Service(Protocol):
@@ -35,25 +33,51 @@ class Service(Protocol):
         ...
 
 
-def main() -> None:
-    """Arguments: the parent's process id, the descriptors of the socket and of the activity file, and its slots."""
-    parent, connection, file, num_slots = json.loads(sys.argv[1])
-    _end_with(parent)
+def main(connection: int, file: int, num_slots: int) -> None:
+    """Serves until the worker closes the connection. Arguments: the descriptors of the socket and of the activity file,
+    and its slots."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    activity = Activity(file, num_slots)
+    activity = Activity(file, num_slots, on_leave=_Restorer(connection))
     os.close(file)
     asyncio.run(_serve(socket.socket(fileno=connection), activity))
     os._exit(0)  # threads of user code may hang: they are not joined
 
 
-def _end_with(parent: int) -> None:
-    """The kernel ends this process when its parent dies, even while user code blocks it."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(0)
+class _Restorer:
+    """Called whenever user code returns, before its mark is taken away, to undo what would affect other code.
+
+    A copy of the process, which user code has forked and not ended, ends here: it must not go on with the work of this
+    process. Output that is closed is opened again, because the next function may print. A process whose own descriptors
+    are closed (os.closerange, as daemons do) cannot go on, and ends while it is known whose code that was."""
+
+    def __init__(self, connection: int) -> None:
+        self._pid = os.getpid()
+        self._outputs = [(1, os.dup(1), ("stdout", "__stdout__")), (2, os.dup(2), ("stderr", "__stderr__"))]
+        self._own = [(number, _file_of(number)) for number in (connection, *(copy for _, copy, _ in self._outputs))]
+
+    def __call__(self) -> None:
+        if os.getpid() != self._pid:
+            os._exit(0)
+        if any(_file_of(number) != file for number, file in self._own):
+            os._exit(EXIT_CLOSED)
+        for number, copy, names in self._outputs:
+            if _file_of(number) is None:
+                os.dup2(copy, number)
+            for name in names:
+                if getattr(getattr(sys, name), "closed", True):
+                    stream = open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+                    setattr(sys, name, stream)
+
+
+def _file_of(number: int) -> tuple[int, int] | None:
+    """Which file a descriptor refers to; None if it is closed."""
+    try:
+        status = os.fstat(number)
+    except OSError:
+        return None
+    return status.st_dev, status.st_ino
 
 
 async def _serve(connection: socket.socket, activity: Activity) -> None:
@@ -95,7 +119,9 @@ class _Server:
             else:
                 value = await self._service.answer(order, lambda part: frames.send(number, "partial", _packed(part)))
             frames.send(number, "value", _packed(value))
-        except Exception as error:
+        except (SystemExit, KeyboardInterrupt):  # of a module that is imported: the process ends
+            raise
+        except BaseException as error:  # also what is no Exception: the worker waits for an answer
             frames.send(number, "error", pickle.dumps(_portable(error)))
 
 
@@ -106,7 +132,7 @@ def _packed(value: Any) -> bytes:
         raise TypeError(f"a value cannot be sent to another process: {type(error).__name__}: {error}") from error
 
 
-def _portable(error: Exception) -> PodiumError | str:
+def _portable(error: BaseException) -> PodiumError | str:
     """Podium's own errors as they are, others as text: the parent may not have the user's classes."""
     if isinstance(error, PodiumError):
         with contextlib.suppress(Exception):

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that runs user code for a worker. It can be killed at any time, and reports which code was running.
 
-User code may block the event loop, hold the GIL, or end its process. The process itself survives none of these. So the
-worker calls it from outside, under a deadline, and replaces it."""
+User code may block the event loop, hold the GIL, take all memory, or end its process. The process itself survives none
+of these. So the worker calls it from outside, under a deadline, and replaces it. Supervisors between the two end every
+process that user code has started (see supervisor.py)."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import pickle
@@ -26,14 +26,53 @@ from podium.environments.activity import Activity
 from podium.environments.frames import FrameProtocol, Kind
 from podium.environments.output_cap import OutputCap
 from podium.environments.protocol import CallFailedError
-from podium.errors import PodiumError, RolloutError
+from podium.environments.user_main import EXIT_CLOSED
+from podium.errors import PodiumError, RecipeError, RolloutError
 
 _START_S = 120.0  # for the interpreter and for importing the user's modules
 _EXIT_S = 2.0
 # Time beyond a call's limit in which the process may show no progress: a busy machine is not the user's fault.
 _GRACE_S = 1.0
 _LOOK_S = 0.25
-_MAIN = "import sys; sys.path[:] = {path!r}; from podium.environments.user_main import main; main()"
+# The supervisors are forked by a file that is no part of a package yet: importing one of podium's imports them all.
+_SUPERVISOR = os.path.join(os.path.dirname(__file__), "supervisor.py")
+_MAIN = """
+import importlib.util, json, sys
+options = json.loads(sys.argv.pop())
+spec = importlib.util.spec_from_file_location("supervisor", options["supervisor"])
+module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+module.supervise(**options["supervise"])
+sys.path[:] = options["path"]
+from podium.environments.user_main import main
+main(**options["main"])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """The most memory of a process with user code and of all that it starts, together: key of the recipe, and value.
+    None: there is no limit."""
+
+    key: str
+    gib: float | None
+
+    @property
+    def num_bytes(self) -> int | None:
+        """The limit in bytes. Raises an error where memory cannot be measured."""
+        if self.gib is not None and not os.path.exists("/proc/self/smaps_rollup"):
+            raise RecipeError(
+                f"{self.key}: the memory of processes can only be measured on Linux (/proc/PID/smaps_rollup is missing "
+                "here). Remove the key."
+            )
+        return None if self.gib is None else int(self.gib * 2**30)
+
+    def exceeded(self, num_bytes: int) -> str:
+        """What user code did that had so many bytes."""
+        return (
+            f"used more memory than {self.key} allows: its process and those that it started had "
+            f"{num_bytes / 2**30:.3f} GiB, the limit is {self.gib:g} GiB"
+        )
 
 
 class ProcessLostError(Exception):
@@ -55,17 +94,18 @@ class UserProcess:
     """One child process and the calls that are open in it. All methods but the constructor are for one event loop."""
 
     def __init__(
-        self, service: type[Any], arguments: tuple[Any, ...], *, num_slots: int, limit_s: float, output: OutputCap
-    ) -> None:
+        self, service: type[Any], arguments: tuple[Any, ...], *, num_slots: int, limit_s: float, memory: MemoryLimit,
+        output: OutputCap,
+    ) -> None:  # fmt: skip
         """Starts the process without waiting for it. `limit_s`: the longest time that user code may block the process's
         event loop or interpreter."""
-        self._order = service, arguments
+        self._order, self._memory = (service, arguments), memory
         self._limit_s = limit_s + _GRACE_S
         with tempfile.TemporaryFile() as file:
             file.truncate(Activity.num_bytes(num_slots))
             self._socket, theirs = socket.socketpair()
             with theirs:
-                self._popen = _popen(theirs.fileno(), file.fileno(), num_slots)
+                self._popen = _popen(theirs.fileno(), file.fileno(), num_slots, memory.num_bytes)
             self._activity = Activity(file.fileno(), num_slots)
         output.forward(self._popen)
         self._finalizer = weakref.finalize(self, _kill, self._popen)
@@ -80,7 +120,7 @@ class UserProcess:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of its outer supervisor, which ends with it."""
         return self._popen.pid
 
     @property
@@ -185,9 +225,20 @@ class UserProcess:
         deadline = time.monotonic() + _EXIT_S
         while self._popen.poll() is None and time.monotonic() < deadline:
             await asyncio.sleep(0.01)
-        code = self._popen.returncode
-        self.kill("closed its connection" if code is None else _exit(code))
+        self.kill(self._why_ended())
         self._lose(self._cause)
+
+    def _why_ended(self) -> str:
+        if over_bytes := self._activity.over_bytes:
+            return self._memory.exceeded(over_bytes)
+        code = self._popen.returncode
+        if code is None:
+            return "closed the connection of its process"
+        if code == -signal.SIGKILL:
+            return f"ended its process (SIGKILL; the system sends it too when memory runs out, see {self._memory.key})"
+        if code == EXIT_CLOSED:
+            return "closed file descriptors of its process that are not its own"
+        return _exit(code)
 
     def _lose(self, cause: str) -> None:
         self.lost = ProcessLostError(cause, self._suspects)
@@ -219,25 +270,30 @@ def _heard(answer: asyncio.Future[Any]) -> None:
         answer.exception()
 
 
-def _popen(connection: int, file: int, num_slots: int) -> subprocess.Popen[bytes]:
-    """Starts a separate process group: the controller handles Ctrl-C, and `_kill` reaches processes that user code
-    starts."""
+def _popen(connection: int, file: int, num_slots: int, memory_bytes: int | None) -> subprocess.Popen[bytes]:
+    """Starts the outer supervisor in a separate session: the controller handles Ctrl-C, and user code has no
+    terminal."""
+    options = {
+        "supervisor": _SUPERVISOR,
+        "supervise": {
+            "worker": os.getpid(), "close": [connection], "memory_bytes": memory_bytes, "file": file,
+            "over_at": Activity.OVER_AT,
+        },
+        "path": [entry or os.getcwd() for entry in sys.path],
+        "main": {"connection": connection, "file": file, "num_slots": num_slots},
+    }  # fmt: skip
     return subprocess.Popen(
-        [
-            sys.executable, "-c", _MAIN.format(path=[entry or os.getcwd() for entry in sys.path]),
-            json.dumps([os.getpid(), connection, file, num_slots]),
-        ],
+        [sys.executable, "-c", _MAIN, json.dumps(options)],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=(connection, file),
-        process_group=0,
+        start_new_session=True,
         # The order of sets of strings is the same in every process, and so in every attempt at an episode.
         env={**os.environ, "PYTHONHASHSEED": "0"},
     )  # fmt: skip
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+    """Asks the outer supervisor, which kills: user code has no say in it, whatever signals it ignores or blocks."""
+    process.terminate()
 
 
 def _exit(code: int) -> str:

@@ -35,10 +35,12 @@ _HARMLESS = (
     "algorithm.max_kl_behavior",
     "grading.workers",
     "grading.timeout_s",
+    "grading.memory_gib",
     "grading.max_failed_share",
     "environment.runners",
     "environment.hidden_tools",
     "environment.concurrency",
+    "environment.memory_gib",
     "rollout.record",
 )
 # What generates is harmless where only evaluation does; else its sizes are, and what is sampled is not.

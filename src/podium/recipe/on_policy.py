@@ -172,6 +172,13 @@ class GradingSection(Section):
 
     workers: Count = Field(1, description="Processes that run reward functions.")
     timeout_s: Real = Field(30.0, gt=0, description="Longest time of one call of a reward function.")
+    memory_gib: Real | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most memory of a process that runs reward functions, together with all processes that they start; "
+        "a call that needs more fails. Default: no limit.",
+    )
     on_error: Literal["drop_group", "zero", "fail"] = Field(
         "drop_group",
         description="When a reward raises, hangs or gives no finite number: leave the prompt's whole group out, count "
@@ -226,6 +233,13 @@ class EnvironmentSection(Section):
     runners: Count = Field(1, description="Processes that run episodes.")
     concurrency: Count = Field(256, description="Episodes that one runner has under way at the same time.")
     timeout_s: Real = Field(60.0, gt=0, description="Longest time of one call of reset, step or a tool.")
+    memory_gib: Real | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Most memory of a process that runs environments or tools, together with all processes that they "
+        "start; the episode that needs more fails. Default: no limit.",
+    )
     options: dict[str, Any] = Field(
         default_factory=dict,
         description="Keyword arguments of the environment's class; with tools: max_chars, max_calls, role.",

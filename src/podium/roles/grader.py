@@ -47,6 +47,7 @@ class GraderSpec:
     timeout_s: float
     also_scored: bool  # whether reward models or an environment add to the total
     tools: bool  # whether the environment's turns are tool results
+    memory_gib: float | None = None
 
     @classmethod
     def of(cls, recipe: OnPolicyRecipe) -> GraderSpec:
@@ -58,6 +59,7 @@ class GraderSpec:
             timeout_s=recipe.grading.timeout_s,
             also_scored=recipe.environment is not None or bool(recipe.reward_models),
             tools=recipe.environment is not None and bool(recipe.environment.tools),
+            memory_gib=recipe.grading.memory_gib,
         )
 
 
@@ -97,7 +99,9 @@ class Grader:
         self._context, self._spec = context, spec
         self._output = output = OutputCap(f"the reward of {context.worker}")
         sections = {"train": (spec.rewards, "reward"), "evaluation": (spec.evaluation, "evaluation.generation.score")}
-        rewards = RewardSpec(sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored)
+        rewards = RewardSpec(
+            sections=sections, timeout_s=spec.timeout_s, also_scored=spec.also_scored, memory_gib=spec.memory_gib
+        )
         self._thread = _GradingThread(lambda: HostedGrader(rewards, output=output))
         self._finalizer = weakref.finalize(self, self._thread.close)  # a role that is dropped with its worker
         try:

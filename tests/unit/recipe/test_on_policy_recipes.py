@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -460,6 +461,7 @@ KL, TOOLS = "algorithm.kl={coefficient: 0.1}", "environment={tools: ['a.py:f']}"
     [
         ((), "grading.workers=9"),
         ((), "grading.timeout_s=9"),
+        ((), "grading.memory_gib=9"),
         ((), "grading.max_failed_share=0.9"),
         ((), "rollout.memory_gib=3"),
         ((), "rollout.max_running=3"),
@@ -478,6 +480,7 @@ KL, TOOLS = "algorithm.kl={coefficient: 0.1}", "environment={tools: ['a.py:f']}"
         ((), "steps=200"),
         ((TOOLS,), "environment.runners=4"),
         ((TOOLS,), "environment.concurrency=4"),
+        ((TOOLS,), "environment.memory_gib=4"),
     ],
 )
 def test_sizes_and_places_leave_a_run_what_it_is(before: tuple[str, ...], override: str) -> None:
@@ -623,3 +626,24 @@ def test_an_episode_may_be_as_long_as_the_models_context(override: str, config: 
 def test_a_context_without_room_for_a_prompt_is_refused() -> None:
     with pytest.raises(RecipeError, match=r"data\.max_length: 8 .*rollout\.max_new_tokens"):
         resolved(on_policy_recipe("data.max_length=null"), {"max_position_embeddings": 8})
+
+
+# --- limits of user code ---
+
+
+@pytest.mark.parametrize("key", ["grading.memory_gib", "environment.memory_gib"])
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [("0", "greater than 0"), ("-2", "greater than 0"), ("lots", "number"), ("true", "number"), (".inf", "finite")],
+)
+def test_a_limit_of_memory_is_a_number_above_0(key: str, value: str, why: str) -> None:
+    with pytest.raises(RecipeError, match=rf"(?s){re.escape(key)}: [^\n]*{why}"):
+        on_policy_recipe(TOOLS, f"{key}={value}")
+
+
+@pytest.mark.parametrize("key", ["grading.memory_gib", "environment.memory_gib"])
+def test_a_limit_of_memory_may_be_a_fraction_or_absent(key: str) -> None:
+    section, name = key.split(".")
+
+    assert getattr(getattr(on_policy_recipe(TOOLS, f"{key}=0.5"), section), name) == 0.5
+    assert getattr(getattr(on_policy_recipe(TOOLS), section), name) is None
