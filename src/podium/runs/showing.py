@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from podium.errors import RunFolderError
 from podium.observe import read_metrics
 from podium.observe.console import aligned
 from podium.observe.formats import duration, table, three_digits
+from podium.runs.events import recoveries
 from podium.runs.folder import RunFolder, is_pipeline_folder
 from podium.runs.lineage import inputs_of, read_note, short
 from podium.runs.pipeline_folder import PipelineFolder
@@ -45,6 +46,7 @@ def _run_lines(run: RunFolder) -> list[str]:
         f"fingerprint: {short(lineage.get('fingerprint'))} (of what makes the weights: recipe, data, parent weights)",
         *_changed_data_lines(lineage),
         *_overlap_lines(run),
+        *_recovery_lines(run),
         *_heldout_lines(run),
         f"checkpoints: {_checkpoints(run)}",
         *_next_lines(run, standing),
@@ -235,6 +237,17 @@ def _overlap_lines(run: RunFolder) -> Iterator[str]:
             f"lent devices: generate {part('lending/lent_s')}, change sides {part('lending/switch_s')}; "
             f"{lent_tokens / (all_tokens or 1.0):.1%} of the generated tokens"
         )
+
+
+def _recovery_lines(run: RunFolder) -> Iterator[str]:
+    """Which workers died and were replaced, and how long that took."""
+    all_of_them = list(recoveries(run.path))
+    if not all_of_them:
+        return
+    counts = Counter(each.part for each in all_of_them)
+    parts = ", ".join(f"{part} {count}" for part, count in sorted(counts.items()))
+    seconds, last = duration(sum(each.seconds for each in all_of_them)), all_of_them[-1]
+    yield f"recoveries: {len(all_of_them)} ({parts}) in {seconds}; the last after step {last.step}: {last.cause}"
 
 
 def _metrics(run: RunFolder) -> Sequence[Any]:
