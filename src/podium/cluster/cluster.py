@@ -254,10 +254,17 @@ class Workers:
         self.registry.mesh(role)
         self._restores[role] = restore
 
-    async def recover(self, pool: str, *, everyone: bool = False, deadline_s: float = 300.0) -> tuple[WorkerId, ...]:
+    async def renew_links(self, *, deadline_s: float = 60.0) -> None:
+        """Forms links again whose workers were replaced by a `recover` that did not."""
+        await self._links.renew(Deadline(deadline_s))
+
+    async def recover(
+        self, pool: str, *, everyone: bool = False, renews_links: bool = True, deadline_s: float = 300.0
+    ) -> tuple[WorkerId, ...]:
         """Recovers a pool after a death. Replaces its dead workers, or all of them if they use collectives (or
         `everyone` is set). Returns the new workers (none, if nothing was wrong). A failure, including one in links or
-        restoring, can be retried."""
+        restoring, can be retried. Without `renews_links` the others of its links may go on with their work: call
+        `renew_links` before the links are used."""
         worker_pool, deadline = self.worker_pool(pool), Deadline(deadline_s)
         if pool in RESTORING.get():
             raise ClusterError(
@@ -268,7 +275,7 @@ class Workers:
             if slots:
                 worker_pool.unfinished |= set(slots)
                 await self._until_it_stands(worker_pool, lambda left: worker_pool.replace(slots, left), deadline)
-            return await self._finish(worker_pool, deadline)
+            return await self._finish(worker_pool, deadline, renews_links=renews_links)
 
     @asynccontextmanager
     async def _alone(self, worker_pool: WorkerPool, deadline: Deadline) -> AsyncIterator[None]:
@@ -302,7 +309,7 @@ class Workers:
             case other:
                 assert_never(other)
 
-    async def _finish(self, worker_pool: WorkerPool, deadline: Deadline) -> tuple[WorkerId, ...]:
+    async def _finish(self, worker_pool: WorkerPool, deadline: Deadline, *, renews_links: bool) -> tuple[WorkerId, ...]:
         """Gives new workers their links and, from the owners of their roles, their state."""
         pool, new = (
             worker_pool.pool.name,
@@ -310,7 +317,9 @@ class Workers:
         )
         if not new:
             return ()
-        await self._links.renew(pool, deadline)
+        self._links.outdate(pool)
+        if renews_links:
+            await self._links.renew(deadline)
         await self._channels.renew(pool, new, deadline)
         for role, restore in self._restores.items():
             mesh = self.registry.mesh(role)

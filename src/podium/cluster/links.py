@@ -35,6 +35,7 @@ class Links:
         self._worker_pools, self._registry, self._timeout_s = worker_pools, registry, timeout_s
         self._renewing = asyncio.Lock()
         self._links: dict[str, Link] = {}
+        self._outdated: set[str] = set()  # links that are formed again before they are used
 
     async def connect(self, name: str, roles: tuple[str, ...], deadline: Deadline) -> None:
         """Forms the link between the workers of these roles, or forms it again with the current ones."""
@@ -49,19 +50,23 @@ class Links:
         self._links[name] = link
         await self._make(link, workers, deadline)
 
-    async def renew(self, pool: str, deadline: Deadline) -> None:
-        """Forms the links of a recovered pool again; surviving workers leave the old ones first."""
-        async with self._renewing:
-            await self._renew(pool, deadline)
-
-    async def _renew(self, pool: str, deadline: Deadline) -> None:
+    def outdate(self, pool: str) -> None:
+        """The pool has new workers: its links must be formed again."""
         registry = self._registry()
-        for link in list(self._links.values()):
-            if any(registry.mesh(role).pool == pool for role in link.roles):
-                members, call = self._members(link), Disconnect(name=link.name)
-                what = f"leaving the link {link.name}"
+        self._outdated |= {
+            link.name for link in self._links.values() if any(registry.mesh(role).pool == pool for role in link.roles)
+        }
+
+    async def renew(self, deadline: Deadline) -> None:
+        """Forms outdated links again; surviving workers leave the old ones first."""
+        async with self._renewing:
+            for name in sorted(self._outdated):
+                link, call = self._links[name], Disconnect(name=name)
+                members = self._members(link)
+                what = f"leaving the link {name}"
                 await self._order(members, dict.fromkeys(range(len(members)), call).__getitem__, what, deadline)
-                await self.connect(link.name, link.roles, deadline)
+                await self.connect(name, link.roles, deadline)
+                self._outdated.discard(name)
 
     def _members(self, link: Link) -> tuple[WorkerId, ...]:
         return tuple(worker for role in link.roles for worker in self._registry().workers_of(role))

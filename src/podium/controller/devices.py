@@ -84,6 +84,7 @@ class Devices:
             with self._parts.watch.span("publish"):
                 if self._published is None and self._parts.recipe.model.lora is not None:
                     await roles.generator.check_base(await roles.policy.describe_base())
+                await self._parts.workers.renew_links()  # a generator may be another one
                 described = await roles.policy.describe(version)
                 await send_weights(roles.policy, roles.generator, ByBroadcast(version=described, link=LINK))
         self._published = version

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from podium.cluster import ObjectScope
@@ -15,6 +16,7 @@ from podium.controller.grading_queue import GradedPart, GradingQueue
 from podium.controller.group_flow import GroupFlow, SampledStep
 from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
+from podium.controller.replacing import is_replaceable, replace_generator
 from podium.controller.scheduling import StepRequested, WeightsInstalled
 from podium.controller.state import RunState
 from podium.recipe import OnPolicyRecipe
@@ -50,6 +52,13 @@ class Executor(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Replaced:
+    """A generator that died has a successor, with a stream."""
+
+    rank: int
+
+
 class StepExecutor:
     """Between two steps nothing runs. Only the controller's single task uses it."""
 
@@ -57,7 +66,8 @@ class StepExecutor:
         self._parts, self._devices, self._state = parts, devices, state
         self._flow = GroupFlow(parts, state)
         self._is_open = False
-        self._arrivals: asyncio.Queue[Block | Lost | GradedPart | Exception] = asyncio.Queue()
+        self._arrivals: asyncio.Queue[Block | Lost | GradedPart | _Replaced | Exception] = asyncio.Queue()
+        self._replacing: set[asyncio.Task[None]] = set()  # generators that died
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
         """Generates and grades the episodes of the next step."""
@@ -114,11 +124,17 @@ class StepExecutor:
             listening = asyncio.create_task(self._listen(stream))
             try:
                 await self._admit(stream)
-                while flow.num_running or self._may_admit_more(grading):
+                while flow.num_running or self._replacing or self._may_admit_more(grading):
                     match await self._arrivals.get():
+                        case Lost() as lost if is_replaceable(self._parts):
+                            flow.note_lost(str(lost.rank))
+                            self._replace(stream, lost)
                         case Lost() as lost:
                             await workers.replace(stream, lost)
                             flow.note_lost(str(lost.rank))
+                            flow.note_replaced(str(lost.rank))
+                        case _Replaced() as replaced:
+                            flow.note_replaced(str(replaced.rank))
                         case GradedPart() as part:
                             flow.note_graded(part)
                         case Exception() as error:
@@ -130,8 +146,24 @@ class StepExecutor:
                 await stream.finish()
                 await listening
             finally:
-                listening.cancel()
+                for task in (listening, *self._replacing):
+                    task.cancel()
         return stream.metrics
+
+    def _replace(self, stream: EpisodeStream, lost: Lost) -> None:
+        """Starts another generator while the others go on. The learner waits, so its weights are the newest."""
+
+        async def replace() -> None:
+            policy, state = self._parts.roles.policy, self._state
+            try:
+                await replace_generator(self._parts, stream, lost, lambda: policy.store(state.version), step=state.step)
+                self._arrivals.put_nowait(_Replaced(rank=lost.rank))
+            except Exception as error:
+                self._arrivals.put_nowait(error)
+
+        task = asyncio.create_task(replace())
+        self._replacing.add(task)
+        task.add_done_callback(self._replacing.discard)
 
     async def _finish_grading(self, grading: GradingQueue) -> None:
         """Waits for the rewards of all episodes that have ended. Reward models score them on the devices."""
@@ -167,10 +199,10 @@ class StepExecutor:
             await stream.finish()
 
     def _has_all_groups(self) -> bool:
-        """Whether every group of the step was admitted, and none can be replaced. Episodes of a runner that dies are
-        admitted again."""
+        """Whether every group of the step was admitted, and none can be replaced. Episodes of a worker that dies are
+        admitted again, to it or to others."""
         settings, roles = self._flow.settings, self._parts.roles
-        may_repeat = settings.replaces_uniform or roles.runner is not None
+        may_repeat = settings.replaces_uniform or roles.runner is not None or is_replaceable(self._parts)
         return not may_repeat and self._flow.num_groups == settings.groups_per_step
 
     def _may_admit_more(self, grading: GradingQueue) -> bool:

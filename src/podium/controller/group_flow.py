@@ -284,10 +284,14 @@ class GroupFlow:
         ]
 
     def note_lost(self, worker: str) -> None:
-        """The worker is replaced already: the scheduler gives it its episodes again."""
+        """The scheduler gives its episodes to the others."""
         self._running[worker] = 0
         self.tell(WorkerLost(worker=worker))
-        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=self._state.version))
+
+    def note_replaced(self, worker: str, version: int | None = None) -> None:
+        """Another process runs episodes in place of a lost one. `version`: of its weights; default: the newest."""
+        version = self._state.version if version is None else version
+        self.tell(WorkerJoined(worker=worker, lanes=self._lanes[worker], version=version))
 
     def note_arrived(self, block: Block, worker: str) -> list[Rollouts]:
         """Notes the episodes of a block. Returns what can be graded now: single episodes, or complete groups."""

@@ -123,7 +123,7 @@ class LentDevices:
         return metrics
 
     async def _generated(self) -> float:
-        return float(sum(each.load.generated_tokens for each in await self._generator.usage()))
+        return float(sum(each.load.generated_tokens for each in await self._generator.usage() if each is not None))
 
     async def _read(self, stream: EpisodeStream) -> None:
         async for arrival in stream:

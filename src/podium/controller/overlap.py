@@ -21,8 +21,10 @@ from podium.controller.group_flow import GroupFlow, SampledStep
 from podium.controller.ledger import GroupRecord
 from podium.controller.lent_devices import LentDevices, lent_rank
 from podium.controller.parts import OnPolicyParts
+from podium.controller.replacing import is_replaceable, replace_generator
 from podium.controller.scheduling import LearnerIdle, Lend, Recall, StepRequested, WeightsInstalled
 from podium.controller.state import RunState
+from podium.errors import WorkerDiedError
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import Block, EpisodeStream, Lost
 from podium.roles.interfaces import GeneratorUsage
@@ -55,7 +57,7 @@ class OverlapExecutor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._changed = asyncio.Event()
         self._error: Exception | None = None
-        self._usages: tuple[GeneratorUsage, ...] = ()  # when the last step began
+        self._usages: tuple[GeneratorUsage | None, ...] = ()  # when the last step began
         self._began = 0.0
         self._num_ended = self._num_moved = 0  # until then
         self._episodes_per_s = self._waited_s = 0.0  # of the last step
@@ -143,6 +145,8 @@ class OverlapExecutor:
         for worker in sorted(self._to_install):
             self._flow.tell(WeightsInstalled(worker=worker, version=self._state.version))
         self._to_install.clear()
+        if self._transfer is None and is_replaceable(self._parts):  # for a generator that replaces another
+            self._transfer = await roles.policy.store(self._state.version)
         self._usages, self._began = await roles.generator.usage(), now_s()
         self._generating = asyncio.create_task(self._generate())
 
@@ -169,7 +173,9 @@ class OverlapExecutor:
         if isinstance(arrival, Lost):
             if worker not in self._flow.own_workers or self._stream is None:
                 raise arrival.error
-            await self._start(self._replace, arrival, self._stream)  # as a task that a pause waits for
+            replacing = self._start(self._replace, arrival, self._stream)  # as a task that a pause waits for
+            if not is_replaceable(self._parts):
+                await replacing
             return
         for part in self._flow.note_arrived(arrival, worker):
             self._grading.submit(part)
@@ -198,9 +204,25 @@ class OverlapExecutor:
         self._send()
 
     async def _replace(self, lost: Lost, stream: EpisodeStream) -> None:
-        await self._parts.roles.episode_workers.replace(stream, lost)
-        self._flow.note_lost(str(lost.rank))
+        """Starts another worker. The episodes of a generator go to the others meanwhile."""
+        worker, version = str(lost.rank), self._state.version
+        if is_replaceable(self._parts):
+            self._flow.note_lost(worker)
+            self._send(is_repeated=True)
+            version = await replace_generator(self._parts, stream, lost, self._stored, step=self._state.step)
+            self._versions[lost.rank] = version
+            usages = await self._parts.roles.generator.usage()
+            self._usages = (*self._usages[: lost.rank], usages[lost.rank], *self._usages[lost.rank + 1 :])
+        else:
+            await self._parts.roles.episode_workers.replace(stream, lost)
+            self._flow.note_lost(worker)
+        self._flow.note_replaced(worker, version)
         self._send(is_repeated=True)
+
+    async def _stored(self) -> ByStore:
+        """The newest weights in the object store; the learner may be busy with newer ones."""
+        assert self._transfer is not None, "the first are stored before streams are opened"
+        return self._transfer
 
     async def _score(self) -> None:
         """Reward models score complete groups, until none waits."""
@@ -218,7 +240,12 @@ class OverlapExecutor:
         generator = self._parts.roles.generator
         ranks = range(generator.num_engines) if self._parts.roles.runner is not None else map(int, workers)
         version = transfer.version.number
-        await asyncio.gather(*(self._install_on(rank, transfer) for rank in ranks))
+        try:
+            await asyncio.gather(*(self._install_on(rank, transfer) for rank in ranks))
+        except WorkerDiedError:
+            if not is_replaceable(self._parts):
+                raise
+            return  # its stream reports it, and its successor gets the newest weights
         for worker in workers:
             self._flow.tell(WeightsInstalled(worker=worker, version=version))
         self._send()
@@ -322,8 +349,11 @@ class OverlapExecutor:
         self._usages, self._began = await self._parts.roles.generator.usage(), now_s()
         self._episodes_per_s = (num_ended - self._num_ended) / (self._began - began)
         self._num_ended = num_ended
-        pairs = [(now.load, then.load) for now, then in zip(self._usages, before, strict=True)]
-        num, lent = len(pairs), {} if self._lent is None else self._lent.take_metrics()
+        both = [
+            (now, then) for now, then in zip(self._usages, before, strict=True) if now is not None and then is not None
+        ]
+        pairs = [(now.load, then.load) for now, then in both]
+        num, lent = max(1, len(pairs)), {} if self._lent is None else self._lent.take_metrics()
         if lent:
             num_moved, self._num_moved = self._num_moved, self._flow.num_moved
             lent["moved_episodes"] = float(self._num_moved - num_moved)
@@ -334,8 +364,8 @@ class OverlapExecutor:
             "prefilled_tokens": float(sum(now.prefilled_tokens - then.prefilled_tokens for now, then in pairs)),
             "reused_tokens": float(sum(now.reused_tokens - then.reused_tokens for now, then in pairs)),
             "preemptions": float(sum(now.preemptions - then.preemptions for now, then in pairs)),
-            "cache_used": max(now.cache_tokens_used / max(1, now.cache_tokens) for now, _ in pairs),
+            "cache_used": max((now.cache_tokens_used / max(1, now.cache_tokens) for now, _ in pairs), default=0.0),
             "seconds": self._began - began,
-            "idle_s": (sum(each.idle_s for each in self._usages) - sum(each.idle_s for each in before)) / num,
-            "install_s": (sum(each.install_s for each in self._usages) - sum(each.install_s for each in before)) / num,
+            "idle_s": sum(now.idle_s - then.idle_s for now, then in both) / num,
+            "install_s": sum(now.install_s - then.install_s for now, then in both) / num,
         }

@@ -102,6 +102,10 @@ class GeneratorHandle:
         """Raises an error unless every generator loaded the same base for its adapter as the learner."""
         await self._group.call_all(Generator.check_base, version)
 
+    async def check_base_on(self, rank: int, version: WeightVersion) -> None:
+        """Like `check_base`, for one generator: the others may be busy."""
+        await self._group.call_one(rank, Generator.check_base, version)
+
     async def install(self, transfer: ByBroadcast) -> int:
         """Installs weights on all engines; returns the bytes received."""
         answers = await self._group.call_all(Generator.install, transfer)
@@ -115,9 +119,14 @@ class GeneratorHandle:
         """Sets the residency on all ranks."""
         await self._group.call_all(Generator.hold, residency)
 
-    async def usage(self) -> tuple[GeneratorUsage, ...]:
-        """What each generator does and has done."""
-        return tuple(answer.value for answer in await self._group.control_all(Generator.usage))
+    async def usage(self) -> tuple[GeneratorUsage | None, ...]:
+        """What each generator does and has done; None: it is being replaced."""
+        return tuple(await asyncio.gather(*(self._usage(rank) for rank in range(self.num_engines))))
+
+    async def _usage(self, rank: int) -> GeneratorUsage | None:
+        with suppress(WorkerDiedError):
+            return (await self._group.control_one(rank, Generator.usage)).value
+        return None
 
 
 class LearnerHandle:
