@@ -14,7 +14,7 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
+    "errors", "disk", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
     "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
     "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating", "replaying",
     "drafting", "trying", "api", "commands", "cli",
@@ -22,6 +22,7 @@ LAYERS = (
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
     "errors",
+    "disk",
     "importing",
     "recipe",
     "observe",

@@ -16,7 +16,7 @@ from podium.cluster.worker_pool import Timeouts
 from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
 from podium.controller.start_up import StartUp, ray_settings
-from podium.errors import ClusterError, PlacementError, PodiumError, RoleError
+from podium.errors import CheckpointError, ClusterError, PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -172,6 +172,8 @@ async def _assembled(
 async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe], error: Exception, console: Console) -> None:
     """Saves what Ctrl-C would save, as far as the learners still answer. The failure is what the user must see, so an
     error of the save is only reported."""
+    if isinstance(error, CheckpointError):
+        return  # saving is what failed
     is_users = isinstance(error, RoleError) or not isinstance(error, ClusterError)
     limit_s = run.recipe.checkpoint.timeout_s if is_users else _SETTLE_S
     step = run.unsaved_step

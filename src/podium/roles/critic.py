@@ -21,7 +21,7 @@ from podium.cluster import Computed, WorkerContext
 from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
-from podium.engine.checkpoint_files import Extras
+from podium.engine.checkpoint_files import Extras, SaveState
 from podium.engine.mesh import adopt
 from podium.engine.offload import what_can_leave
 from podium.engine.optimizer import AdamW
@@ -160,16 +160,17 @@ class CriticRank(Critic):
         """Moves optimizer state and weights to host memory, or back."""
         return self._held.hold(residency)
 
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Begins to write a checkpoint."""
         optimizer = self._engine.optimizer
         counts = {"updates": optimizer.updates, "missed_updates": optimizer.missed_updates()}
         extras = Extras(values={**values, **counts}, arrays={})
         self._writer.save(step, checkpoint_shards(self._engine), extras)
+        return self._writer.state
 
-    def finish_saving(self) -> None:
-        """Waits until the checkpoint is complete."""
-        self._writer.wait()
+    def finish_saving(self) -> SaveState:
+        """Waits until the checkpoint has ended."""
+        return self._writer.finish()
 
     @property
     def _model(self) -> PackedScalarLM:

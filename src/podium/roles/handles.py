@@ -16,6 +16,7 @@ from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicySta
 from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
+from podium.engine.checkpoint_files import SaveFailure, SaveState, joined_state
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import (
     DistanceNote,
@@ -220,17 +221,27 @@ class LearnerHandle:
         """Sets the residency on all ranks."""
         await self._group.call_all(Learner.hold, residency)
 
-    async def save(self, step: int, values: Mapping[str, Any]) -> None:
+    async def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Begins to write a checkpoint on all ranks."""
-        await self._group.call_all(Learner.save, step, values)
+        return await self._joined(_states(await self._group.call_all(Learner.save, step, values)))
 
-    async def finish_saving(self) -> None:
-        """Waits until the checkpoint is complete on all ranks."""
-        await self._group.call_all(Learner.finish_saving)
+    async def save_state(self) -> SaveState:
+        """How far all ranks are with the checkpoint in flight. Does not wait, unless one has failed: then all end."""
+        return await self._joined(_states(await self._group.control_all(Learner.save_state)))
 
-    async def grade(self, step: int, loss: float) -> None:
-        """Records the loss of a saved step; the lowest is the best."""
-        await self._group.call_one(0, Learner.grade, step, loss)
+    async def finish_saving(self) -> SaveState:
+        """Waits until the checkpoint has ended on all ranks. Returns a fault of the disk."""
+        return joined_state(_states(await self._group.call_all(Learner.finish_saving)))
+
+    async def _joined(self, states: Sequence[SaveState]) -> SaveState:
+        state = joined_state(states)
+        if isinstance(state, SaveFailure):
+            state = joined_state(_states(await self._group.call_all(Learner.finish_saving, give_up=True)))
+        return state
+
+    async def grade(self, step: int, loss: float) -> str | None:
+        """Records the loss of a saved step; the lowest is the best. Returns why it cannot be recorded now."""
+        return (await self._group.call_one(0, Learner.grade, step, loss)).value
 
     def _shard(
         self,
@@ -288,9 +299,9 @@ class ScorerHandle:
         """Copies the weights of a colocated learner on all ranks."""
         await self._group.call_all(Scorer.copy_from, role)
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int) -> SaveState:
         """Writes the weights on all ranks."""
-        await self._group.call_all(Scorer.save, step)
+        return joined_state(_states(await self._group.call_all(Scorer.save, step)))
 
     async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
@@ -363,16 +374,20 @@ class CriticHandle:
         """Sets the residency on all ranks."""
         await self._group.call_all(Critic.hold, residency)
 
-    async def save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes a checkpoint on all ranks and waits until it is complete."""
+    async def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
+        """Writes a checkpoint on all ranks and waits until it is complete. Returns a fault of the disk."""
         await self._group.call_all(Critic.save, step, values)
-        await self._group.call_all(Critic.finish_saving)
+        return joined_state(_states(await self._group.call_all(Critic.finish_saving)))
 
 
 async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transfer: ByBroadcast) -> int:
     """Runs both ends of a broadcast at the same time; returns the bytes received."""
     _, came = await asyncio.gather(policy.send(transfer), generator.install(transfer))
     return came
+
+
+def _states(answers: Sequence[CallResult[SaveState]]) -> list[SaveState]:
+    return [answer.value for answer in answers]
 
 
 def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> Ints:

@@ -13,7 +13,7 @@ from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_tokens
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
-from podium.engine.checkpoint_files import Extras
+from podium.engine.checkpoint_files import Extras, SaveState
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
 from podium.engine.resuming import buffer_pieces, weight_pieces
@@ -77,7 +77,7 @@ class ScorerRank(Scorer):
             for name, buffer in persistent_buffers(self._model.hf).items():
                 buffer.copy_(buffers[name])
 
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> SaveState:
         """Writes the weights and returns when they are complete."""
         assert self._spec.checkpoints is not None
         writer = CheckpointWriter(
@@ -86,6 +86,7 @@ class ScorerRank(Scorer):
         )  # fmt: skip
         pieces = [*weight_pieces(self._held), *buffer_pieces(self._model.hf)]
         writer.save(step, pieces, Extras(values={}, arrays={}))
+        return writer.finish()
 
     def hold(self, residency: Residency) -> MemoryChange:
         """Moves the weights to host memory, or back."""

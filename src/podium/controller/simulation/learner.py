@@ -19,7 +19,16 @@ from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.controller.simulation.costs import RunCosts
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
-from podium.engine.checkpoint_files import PARTIAL, Extras, complete, read_json, saved_steps, to_remove, write_json
+from podium.engine.checkpoint_files import (
+    PARTIAL,
+    Extras,
+    SaveState,
+    complete,
+    record_loss,
+    saved_steps,
+    to_remove,
+    write_json,
+)
 from podium.errors import ClusterError
 from podium.recipe import ModelReward
 from podium.roles.carriers import GradeNote, GraderFacts, GradeShard, Residency, UpdatePlan, UpdateShard
@@ -121,10 +130,10 @@ class SimulatedLearner(Learner):
         """Takes no time: what it takes to switch is in the generators' time."""
         return NO_CHANGE
 
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Writes a checkpoint without tensors, from which a simulation resumes."""
         if self._context.rank:
-            return
+            return "written"
         folder, settings = self._spec.checkpoints, self._spec.recipe.checkpoint
         partial = folder / f"{PARTIAL}{step:08d}"
         partial.mkdir(parents=True, exist_ok=True)
@@ -132,14 +141,20 @@ class SimulatedLearner(Learner):
         complete(folder, partial, step, Extras(values=values, arrays={}), ranks=1)
         for old in to_remove(saved_steps(folder), keep=settings.keep, keep_best=settings.keep_best):
             shutil.rmtree(old.folder, ignore_errors=True)
+        return "written"
 
-    def finish_saving(self) -> None:
+    def save_state(self) -> SaveState:
         """Nothing is in flight."""
+        return "idle"
 
-    def grade(self, step: int, loss: float) -> None:
+    def finish_saving(self, *, give_up: bool = False) -> SaveState:
+        """Nothing is in flight."""
+        return "idle"
+
+    def grade(self, step: int, loss: float) -> str | None:
         """Records the loss of a saved step."""
-        record = self._spec.checkpoints / f"step-{step:08d}" / "checkpoint.json"
-        write_json(record, {**read_json(record), "heldout_loss": loss})
+        record_loss(self._spec.checkpoints, step, loss)
+        return None
 
 
 class SimulatedGrader(Grader):
