@@ -229,7 +229,8 @@ class RunFolder:
                 shutil.rmtree(self.path)
                 error.add_note(f"it failed before the end of its first step, and left nothing in {self.path}")
                 return
-            self.update(status="failed", error=(str(error) or type(error).__name__).splitlines()[0])
+            with contextlib.suppress(OSError):  # a full disk, for instance: how to continue is said all the same
+                self.update(status="failed", error=(str(error) or type(error).__name__).splitlines()[0])
             steps = self.saved_steps()
             if steps and steps[-1] >= self.recipe(needs_environment=False).steps:
                 error.add_note(f"all steps are done and saved: podium export {self.path} OUT")
