@@ -205,3 +205,36 @@ def test_an_on_policy_run_makes_its_removed_folder_again(
     assert newest_usable(run / "checkpoints").step == 5
     assert {row[2] for row in episodes(run)} == {1, 2, 3, 4, 5}
     assert sorted(workspace.metric("gone", "reward/mean")) == [1, 2, 3, 4, 5]
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 4
+    file.write_bytes(content)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("program", ["sft", "grpo"])
+@pytest.mark.parametrize("damage", [flip, truncate])
+def test_every_command_that_reads_a_checkpoint_notices_a_damaged_one(
+    workspace: Workspace, program: str, damage: Callable[[Path], None]
+) -> None:
+    data = {"train": [{"path": "train.jsonl"}], "heldout": [{"path": "heldout.jsonl"}]}
+    changes: dict[str, Any] = {"steps": 4, "checkpoint": {"every": 2}, "data": data}
+    recipe = workspace.recipe(**changes) if program == "sft" else rl_recipe(workspace, **changes)
+    assert train(workspace, recipe).code == 0
+    damage(workspace.path / "runs/sums/checkpoints/step-00000004/rank-00000.safetensors")
+
+    for command in (("resume", "runs/sums", "--set", "steps=6"), ("export", "runs/sums", "out"),
+                    ("evaluate", "runs/sums")):  # fmt: skip
+        outcome = workspace.podium(*command)
+        workspace.refused(outcome, "step-00000004/rank-00000.safetensors", "damaged", "--step 2", left=("sums",))
+    assert not (workspace.path / "out").exists()
+    # Weights of a run are generated with after they were exported, so a damaged checkpoint never gets that far.
+    outcome = workspace.podium("generate", "runs/sums", "--prompts", "heldout.jsonl", "--out", "answers.jsonl")
+    assert outcome.code == 2
+    assert "podium export runs/sums OUT" in " ".join(outcome.err.split())
+    assert workspace.podium("evaluate", "runs/sums", "--step", "2").code == 0
