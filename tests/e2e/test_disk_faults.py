@@ -238,3 +238,44 @@ def test_every_command_that_reads_a_checkpoint_notices_a_damaged_one(
     assert outcome.code == 2
     assert "podium export runs/sums OUT" in " ".join(outcome.err.split())
     assert workspace.podium("evaluate", "runs/sums", "--step", "2").code == 0
+
+
+# A logger is called inside rank 0, with the metrics of every step.
+DISTURBED = """
+import shutil
+from pathlib import Path
+from helpers.disks import fill
+
+def disturb(metrics):
+    runs = Path("runs").resolve()
+    if metrics.step == 3:
+        fill(runs)
+    if metrics.step == 6:
+        (runs / "filler").unlink()
+
+def remove(metrics):
+    if metrics.step == 5:
+        shutil.rmtree(Path("runs/sums").resolve())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("logger", "said"),
+    [("disturb", "the checkpoint of step 4 cannot be written: No space left"), ("remove", "removed the run folder")],
+)
+def test_two_ranks_go_on_together(workspace: Workspace, runs: Path, logger: str, said: str) -> None:
+    (workspace.path / "hooks.py").write_text(DISTURBED)
+    recipe = workspace.recipe(
+        steps=STEPS, checkpoint={"every": 2}, placement={"devices": 2, "device": "cpu", "timeout_s": 100},
+        run={"loggers": [f"hooks.py:{logger}"]},
+    )  # fmt: skip
+    outcome = workspace.process("train", recipe)
+
+    assert outcome.code == 0, text_of(outcome)
+    assert said in text_of(outcome)
+    checkpoints = runs / "sums" / "checkpoints"
+    assert newest_usable(checkpoints).record["ranks"] == 2
+    assert newest_usable(checkpoints).step == STEPS
+    assert not list(checkpoints.glob(".partial-*"))
+    assert sorted(workspace.metric("sums", "loss")) == list(range(1, STEPS + 1))
