@@ -171,7 +171,7 @@ class RunLog:
             self.console.note(f"the checkpoint of step {step} is written: checkpoints can be saved again")
 
     def close(self) -> None:
-        """Closes the files of the run, and says what the disk never took."""
+        """Tries once more to write what waits, and closes the files."""
         for file in (self._samples, self._skipped):
             file.close()
         self._holding.close()
