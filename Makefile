@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-vllm test-verl test-all lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -46,6 +46,10 @@ test-slow-parallel: $(INSTALLED)  ## beside the serial ones, with twice the usua
 
 test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(SLOW) and serial"
+
+SECONDS ?= 300
+chaos: $(INSTALLED)  ## simulated runs whose workers die at random moments, for SECONDS
+	PYTHONPATH=tests $(BIN)/python tests/chaos.py --seconds $(SECONDS)
 
 install-vllm: $(VLLM_INSTALLED)  ## an environment of its own, with vLLM's CPU build
 

@@ -69,7 +69,10 @@ def main() -> None:
         )
         make_task(task)
         task.write(Path(scratch) / "task.json")
-        sides = podium_sides(asked.devices, asked.against, asked.without_fork_server)
+        sides = podium_sides(
+            asked.devices, asked.against, without_fork_server=asked.without_fork_server,
+            without_restarts=asked.without_restarts,
+        )  # fmt: skip
         if "trl" in asked.peers.split(","):
             sides += trl_sides(asked.device)
         results: dict[str, list[SideResult]] = {side.name: [] for side in sides}
@@ -90,7 +93,9 @@ def main() -> None:
         asked.json.write_text(json.dumps(every, indent=1), encoding="utf-8")
 
 
-def podium_sides(devices: Sequence[int], against: Path | None, without_fork_server: bool) -> list[Side]:
+def podium_sides(
+    devices: Sequence[int], against: Path | None, *, without_fork_server: bool, without_restarts: bool
+) -> list[Side]:
     """One for each number of devices, and beside it what it is compared with."""
     sides = []
     for count in devices:
@@ -99,6 +104,8 @@ def podium_sides(devices: Sequence[int], against: Path | None, without_fork_serv
         sides.append(Side(name=name, command=command, threads=1))
         if without_fork_server:
             sides.append(Side(name=f"{name}, no forks", command=(*command, "--without-fork-server"), threads=1))
+        if without_restarts:
+            sides.append(Side(name=f"{name}, no snapshots", command=(*command, "--without-restarts"), threads=1))
         if against is not None:
             sides.append(Side(name=f"{name}, other", command=command, threads=1, source=against))
     return sides
@@ -245,6 +252,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--peers", default="trl", help='"" for none')
     parser.add_argument("--against", type=Path, help="src of another commit of Podium: a side more")
     parser.add_argument("--without-fork-server", action="store_true", help="a side more: placement.fork_workers: false")
+    parser.add_argument(
+        "--without-restarts", action="store_true", help="a side more: placement.restarts: 0, no snapshots"
+    )
     parser.add_argument("--turns", type=int, help="of each side; CPU: 3, CUDA: 1")
     parser.add_argument("--steps", type=int, default=10, help="of a turn, warm-up included")
     parser.add_argument("--warmup", type=int, default=3, help="steps that are not timed")

@@ -23,11 +23,13 @@ def main() -> None:
     parser.add_argument("--task", type=Path, required=True)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--without-fork-server", action="store_true")
+    parser.add_argument("--without-restarts", action="store_true", help="no snapshots in memory")
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         # Named only where it is not the default: other commits that are compared may not know it.
-        placement = {"fork_workers": False} if asked.without_fork_server else {}
+        placement: dict[str, object] = {"fork_workers": False} if asked.without_fork_server else {}
+        placement |= {"restarts": 0} if asked.without_restarts else {}
         train(Task.read(asked.task), asked.devices, placement, scratch).write(asked.out)
 
 

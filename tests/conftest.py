@@ -12,6 +12,7 @@ import torch
 import transformers
 from hypothesis import settings
 
+from helpers.disks import mounted
 from helpers.tiny import save_tiny_folder, write_chats
 from helpers.workspace import Workspace
 
@@ -68,6 +69,13 @@ def _cpu_settings() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
     torch.backends.mkldnn.set_flags(False)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB that a test may fill."""
+    with mounted(tmp_path / "small-disk") as folder:
+        yield folder
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,13 @@ optimizer state, metrics and ledger of the run that nobody killed."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import Any
 import pytest
 
 from golden.runs import fingerprint, make_task, recipe, train
+from helpers.on_policy import numbers
 from podium.cluster.cluster import Workers
 from podium.errors import WorkerDiedError
 from podium.runs.events import recoveries
@@ -37,6 +41,7 @@ class Kill:
     worker: str
     after_step: int
     delay_s: float = 0.0
+    signal: int = signal.SIGKILL
 
 
 class Killer:
@@ -70,7 +75,7 @@ class Killer:
                 time.sleep(0.01)
                 pid = self._pid(kill.worker)
             if pid is not None:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, kill.signal)
                 self.killed.append(kill.worker)
 
     def _pid(self, name: str) -> int | None:
@@ -163,6 +168,80 @@ def test_a_run_whose_worker_is_killed_computes_the_same(
     assert found == expected
     memory = memory_folder(run)
     assert memory is None or not memory.exists()
+
+
+def test_a_frozen_learner_is_replaced(
+    task: Path, undisturbed: dict[str, dict[str, Any]], local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _expected(undisturbed, "grpo", task)
+    kill = Kill(worker="train[0]", after_step=2, delay_s=0.1, signal=signal.SIGSTOP)
+    thread = Killer(monkeypatch).begin(task / "runs" / "frozen", [kill])
+
+    run = train(_values("grpo", "frozen", {"launcher": "ray", **COLOCATED, "heartbeat_timeout_s": 3.0}), task)
+
+    thread.join(_PATIENCE_S)
+    assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
+    (recovery,) = recoveries(run)
+    assert "no sign of life" in recovery.cause
+
+
+def test_learners_that_meet_in_collectives_are_replaced_together(
+    task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two = {"launcher": "ray", "layout": "colocated", "devices": 2}
+    expected = fingerprint(train(_values("grpo", "two", two), task), step=STEPS)
+    kills = [Kill(worker="train[1]", after_step=2, delay_s=0.2), Kill(worker="train[0]", after_step=4, delay_s=0.3)]
+    thread = Killer(monkeypatch).begin(task / "runs" / "two-killed", kills)
+
+    run = train(_values("grpo", "two-killed", two), task)
+
+    thread.join(_PATIENCE_S)
+    assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
+    assert [each.part for each in recoveries(run)] == ["learner", "learner"]
+
+
+def test_a_generator_is_replaced_while_the_others_generate(
+    task: Path, undisturbed: dict[str, dict[str, Any]], local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = _expected(undisturbed, "grpo", task)
+    kills = [Kill(worker="rollout[0]", after_step=1, delay_s=0.1), Kill(worker="rollout[1]", after_step=3, delay_s=0.1)]
+    thread = Killer(monkeypatch).begin(task / "runs" / "respawned", kills)
+
+    run = train(_values("grpo", "respawned", {"launcher": "ray", **SPLIT}), task)
+
+    thread.join(_PATIENCE_S)
+    assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
+    found = list(recoveries(run))
+    assert {each.part for each in found} == {"generator"}
+    assert "respawn" in {each.remedy for each in found}  # one that dies outside of a stream is found by the next call
+
+
+@pytest.mark.parametrize("layout", ["split", "elastic"])
+@pytest.mark.parametrize("worker", ["rollout[0]", "train[0]"])
+def test_with_staleness_every_group_is_trained_once(
+    task: Path, layout: str, worker: str, local_ray: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"stale-{layout}-{worker[:5]}"
+    placement = {"launcher": "ray", "layout": layout, "devices": 3, "rollout_devices": 2}
+    values = _values("grpo", name, placement, rollout={**recipe("grpo")["rollout"], "staleness": 1})
+    kills = [Kill(worker=worker, after_step=2, delay_s=0.1), Kill(worker=worker, after_step=4, delay_s=0.2)]
+    killer = Killer(monkeypatch)
+    thread = killer.begin(task / "runs" / name, kills)
+
+    run = train(values, task)
+
+    thread.join(_PATIENCE_S)
+    assert killer.killed == [worker, worker]
+    numbers_by_step = numbers(run)
+    assert sorted(numbers_by_step) == list(range(1, STEPS + 1))
+    assert max(each["staleness/max"] for each in numbers_by_step.values()) <= 1
+    with contextlib.closing(sqlite3.connect(run / "episodes.sqlite")) as file:
+        groups = file.execute("SELECT prompt_index, step, trained_version FROM groups ORDER BY prompt_index").fetchall()
+        episodes = file.execute("SELECT COUNT(*), COUNT(DISTINCT prompt_index * 100 + sample) FROM episodes").fetchone()
+    prompts_per_step = values["rollout"]["prompts_per_step"]
+    assert len(groups) == len({prompt for prompt, _, _ in groups}) == STEPS * prompts_per_step
+    assert Counter(step for _, step, _ in groups) == dict.fromkeys(range(1, STEPS + 1), prompts_per_step)
+    assert episodes == (STEPS * prompts_per_step * 4,) * 2
 
 
 def test_every_recovery_is_recorded(task: Path, local_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:

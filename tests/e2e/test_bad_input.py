@@ -280,19 +280,6 @@ def test_a_full_disk_at_a_checkpoint_is_reported_and_leaves_the_last_one_usable(
     assert sorted(workspace.metric("sums", "loss")) == [1, 2, 3, 4]
 
 
-def test_a_full_disk_under_the_metrics_is_reported_without_a_traceback(
-    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def append(self: object, metrics: object) -> None:
-        raise OSError(28, "No space left on device", "metrics.jsonl")
-
-    monkeypatch.setattr("podium.observe.metrics.MetricsFile.append", append)
-
-    outcome = workspace.podium("train", workspace.recipe())
-
-    workspace.refused(outcome, "No space left on device")
-
-
 def test_an_unknown_run_folder(workspace: Workspace) -> None:
     workspace.refused(workspace.podium("resume", "runs/none"), "run folder runs/none")
     workspace.refused(workspace.podium("export", "runs/none", "out"), "run folder runs/none")

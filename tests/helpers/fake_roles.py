@@ -26,11 +26,12 @@ from podium.cluster.results import ShardResult
 from podium.data.costs import SequenceCost
 from podium.data.tasks import IndexedTask
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, ValueColumns
+from podium.engine.checkpoint_files import SaveFailure, SaveState
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import DistanceNote, EpisodeNote, GraderFacts, Residency, SamplingPlan, UpdatePlan
 from podium.roles.grading_handle import Rewarded
-from podium.roles.handles import joined_distance
 from podium.roles.interfaces import GeneratorUsage, LearnerFacts
+from podium.roles.mini_batches import joined_distance
 from podium.roles.stages import (
     Advantages,
     CriticReport,
@@ -68,6 +69,9 @@ class Bandit:
     journal: list[tuple[Any, ...]] = field(default_factory=list)
     updates: list[tuple[UpdatePlan, TrainBatch]] = field(default_factory=list)
     saves: dict[str, dict[int, Any]] = field(default_factory=dict)  # by role and step
+    save_states: Callable[[int], SaveState] = lambda step: "writing"  # what a save of the policy returns
+    critic_states: Callable[[int], SaveState] = lambda step: "written"
+    later_state: SaveState = "written"  # of a save of the policy that was "writing"
 
     @property
     def chance(self) -> float:
@@ -273,12 +277,20 @@ class FakeLearner(_Placed):
         self._works("store", number)
         return ByStore(version=WeightVersion(number=number, manifest=(), fingerprints=()))
 
-    async def save(self, step: int, values: Any) -> None:
+    async def save(self, step: int, values: Any) -> SaveState:
         self._works("save", step)
-        self._bandit.saves.setdefault("policy", {})[step] = values
+        state = self._bandit.save_states(step)
+        if not isinstance(state, SaveFailure):
+            self._bandit.saves.setdefault("policy", {})[step] = values
+        return state
 
-    async def finish_saving(self) -> None:
+    async def save_state(self) -> SaveState:
+        self._bandit.journal.append(("save_state", "policy"))
+        return self._bandit.later_state
+
+    async def finish_saving(self) -> SaveState:
         self._bandit.journal.append(("finish_saving", "policy"))
+        return self._bandit.later_state
 
     async def grade(self, step: int, loss: float) -> None:
         self._bandit.journal.append(("note_grade", "policy", step, loss))
@@ -349,8 +361,9 @@ class FakeScorer(_Placed):
         assert self._policy.held != "offloaded", "the policy is away from its device and is to be copied"
         self._works("copy_from", role)
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int) -> SaveState:
         self._works("save", step)
+        return "written"
 
 
 class FakeCritic(_Placed):
@@ -382,8 +395,9 @@ class FakeCritic(_Placed):
         assert columns.ids.same_as(rows.ids)
         return CriticReport(statistics=ValueStatistics.merge([]), losses=(0.5,), grad_norms=(1.0,))
 
-    async def save(self, step: int, values: Any) -> None:
+    async def save(self, step: int, values: Any) -> SaveState:
         self._works("save", step)
+        return self._bandit.critic_states(step)
 
 
 def _read(rows: RowRefs[TrajectoryBlock]) -> TrajectoryBlock:

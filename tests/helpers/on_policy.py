@@ -34,8 +34,8 @@ from podium.observe import read_metrics
 from podium.recipe import AlgorithmSection, Recipe, parse_recipe
 from podium.roles.carriers import TurnRewards, UpdatePlan, UpdateShard, ValueShard
 from podium.roles.critic import CriticRank
-from podium.roles.handles import even_parts, rank_batches
 from podium.roles.interfaces import CriticShard, CriticSpec, UpdateNote
+from podium.roles.mini_batches import even_parts, rank_batches
 from podium.roles.policy_update import PolicyUpdate
 from podium.spmd.launch import RankPlace
 

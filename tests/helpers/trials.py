@@ -89,8 +89,13 @@ class FakeCluster:
 class FakeWorkers:
     """Nobody did anything, unless a test says so."""
 
+    pools: tuple[str, ...] = ()  # none whose workers could be replaced
+
     def __init__(self) -> None:
         self.spans: list[Span] = []
+
+    async def renew_links(self) -> None:
+        """Nobody was replaced."""
 
     def take_spans(self) -> list[Span]:
         taken, self.spans = self.spans, []

@@ -14,14 +14,15 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine", "weights",
-    "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
+    "errors", "disk", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine",
+    "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
     "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating", "replaying",
     "drafting", "trying", "api", "commands", "cli",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
     "errors",
+    "disk",
     "importing",
     "recipe",
     "observe",
@@ -72,6 +73,7 @@ TORCH_FREE = (
     "roles.grading_handle",
     "roles.handles",
     "roles.interfaces",
+    "roles.mini_batches",
     "roles.runner_handle",
     "roles.stages",
     "roles.state_handle",

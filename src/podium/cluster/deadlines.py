@@ -9,6 +9,9 @@ import time
 
 from podium.cluster.virtual_time import VirtualLoop
 
+# The time of day when the monotonic clock was 0.
+_DAY_S = time.time() - time.monotonic()
+
 
 def now_s() -> float:
     """The clock of the running event loop, which a simulation moves; the system's where none runs."""
@@ -19,12 +22,13 @@ def now_s() -> float:
 
 
 def wall_s() -> float:
-    """The time of day, which clocks of several machines share; in a simulation its virtual clock."""
+    """The time of day, which clocks of several machines share; in a simulation its virtual clock. It is read once per
+    process and counted on from there, so that a clock that is set during the run changes no duration."""
     with contextlib.suppress(RuntimeError):
         loop = asyncio.get_running_loop()
         if isinstance(loop, VirtualLoop):
             return loop.time()
-    return time.time()
+    return _DAY_S + time.monotonic()
 
 
 class Deadline:

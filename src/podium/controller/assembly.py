@@ -162,6 +162,17 @@ def result_of(run: OnPolicyRun[OnPolicyRecipe], folder: RunFolder, watch: Stopwa
     )
 
 
+def state_handles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers) -> tuple[StateHandle, ...]:
+    """Handles of the roles that learn; the policy's is the first."""
+    stateful: list[tuple[str, type[Stateful]]] = [(POLICY, Learner)]
+    if names.critic is not None:
+        stateful.append((names.critic, Critic))
+    kl = recipe.full_algorithm.kl
+    if names.reference is not None and kl is not None and kl.refresh_every is not None:
+        stateful.append((names.reference, Scorer))
+    return tuple(StateHandle(name, workers.role(name, kind)) for name, kind in stateful)
+
+
 async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, warn: Callable[[str], None]) -> Roles:
     policy = await LearnerHandle.open(workers.role(POLICY, Learner))
     functions = tuple(index for index in range(len(recipe.reward)) if index not in recipe.reward_models)
@@ -173,14 +184,8 @@ async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, war
     runner = None
     if recipe.environment is not None:
         runner = RunnerHandle(workers, workers.role(RUNNER, EpisodeRunner), generator, lent=lent, warn=warn)
-    stateful: list[tuple[str, type[Stateful]]] = [(POLICY, Learner)]
-    if names.critic is not None:
-        stateful.append((names.critic, Critic))
-    kl = recipe.full_algorithm.kl
-    if names.reference is not None and kl is not None and kl.refresh_every is not None:
-        stateful.append((names.reference, Scorer))
     return Roles(
-        states=tuple(StateHandle(name, workers.role(name, kind)) for name, kind in stateful),
+        states=state_handles(recipe, names, workers),
         policy=policy,
         generator=generator,
         lent=lent,

@@ -5,39 +5,37 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread, run_to_end
-from podium.cluster.deadlines import now_s
 from podium.cluster.worker_pool import Timeouts
 from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
-from podium.controller.recovery import Abort, RecoveryPlan
+from podium.controller.recovery import RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
-from podium.errors import ClusterError, PlacementError, PodiumError, RoleError, WorkerDiedError
+from podium.errors import (
+    PlacementError,
+    PodiumError,
+    RoleError,
+)
 from podium.importing import collector_off
-from podium.observe import Console, Stopwatch
+from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
-from podium.runs.events import append_recovery
 from podium.runs.folder import RunFolder
 from podium.runs.host_memory import clear_memory
 from podium.runs.interrupts import InterruptHandler
-from podium.runs.milestones import Milestones
-from podium.runs.program_errors import named_program
 from podium.runs.result import RunResult
 
 if TYPE_CHECKING:
     from podium.controller.assembly import Inputs
-    from podium.controller.parts import OnPolicyParts
+    from podium.controller.healing import Assembled
     from podium.controller.run import OnPolicyRun
 
-# For the save after a failure of the cluster: workers that live answer within this time.
-_SETTLE_S = 60.0
 First = TypeVar("First")
 Second = TypeVar("Second")
 ControlledProgram = Callable[["OnPolicyRun[Any]"], Awaitable[None]]
@@ -98,32 +96,15 @@ async def _drive(
     _cancel_on_end(interrupts)
     watch, names = Stopwatch(), role_names(recipe)
     recovery = RecoveryPlan(0 if steps.recorded is not None else recipe.placement.restarts)
-    if resume_step is None:
-        clear_memory(folder.path)  # an earlier run of this name may have been killed
-    async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
-        program, inputs = assembled.program, assembled.inputs
-        milestones: Milestones | None = None
-        from podium.controller.assembly import begin_run, result_of
+    clear_memory(folder.path)  # this run may have been killed before
+    try:
+        async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
+            from podium.controller.assembly import result_of
+            from podium.controller.healing import run_program
 
-        while True:
-            with ExitStack() as stack:
-                parts = await assembled.open(inputs, stack, recovery)
-                run = begin_run(inputs, parts, steps, milestones)
-                try:
-                    with named_program(recipe, folder):
-                        await program(run)
-                    run.require_finished()
-                    clear_memory(folder.path)
-                    return result_of(run, folder, watch)
-                except WorkerDiedError as error:
-                    rewound = await _rewound(run, parts, assembled, error)
-                    if rewound is None:
-                        await _save_before_failing(run, error, parts.log.console)
-                        raise
-                except Exception as error:
-                    await _save_before_failing(run, error, parts.log.console)
-                    raise
-            inputs, milestones = rewound, run.milestones
+            return result_of(await run_program(assembled, steps, recovery), folder, watch)
+    finally:
+        clear_memory(folder.path)
 
 
 async def _evaluate(
@@ -149,28 +130,6 @@ def _cancel_on_end(interrupts: InterruptHandler) -> None:
     interrupts.on_end(lambda: loop.call_soon_threadsafe(this.cancel))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Assembled(Generic[First]):
-    """A started cluster with everything that a run needs to begin."""
-
-    program: First
-    inputs: Inputs
-    names: RoleNames
-    cluster: Cluster
-    workers: Workers
-    console: Console
-    watch: Stopwatch
-
-    async def open(self, inputs: Inputs, stack: ExitStack, recovery: RecoveryPlan) -> OnPolicyParts[OnPolicyRecipe]:
-        """Opens the parts of a run that begins with these inputs. `stack` closes them."""
-        from podium.controller.assembly import open_parts
-
-        with self.watch.span("start-up"):
-            return await open_parts(
-                inputs, self.names, self.cluster, self.workers, self.console, self.watch, stack, recovery
-            )
-
-
 @asynccontextmanager
 async def _assembled(
     load_program: Callable[[], First],
@@ -180,7 +139,7 @@ async def _assembled(
     names: RoleNames,
     watch: Stopwatch,
     start_up: StartUp,
-) -> AsyncIterator[_Assembled[First]]:
+) -> AsyncIterator[Assembled[First]]:
     """Opens the cluster, starts the workers and reads the inputs. All of it is closed at the end."""
 
     def prepare() -> tuple[First, Inputs]:
@@ -204,61 +163,12 @@ async def _assembled(
                     preparing, asyncio.ensure_future(_started(recipe, folder, cluster, resume_step, names))
                 )
                 start_up.tell("ready")
-            yield _Assembled(
+            from podium.controller.healing import Assembled
+
+            yield Assembled(
                 program=program, inputs=inputs, names=names, cluster=cluster, workers=workers, console=console,
                 watch=watch,
             )  # fmt: skip
-
-
-async def _rewound(
-    run: OnPolicyRun[OnPolicyRecipe],
-    parts: OnPolicyParts[OnPolicyRecipe],
-    assembled: _Assembled[Any],
-    error: WorkerDiedError,
-) -> Inputs | None:
-    """Replaces dead workers and brings the run back to its last committed step. Returns its inputs from there; None if
-    the deaths end the run. A worker that dies meanwhile is one more death."""
-    from podium.controller.rewinding import death_of, rewind
-
-    console, workers, began_s = parts.log.console, assembled.workers, now_s()
-    with assembled.watch.span("recovery"):
-        while assembled.cluster.failure() is None:
-            death = death_of(error, run.recipe, workers)
-            remedy = parts.recovery.decide(death)
-            if isinstance(remedy, Abort):
-                console.warning(f"{death.cause} The run ends: {remedy.reason}.")
-                return None
-            console.warning(f"{death.cause} Its workers are replaced.")
-            try:
-                with suppress(ClusterError):  # what is dead cannot be closed
-                    await run.give_up()
-                inputs = await rewind(assembled.inputs, parts.roles, workers, committed=run.num_committed)
-            except WorkerDiedError as again:
-                error = again
-                continue
-            step, seconds = inputs.resume_step or 0, now_s() - began_s
-            append_recovery(
-                parts.folder.path, part=death.part, cause=death.cause, remedy="rewind", step=step, seconds=seconds
-            )
-            console.note(f"the {death.part} is back after {seconds:.1f} s: going on after step {step}")
-            return inputs
-    return None
-
-
-async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe], error: Exception, console: Console) -> None:
-    """Saves what Ctrl-C would save, as far as the learners still answer. The failure is what the user must see, so an
-    error of the save is only reported."""
-    is_users = isinstance(error, RoleError) or not isinstance(error, ClusterError)
-    limit_s = run.recipe.checkpoint.timeout_s if is_users else _SETTLE_S
-    step = run.unsaved_step
-    if step is not None:
-        console.note(f"the run failed after step {step}: saving it")
-    try:
-        async with asyncio.timeout(limit_s):
-            await run.save_before_failing()
-    except Exception as failure:
-        if step is not None:
-            console.warning(f"step {step} cannot be saved: {failure or type(failure).__name__}")
 
 
 async def _both(first: asyncio.Future[First], second: asyncio.Future[Second]) -> tuple[First, Second]:

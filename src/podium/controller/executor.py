@@ -67,7 +67,7 @@ class StepExecutor:
         self._flow = GroupFlow(parts, state)
         self._is_open = False
         self._arrivals: asyncio.Queue[Block | Lost | GradedPart | _Replaced | Exception] = asyncio.Queue()
-        self._replacing: set[asyncio.Task[None]] = set()  # generators that died
+        self._replacing: dict[int, asyncio.Task[None]] = {}  # by rank: generators that died
 
     async def sample(self, step: int, objects: ObjectScope) -> SampledStep:
         """Generates and grades the episodes of the next step."""
@@ -134,6 +134,7 @@ class StepExecutor:
                             flow.note_lost(str(lost.rank))
                             flow.note_replaced(str(lost.rank))
                         case _Replaced() as replaced:
+                            del self._replacing[replaced.rank]
                             flow.note_replaced(str(replaced.rank))
                         case GradedPart() as part:
                             flow.note_graded(part)
@@ -146,7 +147,7 @@ class StepExecutor:
                 await stream.finish()
                 await listening
             finally:
-                for task in (listening, *self._replacing):
+                for task in (listening, *self._replacing.values()):
                     task.cancel()
         return stream.metrics
 
@@ -161,9 +162,7 @@ class StepExecutor:
             except Exception as error:
                 self._arrivals.put_nowait(error)
 
-        task = asyncio.create_task(replace())
-        self._replacing.add(task)
-        task.add_done_callback(self._replacing.discard)
+        self._replacing[lost.rank] = asyncio.create_task(replace())
 
     async def _finish_grading(self, grading: GradingQueue) -> None:
         """Waits for the rewards of all episodes that have ended. Reward models score them on the devices."""

@@ -9,13 +9,16 @@ from contextlib import suppress
 from typing import Any
 
 from podium.cluster import Workers
-from podium.controller.assembly import Inputs
-from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN
-from podium.controller.parts import Roles
+from podium.controller.assembly import Inputs, state_handles
+from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN, RoleNames
 from podium.controller.recovery import Death, Part
 from podium.engine.checkpoint_files import SavedCheckpoint, saved_steps, set_aside_later
 from podium.errors import CheckpointError, WorkerDiedError
 from podium.recipe import OnPolicyRecipe
+from podium.roles.grading_handle import RewardModelHandle
+from podium.roles.handles import ScorerHandle
+from podium.roles.interfaces import RewardModel, Scorer
+from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
 
 _PARTS: Mapping[str, Part] = {TRAIN: "learner", ROLLOUT: "generator", RUNNERS: "runner"}
@@ -28,36 +31,37 @@ def death_of(error: WorkerDiedError, recipe: OnPolicyRecipe, workers: Workers) -
     return Death(part=part, cause=str(error).splitlines()[0], serves_runners=recipe.environment is not None)
 
 
-async def rewind(first: Inputs, roles: Roles, workers: Workers, *, committed: int) -> Inputs:
+async def rewind(first: Inputs, names: RoleNames, workers: Workers, *, committed: int) -> Inputs:
     """Replaces dead workers and restores the newest step that there is. `first`: the inputs with which the workers were
     started; `committed`: the last committed step. A worker that dies meanwhile raises WorkerDiedError, and the call can
     be repeated."""
     for pool in workers.pools:
         await workers.recover(pool)
-    step, saved = await _restored(first, roles, workers)
+    step, saved = await _restored(first, state_handles(first.recipe, names, workers), workers)
     if step < committed and ROLLOUT in workers.pools:
         # They have weights of a version that will be made again, and may come out differently.
         await workers.recover(ROLLOUT, everyone=True)
-    scorers = [roles.reference, *roles.teachers, *(model for _, model in roles.reward_models)]
-    for scorer in scorers:
-        if scorer is not None:
-            await scorer.hold("resident")
+    for name in (names.reference, *names.teachers):
+        if name is not None:
+            await ScorerHandle(workers.role(name, Scorer)).hold("resident")
+    for _, name in names.reward_models:
+        await RewardModelHandle(workers.role(name, RewardModel)).hold("resident")
     return first.rewound(step, saved)
 
 
-async def _restored(first: Inputs, roles: Roles, workers: Workers) -> tuple[int, Mapping[str, Any]]:
+async def _restored(first: Inputs, states: Sequence[StateHandle], workers: Workers) -> tuple[int, Mapping[str, Any]]:
     """Restores the newest state. Returns its step and the controller's values."""
-    in_memory = set.intersection(*[await state.snapshots() for state in roles.states])
+    in_memory = set.intersection(*[await state.snapshots() for state in states])
     begin = first.resume_step or 0
     on_disk = [step for step in _whole_checkpoints(first.folder) if step >= begin]
     step = max([*in_memory, *on_disk], default=begin)
     if step in in_memory:
-        values = [await state.restore(step, "memory") for state in roles.states]
+        values = [await state.restore(step, "memory") for state in states]
         return step, values[0]
     if step == begin:
         await workers.recover(TRAIN, everyone=True)  # they are built with this state
         return step, first.saved
-    values = [await state.restore(step, "checkpoint") for state in roles.states]
+    values = [await state.restore(step, "checkpoint") for state in states]
     set_aside_later(first.folder.checkpoints, step)
     return step, values[0]
 

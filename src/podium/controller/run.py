@@ -24,10 +24,12 @@ from podium.controller.state import RunState
 from podium.controller.step import Step
 from podium.controller.step_log import StepLog
 from podium.controller.step_record import StepRecorder
+from podium.engine.checkpoint_files import SaveFailure, SaveState
 from podium.engine.schedule import learning_rate
 from podium.errors import CheckpointError, ProgramError
 from podium.roles.interfaces import POLICY
 from podium.roles.stages import CriticReport, GradedRollouts, TrainBatch, UpdateReport
+from podium.runs.disk_reports import last_save_error
 from podium.runs.milestones import Milestones
 from podium.runs.result import left_early
 
@@ -55,7 +57,8 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._log = StepLog(parts, state)
         self._evaluation: OnPolicyEvaluation | None = None
         self._resume_values: dict[str, Any] = {}  # of the last committed step, for its checkpoint
-        self._is_finished = False
+        self._is_finished = self._is_ending = False
+        self._save_failure: SaveFailure | None = None  # of the last save
         self.policy = PolicyRole(parts, devices, state)
         self.reference = ReferenceRole(parts, devices, self._kl) if self._kl is not None else None
         self.critic = CriticRole(parts, devices, state, roles.critic) if roles.critic is not None else None
@@ -128,7 +131,9 @@ class OnPolicyRun(Generic[RecipeT_co]):
         await self._recorder.commit(step.number, version=state.version, groups=groups)
         await self._refresh_reference()
         self._adapt_kl(batch)
+        is_folder_lost = False
         try:
+            is_folder_lost = self._parts.log.restore_folder()
             await self._log.record(
                 step, batch, policy=policy, critic=critic,
                 kl_coefficient=step.kl_coefficient if kl is not None else None, metrics=metrics or {}, groups=groups,
@@ -138,6 +143,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
             state.updated_roles.clear()
         self._parts.recovery.note_progress()
         await self._snapshot(self._resume_values)
+        await self._look_at_disk(is_folder_lost)
         save, evaluate = self.milestones.save_is_due(step.number), self.milestones.evaluation_is_due(step.number)
         if save:
             await self._save()
@@ -156,13 +162,14 @@ class OnPolicyRun(Generic[RecipeT_co]):
         error if the weights are no longer those of that step."""
         await self._executor.close()
         await self._recorder.close()
+        self._is_ending = True
+        await self._end_save()
         if self.unsaved_step is not None:
             for name in sorted(self._state.updated_roles):
                 role = self._parts.roles.critic if name == "critic" else self._parts.roles.policy
                 if role is not None and await role.has_stepped():
                     raise CheckpointError(f"the {name}'s weights were already updated by the step that failed")
-            await self._save()
-        await self.finish_saving()
+            await self._save_last()
 
     async def give_up(self) -> None:
         """Gives up the step in progress and everything that is running, so that the run can be rewound."""
@@ -171,8 +178,10 @@ class OnPolicyRun(Generic[RecipeT_co]):
         await self._log.written()
 
     async def finish_saving(self) -> None:
-        """Waits until the last checkpoint is written."""
-        await self._parts.roles.policy.finish_saving()
+        """Waits until the last checkpoint is written. Raises an error if it is not."""
+        await self._end_save()
+        if self._save_failure is not None:
+            raise last_save_error(self._save_failure, newest=self.milestones.whole_step)
 
     def require_finished(self) -> None:
         """Raises an error if the program left the loop over `steps` early: its last steps are not saved."""
@@ -242,29 +251,104 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self.milestones.evaluated_step = step
         self._parts.log.evaluation(evaluation.view, {**evaluation.metrics, **drained}, evaluation.answers)
         if self.milestones.saved_step == step and step > 0 and evaluation.score is not None:
-            await self._parts.roles.policy.grade(step, -evaluation.score)
+            await self._grade(step, -evaluation.score)
+
+    async def _grade(self, step: int, loss: float) -> None:
+        fault = await self._parts.roles.policy.grade(step, loss)
+        if fault is not None:
+            self._parts.log.console.warning(
+                f"the held-out score of step {step} cannot be recorded in its checkpoint: {fault}"
+            )
 
     async def _save(self) -> None:
-        """Saves critic and reference first: a complete checkpoint of the policy means that the step can be resumed."""
+        """Begins to save the last committed step. Training goes on if the disk does not take it: a later step tries
+        again."""
         step = self._state.step
         if self.milestones.saved_step == step:
             return
-        parts, kl = self._parts, self._kl
+        await self._end_save()
         await self._log.written()
+        record = await self._recorded()
+        with self._parts.watch.span("checkpoint"):
+            state = self._unrecorded(step) or await self._saved_roles(step, record)
+        self.milestones.saving(step)
+        self._note_save(state)
+
+    async def _saved_roles(self, step: int, record: str | None) -> SaveState:
+        """Saves critic and reference first: a complete checkpoint of the policy means that the step can be resumed."""
+        roles, kl = self._parts.roles, self._kl
         values = {
             **self._resume_values,
-            "episodes": parts.ledger.count(),
-            "record": await self._recorder.written(),
+            "episodes": self._parts.ledger.count(),
+            "record": record,
             "recipe": self.recipe.stored_values(),
         }
         await self._devices.enter("save")
-        with parts.watch.span("checkpoint"):
-            if parts.roles.critic is not None:
-                await parts.roles.critic.save(step, {})
-            if kl is not None and kl.refresh_every is not None and parts.roles.reference is not None:
-                await parts.roles.reference.save(step)
-            await parts.roles.policy.save(step, values)
-        self.milestones.saved_step = step
+        if roles.critic is not None and isinstance(state := await roles.critic.save(step, {}), SaveFailure):
+            return state
+        if kl is not None and kl.refresh_every is not None and roles.reference is not None:
+            state = await roles.reference.save(step)
+            if isinstance(state, SaveFailure):
+                return state
+        return await roles.policy.save(step, values)
+
+    async def _recorded(self) -> str | None:
+        """Waits until all steps are recorded, as far as the disk takes them."""
+        digest, folder = await self._recorder.written(), self._parts.folder.steps
+        if self._recorder.fault is not None:
+            self._parts.log.disk_reports.cannot_write(folder, self._recorder.fault)
+        else:
+            self._parts.log.disk_reports.writes_again(folder)
+        return digest
+
+    def _unrecorded(self, step: int) -> SaveFailure | None:
+        """Why no checkpoint may be complete now: steps up to it are not in the ledger, or have no record."""
+        for path, fault in ((self._parts.ledger.path, self._parts.ledger.fault),
+                            (self._parts.folder.steps, self._recorder.fault)):  # fmt: skip
+            if fault is not None:
+                reason = f"{path} cannot be written ({fault}), and has to be complete first"
+                return SaveFailure(step=step, folder=self._parts.folder.path, reason=reason)
+        return None
+
+    def _note_save(self, state: SaveState) -> None:
+        """Reports the outcome of the last save, as far as it is known."""
+        if state == "writing":
+            return
+        if not isinstance(state, SaveFailure):
+            self._save_failure = None
+            self.milestones.save_is_whole()
+            self._parts.log.saved(self.milestones.saved_step)
+            return
+        self._save_failure, retry_step = state, self.milestones.save_failed(self._state.step)
+        if not self._is_ending:
+            self._parts.log.save_failed(state, newest=self.milestones.whole_step, retry_step=retry_step)
+
+    async def _end_save(self) -> None:
+        """Waits until the save in flight has ended."""
+        if self.milestones.is_saving:
+            self._note_save(await self._parts.roles.policy.finish_saving())
+
+    async def _look_at_disk(self, is_folder_lost: bool) -> None:
+        """After every step: whether the save in flight has ended, and whether what waits for the disk can be
+        written. A run whose folder was lost saves at once."""
+        if self.milestones.is_saving:
+            self._note_save(await self._parts.roles.policy.save_state())
+        if is_folder_lost:
+            self.milestones.forget_saved(self._state.step - 1)
+        if self._recorder.fault is not None:
+            await self._recorded()
+
+    async def _save_last(self) -> None:
+        """Saves the last step, in a second attempt if need be. Raises an error if it is not saved: its work would be
+        lost."""
+        self._is_ending = True
+        await self._save()
+        await self._end_save()
+        if self._parts.log.restore_folder():
+            self.milestones.forget_saved(self._state.step)
+        await self._save()
+        with self._parts.watch.span("checkpoint"):
+            await self.finish_saving()
 
     async def _snapshot(self, values: Mapping[str, Any]) -> None:
         """Keeps the last committed step in memory, unless nothing follows it."""
@@ -284,15 +368,14 @@ class OnPolicyRun(Generic[RecipeT_co]):
         step = self._state.step
         await self._executor.close()
         is_saved_late = self.milestones.saved_step != step
-        await self._save()
+        if self.milestones.last_evaluation_is_due(step):
+            await self._save()
+            await self._evaluate()
+        await self._save_last()
         await self._log.written()
-        await self._recorder.written()
+        await self._recorded()
         score = self._evaluation.score if self._evaluation is not None else None
         if is_saved_late and self.milestones.evaluated_step == step and score is not None:
-            await self._parts.roles.policy.grade(step, -score)
-        if self.milestones.last_evaluation_is_due(step):
-            await self._evaluate()
-        with self._parts.watch.span("checkpoint"):
-            await self.finish_saving()
+            await self._grade(step, -score)
         self._parts.log.finish(step)
         self._is_finished = True

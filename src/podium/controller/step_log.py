@@ -92,10 +92,17 @@ class StepLog:
             raise
 
     async def written(self) -> None:
-        """Waits until the ledger has all committed steps."""
+        """Waits until the ledger has all committed steps, or the disk does not take them: `Ledger.fault` says so."""
+        ledger, reports = self._parts.ledger, self._parts.log.disk_reports
         if self._writing is not None:
             writing, self._writing = self._writing, None
             await writing
+        elif ledger.fault is not None:
+            await asyncio.to_thread(ledger.write_waiting)
+        if ledger.fault is not None:
+            reports.cannot_write(ledger.path, ledger.fault)
+        else:
+            reports.writes_again(ledger.path)
 
     def _check(self, step: int, report: UpdateReport | None, *, is_warm_up: bool) -> None:
         """Checks for steps without a finite loss, for a policy that runs away from the one that sampled, and for

@@ -9,6 +9,7 @@ learns from them, and writes the file while the next step runs."""
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from podium.controller.group_flow import SampledStep
 from podium.controller.ledger import GroupRecord
 from podium.data.tasks import Task
 from podium.data.trajectories import TrajectoryBlock, TrajectoryId, TrajectoryIds
+from podium.disk import disk_fault, size_text
+from podium.errors import RunFolderError
 from podium.roles.blocks import empty_block
 from podium.roles.carriers import EpisodeNote, TurnRewards
 from podium.roles.stages import GradedRollouts, Rollouts
@@ -32,6 +35,8 @@ Arrays = dict[str, NDArray[Any]]
 Store = Callable[[TrajectoryBlock], Stored[TrajectoryBlock]]
 Tasks = Callable[[Iterable[int]], Mapping[int, Task]]
 
+# Of steps that wait in memory for a disk that can be written again. They cannot be dropped.
+_MOST_WAITING_BYTES = 4 << 30
 _BLOCK = ("tokens_T", "loss_mask_T", "behavior_logprobs_T", "versions_T")
 _NOTE = ("finish_N", "sampled_N", "trained_N", "turns_N", "version_N", "newest_version_N", "environment_N")
 _TURNS = ("row_K", "token_K", "reward_K")
@@ -54,7 +59,9 @@ class StepRecorder:
         self._folder, self._is_on = folder, is_on
         self._digest = digest or NO_DIGEST
         self._reading: list[asyncio.Task[tuple[Arrays, dict[str, Any]]]] = []
-        self._writing: asyncio.Task[str] | None = None
+        self._writing: asyncio.Task[None] | None = None
+        self._waiting: deque[StepFile] = deque()  # committed and not written
+        self.fault: str | None = None  # of the disk, since when files wait
 
     def begin(self, step: SampledStep) -> None:
         """Starts to copy the rows of a step."""
@@ -74,7 +81,9 @@ class StepRecorder:
             return
         packed = await asyncio.gather(*self._reading)
         self._reading.clear()
-        await self.written()
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            await writing
         file = StepFile(
             step=step,
             arrays={name: array for arrays, _ in packed for name, array in arrays.items()},
@@ -84,14 +93,40 @@ class StepRecorder:
                 "parts": [values for _, values in packed],
             },
         )
-        self._writing = asyncio.create_task(in_thread(write_step, self._folder, file, self._digest))
+        self._waiting.append(file)
+        self._begin_writing()
 
     async def written(self) -> str | None:
-        """Waits until all committed steps are written. Returns the digest of the last; None: nothing is recorded."""
+        """Waits until all committed steps are written. Returns the digest of the last; None: nothing is recorded. If
+        `fault` is not None afterwards, the disk did not take all of them: the next call tries again."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
-            self._digest = await writing
+            await writing
+        if self._waiting:
+            await in_thread(self._write_waiting)
         return self._digest if self._is_on else None
+
+    def _begin_writing(self) -> None:
+        self._writing = asyncio.create_task(in_thread(self._write_waiting))
+
+    def _write_waiting(self) -> None:
+        """Writes the files that wait, in order: each has the digest of the one before it."""
+        try:
+            while self._waiting:
+                self._digest = write_step(self._folder, self._waiting[0], self._digest)
+                self._waiting.popleft()
+            self.fault = None
+        except OSError as error:
+            self.fault = disk_fault(error)
+            if self.fault is None:
+                raise
+            waiting = sum(array.nbytes for file in self._waiting for array in file.arrays.values())
+            if waiting > _MOST_WAITING_BYTES:
+                raise RunFolderError(
+                    f"{self._folder} cannot be written: {self.fault}. The records of {len(self._waiting)} steps wait "
+                    f"in memory ({size_text(waiting)}), and there is no room for more. Make room, or repair the disk, "
+                    "and continue from the newest checkpoint."
+                ) from error
 
     async def close(self) -> None:
         """Gives up the step that is not committed, and waits for the others."""

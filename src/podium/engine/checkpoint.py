@@ -4,11 +4,15 @@
 Layout of `checkpoints/step-00000050/`: `rank-00000.safetensors` (tensors of one rank), `rank-00000.json` (which part of
 which tensor they are, with checksums), and `checkpoint.json` (everything else, written last). All of it is written in a
 folder named `.partial-...` that is renamed when every rank is done, so a crash at any moment leaves whole checkpoints
-only. Nothing in it is executable: safetensors and JSON.
+only. Older checkpoints are removed after that. What a full or broken disk does not take is removed again. Nothing in a
+checkpoint is executable: safetensors and JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import os
 import shutil
 import threading
 import time
@@ -20,15 +24,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file as save_tensors
 from torch import Tensor
 
+from podium.disk import disk_fault, free_bytes
 from podium.engine.checkpoint_files import (
     PARTIAL,
     SUPERSEDED,
     Extras,
     SavedCheckpoint,
+    SaveFailure,
+    SaveState,
     complete,
     fingerprint,
     flush,
-    read_json,
+    record_loss,
     saved_steps,
     to_remove,
     write_json,
@@ -39,6 +46,8 @@ from podium.models.tensor_shards import Box, TensorShard
 
 # The writing thread has its own deadline, and a more specific error.
 _SLACK_S = 5.0
+# Ends the name of the file by which a rank says that its part will not come.
+_FAILED = ".failed"
 
 
 class CheckpointWriter:
@@ -61,24 +70,34 @@ class CheckpointWriter:
         self._background, self._timeout_s = background, timeout_s
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._attempt = 0
+        self._state: SaveState = "idle"
+        self._gives_up = threading.Event()
+        self._losses: dict[int, float] = {}  # of saved steps, not yet recorded in their checkpoints
 
     def save(
         self, step: int, pieces: Sequence[TensorShard], extras: Extras, *, heldout_loss: float | None = None
     ) -> None:
-        """Copies the pieces off the device, then writes them in a background thread during training."""
+        """Copies the pieces off the device, then writes them in a background thread during training. Collective. A
+        fault of the disk is not raised here: `state` and `finish` return it, `wait` raises it."""
         self.wait()
-        self._attempt += 1
         staged = {piece.name: _staged(piece.local) for piece in pieces}
         if self._mesh.device.type == "cuda":
             torch.cuda.synchronize(self._mesh.device)
         partial = self._folder / f"{PARTIAL}{step:08d}"
+        self._gives_up.clear()
+        self._step, self._num_bytes, self._state = step, sum(each.nbytes for each in staged.values()), "writing"
+        failure: OSError | None = None
         if self._mesh.is_main:
             # Leftovers of killed saves: those of this step would count as parts of it.
             for old in self._folder.glob(f"{PARTIAL}*"):
                 shutil.rmtree(old, ignore_errors=True)
-            partial.mkdir(parents=True)
-        self._mesh.barrier()
+            try:
+                partial.mkdir(parents=True)
+            except OSError as error:
+                failure = error
+        if not self._mesh.gather(failure is None)[0]:  # all ranks know, so that none waits for the others
+            self._fail(partial, failure or _OtherRankError())
+            return
         job = threading.Thread(
             target=self._write, args=(partial, step, list(pieces), staged, extras, heldout_loss),
             name=f"checkpoint-{step}", daemon=True,
@@ -86,32 +105,59 @@ class CheckpointWriter:
         self._thread = job
         job.start()
         if not self._background:
+            self._join()
+
+    @property
+    def state(self) -> SaveState:
+        """How far this rank is with the last save. Does not wait. Only rank 0 knows that all ranks have written."""
+        return self._state
+
+    def finish(self, *, give_up: bool = False) -> SaveState:
+        """Waits until the save in flight has ended. Returns a fault of the disk once, so that it can be tried again;
+        raises other errors. `give_up`: another rank has failed, so rank 0 does not wait for its part."""
+        if give_up:
+            self._gives_up.set()
+        self._join()
+        state = self._state
+        if isinstance(state, SaveFailure):
+            self._state, self._failure = "idle", None
+        elif self._failure is not None:
             self.wait()
+        return state
 
     def wait(self) -> None:
         """Waits until the save in flight is complete; raises its error if it failed."""
-        if self._thread is not None:
-            self._thread.join(self._timeout_s + _SLACK_S)
-            if self._thread.is_alive():
-                raise CheckpointError(
-                    f"a checkpoint is still being written after {self._timeout_s:.0f} s. Is the disk of {self._folder} "
-                    "answering? Raise checkpoint.timeout_s if it is only slow."
-                )
-            self._thread = None
+        self._join()
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure, self._failure, self._state = self._failure, None, "idle"
             raise CheckpointError(f"saving into {self._folder} failed: {failure}") from failure
 
-    def grade(self, step: int, heldout_loss: float) -> None:
-        """Records the held-out loss of a step that was saved before the loss was known; rank 0 only."""
-        self.wait()
-        record = self._folder / f"step-{step:08d}" / "checkpoint.json"
-        write_json(record, {**read_json(record), "heldout_loss": heldout_loss})
+    def grade(self, step: int, heldout_loss: float) -> str | None:
+        """Records the held-out loss of a step that was saved before the loss was known; rank 0 only. Returns why it
+        cannot be recorded now; it is tried again with the next save."""
+        self._join()
+        self._losses[step] = heldout_loss
+        try:
+            self._record_losses()
+        except (OSError, CheckpointError) as error:
+            return disk_fault(error) or str(error)
+        return None
 
     def settle(self, deadline_s: float = 30.0) -> None:
         """Lets a save in flight finish when the run fails, so that an error does not cost the newest checkpoint."""
         if self._thread is not None:
             self._thread.join(deadline_s)
+
+    def _join(self) -> None:
+        if self._thread is None:
+            return
+        self._thread.join(self._timeout_s + _SLACK_S)
+        if self._thread.is_alive():
+            raise CheckpointError(
+                f"a checkpoint is still being written after {self._timeout_s:.0f} s. Is the disk of {self._folder} "
+                "answering? Raise checkpoint.timeout_s if it is only slow."
+            )
+        self._thread = None
 
     def _write(
         self,
@@ -139,19 +185,36 @@ class CheckpointWriter:
             write_json(partial / f"{name}.json", index)
             if self._mesh.is_main:
                 self._finish(partial, step, extras, heldout_loss)
+            self._state = "written"
         except BaseException as error:
-            self._failure = error
+            self._fail(partial, error)
+
+    def _fail(self, partial: Path, error: BaseException) -> None:
+        """Makes room at once: what is written of a checkpoint that will not be complete is removed. Whole ones stay."""
+        self._failure, fault = error, disk_fault(error)
+        free = free_bytes(self._folder)
+        if self._mesh.is_main:
+            shutil.rmtree(partial, ignore_errors=True)
+        else:
+            name = f"rank-{self._mesh.rank:05d}"
+            with contextlib.suppress(OSError):
+                for path in partial.glob(f"{name}.*"):
+                    path.unlink()
+                (partial / f"{name}{_FAILED}").touch()  # rank 0 looks for it
+        is_consequence = isinstance(error, _OtherRankError)
+        if fault is None and not is_consequence:
+            self._state = "idle"
+            return
+        self._state = SaveFailure(
+            step=self._step, folder=self._folder, reason=fault or str(error), needed_bytes=self._num_bytes,
+            free_bytes=free, is_consequence=is_consequence,
+        )  # fmt: skip
 
     def _finish(self, partial: Path, step: int, extras: Extras, heldout_loss: float | None) -> None:
-        expected = [partial / f"rank-{rank:05d}.json" for rank in range(self._mesh.world)]
-        deadline = time.monotonic() + self._timeout_s
-        while missing := [path.name for path in expected if not path.exists()]:
-            if time.monotonic() > deadline:
-                raise CheckpointError(
-                    f"{', '.join(missing)} did not appear in {partial} within {self._timeout_s:.0f} s"
-                )
-            time.sleep(0.02)
+        self._await_ranks(partial)
         complete(self._folder, partial, step, extras, ranks=self._mesh.world, heldout_loss=heldout_loss)
+        with contextlib.suppress(OSError, CheckpointError):  # the checkpoint is complete without them
+            self._record_losses()
         saved = saved_steps(self._folder)
         if self._beside is None:
             superfluous = to_remove(saved, keep=self._keep, keep_best=self._keep_best)
@@ -163,6 +226,34 @@ class CheckpointWriter:
         for aside in self._folder.glob(f"{SUPERSEDED}*"):
             if int(aside.name.removeprefix(SUPERSEDED)) <= step:
                 shutil.rmtree(aside, ignore_errors=True)
+
+    def _await_ranks(self, partial: Path) -> None:
+        names = [f"rank-{rank:05d}" for rank in range(self._mesh.world)]
+        deadline = time.monotonic() + self._timeout_s
+        while missing := [f"{name}.json" for name in names if not (partial / f"{name}.json").exists()]:
+            if self._gives_up.is_set() or any(partial.glob(f"*{_FAILED}")):
+                raise _OtherRankError
+            if not partial.exists():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(partial))
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"{', '.join(missing)} did not appear in {partial} within {self._timeout_s:.0f} s"
+                )
+            time.sleep(0.02)
+
+    def _record_losses(self) -> None:
+        """Records the losses that wait. Those of removed checkpoints are forgotten."""
+        for step in list(self._losses):
+            if (self._folder / f"step-{step:08d}").exists():
+                record_loss(self._folder, step, self._losses[step])
+            del self._losses[step]
+
+
+class _OtherRankError(Exception):
+    """Another rank could not write its part."""
+
+    def __init__(self) -> None:
+        super().__init__("another rank could not write its part")
 
 
 class CheckpointReader(SavedCheckpoint):

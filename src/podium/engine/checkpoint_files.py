@@ -12,16 +12,18 @@ import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from podium.errors import CheckpointError
 
-_FORMAT = 1
+# 2: checkpoint.json has a checksum of itself, and of the indexes of all ranks.
+_FORMAT, _OLDER_FORMATS = 2, (1,)
+_RECORD = "checkpoint.json"
 PARTIAL = ".partial-"
 SUPERSEDED = ".superseded-"
 
@@ -43,19 +45,58 @@ class SavedStep:
     heldout_loss: float | None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFailure:
+    """A checkpoint that could not be written because of the disk. It may be tried again."""
+
+    step: int
+    folder: Path
+    reason: str
+    needed_bytes: int = 0  # of all ranks as far as they are known
+    free_bytes: int | None = None
+    is_consequence: bool = False  # of the failure of another rank
+
+
+SaveState = Literal["idle", "writing", "written"] | SaveFailure
+"""How far the save of a writer is."""
+
+
+def joined_state(states: Sequence[SaveState]) -> SaveState:
+    """The state of a save from those of all ranks. A failure counts first, and that of the rank where it began."""
+    failures = [each for each in states if isinstance(each, SaveFailure)]
+    if failures:
+        first = min(failures, key=lambda each: each.is_consequence)
+        needed = [each.needed_bytes for each in failures]
+        # Ranks hold about equal parts.
+        return replace(first, needed_bytes=sum(needed) * len(states) // len(needed))
+    for state in ("writing", "written"):
+        if state in states:
+            return state
+    return "idle"
+
+
 class SavedCheckpoint:
     """One complete checkpoint, verified file by file."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
         self.folder = folder
-        self.record = read_json(folder / "checkpoint.json")
-        if self.record.get("format") != _FORMAT:
+        self.record = read_json(folder / _RECORD)
+        if self.record.get("format") not in (_FORMAT, *_OLDER_FORMATS):
             raise CheckpointError(
                 f"{folder} has format {self.record.get('format')}; this Podium reads format {_FORMAT}."
             )
-        self._indexes = [read_json(folder / f"rank-{rank:05d}.json") for rank in range(self.record["ranks"])]
+        is_whole = self.record["format"] in _OLDER_FORMATS or self.record.get("checksum") == _checksum(self.record)
+        if verify and not is_whole:
+            raise CheckpointError(f"{folder / _RECORD} is damaged: it is not what its checksum says.")
+        ranks = [f"rank-{rank:05d}.json" for rank in range(self.record["ranks"])]
+        missing = [name for name in ranks if not (folder / name).exists()]
+        if missing:
+            raise CheckpointError(f"{folder / missing[0]} is missing, so the checkpoint is incomplete.")
         if verify:
-            self._verify()
+            self._verify(self.record["files"])
+        self._indexes = [read_json(folder / name) for name in ranks]
+        if verify:
+            self._verify({name: written for index in self._indexes for name, written in index["files"].items()})
 
     @property
     def step(self) -> int:
@@ -76,10 +117,7 @@ class SavedCheckpoint:
         """The full shape of each saved tensor."""
         return {name: tuple(part["shape"]) for index in self._indexes for name, part in index["pieces"].items()}
 
-    def _verify(self) -> None:
-        expected = {**self.record["files"]}
-        for index in self._indexes:
-            expected.update(index["files"])
+    def _verify(self, expected: Mapping[str, Mapping[str, int]]) -> None:
         with ThreadPoolExecutor(8) as pool:
             actual_files = list(pool.map(lambda name: fingerprint(self.folder / name), expected))
         for (name, wanted), actual in zip(expected.items(), actual_files, strict=True):
@@ -103,15 +141,34 @@ def complete(
         "ranks": ranks,
         "heldout_loss": heldout_loss,
         "extras": extras.values,
-        "files": {arrays.name: fingerprint(arrays)},
+        "files": {path.name: fingerprint(path) for path in (arrays, *sorted(partial.glob("rank-*.json")))},
     }
-    write_json(partial / "checkpoint.json", record)
+    _write_record(partial / _RECORD, record)
     _flush_folder(partial)
-    final = folder / f"step-{step:08d}"
-    if final.exists():  # the same step saved again after a resume
-        shutil.rmtree(final)
+    final, aside = folder / f"step-{step:08d}", folder / f"{SUPERSEDED}{step:08d}"
+    if final.exists():  # the same step saved again after a resume: the old one is removed when the new one is in place
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(final, aside)
     os.replace(partial, final)
     _flush_folder(folder)
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def record_loss(folder: Path, step: int, heldout_loss: float) -> None:
+    """Records the held-out loss of a saved step in its checkpoint."""
+    path = folder / f"step-{step:08d}" / _RECORD
+    _write_record(path, {**read_json(path), "heldout_loss": heldout_loss})
+
+
+def _write_record(path: Path, record: Mapping[str, Any]) -> None:
+    values = json.loads(json.dumps(record))  # as it is read again: keys are texts
+    write_json(path, {**values, "checksum": _checksum(values)})
+
+
+def _checksum(record: Mapping[str, Any]) -> int:
+    """Of all values of checkpoint.json but the checksum itself."""
+    values = {name: value for name, value in record.items() if name != "checksum"}
+    return zlib.crc32(json.dumps(values, sort_keys=True).encode())
 
 
 def saved_steps(folder: Path) -> list[SavedStep]:
@@ -120,7 +177,7 @@ def saved_steps(folder: Path) -> list[SavedStep]:
     for path in sorted(path for path in folder.glob("step-*") if path.name.removeprefix("step-").isdigit()):
         loss = None
         with contextlib.suppress(CheckpointError):  # a damaged one is listed, and detected when it is opened
-            loss = read_json(path / "checkpoint.json").get("heldout_loss")
+            loss = read_json(path / _RECORD).get("heldout_loss")
         steps.append(SavedStep(step=int(path.name.removeprefix("step-")), folder=path, heldout_loss=loss))
     return steps
 

@@ -37,6 +37,7 @@ class StepReport:
     grad_norm: float  # before clipping
     skipped: bool  # non-finite loss or gradient: nothing was changed
     stop_requested: bool  # some rank should stop
+    save_failed: bool  # some rank could not write its part of a checkpoint
     sums: Mapping[str, float]  # sums of the step's tally, over all ranks
 
 
@@ -110,7 +111,7 @@ class PendingReport:
         """Waits for the device and returns the report."""
         if self._event is not None:
             self._event.synchronize()
-        loss, grad_norm, skipped, stops, differs, *sums = self._values.tolist()
+        loss, grad_norm, skipped, stops, differs, failed, *sums = self._values.tolist()
         if differs:
             raise UnsupportedModelError(
                 "some parameters got a gradient on one rank and none on another, so their sum over the ranks would be "
@@ -119,7 +120,7 @@ class PendingReport:
             )
         return StepReport(
             loss=loss, grad_norm=grad_norm, skipped=skipped > 0, stop_requested=stops > 0,
-            sums=dict(zip(self._names, sums, strict=True)),
+            save_failed=failed > 0, sums=dict(zip(self._names, sums, strict=True)),
         )  # fmt: skip
 
 
@@ -175,6 +176,7 @@ class TrainEngine:
         self._replicated = [each for each in self._trained if sharded and not isinstance(each.parameter, DTensor)]
         self._clip_norm = clip_norm
         self._multiple = round_tokens(mesh.device)
+        self.save_failed = False  # whether this rank tells the others that a checkpoint failed, with its next step
         self.num_optimizer_steps = 0  # of this process, begun: skipped ones count too
 
     @property
@@ -235,7 +237,7 @@ class TrainEngine:
         squares = self._norms(gradients, total).square().sum()
         # `new_full` fills on the device; `new_tensor` would copy from the host and wait for all work in flight.
         pattern = self._pattern(gradients)
-        flags = [total.new_full((), float(stop_requested)), total.new_full((), float(pattern))]
+        flags = [total.new_full((), float(each)) for each in (stop_requested, pattern, self.save_failed)]
         mine = torch.stack([total, squares, *flags])
         sums = self.mesh.sum(mine if tally is None else torch.cat([mine, tally.sums_M]))
         norm = sums[1].sqrt()
@@ -245,7 +247,7 @@ class TrainEngine:
         self.num_optimizer_steps += 1
         self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
         differs = sums[3] - self.mesh.world * pattern
-        values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip, sums[2], differs]), sums[4:]])
+        values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip, sums[2], differs, sums[4]]), sums[5:]])
         return PendingReport(values, () if tally is None else tally.names)
 
     def _norms(self, gradients: Mapping[int, Tensor], total: Tensor) -> Tensor:

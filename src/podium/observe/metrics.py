@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Self
 
 from podium.errors import RunFolderError
+from podium.observe.line_files import DiskReports, LineFile
 
 METRICS_FILE = "metrics.jsonl"  # in the folder of a run
 _TAIL_BYTES = 1 << 18
@@ -34,23 +35,33 @@ class StepMetrics:
 
 
 class MetricsFile:
-    """Appends metrics to one file; every line has been flushed when `append` returns."""
+    """Appends metrics to one file; every line has been flushed when `append` returns. With `reports`, a line that the
+    disk does not take waits in memory for the next one."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path, reports: DiskReports | None = None) -> None:
+        self._file = LineFile(path, reports)
+        self._file.open()
 
     @classmethod
-    def resume(cls, path: Path, *, step: int) -> Self:
+    def resume(cls, path: Path, *, step: int, reports: DiskReports | None = None) -> Self:
         """Opens the file of a resumed run. Lines after `step` are removed first, so that no step appears twice."""
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             _rewrite(path, [metrics for metrics in read_metrics(path) if metrics.step <= step])
-        return cls(path)
+        return cls(path, reports)
+
+    @property
+    def num_waiting(self) -> int:
+        """Lines that are not in the file yet."""
+        return self._file.num_waiting
 
     def append(self, metrics: StepMetrics) -> None:
         """Writes one line and flushes it."""
-        self._file.write(_line(metrics))
-        self._file.flush()
+        self._file.append([_line(metrics)])
+
+    def restore(self) -> None:
+        """Writes a file that somebody removed again."""
+        self._file.restore()
 
     def close(self) -> None:
         """Closes the file."""

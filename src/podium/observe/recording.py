@@ -10,30 +10,42 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from podium.disk import disk_fault
 from podium.observe.console import Console, EvaluationView, PlainConsole, StepView
 
 # What writing raises when nobody reads standard output any more: a pipe (`| head`), or a terminal that was closed.
 _NO_READER = (errno.EPIPE, errno.EIO)
+# What it raises when it goes to a file on a full disk. The stream keeps the text, and tries again with the next.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+# Bytes of text that wait for a disk.
+_MOST_WAITING = 1 << 20
 
 
 class LogFile:
     """Appends text to a file, which several processes may do. Keeps the text until it has a file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._path, self._waiting = path, ""
+        self._path, self._waiting = path, b""
 
     def open(self, path: Path) -> None:
         """From now on the text goes to this file, beginning with what was kept."""
-        self._path, waiting, self._waiting = path.absolute(), self._waiting, ""
-        self.write(waiting)
+        self._path = path.absolute()
+        self.write("")
 
     def write(self, text: str) -> None:
-        """Appends the text. The folder of a run that failed before its first step is gone: then the text is lost."""
-        if self._path is None:
-            self._waiting += text
-        elif text:
-            with contextlib.suppress(FileNotFoundError), self._path.open("a", encoding="utf-8") as file:
-                file.write(text)
+        """Appends the text. What the disk does not take is kept for the next call, up to a limit: it may be full, and
+        the folder of a run that failed before its first step is gone."""
+        self._waiting += text.encode()
+        if self._path is None or not self._waiting:
+            return
+        try:
+            with self._path.open("ab", buffering=0) as file:
+                while self._waiting:
+                    self._waiting = self._waiting[file.write(self._waiting) :]
+        except OSError as error:
+            if disk_fault(error) is None:
+                raise
+            self._waiting = self._waiting[-_MOST_WAITING:]
 
     def flush(self) -> None:
         """Does nothing: the file is closed after every write."""
@@ -99,6 +111,8 @@ def tolerate_no_reader(on_lost: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     except OSError as error:
+        if error.errno in _NO_ROOM:
+            return
         if error.errno not in _NO_READER:
             raise
         with contextlib.suppress(OSError, ValueError):  # replaced by an object without a file, as in a notebook

@@ -21,6 +21,7 @@ from podium.cluster import Computed, WorkerContext
 from podium.data.tokenizer import load_tokenizer
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
+from podium.engine.checkpoint_files import SaveState
 from podium.engine.mesh import adopt
 from podium.engine.offload import what_can_leave
 from podium.engine.optimizer import AdamW
@@ -166,13 +167,14 @@ class CriticRank(Critic):
         self._state.wait_copied()
         return self._held.hold(residency)
 
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Begins to write a checkpoint."""
         self._writer.save(step, checkpoint_shards(self._engine), training_extras(self._engine, values))
+        return self._writer.state
 
-    def finish_saving(self) -> None:
-        """Waits until the checkpoint is complete."""
-        self._writer.wait()
+    def finish_saving(self) -> SaveState:
+        """Waits until the checkpoint has ended."""
+        return self._writer.finish()
 
     def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
         """Begins to copy weights and optimizer state to host memory."""

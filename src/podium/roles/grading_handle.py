@@ -18,8 +18,9 @@ from podium.environments.grading import MOST_HANGING
 from podium.errors import ClusterError, DeadlineError, WorkerDiedError
 from podium.roles.carriers import Floats, GradeNote, GraderFacts, GradeShard, Residency
 from podium.roles.grader import Grader, Purpose
-from podium.roles.handles import PHASE_S, even_parts
+from podium.roles.handles import PHASE_S
 from podium.roles.interfaces import RewardModel
+from podium.roles.mini_batches import even_parts
 from podium.roles.stages import Rollouts
 
 

@@ -13,9 +13,10 @@ import numpy as np
 
 from podium.algorithms.staleness import merge_ages
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics, ValueStatistics
-from podium.cluster import CallResult, Metric, RoleGroup, RowRefs, ShardResult
+from podium.cluster import CallResult, Metric, RoleGroup, RowRefs
 from podium.data.splitting import SplitPlan, split_rows
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, ValueColumns
+from podium.engine.checkpoint_files import SaveFailure, SaveState, joined_state
 from podium.errors import WorkerDiedError
 from podium.recipe import AlgorithmSection
 from podium.roles.carriers import (
@@ -30,6 +31,14 @@ from podium.roles.carriers import (
 )
 from podium.roles.episode_stream import EpisodeStream, Lost, streaming
 from podium.roles.interfaces import Critic, CriticShard, Generator, GeneratorUsage, Learner, LearnerFacts, Scorer
+from podium.roles.mini_batches import (
+    deal_mini_batches,
+    even_parts,
+    joined_distance,
+    mini_batch_order,
+    rank_batches,
+    without_idle,
+)
 from podium.roles.stages import (
     Advantages,
     CriticReport,
@@ -64,7 +73,7 @@ class GeneratorHandle:
         return streaming(self._group, plan)
 
     async def replace(self, stream: EpisodeStream, lost: Lost) -> None:
-        """Raises the error: an engine that died takes the run with it."""
+        """Raises the error: who has its weights replaces it, or the run goes back to its last committed step."""
         raise lost.error
 
     async def lanes(self) -> tuple[int, ...]:
@@ -234,17 +243,27 @@ class LearnerHandle:
         """Sets the residency on all ranks."""
         await self._group.call_all(Learner.hold, residency)
 
-    async def save(self, step: int, values: Mapping[str, Any]) -> None:
+    async def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Begins to write a checkpoint on all ranks."""
-        await self._group.call_all(Learner.save, step, values)
+        return await self._joined(_states(await self._group.call_all(Learner.save, step, values)))
 
-    async def finish_saving(self) -> None:
-        """Waits until the checkpoint is complete on all ranks."""
-        await self._group.call_all(Learner.finish_saving)
+    async def save_state(self) -> SaveState:
+        """How far all ranks are with the checkpoint in flight. Does not wait, unless one has failed: then all end."""
+        return await self._joined(_states(await self._group.control_all(Learner.save_state)))
 
-    async def grade(self, step: int, loss: float) -> None:
-        """Records the loss of a saved step; the lowest is the best."""
-        await self._group.call_one(0, Learner.grade, step, loss)
+    async def finish_saving(self) -> SaveState:
+        """Waits until the checkpoint has ended on all ranks. Returns a fault of the disk."""
+        return joined_state(_states(await self._group.call_all(Learner.finish_saving)))
+
+    async def _joined(self, states: Sequence[SaveState]) -> SaveState:
+        state = joined_state(states)
+        if isinstance(state, SaveFailure):
+            state = joined_state(_states(await self._group.call_all(Learner.finish_saving, give_up=True)))
+        return state
+
+    async def grade(self, step: int, loss: float) -> str | None:
+        """Records the loss of a saved step; the lowest is the best. Returns why it cannot be recorded now."""
+        return (await self._group.call_one(0, Learner.grade, step, loss)).value
 
     def _shard(
         self,
@@ -302,9 +321,9 @@ class ScorerHandle:
         """Copies the weights of a colocated learner on all ranks."""
         await self._group.call_all(Scorer.copy_from, role)
 
-    async def save(self, step: int) -> None:
+    async def save(self, step: int) -> SaveState:
         """Writes the weights on all ranks."""
-        await self._group.call_all(Scorer.save, step)
+        return joined_state(_states(await self._group.call_all(Scorer.save, step)))
 
     async def hold(self, residency: Residency) -> None:
         """Sets the residency on all ranks."""
@@ -377,10 +396,10 @@ class CriticHandle:
         """Sets the residency on all ranks."""
         await self._group.call_all(Critic.hold, residency)
 
-    async def save(self, step: int, values: Mapping[str, Any]) -> None:
-        """Writes a checkpoint on all ranks and waits until it is complete."""
+    async def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
+        """Writes a checkpoint on all ranks and waits until it is complete. Returns a fault of the disk."""
         await self._group.call_all(Critic.save, step, values)
-        await self._group.call_all(Critic.finish_saving)
+        return joined_state(_states(await self._group.call_all(Critic.finish_saving)))
 
 
 async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transfer: ByBroadcast) -> int:
@@ -389,71 +408,8 @@ async def send_weights(policy: LearnerHandle, generator: GeneratorHandle, transf
     return came
 
 
-def deal_mini_batches(group_N: Ints, count: int, order: np.random.Generator) -> Ints:
-    """The mini-batch of each episode. Groups stay whole if there are enough of them."""
-    prompt_indices, group = np.unique(group_N, return_inverse=True)
-    units = len(prompt_indices) if len(prompt_indices) >= count else len(group_N)
-    shuffled = order.permutation(units)
-    dealt = np.empty(units, np.int64)
-    dealt[shuffled] = np.arange(units) * count // units
-    return dealt[group] if units == len(prompt_indices) and len(prompt_indices) >= count else dealt
-
-
-def without_idle(train_batch: TrainBatch, plan: UpdatePlan, mini_batch_N: Ints) -> tuple[Ints, list[tuple[int, int]]]:
-    """Returns (episodes to compute, tokens and episodes of each mini-batch that only count). An episode with advantage
-    0 (all rewards of its group are equal) has no gradient unless a KL or entropy term gives it one. It still counts in
-    the loss denominator, but is not computed. A mini-batch that would be empty is computed whole."""
-    count, algorithm = int(mini_batch_N.max(initial=0)) + 1, plan.algorithm
-    everything = np.arange(len(mini_batch_N)), [(0, 0)] * count
-    advantages = train_batch.advantages
-    if not isinstance(advantages, Advantages) or advantages.values_N is None or advantages.whiten:
-        return everything
-    if algorithm.needs_idle_episodes:
-        return everything
-    idle_N = advantages.values_N == 0
-    left = np.bincount(mini_batch_N[~idle_N], minlength=count)
-    idle_N &= left[mini_batch_N] > 0
-    trained_N = train_batch.rollouts.note.trained_N
-    tokens = np.bincount(mini_batch_N, trained_N * idle_N, count).astype(int).tolist()
-    episodes = np.bincount(mini_batch_N, idle_N & (trained_N > 0), count).astype(int).tolist()
-    return np.flatnonzero(~idle_N), list(zip(tokens, episodes, strict=True))
-
-
-def mini_batch_order(count: int, epochs: int, order: np.random.Generator) -> list[int]:
-    """The order of the mini-batches, shuffled again in every epoch after the first."""
-    first = list(range(count))
-    return first + [int(each) for _ in range(epochs - 1) for each in order.permutation(count)]
-
-
-def rank_batches(split: SplitPlan, rank: int, sequence: Sequence[int]) -> tuple[Ints, tuple[tuple[Ints, ...], ...]]:
-    """Returns (positions of this rank's rows, [optimizer step][micro-step] -> positions among those)."""
-    mine = np.flatnonzero(split.rank_N == rank)
-    by_mini_batch = split.rows(rank)
-    return mine, tuple(
-        tuple(np.searchsorted(mine, part) for part in by_mini_batch[mini_batch]) for mini_batch in sequence
-    )
-
-
-def even_parts(lengths_N: Ints, count: int) -> list[Ints]:
-    """Rows for each of `count` ranks with about the same number of tokens; ascending."""
-    if count == 1:
-        return [np.arange(len(lengths_N))]
-    split = split_rows(lengths_N, lengths_N.astype(float), num_ranks=count, max_tokens=int(lengths_N.sum()) + 1)
-    return [np.flatnonzero(split.rank_N == rank) for rank in range(count)]
-
-
-def joined_distance(results: Sequence[ShardResult[TokenColumn]], rows: RowRefs[TrajectoryBlock]) -> DistanceNote:
-    """The notes of all ranks in the order of the rows."""
-    non_empty = [result for result in results if len(result.ids)]
-    ids = np.concatenate([rows.ids.positions_of(result.ids) for result in non_empty])
-    back = np.argsort(ids)
-    notes: list[DistanceNote] = [result.note for result in non_empty]
-    return DistanceNote(
-        k1_N=np.concatenate([note.k1_N for note in notes])[back],
-        k2_N=np.concatenate([note.k2_N for note in notes])[back],
-        k3_N=np.concatenate([note.k3_N for note in notes])[back],
-        tokens_N=np.concatenate([note.tokens_N for note in notes])[back],
-    )
+def _states(answers: Sequence[CallResult[SaveState]]) -> list[SaveState]:
+    return [answer.value for answer in answers]
 
 
 def _mean(parts: Sequence[tuple[float, float]]) -> float | None:

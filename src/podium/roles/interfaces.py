@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from podium.cluster import Computed, Metric, RowRefs
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import Ints, TokenColumn, TrajectoryBlock, TrajectoryId, TrajectoryIds, ValueColumns
+from podium.engine.checkpoint_files import SaveState
 from podium.models.cpu_settings import CpuSettings
 from podium.recipe import AlgorithmSection, ModelSection, OnPolicyRecipe, RolloutSection
 from podium.roles.carriers import (
@@ -158,16 +159,21 @@ class Learner(Stateful):
         memory."""
 
     @abstractmethod
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Begins to write a checkpoint; `values` come from the controller."""
 
     @abstractmethod
-    def finish_saving(self) -> None:
-        """Waits until the checkpoint in flight is complete; raises its error if it failed."""
+    def save_state(self) -> SaveState:
+        """How far this rank is with the checkpoint in flight. Does not wait."""
 
     @abstractmethod
-    def grade(self, step: int, loss: float) -> None:
-        """Records the loss of a saved step; lower is better."""
+    def finish_saving(self, *, give_up: bool = False) -> SaveState:
+        """Waits until the checkpoint in flight has ended. Returns a fault of the disk, and raises other errors.
+        `give_up`: another rank has failed, so rank 0 does not wait for its part."""
+
+    @abstractmethod
+    def grade(self, step: int, loss: float) -> str | None:
+        """Records the loss of a saved step; lower is better. Returns why it cannot be recorded now."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -315,12 +321,12 @@ class Critic(Stateful):
         """Sets the residency. Offloaded: optimizer state and weights are in host memory; no other role reads them."""
 
     @abstractmethod
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Begins to write a checkpoint; `values` come from the controller."""
 
     @abstractmethod
-    def finish_saving(self) -> None:
-        """Waits until the checkpoint in flight is complete; raises its error if it failed."""
+    def finish_saving(self) -> SaveState:
+        """Waits until the checkpoint in flight has ended. Returns a fault of the disk, and raises other errors."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,8 +357,8 @@ class Scorer(Stateful):
         """Copies the weights of a learner on the same devices with the same sharding, or its adapter if it has one."""
 
     @abstractmethod
-    def save(self, step: int) -> None:
-        """Writes its weights. After a refresh no other file holds them."""
+    def save(self, step: int) -> SaveState:
+        """Writes its weights. After a refresh no other file holds them. Returns a fault of the disk."""
 
     @abstractmethod
     def hold(self, residency: Residency) -> MemoryChange:

@@ -15,6 +15,7 @@ from podium.algorithms.dense import token_cross_entropy
 from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
+from podium.engine.checkpoint_files import SaveState
 from podium.engine.mesh import Mesh, adopt
 from podium.engine.offload import OffloadedTensors, what_can_leave
 from podium.engine.optimizer import AdamW
@@ -158,13 +159,18 @@ class LearnerRank(Learner):
             return MemoryChange(measured_bytes=moved, accounted_bytes=back.nbytes)
         return MemoryChange(measured_bytes=0, accounted_bytes=0)
 
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Begins to write a checkpoint."""
         self._writer.save(step, checkpoint_shards(self.engine), training_extras(self.engine, values))
+        return self._writer.state
 
-    def finish_saving(self) -> None:
-        """Waits until the checkpoint is complete."""
-        self._writer.wait()
+    def save_state(self) -> SaveState:
+        """How far this rank is with the checkpoint in flight."""
+        return self._writer.state
+
+    def finish_saving(self, *, give_up: bool = False) -> SaveState:
+        """Waits until the checkpoint has ended."""
+        return self._writer.finish(give_up=give_up)
 
     def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
         """Begins to copy weights and optimizer state to host memory."""
@@ -181,10 +187,9 @@ class LearnerRank(Learner):
         restore_engine(self.engine, saved)
         return saved.values
 
-    def grade(self, step: int, loss: float) -> None:
+    def grade(self, step: int, loss: float) -> str | None:
         """Records the loss of a saved step; the lowest is the best."""
-        if self.mesh.is_main:
-            self._writer.grade(step, loss)
+        return self._writer.grade(step, loss) if self.mesh.is_main else None
 
     @property
     def _max_tokens(self) -> int:

@@ -14,7 +14,7 @@ from podium.cluster import Computed, RowRefs, WorkerContext
 from podium.data.tokenizer import has_tokenizer, load_tokenizer, require_same_tokens
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter
-from podium.engine.checkpoint_files import Extras
+from podium.engine.checkpoint_files import Extras, SaveState
 from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
 from podium.engine.resuming import buffer_pieces, weight_pieces
@@ -85,7 +85,7 @@ class ScorerRank(Scorer):
             for name, buffer in persistent_buffers(self._model.hf).items():
                 buffer.copy_(buffers[name])
 
-    def save(self, step: int) -> None:
+    def save(self, step: int) -> SaveState:
         """Writes the weights and returns when they are complete."""
         assert self._spec.checkpoints is not None
         writer = CheckpointWriter(
@@ -93,6 +93,7 @@ class ScorerRank(Scorer):
             beside=self._spec.beside,
         )  # fmt: skip
         writer.save(step, self._pieces(), Extras(values={}, arrays={}))
+        return writer.finish()
 
     def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
         """Begins to copy the weights to host memory."""

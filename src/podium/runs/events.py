@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Iterator
@@ -28,7 +29,8 @@ class Recovery:
 def append_recovery(run: Path, *, part: str, cause: str, remedy: str, step: int, seconds: float) -> None:
     """Adds a recovery to the run's events."""
     event = Recovery(part=part, cause=cause, remedy=remedy, step=step, seconds=seconds, time_s=time.time())
-    with (run / EVENTS_FILE).open("a", encoding="utf-8") as file:
+    # A full disk must not end the run: the console has it too.
+    with contextlib.suppress(OSError), (run / EVENTS_FILE).open("a", encoding="utf-8") as file:
         file.write(json.dumps({"event": "recovery", **asdict(event)}) + "\n")
 
 

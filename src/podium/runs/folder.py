@@ -229,7 +229,8 @@ class RunFolder:
                 shutil.rmtree(self.path)
                 error.add_note(f"it failed before the end of its first step, and left nothing in {self.path}")
                 return
-            self.update(status="failed", error=(str(error) or type(error).__name__).splitlines()[0])
+            with contextlib.suppress(OSError):  # a full disk, for instance: how to continue is said all the same
+                self.update(status="failed", error=(str(error) or type(error).__name__).splitlines()[0])
             steps = self.saved_steps()
             if steps and steps[-1] >= self.recipe(needs_environment=False).steps:
                 error.add_note(f"all steps are done and saved: podium export {self.path} OUT")
@@ -283,20 +284,27 @@ class RunFolder:
         """Stores the CPU settings for a resumed run."""
         self.update(cpu={"ranks": num_ranks, "threads": settings.threads, "onednn": settings.onednn})
 
-    def samples(self, step: int, rows: list[Mapping[str, Any]]) -> None:
-        """Appends the answers of one evaluation to samples.jsonl."""
-        _append(self.samples_file, step, rows)
+    def snapshot(self) -> dict[str, str]:
+        """The texts of recipe.yaml and run.json, by name, as far as they are there."""
+        files = (self.recipe_file, self._state_file)
+        return {file.name: file.read_text(encoding="utf-8") for file in files if file.is_file()}
 
-    def skipped_rows(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Appends rows to skipped_rows.jsonl."""
-        _append(self.skipped_file, step, rows)
+    def is_removed(self, snapshot: Mapping[str, str]) -> bool:
+        """Whether files of the snapshot are no longer there: somebody has removed the folder."""
+        return any(not (self.path / name).exists() for name in snapshot)
+
+    def restore(self, snapshot: Mapping[str, str]) -> None:
+        """Makes a folder that somebody removed again, with the files of the snapshot."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        for name, text in snapshot.items():
+            write_atomically(self.path / name, text)
 
     def skipped_places(self) -> set[str]:
         """Files and lines of all rows that were skipped so far."""
         if not self.skipped_file.exists():
             return set()
-        lines = self.skipped_file.read_text(encoding="utf-8").splitlines()
-        return {str(json.loads(line)["place"]) for line in lines}
+        lines = self.skipped_file.read_text(encoding="utf-8").splitlines(keepends=True)
+        return {str(json.loads(line)["place"]) for line in lines if line.endswith("\n")}
 
 
 def overwritten(path: Path) -> Path:
@@ -356,10 +364,9 @@ def is_held(path: Path) -> bool:
         return False
 
 
-def _append(path: Path, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    with path.open("a", encoding="utf-8") as file:
-        for row in rows:
-            file.write(json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n")
+def row_lines(step: int, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Rows of a step as lines of samples.jsonl or skipped_rows.jsonl."""
+    return [json.dumps({"step": step, **row}, ensure_ascii=False, default=str) + "\n" for row in rows]
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -47,8 +47,13 @@ class InterruptHandler:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._stop_file is not None and not self._asked:
             self._asked = True
-            self._stop_file.touch()
-            print(STOPPING, flush=True)
+            try:
+                self._stop_file.parent.mkdir(parents=True, exist_ok=True)  # somebody may have removed the run folder
+                self._stop_file.touch()
+                print(STOPPING, flush=True)
+            except OSError as error:
+                reason = error.strerror or error
+                print(f"\n{self._stop_file} cannot be written: {reason}. Press Ctrl-C again to end at once", flush=True)
         else:
             self.ended = True
             self._end_ranks()

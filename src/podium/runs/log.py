@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 
 from podium.data.skipping import SkippedRow
+from podium.disk import disk_fault
+from podium.engine.checkpoint_files import SaveFailure
+from podium.errors import RunFolderError, counted
 from podium.observe import (
     Console,
     EvaluationView,
@@ -19,8 +22,10 @@ from podium.observe import (
     StepView,
     open_loggers,
 )
+from podium.observe.line_files import LineFile
 from podium.recipe import Recipe
-from podium.runs.folder import RunFolder
+from podium.runs.disk_reports import ADVICE, ConsoleDiskReports, save_failure_text
+from podium.runs.folder import RunFolder, row_lines
 from podium.runs.learning_watch import LearningWatch
 from podium.runs.result import end_status
 
@@ -34,14 +39,16 @@ def open_log(
     """Opens the log of a run that begins after `step` steps, without an earlier attempt's records of later steps.
     `stack` closes it. Ranks other than the first write nothing."""
     loggers: Sequence[Logger] = ()
-    metrics = None
+    metrics, reports = None, ConsoleDiskReports(console)
     if is_main:
         loggers = open_loggers(recipe.run.loggers, folder.path, resume_step=step or None)
         for logger in loggers:
             stack.callback(logger.close)
-        metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step))
+        metrics = stack.enter_context(MetricsFile.resume(folder.metrics_file, step=step, reports=reports))
         folder.forget_after(step)
-    return RunLog(recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step)
+    log = RunLog(recipe, folder, console=console, metrics=metrics, loggers=loggers, first_step=step, reports=reports)
+    stack.callback(log.close)
+    return log
 
 
 class RunLog:
@@ -56,8 +63,16 @@ class RunLog:
         metrics: MetricsFile | None,
         loggers: Sequence[Logger],
         first_step: int,
+        reports: ConsoleDiskReports | None = None,
     ) -> None:
         self._recipe, self._folder = recipe, folder
+        self.disk_reports = reports or ConsoleDiskReports(console)
+        self._samples = LineFile(folder.samples_file, self.disk_reports)
+        self._skipped = LineFile(folder.skipped_file, self.disk_reports)
+        self._snapshot = {} if metrics is None else folder.snapshot()
+        self._holding = ExitStack()  # of the folder that was made again
+        self._failed_loggers: set[str] = set()
+        self._is_announced = self._save_is_failing = False
         self._metrics, self._loggers, self.console = metrics, loggers, console
         self._first_step = first_step
         self._first_done: tuple[int, float] | None = None  # the first step of this process, and when it was done
@@ -71,21 +86,95 @@ class RunLog:
         if self._metrics is not None:
             self._metrics.append(metrics)
         for logger in self._loggers:
-            logger.log(metrics)
+            self._use(logger, lambda logger=logger: logger.log(metrics))  # type: ignore[misc]
+
+    def _use(self, logger: Logger, write: Callable[[], None]) -> None:
+        """Writes to a logger. A fault of the disk costs it a record, and not the run."""
+        try:
+            write()
+        except OSError as error:
+            fault = disk_fault(error)
+            if fault is None:
+                raise
+            if type(logger).__name__ not in self._failed_loggers:
+                self._failed_loggers.add(type(logger).__name__)
+                self.console.warning(f"{type(logger).__name__} cannot write: {fault}. Some of its records are missing.")
 
     def step(self, view: StepView, values: Mapping[str, float]) -> None:
         """Logs a finished step: its metrics, a console line with the remaining time, and a warning if the last steps
         cannot learn."""
         self.write(view.step, values)
         self.last_loss = values.get("loss")
-        num_done = view.step - self._first_step
-        if num_done == 1:
-            self._folder.update(status="running")
-            self._folder.forget_overwritten()
+        if not self._is_announced:
+            self._announce()
         self.console.step(replace(view, eta_s=self._eta_s(view.step, values.get("step_s"))))
         warning = self._learning_watch.check(view.step, values)
         if warning is not None:
             self.console.warning(warning)
+
+    def _announce(self) -> None:
+        """Notes in run.json that the run has begun. A disk that does not take it is tried again after the next
+        step."""
+        try:
+            self._folder.update(status="running")
+            self._folder.forget_overwritten()
+        except OSError as error:
+            fault = disk_fault(error)
+            if fault is None:
+                raise
+            self.disk_reports.cannot_write(self._folder.path, fault)
+            return
+        self._is_announced = True
+        self.disk_reports.writes_again(self._folder.path)
+        if self._metrics is not None:
+            self._snapshot = self._folder.snapshot()
+
+    def restore_folder(self) -> bool:
+        """Makes the run folder again if somebody has removed it, with recipe, state and metrics. Returns whether that
+        happened: then no checkpoint is left. Ranks other than the first return False."""
+        if not self._folder.is_removed(self._snapshot):
+            return False
+        try:
+            self._folder.restore(self._snapshot)
+        except OSError as error:
+            fault = disk_fault(error)
+            if fault is None:
+                raise RunFolderError(
+                    f"the run folder {self._folder.path} was removed, and cannot be made again: "
+                    f"{error.strerror or error}. Nothing can be saved there."
+                ) from error
+            self.disk_reports.cannot_write(self._folder.path, fault)
+            return False
+        self._holding.close()
+        self._holding.enter_context(self._folder.held())
+        self.console.warning(
+            f"somebody removed the run folder {self._folder.path} while the run uses it. It is made again with recipe, "
+            "state and metrics; checkpoints, samples and records of steps are lost. A new checkpoint is written next."
+        )
+        if self._metrics is not None:
+            self._metrics.restore()
+        for file in (self._samples, self._skipped):
+            file.restore()
+        return True
+
+    def save_failed(self, failure: SaveFailure, *, newest: int | None, retry_step: int) -> None:
+        """Warns that a checkpoint could not be written, and says when it is tried again."""
+        self._save_is_failing = True
+        self.console.warning(
+            f"{save_failure_text(failure, newest=newest)} Training goes on, and step {retry_step} tries again. {ADVICE}"
+        )
+
+    def saved(self, step: int) -> None:
+        """Notes that a checkpoint is whole, if one before it failed."""
+        if self._save_is_failing:
+            self._save_is_failing = False
+            self.console.note(f"the checkpoint of step {step} is written: checkpoints can be saved again")
+
+    def close(self) -> None:
+        """Tries once more to write what waits, and closes the files."""
+        for file in (self._samples, self._skipped):
+            file.close()
+        self._holding.close()
 
     def _eta_s(self, step: int, step_s: float | None) -> float | None:
         """Seconds until the last step, from the steps since the first one, with the evaluations and checkpoints between
@@ -103,10 +192,10 @@ class RunLog:
         self.write(view.step, values)
         self.console.evaluation(view)
         if answers:
-            self._folder.samples(view.step, [asdict(answer) for answer in answers])
+            self._samples.append(row_lines(view.step, [asdict(answer) for answer in answers]))
             text = "\n\n".join(f"{each.prompt}\n-> {each.answer}" for each in view.samples)
             for logger in self._loggers:
-                logger.text(view.step, "samples", text)
+                self._use(logger, lambda logger=logger: logger.text(view.step, "samples", text))  # type: ignore[misc]
 
     def skipped_rows(self, step: int, rows: Sequence[SkippedRow]) -> None:
         """Names rows that were skipped up to `step`: all in the run folder, the first on the console. A row that is
@@ -122,9 +211,14 @@ class RunLog:
         if len(known) < _SHOWN_SKIPPED < len(known) + len(new):
             self.console.warning(f"further skipped rows are named in {self._folder.skipped_file} only")
         known |= new.keys()
-        self._folder.skipped_rows(step, [row.values() for row in new.values()])
+        self._skipped.append(row_lines(step, [row.values() for row in new.values()]))
 
     def finish(self, step: int) -> None:
         """Logs the end of the run: all steps are done, or a stop was requested."""
+        self.restore_folder()
+        if self._metrics is not None and self._metrics.num_waiting:
+            self.console.warning(
+                f"{counted(self._metrics.num_waiting, 'line')} of {self._folder.metrics_file} could not be written"
+            )
         self._folder.stop_file.unlink(missing_ok=True)
         self._folder.update(status=end_status(self._recipe, step), step=step)

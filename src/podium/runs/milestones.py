@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from podium.recipe import Recipe
 
+# A save that failed is tried again after 1, 2, 4, ... steps, and at most this many.
+_LONGEST_PAUSE = 32
+
 
 class Milestones:
     """Which steps save and evaluate, and which step was saved and evaluated last. Saving comes before evaluating,
@@ -12,16 +15,56 @@ class Milestones:
 
     def __init__(self, recipe: Recipe, step: int, *, evaluates: bool) -> None:
         self._recipe, self._evaluates = recipe, evaluates
-        self.saved_step = step
+        self.saved_step = step  # or the one that is being saved
         self.evaluated_step: int | None = None
+        self.is_saving = False  # as far as is known: the outcome of the last save was not reported yet
+        self._whole_step = step  # the last that is known to be saved
+        self._retry_step: int | None = None
+        self._num_failed = 0  # in a row
+
+    @property
+    def whole_step(self) -> int | None:
+        """The last step that is known to be saved; None: there is none."""
+        return self._whole_step or None
 
     def starts_with_evaluation(self, step: int) -> bool:
         """Whether a new run evaluates before its first step."""
         return step == 0 and self._recipe.evaluation.at_start and self.evaluated_step is None
 
     def save_is_due(self, step: int) -> bool:
-        """Whether a checkpoint follows this step."""
+        """Whether a checkpoint follows this step: it is due, or the last one failed and is tried again."""
+        if self._retry_step is not None:
+            return step >= self._retry_step
         return _is_due(self._recipe.checkpoint.every, step)
+
+    def saving(self, step: int) -> None:
+        """A save of this step has begun."""
+        self.saved_step, self.is_saving = step, True
+
+    def save_is_whole(self) -> bool:
+        """The save that was begun last is complete. Returns whether one before it had failed."""
+        had_failed = self._num_failed > 0
+        self._whole_step, self.is_saving = self.saved_step, False
+        self._retry_step, self._num_failed = None, 0
+        return had_failed
+
+    def save_failed(self, step: int) -> int:
+        """The save that was begun last failed, as is known after `step`. Returns the step that tries again."""
+        self.saved_step, self.is_saving = self._whole_step, False
+        self._retry_step = step + min(2**self._num_failed, _LONGEST_PAUSE)
+        self._num_failed += 1
+        return self._retry_step
+
+    def forget_saved(self, step: int) -> None:
+        """All checkpoints are gone: the next step saves, also if one is being saved now."""
+        self._whole_step, self._retry_step = 0, step + 1
+        if not self.is_saving:
+            self.saved_step = 0
+
+    def rewound(self, step: int) -> None:
+        """The run goes on after `step` with other workers. A save that the old ones had begun is begun again."""
+        if self.is_saving:
+            self.saved_step, self.is_saving, self._retry_step = self._whole_step, False, step + 1
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether an evaluation follows this step."""

@@ -53,7 +53,7 @@ def write_step(folder: Path, file: StepFile, previous: str) -> str:
     Returns its own digest."""
     header = json.dumps({"format": _FORMAT, "step": file.step, "previous": previous, "values": file.values})
     digest = _digest(file.arrays, header)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     path = step_path(folder, file.step)
     temporary = path.with_name(path.name + _TEMPORARY)
     with temporary.open("wb") as stream:

@@ -27,7 +27,7 @@ from podium.engine.parameters import TrainedParameter
 from podium.engine.resuming import restore_optimizer
 from podium.engine.sharding import PackedModel, compute_dtype, place, place_scalar
 from podium.engine.train_step import TrainEngine
-from podium.errors import UnsupportedModelError, counted
+from podium.errors import CheckpointError, UnsupportedModelError, counted
 from podium.models.cost import model_cost
 from podium.models.cpu_settings import CpuSettings
 from podium.models.device import choose_cpu_settings, matrix_peak
@@ -105,8 +105,8 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
 
 def _save_before_failing(run: SpmdRun[SpmdRecipe], error: Exception, where: RankPlace, folder: RunFolder) -> None:
     """The failure is what the user must see, so an error of the save is only added to it."""
-    if isinstance(error, UnsupportedModelError):
-        return  # found after the update: the weights are wrong
+    if isinstance(error, UnsupportedModelError | CheckpointError):
+        return  # found after the update: the weights are wrong; or saving is what failed
     try:
         run.save_before_failing(
             lambda step: all_failed_after(step, folder.path, rank=where.rank, world=where.world, attempt=where.attempt)

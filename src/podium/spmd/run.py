@@ -21,7 +21,7 @@ from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLo
 from podium.data.source_names import mixed_names
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter
-from podium.engine.checkpoint_files import Extras
+from podium.engine.checkpoint_files import Extras, SaveFailure, joined_state
 from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards
 from podium.engine.schedule import learning_rate
@@ -30,6 +30,7 @@ from podium.errors import CheckpointError, TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import ShownMetric, StepView, Stopwatch
 from podium.recipe import SpmdRecipe
+from podium.runs.disk_reports import last_save_error
 from podium.runs.folder import RunFolder
 from podium.runs.guards import DivergenceGuard
 from podium.runs.log import RunLog
@@ -128,6 +129,9 @@ class SpmdRun(Generic[RecipeT_co]):
         self._last_loss: float | None = None
         self._evaluation: Evaluation | None = None
         self._is_finished = False
+        self._is_ending = False
+        self._save_failure: SaveFailure | None = None  # of the last save
+        self._is_folder_lost = False  # rank 0 had to make the run folder again, and the others do not know yet
         self._recorded_updates = 0  # optimizer steps of the engine when the last step was recorded
         self._source_names = mixed_names(parts.recipe.data.train)
         self._unit: Unit = "tokens" if shape_of(parts.recipe) == "documents" else "rows"
@@ -217,8 +221,7 @@ class SpmdRun(Generic[RecipeT_co]):
         self._log.console.note(f"the run failed after step {step}: saving it")
         with contextlib.suppress(TrainingDivergedError):
             self._flush()
-        self._save()
-        self._parts.writer.wait()
+        self._save_last()
         self._mesh.barrier()  # no rank ends before rank 0 has the checkpoint in place
 
     def require_finished(self) -> None:
@@ -251,6 +254,7 @@ class SpmdRun(Generic[RecipeT_co]):
         )
         number = self._step + 1
         self._seed(number)
+        self.engine.save_failed = isinstance(self._parts.writer.state, SaveFailure) or self._is_folder_lost
         return TrainStep(
             number=number,
             lr=learning_rate(self.recipe.optimizer, number, self.recipe.steps),
@@ -288,6 +292,8 @@ class SpmdRun(Generic[RecipeT_co]):
         if self._mesh.is_main:
             self._publish(step, report, elapsed)
         self._log.skipped_rows(step.number, step.ready.skipped)
+        if report.save_failed:
+            self._notice_failed_save(step.number)
         self._guard.check(step.number, is_skipped=report.skipped > 0, suspect="data")
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
@@ -336,7 +342,10 @@ class SpmdRun(Generic[RecipeT_co]):
             num_skipped=self._skipped,
             own=tuple(each.fact(values) for each in self._shown),
         )
+        self._is_folder_lost = self._log.restore_folder() or self._is_folder_lost
         self._log.step(view, values)
+        if parts.writer.state == "written":  # rank 0 writes last
+            self._log.saved(self._milestones.saved_step)
         if report.skipped:
             parts.log.console.warning(
                 f"step {step.number} skipped: loss {report.loss}, gradient norm {report.grad_norm}"
@@ -375,7 +384,7 @@ class SpmdRun(Generic[RecipeT_co]):
         if not self._mesh.is_main:
             return
         if self._milestones.saved_step == self._step and self._step > 0 and not parts.evaluates_only:
-            parts.writer.grade(self._step, evaluation.heldout_loss)
+            self._grade(evaluation.heldout_loss)
         values = {f"heldout/{name}": value for name, value in evaluation.measured.items()}
         if evaluation.score is not None:
             values["heldout/score"] = evaluation.score
@@ -385,6 +394,7 @@ class SpmdRun(Generic[RecipeT_co]):
         if self._milestones.saved_step == self._step or self._loader_state is None:
             return
         with self._parts.watch.span("checkpoint"):
+            self._end_save()
             values, arrays = encode(self._loader_state)
             extras = Extras(
                 values={
@@ -398,15 +408,63 @@ class SpmdRun(Generic[RecipeT_co]):
                 arrays=arrays,
             )
             self._parts.writer.save(self._step, checkpoint_shards(self.engine), extras)
-            self._milestones.saved_step = self._step
+            self._milestones.saving(self._step)
+            if not self.recipe.checkpoint.background:
+                self._end_save()
+
+    def _end_save(self, *, give_up: bool = False) -> None:
+        """Waits on all ranks until the save in flight has ended. Training goes on after one that the disk did not
+        take: a later step tries again."""
+        if not self._milestones.is_saving:
+            return
+        state = joined_state(self._mesh.gather(self._parts.writer.finish(give_up=give_up)))
+        if not isinstance(state, SaveFailure):
+            self._save_failure = None
+            self._milestones.save_is_whole()
+            self._log.saved(self._milestones.saved_step)
+            return
+        self._save_failure, retry_step = state, self._milestones.save_failed(self._step)
+        if not self._is_ending:
+            self._log.save_failed(state, newest=self._milestones.whole_step, retry_step=retry_step)
+
+    def _notice_failed_save(self, step: int) -> None:
+        """A rank said with its step that its part of a checkpoint failed, or that the run folder is gone. All ranks
+        have the same report, so all are here."""
+        if self._milestones.is_saving and self._milestones.saved_step < step:
+            self._end_save(give_up=True)
+        if any(self._mesh.gather(self._is_folder_lost)):
+            self._milestones.forget_saved(self._step)
+        self._is_folder_lost = False
+
+    def _save_last(self) -> None:
+        """Saves the last step, in a second attempt if need be. Raises an error if it is not saved: its work would be
+        lost."""
+        self._is_ending = True
+        with self._parts.watch.span("checkpoint"):
+            self._save()
+            self._end_save()
+            is_lost = self._is_folder_lost or self._log.restore_folder()
+            if any(self._mesh.gather(is_lost)):
+                self._milestones.forget_saved(self._step)
+            self._save()
+            self._end_save()
+        if self._save_failure is not None:
+            raise last_save_error(self._save_failure, newest=self._milestones.whole_step)
+
+    def _grade(self, loss: float) -> None:
+        """Records the held-out loss of the last saved step in its checkpoint."""
+        fault = self._parts.writer.grade(self._step, loss)
+        if fault is not None:
+            self._log.console.warning(
+                f"the held-out loss of step {self._step} cannot be recorded in its checkpoint: {fault}"
+            )
 
     def _finish(self) -> None:
         self._flush()
-        self._save()
         if self._milestones.last_evaluation_is_due(self._step):
+            self._save()
             self._evaluate()
-        with self._parts.watch.span("checkpoint"):
-            self._parts.writer.wait()
+        self._save_last()
         self._mesh.barrier()
         if self._mesh.is_main:
             self._log.finish(self._step)

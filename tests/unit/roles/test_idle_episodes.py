@@ -16,7 +16,7 @@ from helpers.on_policy import CASES, MAX_NEW_TOKENS, assembled, make_episodes, r
 from helpers.tiny import save_tiny_model
 from podium.recipe import AlgorithmSection, CorrectionSection, KlSection
 from podium.roles.carriers import UpdatePlan, UpdateShard
-from podium.roles.handles import without_idle
+from podium.roles.mini_batches import without_idle
 from podium.roles.policy_update import PolicyUpdate
 from podium.roles.stages import Advantages, TrainBatch
 

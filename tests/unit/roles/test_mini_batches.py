@@ -12,7 +12,7 @@ from podium.cluster.results import ShardResult
 from podium.data.splitting import split_rows
 from podium.data.trajectories import TokenColumn, TrajectoryIds
 from podium.roles.carriers import DistanceNote
-from podium.roles.handles import deal_mini_batches, even_parts, joined_distance, mini_batch_order, rank_batches
+from podium.roles.mini_batches import deal_mini_batches, even_parts, joined_distance, mini_batch_order, rank_batches
 
 GROUPS = st.lists(st.integers(0, 7), min_size=1, max_size=40).map(lambda groups: np.array(sorted(groups)))
 

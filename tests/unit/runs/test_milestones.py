@@ -63,3 +63,34 @@ def test_a_finite_step_in_between_starts_the_count_anew() -> None:
     guard.check(6, is_skipped=True, suspect="data")
     with pytest.raises(TrainingDivergedError, match=r"steps 6 to 7\b.* data\b.*metrics\.jsonl"):
         guard.check(7, is_skipped=True, suspect="data")
+
+
+def test_a_failed_save_is_tried_again_after_longer_and_longer_pauses() -> None:
+    milestones = Milestones(on_policy_recipe("checkpoint.every=10"), 0, evaluates=False)
+    milestones.saving(10)
+    assert milestones.saved_step == 10
+    pauses, step = [], 10
+    for _ in range(8):
+        retry_step = milestones.save_failed(step)
+        assert not milestones.save_is_due(retry_step - 1) or retry_step == step + 1
+        assert milestones.save_is_due(retry_step)
+        pauses.append(retry_step - step)
+        step = retry_step
+        milestones.saving(step)
+
+    assert pauses == [1, 2, 4, 8, 16, 32, 32, 32]
+    assert milestones.whole_step is None
+    assert milestones.save_is_whole()
+    assert milestones.whole_step == step
+    assert [each for each in range(step + 1, step + 20) if milestones.save_is_due(each)] == [
+        each for each in range(step + 1, step + 20) if each % 10 == 0
+    ]
+    milestones.saving(step + 10)
+    assert not milestones.save_is_whole()  # nothing had failed
+
+
+def test_lost_checkpoints_make_the_next_step_save() -> None:
+    milestones = Milestones(on_policy_recipe("checkpoint.every=null"), 4, evaluates=False)
+    milestones.forget_saved(6)
+    assert (milestones.whole_step, milestones.saved_step) == (None, 0)
+    assert milestones.save_is_due(7)

@@ -11,8 +11,9 @@ import pytest
 
 from helpers.recipes import make_recipe
 from podium.errors import RunFolderError
+from podium.observe.line_files import LineFile
 from podium.recipe import Recipe
-from podium.runs.folder import RunFolder, write_atomically
+from podium.runs.folder import RunFolder, row_lines, write_atomically
 
 
 @pytest.fixture
@@ -137,10 +138,16 @@ def test_a_write_that_fails_half_way_leaves_the_old_content(tmp_path: Path, monk
     assert file.read_text() == "old"
 
 
+def add_samples(folder: RunFolder, step: int, rows: list[dict[str, str]]) -> None:
+    file = LineFile(folder.samples_file)
+    file.append(row_lines(step, rows))
+    file.close()
+
+
 def test_samples_are_appended_as_json_lines(recipe: Recipe) -> None:
     folder = RunFolder.create(recipe)
-    folder.samples(2, [{"prompt": "zwölf?", "answer": "12"}])
-    folder.samples(4, [{"prompt": "b", "answer": "c"}])
+    add_samples(folder, 2, [{"prompt": "zwölf?", "answer": "12"}])
+    add_samples(folder, 4, [{"prompt": "b", "answer": "c"}])
 
     lines = [json.loads(line) for line in folder.samples_file.read_text(encoding="utf-8").splitlines()]
     assert lines == [{"step": 2, "prompt": "zwölf?", "answer": "12"}, {"step": 4, "prompt": "b", "answer": "c"}]
@@ -157,7 +164,7 @@ def test_a_folder_is_run_by_one_process_at_a_time(recipe: Recipe) -> None:
 def test_samples_of_later_steps_and_a_torn_line_are_forgotten_on_resume(recipe: Recipe) -> None:
     folder = RunFolder.create(recipe)
     for step in (2, 4, 6):
-        folder.samples(step, [{"prompt": "a", "answer": "b"}])
+        add_samples(folder, step, [{"prompt": "a", "answer": "b"}])
     with folder.samples_file.open("a", encoding="utf-8") as file:
         file.write('{"step": 1, "pro')
 

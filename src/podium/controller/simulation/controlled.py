@@ -9,15 +9,16 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from podium.cluster import Layout, open_simulated, run_virtual
-from podium.controller.assembly import begin_run, open_parts, read_inputs, result_of
+from podium.cluster import Layout, Workers, open_simulated, run_virtual
+from podium.controller.assembly import read_inputs, result_of
 from podium.controller.drive import ControlledProgram, StepChoice
+from podium.controller.healing import Assembled, run_program
 from podium.controller.layout import layout_of, role_names
+from podium.controller.recovery import RecoveryPlan
 from podium.controller.simulation.costs import CostModel, RunCosts
 from podium.controller.simulation.learner import SimulatedGrader, SimulatedLearner
 from podium.controller.simulation.rollout import SimulatedGenerator
@@ -27,6 +28,7 @@ from podium.data.kinds import Message
 from podium.data.masks import Tools
 from podium.data.prompts import PromptTokenizer
 from podium.data.rows import Row
+from podium.engine.checkpoint_files import SavedCheckpoint
 from podium.errors import ClusterError
 from podium.observe import Console, StepView, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -48,35 +50,63 @@ class SimulatedRun:
 
     result: RunResult
     committed_s: tuple[float, ...]  # when each step was committed
+    weights: str  # a digest of everything that they were trained on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedDeath:
+    """A worker is killed at this time of the virtual clock, if it is there then."""
+
+    at_s: float
+    pool: str
+    slot: int
 
 
 def simulate_run(
     program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: CostModel, *, seed: int = 0,
-    resume_step: int | None = None,
+    resume_step: int | None = None, deaths: Sequence[SimulatedDeath] = (),
 ) -> SimulatedRun:  # fmt: skip
     """Runs the program to the recipe's last step. The recipe is resolved, and the folder is that of the run. Every
-    engine has `rollout.max_running` lanes, 64 if the recipe has none."""
+    engine has `rollout.max_running` lanes, 64 if the recipe has none. Workers that are killed by `deaths` are replaced
+    as in a real run, in no time."""
     lanes = recipe.rollout.max_running or DEFAULT_LANES
     run_costs = RunCosts(model=costs, lanes=lanes, samples=recipe.rollout.samples_per_prompt, seed=seed)
-    return run_virtual(_run(program, recipe, folder, run_costs, resume_step))
+    return run_virtual(_run(program, recipe, folder, run_costs, resume_step, deaths))
 
 
 async def _run(
-    program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: RunCosts, resume_step: int | None
-) -> SimulatedRun:
+    program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: RunCosts, resume_step: int | None,
+    deaths: Sequence[SimulatedDeath],
+) -> SimulatedRun:  # fmt: skip
     names, console = role_names(recipe), _CommitTimes()
     inputs = read_inputs(recipe, folder, resume_step, EstimatedTokenizer())
     layout = layout_of(recipe, folder, device="cpu", resume_step=resume_step, names=names)
     watch = Stopwatch(asyncio.get_running_loop().time)
-    with ExitStack() as stack:
-        async with open_simulated() as cluster:
-            with watch.span("start-up"):
-                workers = await cluster.start(simulated_layout(layout, costs), deadline_s=_FOREVER_S)
-                parts = await open_parts(inputs, names, cluster, workers, console, watch, stack)
-            run = begin_run(inputs, parts, StepChoice())
-            await program(run)
-            run.require_finished()
-            return SimulatedRun(result=result_of(run, folder, watch), committed_s=tuple(console.committed_s))
+    async with open_simulated() as cluster:
+        with watch.span("start-up"):
+            workers = await cluster.start(simulated_layout(layout, costs), deadline_s=_FOREVER_S)
+        assembled = Assembled(
+            program=program, inputs=inputs, names=names, cluster=cluster, workers=workers, console=console, watch=watch
+        )
+        killing = asyncio.create_task(_kill(workers, deaths))
+        try:
+            run = await run_program(assembled, StepChoice(), RecoveryPlan(recipe.placement.restarts))
+        finally:
+            killing.cancel()
+        last = SavedCheckpoint(folder.checkpoints / f"step-{run.num_committed:08d}")
+        return SimulatedRun(
+            result=result_of(run, folder, watch), committed_s=tuple(console.committed_s),
+            weights=str(last.values["weights"]),
+        )  # fmt: skip
+
+
+async def _kill(workers: Workers, deaths: Sequence[SimulatedDeath]) -> None:
+    loop = asyncio.get_running_loop()
+    for death in sorted(deaths, key=lambda each: each.at_s):
+        await asyncio.sleep(death.at_s - loop.time())
+        for member in workers.worker_pool(death.pool).members:
+            if member.slot == death.slot:
+                member.process.kill()
 
 
 def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import lru_cache
 from random import Random
+from typing import Any
 
 from podium.errors import PlacementError
 
@@ -119,13 +121,23 @@ class DeviceLayout:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class KeptState:
+    """A snapshot of a simulated learner: its weights, which are a digest, and the controller's values."""
+
+    weights: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunCosts:
-    """What the roles of a simulated run know: the cost model, the lanes of a device, and the seed of the run."""
+    """What the roles of a simulated run know: the cost model, the lanes of a device, and the seed of the run; and
+    `memory`, where they keep what outlives them."""
 
     model: CostModel
     lanes: int
     samples: int  # episodes of a group
     seed: int = 0
+    memory: dict[int, dict[int, KeptState]] = field(default_factory=dict)  # learner's rank -> step -> state
 
     def group(self, prompt_index: int) -> GroupCosts:
         """The costs of a prompt's group."""

@@ -7,6 +7,7 @@ says, and learn nothing. Methods that wait are asynchronous: the cluster awaits 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import shutil
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -16,15 +17,16 @@ import numpy as np
 from podium.algorithms.staleness import ByAge, statistics_by_age
 from podium.algorithms.statistics import EffectiveSampleSize, Moments, PolicyStatistics
 from podium.cluster import Computed, RowRefs, WorkerContext
-from podium.controller.simulation.costs import RunCosts
+from podium.controller.simulation.costs import KeptState, RunCosts
 from podium.data.costs import SequenceCost
 from podium.data.trajectories import TokenColumn, TrajectoryBlock
 from podium.engine.checkpoint_files import (
     PARTIAL,
     Extras,
     SavedCheckpoint,
+    SaveState,
     complete,
-    read_json,
+    record_loss,
     saved_steps,
     to_remove,
     write_json,
@@ -39,14 +41,19 @@ from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByStore, WeightTransfer
 
+_WEIGHTS = "weights"  # in the values of a checkpoint
 NO_CHANGE = MemoryChange(measured_bytes=0, accounted_bytes=0)
 
 
 class SimulatedLearner(Learner):
-    """One rank of the policy. Its updates take their time and change nothing; its checkpoints have no tensors."""
+    """One rank of the policy. Its weights are a digest of everything that they were trained on: two runs end with the
+    same ones only if they had the same updates. Its checkpoints have no tensors."""
 
     def __init__(self, context: WorkerContext, spec: LearnerSpec, costs: RunCosts) -> None:
         self._context, self._spec, self._costs = context, spec, costs
+        self._weights = ""
+        if spec.resume_step is not None:
+            self.restore(spec.resume_step, "checkpoint")
 
     def facts(self) -> LearnerFacts:
         """The cost of a sequence is in seconds of a device, so that the metric `mfu` is the share of time at work."""
@@ -64,6 +71,10 @@ class SimulatedLearner(Learner):
         tokens_B = [float(sum(lengths_N[rows].sum() for rows in batch)) for batch in shard.batches]
         seconds = sum(cost.update_s(tokens, devices=1) for tokens in tokens_B)
         await asyncio.sleep(seconds)
+        episodes = shard.ids.array_N4[:, :2].tolist()  # of whichever attempt
+        advantages = [] if shard.advantages_N is None else shard.advantages_N.tolist()
+        trained = repr((self._weights, plan.step, plan.lr, episodes, shard.rows.lengths_N.tolist(), advantages))
+        self._weights = hashlib.sha256(trained.encode()).hexdigest()
         return Computed(done=shard.ids, note=self._note(shard, plan, seconds))
 
     def _note(self, shard: UpdateShard, plan: UpdatePlan, seconds: float) -> UpdateNote:
@@ -130,37 +141,53 @@ class SimulatedLearner(Learner):
         """Takes no time: what it takes to switch is in the generators' time."""
         return NO_CHANGE
 
-    def save(self, step: int, values: Mapping[str, Any]) -> None:
+    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
         """Writes a checkpoint without tensors, from which a simulation resumes."""
         if self._context.rank:
-            return
+            return "written"
         folder, settings = self._spec.checkpoints, self._spec.recipe.checkpoint
         partial = folder / f"{PARTIAL}{step:08d}"
         partial.mkdir(parents=True, exist_ok=True)
         write_json(partial / "rank-00000.json", {"pieces": {}, "files": {}})
-        complete(folder, partial, step, Extras(values=values, arrays={}), ranks=1)
+        complete(folder, partial, step, Extras(values={**values, _WEIGHTS: self._weights}, arrays={}), ranks=1)
         for old in to_remove(saved_steps(folder), keep=settings.keep, keep_best=settings.keep_best):
             shutil.rmtree(old.folder, ignore_errors=True)
+        return "written"
 
-    def finish_saving(self) -> None:
+    def save_state(self) -> SaveState:
         """Nothing is in flight."""
+        return "idle"
+
+    def finish_saving(self, *, give_up: bool = False) -> SaveState:
+        """Nothing is in flight."""
+        return "idle"
 
     def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
-        """There are none: nothing of it can be lost."""
-        return "a simulated learner has no state"
+        """Keeps the last two steps."""
+        kept = self._costs.memory.setdefault(self._context.rank, {})
+        kept[step] = KeptState(weights=self._weights, values=values)
+        for old in sorted(kept)[:-2]:
+            del kept[old]
+        return None
 
     def snapshots(self) -> tuple[int, ...]:
-        """None."""
-        return ()
+        """Steps of snapshots."""
+        return tuple(sorted(self._costs.memory.get(self._context.rank, {})))
 
     def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
-        """Returns the values of a checkpoint."""
-        return SavedCheckpoint(self._spec.checkpoints / f"step-{step:08d}").values
+        """Goes back to the weights after this step; a checkpoint has those of rank 0."""
+        if source == "memory":
+            kept = self._costs.memory[self._context.rank][step]
+            self._weights = kept.weights
+            return kept.values
+        values = SavedCheckpoint(self._spec.checkpoints / f"step-{step:08d}").values
+        self._weights = str(values[_WEIGHTS])
+        return values
 
-    def grade(self, step: int, loss: float) -> None:
+    def grade(self, step: int, loss: float) -> str | None:
         """Records the loss of a saved step."""
-        record = self._spec.checkpoints / f"step-{step:08d}" / "checkpoint.json"
-        write_json(record, {**read_json(record), "heldout_loss": loss})
+        record_loss(self._spec.checkpoints, step, loss)
+        return None
 
 
 class SimulatedGrader(Grader):

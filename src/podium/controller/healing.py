@@ -1,0 +1,137 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs a program from its first step to its last, over deaths of workers: a run that loses a learner goes back to its
+last committed step, and its program is started again from there."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from podium.cluster import Cluster, Workers
+from podium.cluster.deadlines import now_s
+from podium.controller.assembly import Inputs, begin_run, open_parts
+from podium.controller.drive import StepChoice
+from podium.controller.layout import RoleNames
+from podium.controller.parts import OnPolicyParts
+from podium.controller.recovery import Abort, RecoveryPlan
+from podium.controller.rewinding import death_of, rewind
+from podium.controller.run import OnPolicyRun
+from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError
+from podium.observe import Console, Stopwatch
+from podium.recipe import OnPolicyRecipe
+from podium.runs.events import append_recovery
+from podium.runs.milestones import Milestones
+from podium.runs.program_errors import named_program
+
+ProgramT = TypeVar("ProgramT")
+Program = Callable[[OnPolicyRun[Any]], Awaitable[None]]
+
+# For the save after a failure of the cluster: workers that live answer within this time.
+_SETTLE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assembled(Generic[ProgramT]):
+    """A started cluster with everything that a run needs to begin."""
+
+    program: ProgramT
+    inputs: Inputs
+    names: RoleNames
+    cluster: Cluster
+    workers: Workers
+    console: Console
+    watch: Stopwatch
+
+    async def open(self, inputs: Inputs, stack: ExitStack, recovery: RecoveryPlan) -> OnPolicyParts[OnPolicyRecipe]:
+        """Opens the parts of a run that begins with these inputs. `stack` closes them."""
+        with self.watch.span("start-up"):
+            return await open_parts(
+                inputs, self.names, self.cluster, self.workers, self.console, self.watch, stack, recovery
+            )
+
+
+async def run_program(
+    assembled: Assembled[Program], steps: StepChoice, recovery: RecoveryPlan
+) -> OnPolicyRun[OnPolicyRecipe]:
+    """Runs the program to its end. A run that fails is saved as far as its learners answer."""
+    first = inputs = assembled.inputs
+    milestones: Milestones | None = None
+    while True:
+        run: OnPolicyRun[OnPolicyRecipe] | None = None
+        with ExitStack() as stack:
+            try:
+                parts = await assembled.open(inputs, stack, recovery)
+                run = begin_run(inputs, parts, steps, milestones)
+                with named_program(first.recipe, first.folder):
+                    await assembled.program(run)
+                run.require_finished()
+                return run
+            except WorkerDiedError as error:
+                committed = inputs.resume_step or 0 if run is None else run.num_committed
+                rewound = await _rewound(assembled, recovery, run, error, committed)
+                if rewound is None:
+                    await _save_before_failing(run, error, assembled.console)
+                    raise
+            except Exception as error:
+                await _save_before_failing(run, error, assembled.console)
+                raise
+        inputs = rewound
+        milestones = milestones if run is None else run.milestones
+        if milestones is not None:
+            milestones.rewound(inputs.resume_step or 0)
+
+
+async def _rewound(
+    assembled: Assembled[Program],
+    recovery: RecoveryPlan,
+    run: OnPolicyRun[OnPolicyRecipe] | None,
+    error: WorkerDiedError,
+    committed: int,
+) -> Inputs | None:
+    """Replaces dead workers and brings all roles back to the last committed step. Returns the inputs from there; None
+    if the deaths end the run. A worker that dies meanwhile is one more death."""
+    first, console, workers, began_s = assembled.inputs, assembled.console, assembled.workers, now_s()
+    with assembled.watch.span("recovery"):
+        while assembled.cluster.failure() is None:
+            death = death_of(error, first.recipe, workers)
+            remedy = recovery.decide(death)
+            if isinstance(remedy, Abort):
+                console.warning(f"{death.cause} The run ends: {remedy.reason}.")
+                return None
+            console.warning(f"{death.cause} Its workers are replaced.")
+            try:
+                if run is not None:
+                    with suppress(ClusterError):  # what is dead cannot be closed
+                        await run.give_up()
+                inputs = await rewind(first, assembled.names, workers, committed=committed)
+            except WorkerDiedError as again:
+                error = again
+                continue
+            step, seconds = inputs.resume_step or 0, now_s() - began_s
+            append_recovery(
+                first.folder.path, part=death.part, cause=death.cause, remedy="rewind", step=step, seconds=seconds
+            )
+            console.note(f"the {death.part} is back after {seconds:.1f} s: going on after step {step}")
+            return inputs
+    return None
+
+
+async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe] | None, error: Exception, console: Console) -> None:
+    """Saves what Ctrl-C would save, as far as the learners still answer. The failure is what the user must see, so an
+    error of the save is only reported."""
+    if run is None or isinstance(error, CheckpointError):
+        return  # nothing is there to save, or saving is what failed
+    is_users = isinstance(error, RoleError) or not isinstance(error, ClusterError)
+    limit_s = run.recipe.checkpoint.timeout_s if is_users else _SETTLE_S
+    step = run.unsaved_step
+    if step is not None:
+        console.note(f"the run failed after step {step}: saving it")
+    try:
+        async with asyncio.timeout(limit_s):
+            await run.save_before_failing()
+    except Exception as failure:
+        if step is not None:
+            console.warning(f"step {step} cannot be saved: {failure or type(failure).__name__}")
