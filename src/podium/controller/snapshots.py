@@ -17,28 +17,23 @@ class Snapshots:
     def __init__(self, states: Sequence[StateHandle], *, is_on: bool, note: Callable[[str], None]) -> None:
         """`note` is told once why there are none."""
         self._states, self._is_on, self._note = states, is_on, note
-        self._taking: asyncio.Task[str | None] | None = None
+        self._taking: list[asyncio.Task[str | None]] = []
 
     async def begin(self, step: int, values: Mapping[str, Any]) -> None:
         """Begins a snapshot of the step that was just committed. The roles take it before their next call."""
         await self.settle()
         if self._is_on:
-            self._taking = asyncio.create_task(self._take(step, values))
-            await asyncio.sleep(0)  # so that its calls are sent before the next ones
+            self._taking = [asyncio.create_task(state.snapshot(step, values)) for state in self._states]
+            await asyncio.sleep(0)  # each task has sent its calls then: they come before the next ones
 
     async def settle(self) -> None:
-        """Waits until the roles have taken the last snapshot."""
-        if self._taking is None:
-            return
-        taking, self._taking = self._taking, None
-        reason = await taking
+        """Waits until the roles have taken the last snapshot. The death of one is found by the next call to it."""
+        taking, self._taking = self._taking, []
+        answers = await asyncio.gather(*taking, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, WorkerDiedError):
+                raise answer
+        reason = next((answer for answer in answers if isinstance(answer, str)), None)
         if reason is not None and self._is_on:
             self._is_on = False
             self._note(f"no snapshots in memory: {reason}. After a death the run goes back to its last checkpoint")
-
-    async def _take(self, step: int, values: Mapping[str, Any]) -> str | None:
-        try:
-            reasons = await asyncio.gather(*(state.snapshot(step, values) for state in self._states))
-        except WorkerDiedError:
-            return None  # the next call to it says so
-        return next((reason for reason in reasons if reason is not None), None)
