@@ -9,6 +9,7 @@ from typing import Any
 from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import Extras
 from podium.engine.parameters import TrainedParameter
+from podium.engine.sharding import reshard
 from podium.engine.train_step import TrainEngine
 from podium.models.buffers import persistent_buffers
 from podium.models.tensor_shards import Box, TensorShard
@@ -48,6 +49,7 @@ def training_extras(engine: TrainEngine, values: Mapping[str, Any]) -> Extras:
 
 def restore_engine(engine: TrainEngine, checkpoint: CheckpointReader) -> None:
     """Gives a model that may have been trained since the weights and the optimizer state of a checkpoint."""
+    reshard(engine.model)
     checkpoint.load(checkpoint_shards(engine))
     for each in (*engine.optimizer.trained, *engine.frozen):
         each.publish()

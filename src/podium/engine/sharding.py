@@ -178,6 +178,14 @@ def local_box(parameter: Tensor) -> Box:
     return Box((start, *(0 for _ in rest)), (stop, *rest))
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees gathered copies that FSDP leaves in the modules after a forward without backward, so that the shards
+    count."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part, sharing storage with the parameter."""
     with torch.no_grad():

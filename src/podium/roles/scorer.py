@@ -19,7 +19,7 @@ from podium.engine.mesh import adopt
 from podium.engine.offload import OffloadedTensors
 from podium.engine.resuming import buffer_pieces, weight_pieces
 from podium.engine.scoring import score
-from podium.engine.sharding import local_tensor, place
+from podium.engine.sharding import local_tensor, place, reshard
 from podium.errors import ModelError
 from podium.models.buffers import persistent_buffers
 from podium.models.tensor_shards import TensorShard
@@ -107,6 +107,7 @@ class ScorerRank(Scorer):
         """Goes back to the weights after this step."""
         self.hold("resident")
         saved = self._state.read(step, source)
+        reshard(self._model)
         saved.load(self._pieces())
         return saved.values
 

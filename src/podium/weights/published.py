@@ -10,12 +10,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from podium.engine.mesh import Mesh
 from podium.engine.parameters import TrainedParameter
-from podium.engine.sharding import local_box, local_tensor
+from podium.engine.sharding import local_box, local_tensor, reshard
 from podium.models.buffers import persistent_buffers
 from podium.models.causal_lm import PackedCausalLM, padded_parameters
 from podium.models.lora import has_adapter
@@ -65,7 +64,7 @@ class PublishedWeights:
         """`dtype` is the model's compute dtype (tensors that it keeps in float32 are published in float32).
         `bucket_bytes` bounds the size gathered at a time (except for a single tensor that is larger)."""
         self._mesh, self._bucket_bytes = mesh, bucket_bytes
-        _reshard(model)
+        reshard(model)
         padded = padded_parameters(model)
         chosen = {each.name for each in trained}
         parameters = {
@@ -147,14 +146,6 @@ def _of_parameter(name: str, parameter: Tensor, real_rows: int | None, dtype: to
         box=local_box(parameter),
         num_rows=shape[0] if shape else 1,
     )
-
-
-def _reshard(model: PackedCausalLM) -> None:
-    """Frees gathered copies that FSDP leaves in the modules after a forward without backward: the shards are read
-    here."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _published_dtype(model: PackedCausalLM, parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
