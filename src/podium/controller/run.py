@@ -74,8 +74,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         graders graded. Ends after the last step or when a stop is requested."""
         if self.milestones.starts_with_evaluation(self._state.step):
             await self._evaluate()
-        if self._replay is None and self._state.step < self.recipe.steps:
-            await self._snapshot(self._values_to_resume())
+        await self._snapshot(self._values_to_resume())
         self._log.mark()
         while self._state.step < self.recipe.steps and not self._parts.stop_requested():
             number = self._state.step + 1
@@ -351,8 +350,8 @@ class OnPolicyRun(Generic[RecipeT_co]):
             await self.finish_saving()
 
     async def _snapshot(self, values: Mapping[str, Any]) -> None:
-        """Keeps the last committed step in memory, unless nothing follows it."""
-        if self._state.step < self.recipe.steps:
+        """Keeps the last committed step in memory, unless nothing follows it. A replay can be started again."""
+        if self._replay is None and self._state.step < self.recipe.steps:
             await self._parts.snapshots.begin(self._state.step, {**values, "record": await self._recorder.written()})
 
     def _values_to_resume(self) -> dict[str, Any]:
