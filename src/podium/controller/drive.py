@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -27,7 +27,7 @@ from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe
 from podium.roles.interfaces import POLICY
 from podium.runs.folder import RunFolder
-from podium.runs.host_memory import clear_memory
+from podium.runs.host_memory import held_memory
 from podium.runs.interrupts import InterruptHandler
 from podium.runs.result import RunResult
 
@@ -96,15 +96,12 @@ async def _drive(
     _cancel_on_end(interrupts)
     watch, names = Stopwatch(), role_names(recipe)
     recovery = RecoveryPlan(0 if steps.recorded is not None else recipe.placement.restarts)
-    clear_memory(folder.path)  # this run may have been killed before
-    try:
+    with held_memory(folder.path) if recipe.keeps_snapshots else nullcontext():
         async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
             from podium.controller.assembly import result_of
             from podium.controller.healing import run_program
 
             return result_of(await run_program(assembled, steps, recovery), folder, watch)
-    finally:
-        clear_memory(folder.path)
 
 
 async def _evaluate(

@@ -181,7 +181,7 @@ def bytes_over(limit_bytes: int, pids: Collection[int]) -> int | None:
     and CUDA reserve without using it, and they count for each process alone. Files that are mapped are not counted, the
     kernel takes their pages back when it needs them.
 
-    Processes that were forked share pages, and each one's own count has them all. So a sum above the limit is counted
+    Processes that were forked share pages, and the count of each has them all. So a sum above the limit is counted
     again exactly, with each page divided by its users, which takes longer."""
     if _total(pids, "status", ("RssAnon", "RssShmem", "VmSwap")) <= limit_bytes:
         return None

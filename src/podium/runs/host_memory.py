@@ -4,27 +4,60 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 _TMPFS = Path("/dev/shm")
+_LOCK = "lock"
 
 
 def memory_folder(run: Path) -> Path | None:
-    """Where snapshots of a run are kept: one folder for each run folder of a user. None: this system has no
-    tmpfs, or another user has taken the name."""
+    """Where snapshots of a run are kept: one folder for each run folder of a user. None: this system has no tmpfs, or
+    another user has taken the name."""
+    mine = _mine()
+    return None if mine is None else mine / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+
+
+@contextlib.contextmanager
+def held_memory(run: Path) -> Iterator[None]:
+    """The run has its folder in memory, empty at the beginning, and removed at the end. Folders of runs that were
+    killed are removed too: their locks are free."""
+    folder, mine = memory_folder(run), _mine()
+    if folder is None or mine is None:
+        yield
+        return
+    _remove_free(mine)
+    _remove(folder)
+    for each in (mine, folder):
+        each.mkdir(mode=0o700, exist_ok=True)
+    with (folder / _LOCK).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            yield
+        finally:
+            _remove(folder)
+
+
+def _mine() -> Path | None:
     mine = _TMPFS / f"podium-{os.getuid()}"
     if not _TMPFS.is_dir() or not os.access(_TMPFS, os.W_OK) or (mine.exists() and mine.stat().st_uid != os.getuid()):
         return None
-    return mine / hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
+    return mine
 
 
-def clear_memory(run: Path) -> None:
-    """Frees what a run has kept there."""
-    folder = memory_folder(run)
-    if folder is not None and folder.exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        with contextlib.suppress(OSError):  # other runs have theirs there
-            folder.parent.rmdir()
+def _remove_free(mine: Path) -> None:
+    """A folder without a lock may belong to a run whose controller is on another machine."""
+    for lock in mine.glob(f"*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _remove(lock.parent)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other runs have theirs there
+        folder.parent.rmdir()
