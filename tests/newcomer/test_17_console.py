@@ -155,13 +155,30 @@ def test_a_console_without_a_reader_records_the_rest(tmp_path: Path, monkeypatch
     assert len(lines) == 4  # one of them says why the terminal shows no more
 
 
-def test_a_console_that_fails_otherwise_is_an_error(tmp_path: Path) -> None:
-    class Full(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.ENOSPC, "No space left on device")
+class FailingStream(io.StringIO):
+    """Fails with the same error whatever is written."""
 
-    with pytest.raises(OSError, match="No space"):
-        RecordedConsole(PlainConsole(Full()), log_every=1).note("text")
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self._number, os.strerror(self._number))
+
+
+def test_a_console_on_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    console = RecordedConsole(PlainConsole(FailingStream(errno.ENOSPC)), log_every=1)
+    console.record_in(tmp_path / "console.log")
+
+    console.note("text")
+    console.close()
+
+    assert "text" in (tmp_path / "console.log").read_text()
+
+
+def test_a_console_that_fails_otherwise_is_an_error() -> None:
+    with pytest.raises(OSError, match="Permission denied"):
+        RecordedConsole(PlainConsole(FailingStream(errno.EACCES)), log_every=1).note("text")
 
 
 @pytest.mark.slow
