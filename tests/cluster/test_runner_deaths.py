@@ -36,6 +36,15 @@ import signal
 from podium.environments.protocol import Observation, Outcome
 
 
+def runner():
+    # Above this process are two supervisors, and the runner.
+    pid = os.getpid()
+    for _ in range(3):
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    return pid
+
+
 class Game:
     def __init__(self, flag):
         self._flag = flag
@@ -47,7 +56,7 @@ class Game:
     async def step(self, turn):
         if self._draw == 3 and turn.number == 1 and not os.path.exists(self._flag):
             open(self._flag, "x").close()
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(runner(), signal.SIGKILL)
         return Outcome(messages="and then", reward=float(len(set(turn.text))), done=turn.number == 2)
 """
 _DRAWS, _SAMPLES = 8, 2
