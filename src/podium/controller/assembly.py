@@ -96,10 +96,10 @@ def read_inputs(
 
 async def open_parts(
     inputs: Inputs, names: RoleNames, cluster: Cluster, workers: Workers, console: Console, watch: Stopwatch,
-    stack: ExitStack, recovery: RecoveryPlan | None = None,
+    stack: ExitStack, recovery: RecoveryPlan,
 ) -> OnPolicyParts[OnPolicyRecipe]:  # fmt: skip
     """Opens the parts of a run. `stack` closes everything that this function opens. `recovery`: what is done about
-    deaths; default: they end the run."""
+    deaths."""
     recipe, folder, step = inputs.recipe, inputs.folder, inputs.resume_step or 0
     roles = await _roles(recipe, names, workers, console.warning)
     ledger = Ledger(folder.path / "episodes.sqlite")
@@ -115,7 +115,7 @@ async def open_parts(
         recipe=recipe, folder=folder, cluster=cluster, workers=workers, roles=roles, names=names,
         prompts=inputs.prompts, heldout=inputs.heldout, ledger=ledger, log=log,
         snapshots=Snapshots(roles.states, is_on=recipe.keeps_snapshots, note=console.note),
-        recovery=recovery or RecoveryPlan(0), watch=watch,
+        recovery=recovery, watch=watch,
         stop_requested=folder.stop_file.exists,
         leaving=who_leaves(
             names.on_devices, colocated=recipe.placement.layout == "colocated",
@@ -170,7 +170,7 @@ def state_handles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers) ->
     kl = recipe.full_algorithm.kl
     if names.reference is not None and kl is not None and kl.refresh_every is not None:
         stateful.append((names.reference, Scorer))
-    return tuple(StateHandle(name, workers.role(name, kind)) for name, kind in stateful)
+    return tuple(StateHandle(workers.role(name, kind)) for name, kind in stateful)
 
 
 async def _roles(recipe: OnPolicyRecipe, names: RoleNames, workers: Workers, warn: Callable[[str], None]) -> Roles:

@@ -17,11 +17,7 @@ from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_lea
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
-from podium.errors import (
-    PlacementError,
-    PodiumError,
-    RoleError,
-)
+from podium.errors import PlacementError, PodiumError, RoleError
 from podium.importing import collector_off
 from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe

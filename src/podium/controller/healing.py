@@ -96,7 +96,7 @@ async def _rewound(
     first, console, workers, began_s = assembled.inputs, assembled.console, assembled.workers, now_s()
     with assembled.watch.span("recovery"):
         while assembled.cluster.failure() is None:
-            death = death_of(error, first.recipe, workers)
+            death = death_of(error, workers)
             remedy = recovery.decide(death)
             if isinstance(remedy, Abort):
                 console.warning(f"{death.cause} The run ends: {remedy.reason}.")

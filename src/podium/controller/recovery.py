@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal, assert_never
+from typing import Literal
 
-Part = Literal["grader", "runner", "generator", "learner", "cluster"]
-"""What died. generator: one on a device of its own, else it is a learner's. cluster: Ray itself."""
+Part = Literal["learner", "generator", "runner"]
+"""What died. generator: one on a device of its own, else it is a learner's. A grader is replaced by its handle, and
+without Ray itself nothing is left to replace."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,12 +18,7 @@ class Death:
 
     part: Part
     cause: str
-    serves_runners: bool = False  # a generator whose requests are in episodes of runners
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Retry:
-    """Start the process again and repeat its call."""
+    others_go_on: bool = False  # whether its work is such that other workers can take it over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +38,7 @@ class Abort:
     reason: str
 
 
-Remedy = Retry | Respawn | Rewind | Abort
+Remedy = Respawn | Rewind | Abort
 
 
 class RecoveryPlan:
@@ -53,7 +49,6 @@ class RecoveryPlan:
         """`most`: deaths of one part that are answered before a step must be committed."""
         self._most = most
         self._num_deaths: Counter[Part] = Counter()
-        self.num_recoveries = 0  # over the whole run
 
     def note_progress(self) -> None:
         """A step was committed."""
@@ -62,22 +57,9 @@ class RecoveryPlan:
     def decide(self, death: Death) -> Remedy:
         """What to do about a death."""
         self._num_deaths[death.part] += 1
-        if death.part != "cluster" and self._num_deaths[death.part] > self._most:
+        if self._num_deaths[death.part] > self._most:
             return Abort(reason=self._too_often(death.part))
-        self.num_recoveries += death.part != "cluster"
-        match death.part:
-            case "grader":
-                return Retry()
-            case "runner":
-                return Respawn()
-            case "generator":
-                return Rewind() if death.serves_runners else Respawn()
-            case "learner":
-                return Rewind()
-            case "cluster":
-                return Abort(reason="Ray itself is gone, and all workers with it")
-            case other:
-                assert_never(other)
+        return Respawn() if death.others_go_on else Rewind()
 
     def _too_often(self, part: Part) -> str:
         if self._most == 0:

@@ -33,7 +33,7 @@ async def replace_generator(
     is not to be, or if it dies too often."""
     error, began_s, console = lost.error, now_s(), parts.log.console
     while True:
-        death = Death(part="generator", cause=str(error).splitlines()[0])
+        death = Death(part="generator", cause=str(error).splitlines()[0], others_go_on=True)
         if not isinstance(parts.recovery.decide(death), Respawn):
             raise error
         console.warning(f"{death.cause} It is replaced, and its episodes are run again.")

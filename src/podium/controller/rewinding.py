@@ -14,7 +14,6 @@ from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN, RoleNames
 from podium.controller.recovery import Death, Part
 from podium.engine.checkpoint_files import SavedCheckpoint, saved_steps, set_aside_later
 from podium.errors import CheckpointError, WorkerDiedError
-from podium.recipe import OnPolicyRecipe
 from podium.roles.grading_handle import RewardModelHandle
 from podium.roles.handles import ScorerHandle
 from podium.roles.interfaces import RewardModel, Scorer
@@ -24,11 +23,11 @@ from podium.runs.folder import RunFolder
 _PARTS: Mapping[str, Part] = {TRAIN: "learner", ROLLOUT: "generator", RUNNERS: "runner"}
 
 
-def death_of(error: WorkerDiedError, recipe: OnPolicyRecipe, workers: Workers) -> Death:
+def death_of(error: WorkerDiedError, workers: Workers) -> Death:
     """Which part of the run died. The learner's comes first: it needs the others."""
     dead = [pool for pool in _PARTS if pool in workers.pools and workers.is_damaged(pool)]
     part: Part = _PARTS[dead[0]] if dead else "learner"
-    return Death(part=part, cause=str(error).splitlines()[0], serves_runners=recipe.environment is not None)
+    return Death(part=part, cause=str(error).splitlines()[0])
 
 
 async def rewind(first: Inputs, names: RoleNames, workers: Workers, *, committed: int) -> Inputs:

@@ -50,10 +50,15 @@ class SnapshotWriter:
     def save(self, step: int, pieces: Sequence[TensorShard], extras: Extras) -> None:
         """Makes the snapshot of a step. Collective."""
         self.wait()
-        partial = self._folder / f"{PARTIAL}{step:08d}"
+        partial, problem = self._folder / f"{PARTIAL}{step:08d}", None
         if self._mesh.is_main:
-            self._recycle(partial)
-        self._mesh.barrier()
+            try:
+                self._recycle(partial)
+            except OSError as error:  # the others wait for this rank
+                problem = str(error)
+        problem = self._mesh.gather(problem)[0]
+        if problem is not None:
+            raise CheckpointError(problem)
         file = self._file(partial / f"rank-{self._mesh.rank:05d}.safetensors", pieces)
         self._copy(file, pieces)
         self._thread = threading.Thread(

@@ -56,9 +56,14 @@ class RoleState:
         return () if self._memory is None else tuple(each.step for each in saved_steps(self._memory))
 
     def read(self, step: int, source: StateSource) -> CheckpointReader:
-        """The state after a step."""
+        """The state after a step. Snapshots of later steps are forgotten: these steps will be made again, and another
+        role may not have them."""
         if self._writer is not None:
             self._writer.wait()
+        if self._memory is not None and self._mesh.is_main:
+            for each in saved_steps(self._memory):
+                if each.step > step:
+                    shutil.rmtree(each.folder)
         folder = self._memory if source == "memory" else self._checkpoints
         if folder is None:
             raise CheckpointError(f"the state after step {step} is not kept in {source}.")
@@ -68,10 +73,11 @@ class RoleState:
         """Why snapshots are not possible. Collective."""
         assert self._memory is not None
         mine = sum(piece.local.numel() * piece.local.element_size() for piece in self._pieces())
-        nodes, sizes = zip(*self._mesh.gather((self._node, mine)), strict=True)
+        # All ranks must decide alike: one that stayed out would leave the others in a collective.
+        nodes, sizes, frees = zip(*self._mesh.gather((self._node, mine, _free_bytes(self._memory))), strict=True)
         if len(set(nodes)) > 1:
             return f"the ranks are on {len(set(nodes))} nodes"
-        needed, free = KEPT * sum(sizes), _free_bytes(self._memory)
+        needed, free = KEPT * sum(sizes), min(frees)
         if needed > _MOST_OF_FREE * free:
             return f"they take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free"
         return None

@@ -14,9 +14,9 @@ from podium.roles.interfaces import Stateful, StateSource
 class StateHandle:
     """The state of a role that learns."""
 
-    def __init__(self, name: str, group: RoleGroup[Stateful]) -> None:
+    def __init__(self, group: RoleGroup[Stateful]) -> None:
         group.requires(Stateful.snapshot, Stateful.snapshots, Stateful.restore)
-        self.name, self._group = name, group.within(PHASE_S)
+        self._group = group.within(PHASE_S)
 
     async def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
         """Begins a snapshot on all ranks. Returns why there is none, if there is none."""

@@ -177,9 +177,11 @@ class SimulatedLearner(Learner):
     def restore(self, step: int, source: StateSource) -> Mapping[str, Any]:
         """Goes back to the weights after this step; a checkpoint has those of rank 0."""
         if source == "memory":
-            kept = self._costs.memory[self._context.rank][step]
-            self._weights = kept.weights
-            return kept.values
+            kept = self._costs.memory[self._context.rank]
+            for later in [each for each in kept if each > step]:
+                del kept[later]
+            self._weights = kept[step].weights
+            return kept[step].values
         values = SavedCheckpoint(self._spec.checkpoints / f"step-{step:08d}").values
         self._weights = str(values[_WEIGHTS])
         return values

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state of a role in host memory: whether there is room, and what is forgotten when it goes back."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from podium.engine.checkpoint_files import Extras
+from podium.engine.mesh import Mesh
+from podium.errors import CheckpointError
+from podium.models.tensor_shards import Box, TensorShard
+from podium.roles import role_state
+from podium.roles.role_state import RoleState
+
+ALONE = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OtherAnswers(Mesh):
+    """Rank 0 of two; the other one answers what it is told to."""
+
+    other: Any = None
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, self.other]
+
+
+def state(memory: Path | None, mesh: Mesh = ALONE) -> RoleState:
+    weight = torch.arange(4.0)
+    piece = TensorShard(name="weight", local=weight, box=Box.whole(weight.shape), shape=(4,))
+    return RoleState(mesh, node="here", memory=memory, checkpoints=None, pieces=lambda: [piece])
+
+
+def test_going_back_forgets_later_steps(tmp_path: Path) -> None:
+    role = state(tmp_path)
+    for step in (3, 4):
+        assert role.snapshot(step, Extras(values={"at": step}, arrays={})) is None
+    role.read(4, "memory")
+    assert role.snapshots() == (3, 4)
+
+    assert role.read(3, "memory").values == {"at": 3}
+
+    assert role.snapshots() == (3,)
+
+
+def test_memory_that_does_not_suffice_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(role_state, "_free_bytes", lambda folder: 63)  # two snapshots of 16 bytes, and half of it
+
+    assert state(tmp_path).snapshot(1, Extras(values={}, arrays={})) == (
+        "they take 0.0 GiB, and 0.0 GiB of memory are free"
+    )
+    assert state(tmp_path).snapshots() == ()
+
+
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [(("here", 16, 10), r"they take .* of memory are free"), (("there", 16, 1 << 40), "the ranks are on 2 nodes")],
+)
+def test_ranks_decide_alike(tmp_path: Path, other: tuple[str, int, int], reason: str) -> None:
+    mesh = OtherAnswers(rank=0, world=2, device=torch.device("cpu"), devices=None, other=other)
+
+    answer = state(tmp_path, mesh).snapshot(1, Extras(values={}, arrays={}))
+
+    assert answer is not None
+    assert re.search(reason, answer)
+
+
+def test_without_memory_there_is_none() -> None:
+    role = state(None)
+
+    assert role.snapshot(1, Extras(values={}, arrays={})) == "it is switched off"
+    with pytest.raises(CheckpointError, match="not kept in memory"):
+        role.read(1, "memory")
