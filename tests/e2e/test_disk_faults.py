@@ -241,9 +241,10 @@ def test_every_command_that_reads_a_checkpoint_notices_a_damaged_one(
 
 
 # A logger is called inside rank 0, with the metrics of every step.
-DISTURBED = """
-import shutil
+DISTURBED = f"""
+import shutil, sys
 from pathlib import Path
+sys.path.append({str(Path(__file__).parents[1])!r})
 from helpers.disks import fill
 
 def disturb(metrics):
