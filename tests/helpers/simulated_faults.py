@@ -1,18 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Simulated runs whose workers die at random moments, and what must hold for each. Torch-free."""
+"""Simulated runs with random faults, and what must hold for each. Torch-free."""
 
 from __future__ import annotations
 
 import itertools
+import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from helpers.simulated_runs import COSTS, groups_by_step, simulated_recipe
-from podium.controller.simulation.controlled import SimulatedDeath, SimulatedRun, simulate_run
-from podium.controller.simulation.faults import random_deaths
+from podium.controller.simulation.controlled import SimulatedRun, simulate_run
+from podium.controller.simulation.faults import SimulatedFault, random_faults
+from podium.observe import read_metrics
 from podium.programs.grpo import grpo
 from podium.recipe import GrpoRecipe
 from podium.runs.folder import RunFolder
@@ -22,59 +25,145 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "split": {"layout": "split", "devices": 3, "rollout_devices": 2},
     "elastic": {"layout": "elastic", "devices": 3, "rollout_devices": 2},
 }
-STEPS, PROMPTS = 5, 4
+PROMPTS, SAMPLES = 2, 2
+# Saves, starts of workers and gradings take time, so that faults meet them; a third of the groups are uniform.
+FAULT_COSTS = replace(
+    COSTS, grading_s=replace(COSTS.answer_tokens, median=0.5, cap=5.0), save_s=1.0, start_s=1.5, uniform_share=0.3
+)
+MOST_FAULTS = 6
+# Of the virtual clock: a hang. Faults make a run of a minute longer by some minutes at most.
+LIMIT_S = 10_000.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A run that faults are injected into. The variant chooses its answers and further settings."""
+
+    layout: str
+    staleness: int
+    variant: int = 0
+
+    def recipe(self, folder: Path, **placement: Any) -> GrpoRecipe:
+        """Some small steps; workers may die often. Variants evaluate and save every two steps, leave out uniform
+        groups, and differ in what new weights mean for running sequences."""
+        changes: dict[str, Any] = {}
+        if self.variant % 2:
+            changes = {
+                "evaluation": {"every": 2, "generation": {"prompts": 2}},
+                "checkpoint": {"every": 2},
+                "data": {"heldout": [{"path": str(folder / "train.jsonl")}]},
+            }
+        if self.variant % 3 == 1:
+            changes["algorithm"] = {"dynamic_sampling": True}
+        choices = ("recompute", "keep") if self.layout == "elastic" else ("recompute", "keep", "finish")
+        in_flight = choices[self.variant // 2 % len(choices)]
+        return simulated_recipe(
+            folder, steps=max(3, self.staleness + 1), grading={"workers": 2}, **changes,
+            placement={**LAYOUTS[self.layout], "restarts": 100, "heartbeat_timeout_s": 12.0, **placement},
+            rollout={
+                "staleness": self.staleness, "prompts_per_step": PROMPTS, "samples_per_prompt": SAMPLES,
+                **({"on_new_weights": in_flight} if self.staleness else {}),
+            },
+        )  # fmt: skip
 
 
 def fault_recipe(folder: Path, layout: str, staleness: int, **placement: Any) -> GrpoRecipe:
-    """Five small steps in this layout; workers may die often."""
-    return simulated_recipe(
-        folder, steps=STEPS, placement={**LAYOUTS[layout], "restarts": 100, **placement},
-        rollout={"staleness": staleness, "prompts_per_step": PROMPTS}, grading={"workers": 2},
-    )  # fmt: skip
+    """The recipe of a case."""
+    return Case(layout=layout, staleness=staleness).recipe(folder, **placement)
 
 
-def run_with(recipe: GrpoRecipe, deaths: Sequence[SimulatedDeath] = (), *, seed: int = 0) -> SimulatedRun:
-    """The run of the recipe in a new folder, with these deaths."""
-    return simulate_run(grpo, recipe, RunFolder.create(recipe), COSTS, seed=seed, deaths=deaths)
+def run_with(
+    recipe: GrpoRecipe, faults: Sequence[SimulatedFault] = (), *, seed: int = 0, folder: RunFolder | None = None
+) -> SimulatedRun:
+    """The run of the recipe with these faults, in this folder (default: a new one). A run that was stopped is resumed
+    until all its steps are done; times of faults go on from one part to the next, but for those of its start: a run
+    whose workers die three times before it begins does not begin."""
+    folder = folder or RunFolder.create(recipe)
+    resume_step: int | None = None
+    while True:
+        run = simulate_run(
+            grpo, recipe, folder, FAULT_COSTS, seed=seed, resume_step=resume_step, faults=faults, limit_s=LIMIT_S
+        )
+        if run.result.step == recipe.steps:
+            return run
+        resume_step = run.result.step or None
+        began_s = run.ended_s + FAULT_COSTS.start_s
+        faults = [replace(each, at_s=each.at_s - run.ended_s) for each in faults if each.at_s > began_s]
 
 
-def check_groups(run: SimulatedRun, staleness: int) -> None:
-    """All steps were committed, every group is in one of them, and none was older than allowed."""
+def check_groups(run: SimulatedRun, recipe: GrpoRecipe) -> None:
+    """All steps were committed once, every group is in one of them, and none was older than allowed."""
     steps = groups_by_step(run.result.folder)
-    assert sorted(steps) == list(range(1, STEPS + 1))
+    every = list(range(1, recipe.steps + 1))
+    assert sorted(steps) == every
+    assert [line.step for line in read_metrics(run.result.folder / "metrics.jsonl") if "step_s" in line.values] == every
     assert all(len(groups) == PROMPTS for groups in steps.values())
     times = Counter(prompt for groups in steps.values() for prompt, _, _ in groups)
     assert set(times.values()) == {1}
     for groups in steps.values():
         for prompt, oldest, trained_from in groups:
-            assert trained_from - oldest <= staleness, prompt
+            assert trained_from - oldest <= recipe.rollout.staleness, prompt
 
 
-class Disturbance:
-    """A random layout, staleness and course of deaths from a seed, and the run without them."""
+class CalmRuns:
+    """Runs without faults, each made once. A run with faults begins in a copy of its new folder."""
 
-    def __init__(self, folder: Path, seed: int) -> None:
-        rng = Random(seed)
-        self._folder, self._seed, self._numbers = folder, seed, itertools.count()
-        self.layout = rng.choice(sorted(LAYOUTS))
-        self.staleness = 0 if self.layout == "colocated" else rng.choice([0, 0, 1, 2, 4])
-        self._calm = run_with(fault_recipe(folder / "calm", self.layout, self.staleness), seed=seed)
-        recipe = fault_recipe(folder / "plan", self.layout, self.staleness)
-        self.deaths = random_deaths(recipe, seconds=1.2 * self._calm.committed_s[-1], most=6, seed=seed)
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._numbers = folder, itertools.count()
+        self._runs: dict[Case, tuple[GrpoRecipe, Path, SimulatedRun]] = {}
 
-    def check(self, deaths: Sequence[SimulatedDeath] | None = None) -> None:
-        """Runs with these deaths (default: all), and checks what must hold."""
-        folder = self._folder / f"disturbed-{next(self._numbers)}"
-        recipe = fault_recipe(folder, self.layout, self.staleness)
-        run = run_with(recipe, self.deaths if deaths is None else deaths, seed=self._seed)
-        check_groups(run, self.staleness)
-        if self.staleness == 0:
-            assert run.weights == self._calm.weights
+    def of(self, case: Case) -> tuple[GrpoRecipe, SimulatedRun]:
+        """The recipe of a case, and its run without faults."""
+        recipe, _, run = self._made(case)
+        return recipe, run
 
-    def fails(self, deaths: Sequence[SimulatedDeath]) -> bool:
-        """Whether something does not hold with these deaths."""
+    def with_faults(self, case: Case, faults: Sequence[SimulatedFault]) -> SimulatedRun:
+        """The run of a case with these faults; its folder is removed."""
+        recipe, new, calm = self._made(case)
+        folder = self._folder / f"faults-{next(self._numbers)}"
+        shutil.copytree(new, folder)
         try:
-            self.check(deaths)
+            run = run_with(recipe, faults, seed=case.variant, folder=RunFolder(path=folder))
+            check_groups(run, recipe)
+            if case.staleness == 0:
+                assert run.weights == calm.weights
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return run
+
+    def _made(self, case: Case) -> tuple[GrpoRecipe, Path, SimulatedRun]:
+        if case not in self._runs:
+            place = self._folder / f"calm-{len(self._runs)}"
+            recipe = case.recipe(place)
+            folder, new = RunFolder.create(recipe), place / "new"
+            shutil.copytree(folder.path, new)
+            run = run_with(recipe, seed=case.variant, folder=folder)
+            check_groups(run, recipe)
+            self._runs[case] = recipe, new, run
+        return self._runs[case]
+
+
+class Schedule:
+    """A random case and random faults from a seed."""
+
+    def __init__(self, calm: CalmRuns, seed: int) -> None:
+        rng = Random(seed)
+        layout = rng.choice(sorted(LAYOUTS))
+        staleness = 0 if layout == "colocated" else rng.choice([0, 0, 1, 2, 3, 4])
+        self._calm, self.case = calm, Case(layout=layout, staleness=staleness, variant=rng.randrange(12))
+        recipe, run = calm.of(self.case)
+        self.faults = random_faults(
+            recipe, begin_s=FAULT_COSTS.start_s, end_s=1.2 * run.ended_s, most=MOST_FAULTS, seed=seed
+        )
+
+    def check(self, faults: Sequence[SimulatedFault] | None = None) -> None:
+        """Runs with these faults (default: all), and checks what must hold."""
+        self._calm.with_faults(self.case, self.faults if faults is None else faults)
+
+    def fails(self, faults: Sequence[SimulatedFault]) -> bool:
+        """Whether something does not hold with these faults."""
+        try:
+            self.check(faults)
         except Exception:
             return True
         return False

@@ -23,6 +23,7 @@ from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import ObjectScope, Stored
 from podium.cluster.placement import TooLarge, bundles_of, preflight
 from podium.cluster.results import Span
+from podium.cluster.simulated_faults import WorkerFault
 from podium.cluster.transport import Transport, Value
 from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool, place
 from podium.errors import ClusterError, DeadlineError, PlacementError, WorkerDiedError
@@ -63,15 +64,17 @@ async def open_inline(*, deadlines: bool = True, tell: Tell = lambda what: None)
 
 
 @asynccontextmanager
-async def open_simulated(*, tell: Tell = lambda what: None) -> AsyncIterator[Cluster]:
+async def open_simulated(
+    faults: Sequence[WorkerFault] = (), *, start_s: float = 0.0, tell: Tell = lambda what: None
+) -> AsyncIterator[Cluster]:
     """The same interface on the virtual clock of `run_virtual`: workers are tasks, and their methods wait with
-    `asyncio.sleep`."""
+    `asyncio.sleep`. A worker starts in `start_s`, and `faults` happen to workers at their times."""
     from podium.cluster.simulated import SimulatedTransport
     from podium.cluster.virtual_time import VirtualLoop
 
     if not isinstance(asyncio.get_running_loop(), VirtualLoop):
         raise ClusterError("a simulated cluster needs a virtual clock: start the program with run_virtual(main()).")
-    async with _opened(SimulatedTransport(), tell=tell) as cluster:
+    async with _opened(SimulatedTransport(faults, start_s=start_s), tell=tell) as cluster:
         yield cluster
 
 

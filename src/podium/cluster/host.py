@@ -13,6 +13,7 @@ import sys
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, assert_never
 
@@ -339,6 +340,7 @@ def _implementation(place: str, interface: type[Any]) -> type[Any]:
     return implementation
 
 
+@cache
 def parameters_of(method: Any) -> tuple[str, ...]:
     """A method's parameters by name and kind, without annotations and defaults: enough to notice that two copies of the
     code differ."""

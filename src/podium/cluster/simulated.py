@@ -2,20 +2,27 @@
 """The cluster interface on a virtual clock: workers are tasks of one event loop, and their methods wait with
 `asyncio.sleep`. For tests of schedules by the thousand, and for predictions.
 
-A worker does one call at a time, as a work thread would; control calls run beside it. A worker can be killed at any
-moment, which ends its calls."""
+A worker does one call at a time, as a work thread would; control calls run beside it. Workers take time to start if
+they are told to, and faults happen to them at given times: see `simulated_faults`."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, assert_never
 
 from podium.cluster.host import RoleHost
 from podium.cluster.layout import Pool
 from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.objects import InlineStored, Stored
 from podium.cluster.placement import Bundle, NodeState
+from podium.cluster.simulated_faults import (
+    SimulatedDeath,
+    SimulatedDelay,
+    SimulatedLoss,
+    SimulatedSilence,
+    WorkerFault,
+)
 from podium.cluster.transport import BundlePlace, ByReference, GoneError
 from podium.errors import ClusterError
 
@@ -28,7 +35,15 @@ class SimulatedTransport:
     """Tasks instead of processes. One node has room for everything."""
 
     has_collectives = True  # simulated roles only wait for each other
-    can_be_silent = False
+
+    def __init__(self, faults: Sequence[WorkerFault] = (), *, start_s: float = 0.0) -> None:
+        """`start_s`: until a process answers. Heartbeats are watched if a worker will be silent."""
+        self.can_be_silent = any(isinstance(fault, SimulatedSilence) for fault in faults)
+        self._start_s = start_s
+        self._processes: dict[tuple[str, int], SimulatedProcess] = {}  # by pool and slot, the newest
+        loop = asyncio.get_running_loop()
+        for fault in faults:
+            loop.call_at(fault.at_s, self._inject, fault)
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
         """Does nothing: there is no cluster that could fail."""
@@ -57,7 +72,9 @@ class SimulatedTransport:
 
     async def spawn(self, pool: Pool, slot: int, place: BundlePlace, name: str) -> SimulatedProcess:
         """Starts a worker."""
-        return SimulatedProcess()
+        process = SimulatedProcess(start_s=self._start_s, sends_beats=self.can_be_silent)
+        self._processes[pool.name, slot] = process
+        return process
 
     async def at_once(self, answers: Sequence[Awaitable[Reply]]) -> list[Reply] | None:
         """None: answers are awaited one by one."""
@@ -70,30 +87,63 @@ class SimulatedTransport:
     async def close(self) -> None:
         """Does nothing: tasks end with their workers."""
 
+    def _inject(self, fault: WorkerFault) -> None:
+        """Lets a fault happen to the worker that is in its slot now, which may be starting."""
+        process = self._processes.get((fault.pool, fault.slot))
+        if process is None:
+            return
+        match fault:
+            case SimulatedDeath():
+                process.kill()
+            case SimulatedSilence():
+                process.stop(fault.seconds)
+            case SimulatedDelay():
+                process.delay(fault.seconds, fault.late_s)
+            case SimulatedLoss():
+                process.lose_reply()
+            case other:
+                assert_never(other)
+
 
 class SimulatedProcess:
     """A worker of a simulation."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, start_s: float = 0.0, sends_beats: bool = False) -> None:
+        """`sends_beats`: regularly, instead of a single heartbeat."""
         self._host = RoleHost(
             node=_NODE, host="127.0.0.1", device="cpu", kind="cpu", own_process=False, forms_groups=False
         )
+        self._start_s, self._sends_beats = start_s, sends_beats
         self._working = asyncio.Lock()  # fair: calls are done in the order in which they were made
-        self._gone = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self._gone = self._loop.create_future()
+        self._awake = asyncio.Event()  # not set: it is stopped
+        self._awake.set()
+        self._num_stops = 0
+        self._late_until_s = self._late_s = 0.0
+        self._loses_reply = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def handshake(self) -> Awaitable[Handshake]:
-        """What the worker reports of itself."""
-        return self._started(self._now(self._host.handshake))
+        """What the worker reports of itself, when it has started."""
+
+        async def started() -> Handshake:
+            await asyncio.sleep(self._start_s)
+            return self._host.handshake()
+
+        return self._started(started)
 
     def perform(self, call: Call, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Does a call after those before it."""
 
         async def run() -> Reply:
             async with self._working:
-                return (await self._host.perform_async(call, *_resolved(arguments), **named))[0]
+                await self._awake.wait()
+                reply = (await self._host.perform_async(call, *_resolved(arguments), **named))[0]
+            await self._send()
+            return reply
 
-        return self._started(run())
+        return self._started(run)
 
     def perform_storing(self, call: Invoke, *arguments: Any, **named: Any) -> tuple[Awaitable[Reply], Stored[Any]]:
         """Does a call after those before it; its rows are stored."""
@@ -101,47 +151,66 @@ class SimulatedProcess:
 
         async def run() -> Reply:
             async with self._working:
+                await self._awake.wait()
                 reply, stored.rows = await self._host.perform_async(call, *_resolved(arguments), **named)
+            await self._send()
             return reply
 
-        return self._started(run()), stored
+        return self._started(run), stored
 
     async def stream(self, call: Invoke, *arguments: Any, **named: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         """Replies and rows of a method that yields, as they come."""
-        arrivals: asyncio.Queue[tuple[Reply, Any]] = asyncio.Queue()
+        arrivals: asyncio.Queue[tuple[Reply, Any, float]] = asyncio.Queue()
 
         async def run() -> None:
             async with self._working:
-                async for item in self._host.stream_async(call, *_resolved(arguments), **named):
-                    arrivals.put_nowait(item)
+                await self._awake.wait()
+                async for reply, rows in self._host.stream_async(call, *_resolved(arguments), **named):
+                    arrivals.put_nowait((reply, rows, self._loop.time() + await self._leave()))
 
-        running = self._started(run())
+        running = self._started(run)
+        arriving: asyncio.Future[tuple[Reply, Any, float]] | None = None
         try:
             while True:
                 arriving = asyncio.ensure_future(arrivals.get())
                 await asyncio.wait({arriving, running}, return_when=asyncio.FIRST_COMPLETED)
                 if not arriving.done() and arrivals.empty():
-                    arriving.cancel()
                     await running  # raises GoneError: a living worker sends a last reply
-                reply, rows = await arriving
+                reply, rows, arrives_s = await arriving
+                if arrives_s > self._loop.time():
+                    await asyncio.sleep(arrives_s - self._loop.time())
                 yield reply, InlineStored(rows)
                 if reply.last:
                     return
         finally:
             running.cancel()
+            if arriving is not None:
+                arriving.cancel()
 
     def control(self, call: Invoke, *arguments: Any, **named: Any) -> Awaitable[Reply]:
         """Runs a call beside the work."""
-        return self._started(self._host.control_async(call, *_resolved(arguments), **named))
+
+        async def run() -> Reply:
+            reply = await self._host.control_async(call, *_resolved(arguments), **named)
+            await self._send()
+            return reply
+
+        return self._started(run)
 
     def where(self) -> Awaitable[Whereabouts]:
         """Where the worker is now."""
-        return self._started(self._now(self._host.where))
+
+        async def look() -> Whereabouts:
+            return self._host.where()
+
+        return self._started(look)
 
     async def beats(self, every_s: float) -> AsyncIterator[Beat]:
-        """One heartbeat; then waits for the end."""
-        yield Beat(doing="", for_s=0.0)
-        await asyncio.shield(self._gone)
+        """Heartbeats while it is not stopped. If nobody can be silent, one is enough: the end is noticed anyway."""
+        while not self._gone.done():
+            yield Beat(doing="", for_s=0.0)
+            await asyncio.wait({self._gone}, timeout=every_s if self._sends_beats else None)
+            await self._awake.wait()
         raise GoneError("it was ended")
 
     def look(self) -> None:
@@ -157,20 +226,56 @@ class SimulatedProcess:
             self._gone.set_result(None)
         for task in self._tasks:
             task.cancel()
+        self._awake.set()  # its heartbeats end
 
-    async def _now(self, call: Callable[[], Value]) -> Value:
-        return call()
-
-    def _started(self, work: Any) -> asyncio.Future[Any]:
-        """A future of the work's result; GoneError if the worker is ended first."""
+    def stop(self, seconds: float) -> None:
+        """Stops it for so long: calls that run stay unanswered, and later ones do not begin."""
         if self._gone.done():
-            work.close()
-            gone: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-            gone.set_exception(GoneError("it was ended"))
-            return gone
-        task = asyncio.ensure_future(work)
+            return
+        self._awake.clear()
+        self._num_stops += 1
+        self._loop.call_later(seconds, self._go_on, self._num_stops)
+
+    def delay(self, seconds: float, late_s: float) -> None:
+        """Lets all replies of the next seconds arrive late."""
+        self._late_until_s, self._late_s = self._loop.time() + seconds, late_s
+
+    def lose_reply(self) -> None:
+        """Ends the worker when its next reply is ready, and instead of it."""
+        self._loses_reply = True
+
+    def _go_on(self, stop: int) -> None:
+        if stop == self._num_stops:  # else it was stopped again meanwhile
+            self._awake.set()
+
+    async def _leave(self) -> float:
+        """Waits until a reply can leave the worker. Returns how late it arrives."""
+        if self._loses_reply:
+            self.kill()
+            raise asyncio.CancelledError
+        await self._awake.wait()
+        return self._late_s if self._loop.time() < self._late_until_s else 0.0
+
+    async def _send(self) -> None:
+        """Waits until a reply has arrived."""
+        late_s = await self._leave()
+        if late_s:
+            await asyncio.sleep(late_s)
+
+    def _started(self, work: Callable[[], Awaitable[Any]]) -> asyncio.Future[Any]:
+        """A future of the work's result; GoneError if the worker is ended first."""
+        answer: asyncio.Future[Any] = self._loop.create_future()
+        answer.add_done_callback(lambda future: future.cancelled() or future.exception())
+        if self._gone.done():
+            answer.set_exception(GoneError("it was ended"))
+            return answer
+
+        async def run() -> Any:
+            await self._awake.wait()
+            return await work()
+
+        task = asyncio.ensure_future(run())
         self._tasks.add(task)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
         def settle(done: asyncio.Task[Any]) -> None:
             self._tasks.discard(done)
@@ -185,7 +290,6 @@ class SimulatedProcess:
                 answer.set_result(done.result())
 
         task.add_done_callback(settle)
-        answer.add_done_callback(lambda future: future.cancelled() or future.exception())
         return answer
 
 

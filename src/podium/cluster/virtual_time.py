@@ -5,6 +5,7 @@ long as the Python code in it, and the same program takes the same course every 
 from __future__ import annotations
 
 import asyncio
+import math
 import selectors
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Executor
@@ -20,8 +21,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """`time()` is the virtual clock, in seconds from 0. Calls for other threads run at once, in this one: how long a
     thread takes would not be reproducible."""
 
-    def __init__(self) -> None:
-        self._now_s = 0.0
+    def __init__(self, limit_s: float = math.inf) -> None:
+        """`limit_s`: when the clock reaches it, the simulation fails."""
+        self._now_s, self._limit_s = 0.0, limit_s
         super().__init__(_JumpingSelector(self))
 
     def time(self) -> float:
@@ -29,8 +31,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now_s
 
     def jump(self, seconds: float) -> None:
-        """Moves the clock forward."""
+        """Moves the clock forward. Raises a ClusterError at its limit."""
         self._now_s += seconds
+        if self._now_s > self._limit_s:
+            raise ClusterError(
+                f"the simulation has not ended after {self._limit_s:.0f} virtual seconds. The program in it waits for "
+                "something that does not happen, or takes longer than the limit allows."
+            )
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[[*Arguments], Result], *args: *Arguments
@@ -44,9 +51,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return done
 
 
-def run_virtual(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run` on a virtual clock."""
-    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+def run_virtual(main: Coroutine[Any, Any, Result], *, limit_s: float = math.inf) -> Result:
+    """`asyncio.run` on a virtual clock, for at most `limit_s` of its seconds."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(limit_s)) as runner:
         return runner.run(main)
 
 
@@ -57,6 +64,8 @@ class _JumpingSelector(selectors.BaseSelector):
         self._loop, self._files = loop, selectors.DefaultSelector()
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and timeout <= 0:  # callbacks are ready, and files can wait
+            return []
         ready = self._files.select(0)
         if ready:
             return ready
@@ -65,7 +74,7 @@ class _JumpingSelector(selectors.BaseSelector):
                 "the simulation stands still: every task waits, and nothing is left that could happen. This is a "
                 "deadlock of the program that is simulated."
             )
-        self._loop.jump(max(timeout, 0.0))
+        self._loop.jump(timeout)
         return []
 
     def register(self, fileobj: Any, events: int, data: Any = None) -> selectors.SelectorKey:

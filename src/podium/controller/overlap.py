@@ -347,7 +347,8 @@ class OverlapExecutor:
         """What the engines did since the last step began."""
         before, began, num_ended = self._usages, self._began, self._flow.num_ended
         self._usages, self._began = await self._parts.roles.generator.usage(), now_s()
-        self._episodes_per_s = (num_ended - self._num_ended) / (self._began - began)
+        seconds = self._began - began  # 0 in a simulation whose step before had no update
+        self._episodes_per_s = (num_ended - self._num_ended) / seconds if seconds else 0.0
         self._num_ended = num_ended
         both = [
             (now, then) for now, then in zip(self._usages, before, strict=True) if now is not None and then is not None
@@ -365,7 +366,7 @@ class OverlapExecutor:
             "reused_tokens": float(sum(now.reused_tokens - then.reused_tokens for now, then in pairs)),
             "preemptions": float(sum(now.preemptions - then.preemptions for now, then in pairs)),
             "cache_used": max((now.cache_tokens_used / max(1, now.cache_tokens) for now, _ in pairs), default=0.0),
-            "seconds": self._began - began,
+            "seconds": seconds,
             "idle_s": sum(now.idle_s - then.idle_s for now, then in both) / num,
             "install_s": sum(now.install_s - then.install_s for now, then in both) / num,
         }

@@ -1,54 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs of the real controller on the simulated cluster whose workers die at random moments: every run comes to its end,
-every group is trained once, and at staleness 0 the weights (a digest of all updates) are those of the run that nobody
-disturbed."""
+"""Runs of the real controller on the simulated cluster with faults at random moments: every run comes to its end, every
+group is trained once, and at staleness 0 the weights (a digest of all updates) are those of the run without faults."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from helpers.simulated_faults import LAYOUTS, Disturbance, check_groups, fault_recipe, run_with
-from podium.controller.simulation.controlled import SimulatedDeath
-from podium.controller.simulation.faults import random_deaths, shortest
+from helpers.simulated_faults import LAYOUTS, CalmRuns, Case, Schedule, fault_recipe, run_with
+from podium.cluster.simulated_faults import SimulatedDeath, SimulatedDelay, SimulatedLoss, SimulatedSilence
+from podium.controller.simulation.costs import SimulatedSlowness
+from podium.controller.simulation.faults import SimulatedFault, SimulatedStop, random_faults, shortest
 from podium.errors import WorkerDiedError
 from podium.runs.events import recoveries
 
+SILENCE = SimulatedSilence(at_s=0.0, pool="train", slot=0, seconds=100.0)
+LOSS = SimulatedLoss(at_s=0.0, pool="train", slot=0)
+DEATH = SimulatedDeath(at_s=0.0, pool="train", slot=0)
+DELAY = SimulatedDelay(at_s=0.0, pool="train", slot=0, seconds=5.0, late_s=2.0)
+SLOWNESS = SimulatedSlowness(at_s=0.0, pool="train", slot=0, seconds=10.0, factor=5.0)
 
-@pytest.mark.parametrize("seed", range(6))
-def test_a_run_whose_workers_die_comes_to_its_end(tmp_path: Path, seed: int) -> None:
-    Disturbance(tmp_path, seed).check()
+
+@pytest.fixture(scope="module")
+def calm_runs(tmp_path_factory: pytest.TempPathFactory) -> CalmRuns:
+    return CalmRuns(tmp_path_factory.mktemp("calm"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_with_faults_comes_to_its_end(calm_runs: CalmRuns, seed: int) -> None:
+    Schedule(calm_runs, seed).check()
 
 
 @pytest.mark.slow
-def test_a_hundred_runs_whose_workers_die(tmp_path: Path) -> None:
-    for seed in range(1000, 1100):
-        Disturbance(tmp_path / str(seed), seed).check()
+def test_three_hundred_runs_with_faults(calm_runs: CalmRuns) -> None:
+    for seed in range(1000, 1300):
+        Schedule(calm_runs, seed).check()
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("fault", [DEATH, SILENCE, LOSS, DELAY, SLOWNESS], ids=lambda fault: type(fault).__name__)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("pool", ["train", "rollout", "graders"])
-def test_every_moment_of_a_step(tmp_path: Path, layout: str, pool: str) -> None:
-    """A worker dies at each of twelve moments of the third step."""
+def test_every_moment_of_a_step(calm_runs: CalmRuns, fault: SimulatedDeath, layout: str, pool: str) -> None:
+    """A fault at each of twelve moments of the second step, which saves and evaluates at its end."""
     if pool == "rollout" and layout == "colocated":
         pytest.skip("its generators are the learner's")
-    calm = run_with(fault_recipe(tmp_path / "calm", layout, 0))
-    begin, end = calm.committed_s[1:3]
+    case = Case(layout=layout, staleness=0, variant=1)
+    _, calm = calm_runs.of(case)
+    begin, end = calm.committed_s[0], calm.committed_s[2]
     for number in range(12):
-        death = SimulatedDeath(at_s=begin + (end - begin) * (number + 0.5) / 12, pool=pool, slot=0)
-
-        run = run_with(fault_recipe(tmp_path / str(number), layout, 0), [death])
-
-        check_groups(run, 0)
-        assert run.weights == calm.weights, death
+        at_s = begin + (end - begin) * (number + 0.5) / 12
+        calm_runs.with_faults(case, [replace(fault, at_s=at_s, pool=pool)])
 
 
-def test_deaths_in_a_row_are_survived_up_to_the_limit(tmp_path: Path) -> None:
-    calm = run_with(fault_recipe(tmp_path / "calm", "colocated", 0))
+def test_deaths_in_a_row_are_survived_up_to_the_limit(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="colocated", staleness=0))
     at_s = [calm.committed_s[1] + seconds for seconds in (0.5, 2.5, 4.5)]  # a step takes longer
-    deaths = [SimulatedDeath(at_s=each, pool="train", slot=0) for each in at_s]
+    deaths = [replace(DEATH, at_s=each) for each in at_s]
 
     run = run_with(fault_recipe(tmp_path / "three", "colocated", 0, restarts=3), deaths)
 
@@ -57,10 +67,10 @@ def test_deaths_in_a_row_are_survived_up_to_the_limit(tmp_path: Path) -> None:
         run_with(fault_recipe(tmp_path / "two", "colocated", 0, restarts=2), deaths)
 
 
-def test_a_generator_that_dies_is_replaced_and_nothing_goes_back(tmp_path: Path) -> None:
-    calm = run_with(fault_recipe(tmp_path / "calm", "split", 0))
-    # Generation takes most of a step.
-    death = SimulatedDeath(at_s=calm.committed_s[1] + 3.0, pool="rollout", slot=1)
+def test_a_generator_that_dies_is_replaced_and_nothing_goes_back(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=0))
+    # The new weights are there after 0.25 s; then the generators have the step's first episodes.
+    death = SimulatedDeath(at_s=calm.committed_s[1] + 0.5, pool="rollout", slot=1)
 
     run = run_with(fault_recipe(tmp_path / "killed", "split", 0), [death])
 
@@ -69,19 +79,116 @@ def test_a_generator_that_dies_is_replaced_and_nothing_goes_back(tmp_path: Path)
     assert run.weights == calm.weights
 
 
-def test_the_same_deaths_give_the_same_run(tmp_path: Path) -> None:
-    recipes = [fault_recipe(tmp_path / name, "elastic", 2) for name in ("one", "other")]
-    deaths = random_deaths(recipes[0], seconds=60.0, most=5, seed=7)
+@pytest.mark.parametrize("pool", ["train", "rollout"])
+def test_a_silent_worker_is_declared_dead_after_the_heartbeat_timeout(
+    tmp_path: Path, calm_runs: CalmRuns, pool: str
+) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=0))
+    silence = replace(SILENCE, at_s=calm.committed_s[1] + 0.5, pool=pool)
 
-    one, other = (run_with(recipe, deaths) for recipe in recipes)
+    run = run_with(fault_recipe(tmp_path / "silent", "split", 0), [silence])
+
+    (recovery,) = recoveries(run.result.folder)
+    assert "no sign of life for 12 s" in recovery.cause
+    assert silence.at_s + 12.0 < run.ended_s < silence.at_s + silence.seconds  # nobody waits until it goes on
+    assert run.weights == calm.weights
+
+
+def test_a_worker_that_is_silent_for_less_than_the_timeout_goes_on(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=0))
+    silence = replace(SILENCE, at_s=calm.committed_s[1] - 0.25, seconds=8.0)  # in an update
+
+    run = run_with(fault_recipe(tmp_path / "silent", "split", 0), [silence])
+
+    assert list(recoveries(run.result.folder)) == []
+    assert run.committed_s[1] == pytest.approx(silence.at_s + 8.0)
+    assert run.weights == calm.weights
+
+
+def test_a_late_reply_is_waited_for(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=0))
+    delay = replace(DELAY, at_s=calm.committed_s[1] - 0.25, seconds=0.5, late_s=2.0)  # around the end of an update
+
+    run = run_with(fault_recipe(tmp_path / "late", "split", 0), [delay])
+
+    assert list(recoveries(run.result.folder)) == []
+    assert run.committed_s[1] == pytest.approx(calm.committed_s[1] + 2.0)
+    assert run.weights == calm.weights
+
+
+def test_an_update_whose_reply_is_lost_is_done_again_and_counts_once(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=0))
+    loss = replace(LOSS, at_s=calm.committed_s[1] - 0.25)
+
+    run = run_with(fault_recipe(tmp_path / "lost", "split", 0), [loss])
+
+    (recovery,) = recoveries(run.result.folder)
+    assert (recovery.part, recovery.step) == ("learner", 1)  # it dies when the update of step 2 is done
+    assert run.weights == calm.weights
+
+
+def test_a_slow_worker_is_waited_for(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="split", staleness=0))
+
+    run = run_with(fault_recipe(tmp_path / "slow", "split", 0), [replace(SLOWNESS, seconds=1000.0)])
+
+    assert list(recoveries(run.result.folder)) == []
+    assert run.ended_s > calm.ended_s + 3 * 4 * 0.5  # each update has a constant part of half a second
+    assert run.weights == calm.weights
+
+
+def test_a_run_that_is_stopped_and_resumed_trains_the_same(tmp_path: Path, calm_runs: CalmRuns) -> None:
+    _, calm = calm_runs.of(Case(layout="elastic", staleness=0))
+    stop = SimulatedStop(at_s=calm.committed_s[1] - 0.25)
+
+    run = run_with(fault_recipe(tmp_path / "stopped", "elastic", 0), [stop])
+
+    assert len(run.committed_s) == 1  # of the second part, which has step 3
+    assert run.weights == calm.weights
+
+
+# --- schedules ---
+
+
+def test_the_same_faults_give_the_same_run(tmp_path: Path) -> None:
+    recipes = [fault_recipe(tmp_path / name, "elastic", 2) for name in ("one", "other")]
+    faults = random_faults(recipes[0], end_s=30.0, most=5, seed=7)
+
+    one, other = (run_with(recipe, faults) for recipe in recipes)
 
     assert one.committed_s == other.committed_s
     assert one.weights == other.weights
 
 
-def test_the_shortest_part_of_deaths_that_fails() -> None:
-    deaths = [SimulatedDeath(at_s=float(at), pool="train", slot=0) for at in range(6)]
+def test_random_faults_are_of_all_kinds_and_in_all_pools(tmp_path: Path) -> None:
+    recipe = fault_recipe(tmp_path, "split", 0)
 
-    found = shortest(deaths, lambda some: deaths[1] in some and deaths[4] in some)
+    faults: list[SimulatedFault] = []
+    for seed in range(100):
+        faults += random_faults(recipe, end_s=60.0, most=6, seed=seed)
 
-    assert found == (deaths[1], deaths[4])
+    kinds = {SimulatedDeath, SimulatedSilence, SimulatedDelay, SimulatedLoss, SimulatedSlowness, SimulatedStop}
+    assert {type(fault) for fault in faults} == kinds
+    slots = {(fault.pool, fault.slot) for fault in faults if not isinstance(fault, SimulatedStop)}
+    assert slots == {("train", 0), ("rollout", 0), ("rollout", 1), ("graders", 0), ("graders", 1)}
+    assert all(fault.at_s >= 0.0 for fault in faults)
+
+
+def test_the_shortest_part_of_faults_that_fails() -> None:
+    faults: list[SimulatedFault] = [DEATH, SILENCE, LOSS, DELAY, SLOWNESS, SimulatedStop(at_s=1.0)]
+
+    found = shortest(faults, lambda some: SILENCE in some and SLOWNESS in some)
+
+    assert found == (SILENCE, SLOWNESS)
+
+
+def test_a_run_that_hangs_fails_at_the_limit_of_the_virtual_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it heartbeats would go on forever."""
+    from helpers import simulated_faults
+    from podium.errors import ClusterError
+
+    monkeypatch.setattr(simulated_faults, "LIMIT_S", 1.0)  # as if everything after it were a hang
+    with pytest.raises(ClusterError, match="not ended after 1 virtual seconds"):
+        run_with(fault_recipe(tmp_path, "split", 0), [SILENCE])

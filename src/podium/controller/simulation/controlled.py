@@ -13,13 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from podium.cluster import Layout, Workers, open_simulated, run_virtual
+from podium.cluster import Layout, open_simulated, run_virtual
+from podium.cluster.worker_pool import Timeouts
 from podium.controller.assembly import read_inputs, result_of
 from podium.controller.drive import ControlledProgram, StepChoice
 from podium.controller.healing import Assembled, run_program
 from podium.controller.layout import layout_of, role_names
 from podium.controller.recovery import RecoveryPlan
-from podium.controller.simulation.costs import CostModel, RunCosts
+from podium.controller.simulation.costs import CostModel, RunCosts, SimulatedSlowness
+from podium.controller.simulation.faults import SimulatedFault, SimulatedStop
 from podium.controller.simulation.learner import SimulatedGrader, SimulatedLearner
 from podium.controller.simulation.rollout import SimulatedGenerator
 from podium.data.chat_text import as_text
@@ -41,6 +43,8 @@ from podium.runs.result import RunResult
 DEFAULT_LANES = 64
 # Longer than any simulated call: only a deadlock is without end, and the virtual clock notices that.
 _FOREVER_S = 1e12
+# Between two heartbeats, where they are watched. Rarer than on Ray: each costs time of a simulation.
+_BEAT_S = 5.0
 _SIMULATED = {Learner: SimulatedLearner, Generator: SimulatedGenerator, Grader: SimulatedGrader}
 
 
@@ -50,63 +54,50 @@ class SimulatedRun:
 
     result: RunResult
     committed_s: tuple[float, ...]  # when each step was committed
-    weights: str  # a digest of everything that they were trained on
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulatedDeath:
-    """A worker is killed at this time of the virtual clock, if it is there then."""
-
-    at_s: float
-    pool: str
-    slot: int
+    weights: str  # a digest of everything that they were trained on; empty: nothing
+    ended_s: float
 
 
 def simulate_run(
     program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: CostModel, *, seed: int = 0,
-    resume_step: int | None = None, deaths: Sequence[SimulatedDeath] = (),
+    resume_step: int | None = None, faults: Sequence[SimulatedFault] = (), limit_s: float = math.inf,
 ) -> SimulatedRun:  # fmt: skip
-    """Runs the program to the recipe's last step. The recipe is resolved, and the folder is that of the run. Every
-    engine has `rollout.max_running` lanes, 64 if the recipe has none. Workers that are killed by `deaths` are replaced
-    as in a real run, in no time."""
+    """Runs the program to the recipe's last step, or until a SimulatedStop. The recipe is resolved, and the folder is
+    that of the run. Every engine has `rollout.max_running` lanes, 64 if the recipe has none. The run recovers from
+    `faults` as a real one does. Raises a ClusterError if it has not ended after `limit_s` virtual seconds."""
     lanes = recipe.rollout.max_running or DEFAULT_LANES
-    run_costs = RunCosts(model=costs, lanes=lanes, samples=recipe.rollout.samples_per_prompt, seed=seed)
-    return run_virtual(_run(program, recipe, folder, run_costs, resume_step, deaths))
+    run_costs = RunCosts(
+        model=costs, lanes=lanes, samples=recipe.rollout.samples_per_prompt, seed=seed,
+        slowness=tuple(each for each in faults if isinstance(each, SimulatedSlowness)),
+    )  # fmt: skip
+    return run_virtual(_run(program, recipe, folder, run_costs, resume_step, faults), limit_s=limit_s)
 
 
 async def _run(
     program: ControlledProgram, recipe: OnPolicyRecipe, folder: RunFolder, costs: RunCosts, resume_step: int | None,
-    deaths: Sequence[SimulatedDeath],
+    faults: Sequence[SimulatedFault],
 ) -> SimulatedRun:  # fmt: skip
-    names, console = role_names(recipe), _CommitTimes()
+    names, console, loop = role_names(recipe), _CommitTimes(), asyncio.get_running_loop()
     inputs = read_inputs(recipe, folder, resume_step, EstimatedTokenizer())
     layout = layout_of(recipe, folder, device="cpu", resume_step=resume_step, names=names)
-    watch = Stopwatch(asyncio.get_running_loop().time)
-    async with open_simulated() as cluster:
+    watch, placement = Stopwatch(loop.time), recipe.placement
+    timeouts = Timeouts(beat_s=_BEAT_S, heartbeat_timeout_s=placement.heartbeat_timeout_s)
+    of_workers = [each for each in faults if not isinstance(each, SimulatedSlowness | SimulatedStop)]
+    for fault in faults:
+        if isinstance(fault, SimulatedStop):
+            loop.call_at(fault.at_s, folder.stop_file.touch)
+    async with open_simulated(of_workers, start_s=costs.model.start_s) as cluster:
         with watch.span("start-up"):
-            workers = await cluster.start(simulated_layout(layout, costs), deadline_s=_FOREVER_S)
+            workers = await cluster.start(simulated_layout(layout, costs), timeouts, deadline_s=_FOREVER_S)
         assembled = Assembled(
             program=program, inputs=inputs, names=names, cluster=cluster, workers=workers, console=console, watch=watch
         )
-        killing = asyncio.create_task(_kill(workers, deaths))
-        try:
-            run = await run_program(assembled, StepChoice(), RecoveryPlan(recipe.placement.restarts))
-        finally:
-            killing.cancel()
-        last = SavedCheckpoint(folder.checkpoints / f"step-{run.num_committed:08d}")
+        run = await run_program(assembled, StepChoice(), RecoveryPlan(placement.restarts))
+        last = folder.checkpoints / f"step-{run.num_committed:08d}"
         return SimulatedRun(
             result=result_of(run, folder, watch), committed_s=tuple(console.committed_s),
-            weights=str(last.values["weights"]),
+            weights=str(SavedCheckpoint(last).values["weights"]) if run.num_committed else "", ended_s=loop.time(),
         )  # fmt: skip
-
-
-async def _kill(workers: Workers, deaths: Sequence[SimulatedDeath]) -> None:
-    loop = asyncio.get_running_loop()
-    for death in sorted(deaths, key=lambda each: each.at_s):
-        await asyncio.sleep(death.at_s - loop.time())
-        for member in workers.worker_pool(death.pool).members:
-            if member.slot == death.slot:
-                member.process.kill()
 
 
 def simulated_layout(layout: Layout, costs: RunCosts) -> Layout:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,8 @@ from functools import lru_cache
 from random import Random
 from typing import Any
 
+from podium.cluster import WorkerId
+from podium.cluster.deadlines import now_s
 from podium.errors import PlacementError
 
 
@@ -37,6 +40,14 @@ class GenerationCost:
     def token_s(self, lanes: int) -> float:
         """Seconds until each of the running lanes has one more token."""
         return self.weights_s + self.lane_s * lanes
+
+    def slower(self, factor: float) -> GenerationCost:
+        """The cost of a device that is this many times slower."""
+        return GenerationCost(
+            weights_s=factor * self.weights_s,
+            lane_s=factor * self.lane_s,
+            prefill_tokens_s=self.prefill_tokens_s / factor,
+        )
 
     def tokens_s(self, lanes: int) -> float:
         """Tokens per second of a device. It rises with the lanes and saturates at `1 / lane_s`."""
@@ -74,6 +85,8 @@ class CostModel:
     grading_s: LogNormal = LogNormal(median=0.0)  # of one episode
     publish_s: float = 0.0  # in which a generator pauses for new weights, if it has devices of its own
     switch_s: float = 0.0  # colocated: from generating to learning, and back
+    save_s: float = 0.0  # of one checkpoint
+    start_s: float = 0.0  # of a worker's process, also of one that replaces another
     uniform_share: float = 0.0  # groups whose rewards are all equal
 
     def group(self, number: int, samples: int, seed: int) -> GroupCosts:
@@ -129,19 +142,49 @@ class KeptState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedSlowness:
+    """A worker is `factor` times slower for a while: its generation, and its calls that begin meanwhile."""
+
+    at_s: float
+    pool: str
+    slot: int
+    seconds: float
+    factor: float
+
+    @property
+    def end_s(self) -> float:
+        """When it is as fast as before."""
+        return self.at_s + self.seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunCosts:
-    """What the roles of a simulated run know: the cost model, the lanes of a device, and the seed of the run; and
-    `memory`, where they keep what outlives them."""
+    """What the roles of a simulated run know: the cost model, the lanes of a device, the seed of the run, and which
+    workers are slow when; and `memory`, where they keep what outlives them."""
 
     model: CostModel
     lanes: int
     samples: int  # episodes of a group
     seed: int = 0
+    slowness: tuple[SimulatedSlowness, ...] = ()
     memory: dict[int, dict[int, KeptState]] = field(default_factory=dict)  # learner's rank -> step -> state
 
     def group(self, prompt_index: int) -> GroupCosts:
         """The costs of a prompt's group."""
         return _group(self.model, prompt_index, self.samples, self.seed)
+
+    def slowness_of(self, worker: WorkerId) -> list[SimulatedSlowness]:
+        """When this worker, and each that replaces it, is slow."""
+        return [each for each in self.slowness if (each.pool, each.slot) == (worker.pool, worker.index)]
+
+    def factor(self, worker: WorkerId) -> float:
+        """How many times slower this worker is now."""
+        at_s = now_s()
+        return math.prod(each.factor for each in self.slowness_of(worker) if each.at_s <= at_s < each.end_s)
+
+    async def work(self, worker: WorkerId, seconds: float) -> None:
+        """Waits for as long as the worker takes now for what takes it so many seconds."""
+        await asyncio.sleep(seconds * self.factor(worker))
 
 
 @lru_cache(maxsize=4096)

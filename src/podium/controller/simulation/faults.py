@@ -1,38 +1,93 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deaths of workers for simulated runs: random ones from a seed, and the shortest part of them that still shows a
-fault. Torch-free."""
+"""Faults of simulated runs: random ones from a seed, and the shortest part of them with which a run still fails.
+Torch-free."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from random import Random
 
+from podium.cluster.simulated_faults import (
+    SimulatedDeath,
+    SimulatedDelay,
+    SimulatedLoss,
+    SimulatedSilence,
+    WorkerFault,
+)
 from podium.controller.layout import GRADERS, ROLLOUT, TRAIN, num_learners
-from podium.controller.simulation.controlled import SimulatedDeath
+from podium.controller.simulation.costs import SimulatedSlowness
 from podium.recipe import OnPolicyRecipe
 
 
-def random_deaths(recipe: OnPolicyRecipe, *, seconds: float, most: int, seed: int) -> tuple[SimulatedDeath, ...]:
-    """Up to `most` deaths of learners, generators and graders within the first `seconds` of a run."""
-    rng, placement = Random(seed), recipe.placement
-    learners = num_learners(recipe)
-    slots = [(TRAIN, slot) for slot in range(learners)]
-    slots += [(ROLLOUT, slot) for slot in range(placement.devices - learners)]
-    slots += [(GRADERS, slot) for slot in range(recipe.grading.workers)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedStop:
+    """The user asks the run to stop, as with Ctrl-C: it saves and ends with the step that runs at this time."""
+
+    at_s: float
+
+
+SimulatedFault = WorkerFault | SimulatedSlowness | SimulatedStop
+"""What can happen in a simulated run. Workers that join are those that replace dead ones."""
+
+_KINDS: tuple[type[SimulatedFault], ...] = (
+    SimulatedDeath, SimulatedSilence, SimulatedDelay, SimulatedLoss, SimulatedSlowness, SimulatedStop,
+)  # fmt: skip
+
+
+def random_faults(
+    recipe: OnPolicyRecipe, *, begin_s: float = 0.0, end_s: float, most: int, seed: int
+) -> tuple[SimulatedFault, ...]:
+    """Up to `most` faults of all kinds between these times of a run, for learners, generators and graders. Half of the
+    silences are shorter than the heartbeat timeout. Some faults follow the one before them closely, so that they come
+    during its recovery."""
+    rng = Random(seed)
+    slots = _slots(recipe)
     pools = sorted({pool for pool, _ in slots})
-    deaths = []
+    faults: list[SimulatedFault] = []
+    at_s = 0.0
     for _ in range(rng.randint(1, most)):
+        follows = bool(faults) and rng.random() < 0.3
+        at_s = at_s + rng.uniform(0.0, 5.0) if follows else rng.uniform(begin_s, end_s)
         pool = rng.choice(pools)
         _, slot = rng.choice([each for each in slots if each[0] == pool])
-        deaths.append(SimulatedDeath(at_s=rng.uniform(0.0, seconds), pool=pool, slot=slot))
-    return tuple(sorted(deaths, key=lambda each: each.at_s))
+        faults.append(_random_fault(rng, recipe, at_s, pool, slot))
+    return tuple(sorted(faults, key=lambda each: each.at_s))
+
+
+def _slots(recipe: OnPolicyRecipe) -> list[tuple[str, int]]:
+    learners = num_learners(recipe)
+    return [
+        *((TRAIN, slot) for slot in range(learners)),
+        *((ROLLOUT, slot) for slot in range(recipe.placement.devices - learners)),
+        *((GRADERS, slot) for slot in range(recipe.grading.workers)),
+    ]
+
+
+def _random_fault(rng: Random, recipe: OnPolicyRecipe, at_s: float, pool: str, slot: int) -> SimulatedFault:
+    kind = rng.choices(_KINDS, weights=(4, 2, 2, 2, 2, 1))[0]
+    if kind is SimulatedSilence:
+        timeout_s = recipe.placement.heartbeat_timeout_s
+        silent_s = rng.uniform(0.0, timeout_s) if rng.random() < 0.5 else 10.0 * timeout_s
+        return SimulatedSilence(at_s=at_s, pool=pool, slot=slot, seconds=silent_s)
+    if kind is SimulatedDelay:
+        late_s = rng.choice((0.01, 0.5, 3.0, 20.0))
+        return SimulatedDelay(at_s=at_s, pool=pool, slot=slot, seconds=rng.uniform(0.0, 20.0), late_s=late_s)
+    if kind is SimulatedLoss:
+        return SimulatedLoss(at_s=at_s, pool=pool, slot=slot)
+    if kind is SimulatedSlowness:
+        factor = rng.choice((2.0, 5.0, 20.0))
+        return SimulatedSlowness(at_s=at_s, pool=pool, slot=slot, seconds=rng.uniform(1.0, 30.0), factor=factor)
+    if kind is SimulatedStop:
+        return SimulatedStop(at_s=at_s)
+    return SimulatedDeath(at_s=at_s, pool=pool, slot=slot)
 
 
 def shortest(
-    deaths: Sequence[SimulatedDeath], fails: Callable[[Sequence[SimulatedDeath]], bool]
-) -> tuple[SimulatedDeath, ...]:
-    """A part of these deaths with which a run still fails, and without any of which it does not."""
-    left = list(deaths)
+    faults: Sequence[SimulatedFault], fails: Callable[[Sequence[SimulatedFault]], bool]
+) -> tuple[SimulatedFault, ...]:
+    """A part of these faults with which a run still fails, and without any of which it does not."""
+    left = list(faults)
     position = 0
     while position < len(left):
         fewer = left[:position] + left[position + 1 :]

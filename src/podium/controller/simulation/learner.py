@@ -6,7 +6,6 @@ says, and learn nothing. Methods that wait are asynchronous: the cluster awaits 
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import shutil
 from collections.abc import AsyncIterator, Mapping
@@ -70,7 +69,7 @@ class SimulatedLearner(Learner):
         lengths_N, cost = shard.rows.lengths_N, self._costs.model.update
         tokens_B = [float(sum(lengths_N[rows].sum() for rows in batch)) for batch in shard.batches]
         seconds = sum(cost.update_s(tokens, devices=1) for tokens in tokens_B)
-        await asyncio.sleep(seconds)
+        await self._costs.work(self._context.worker, seconds)
         episodes = shard.ids.array_N4[:, :2].tolist()  # of whichever attempt
         advantages = [] if shard.advantages_N is None else shard.advantages_N.tolist()
         trained = repr((self._weights, plan.step, plan.lr, episodes, shard.rows.lengths_N.tolist(), advantages))
@@ -141,13 +140,15 @@ class SimulatedLearner(Learner):
         """Takes no time: what it takes to switch is in the generators' time."""
         return NO_CHANGE
 
-    def save(self, step: int, values: Mapping[str, Any]) -> SaveState:
-        """Writes a checkpoint without tensors, from which a simulation resumes."""
-        if self._context.rank:
-            return "written"
+    async def save(self, step: int, values: Mapping[str, Any]) -> SaveState:  # type: ignore[override]
+        """Writes a checkpoint without tensors, from which a simulation resumes. A learner that dies meanwhile leaves a
+        partial one."""
         folder, settings = self._spec.checkpoints, self._spec.recipe.checkpoint
         partial = folder / f"{PARTIAL}{step:08d}"
         partial.mkdir(parents=True, exist_ok=True)
+        await self._costs.work(self._context.worker, self._costs.model.save_s)
+        if self._context.rank:
+            return "written"
         write_json(partial / "rank-00000.json", {"pieces": {}, "files": {}})
         complete(folder, partial, step, Extras(values={**values, _WEIGHTS: self._weights}, arrays={}), ranks=1)
         for old in to_remove(saved_steps(folder), keep=settings.keep, keep_best=settings.keep_best):
@@ -197,7 +198,7 @@ class SimulatedGrader(Grader):
     uniform: then all are."""
 
     def __init__(self, context: WorkerContext, spec: GraderSpec, costs: RunCosts) -> None:
-        self._rewards, self._costs = spec, costs
+        self._worker, self._rewards, self._costs = context.worker, spec, costs
 
     def close(self) -> None:
         """It has no processes."""
@@ -210,7 +211,8 @@ class SimulatedGrader(Grader):
         """Waits for the slowest grading of the batch."""
         samples = self._costs.samples
         rows = [(self._costs.group(id.prompt_index), id.sample) for id in shard.ids]
-        await asyncio.sleep(max((group.grading_s[sample % samples] for group, sample in rows), default=0.0))
+        seconds = max((group.grading_s[sample % samples] for group, sample in rows), default=0.0)
+        await self._costs.work(self._worker, seconds)
         rewards_N = np.array([1.0 if group.is_uniform else float(sample % 2) for group, sample in rows])
         sections = self._rewards.rewards if purpose == "train" else self._rewards.evaluation
         columns = sum(not isinstance(section, ModelReward) for section in sections)

@@ -35,9 +35,10 @@ class SimulatedGenerator(Generator):
     `stream` waits for the next end of a sequence, and for what other methods change."""
 
     def __init__(self, context: WorkerContext, spec: GeneratorSpec, costs: RunCosts) -> None:
-        self._costs = costs
+        self._costs, self._worker = costs, context.worker
         self._device = Device(name=str(context.worker), lanes=costs.lanes, cost=costs.model.generation)
-        self._clock = asyncio.get_running_loop().time
+        loop = asyncio.get_running_loop()
+        self._clock = loop.time
         self._changed = asyncio.Event()
         self._is_finished = self._is_away = False
         self._limits: dict[tuple[int, int], int] = {}  # (prompt, sample) -> most tokens, of open episodes
@@ -45,6 +46,16 @@ class SimulatedGenerator(Generator):
         self._returned: list[EndedSequence] = []  # given back and not sent yet
         self._num_tokens = self._num_finished = 0
         self._idle_s = self._install_s = 0.0
+        for each in costs.slowness_of(context.worker):
+            for at_s in (each.at_s, each.end_s):
+                loop.call_at(at_s, self._set_speed)
+        self._set_speed()
+
+    def _set_speed(self) -> None:
+        """Its device is as fast from now on as it is at this time."""
+        self._device.advance(self._clock())
+        self._device.cost = self._costs.model.generation.slower(self._costs.factor(self._worker))
+        self._changed.set()
 
     # --- episodes ---
 
@@ -69,7 +80,7 @@ class SimulatedGenerator(Generator):
         self._changed.set()
         num_begun = sum(each.sequence.tokens for each in begun.values())
         if num_begun and self._device.pause is None:
-            self._pause_for("recompute", num_begun / self._costs.model.generation.prefill_tokens_s)
+            self._pause_for("recompute", num_begun / self._device.cost.prefill_tokens_s)
 
     def give_back(self, ids: tuple[TrajectoryId, ...]) -> None:
         """Takes them off the device."""
@@ -162,7 +173,7 @@ class SimulatedGenerator(Generator):
     async def hold(self, residency: Residency) -> MemoryChange:  # type: ignore[override]
         """Leaves its device for the learner, or returns."""
         if residency == "offloaded":
-            await asyncio.sleep(self._costs.model.switch_s)
+            await self._costs.work(self._worker, self._costs.model.switch_s)
             self._is_away = True
         else:
             await self._return()
@@ -180,12 +191,12 @@ class SimulatedGenerator(Generator):
 
     async def _return(self) -> None:
         if self._is_away:
-            await asyncio.sleep(self._costs.model.switch_s)
+            await self._costs.work(self._worker, self._costs.model.switch_s)
             self._is_away = False
 
     async def _pause(self, cause: Pause, seconds: float) -> None:
         self._set_pause(cause)
-        await asyncio.sleep(seconds)
+        await self._costs.work(self._worker, seconds)
         self._set_pause(None)
 
     def _pause_for(self, cause: Pause, seconds: float) -> None:

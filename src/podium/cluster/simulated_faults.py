@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of a simulated cluster: each happens to the worker of one slot at one time of the virtual clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedDeath:
+    """A worker is killed at this time, if it is there then."""
+
+    at_s: float
+    pool: str
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedSilence:
+    """A worker is stopped, as by SIGSTOP: it begins no call, sends no reply and no heartbeat. It goes on afterwards,
+    unless the controller has declared it dead before."""
+
+    at_s: float
+    pool: str
+    slot: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedDelay:
+    """Replies that a worker sends within these seconds arrive `late_s` later. Blocks of one stream keep their order."""
+
+    at_s: float
+    pool: str
+    slot: int
+    seconds: float
+    late_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulatedLoss:
+    """The first reply that a worker has from this time on is lost: the worker dies with its work done and unreported.
+    Between two living processes nothing is lost: Ray sends over TCP, and a broken connection is a death."""
+
+    at_s: float
+    pool: str
+    slot: int
+
+
+WorkerFault = SimulatedDeath | SimulatedSilence | SimulatedDelay | SimulatedLoss
+"""What can happen to a worker."""
