@@ -19,7 +19,7 @@ from podium.controller.grading import ModelScores, failed_as_zero, model_scores,
 from podium.controller.grading_queue import GradedPart
 from podium.controller.ledger import GroupRecord
 from podium.controller.parts import OnPolicyParts
-from podium.controller.schedule_audit import ScheduleAudit
+from podium.controller.schedule_audit import GroupHistory, ScheduleAudit
 from podium.controller.scheduler import GroupScheduler
 from podium.controller.scheduling import (
     Action,
@@ -149,6 +149,7 @@ class GroupFlow:
         self._groups: dict[int, _Group] = {}
         self._numbers: dict[int, int] = {}  # prompt index -> group, until its step begins
         self._prompt_indices: dict[int, int] = {}  # group -> prompt index, until its step is committed
+        self._finished: list[GroupHistory] = []  # groups that are void, and that no step has collected yet
         self._done: set[int] = set()  # prompt indices that are trained or void, above that of the oldest live group
         self._admits: list[Admit] = []  # decided and not sent yet
         self._publishes: list[Publish] = []  # decided and not carried out yet
@@ -404,8 +405,11 @@ class GroupFlow:
         return SampledStep(sampled=sampled, episodes=trained)
 
     def commit(self, step: int, *, is_updated: bool) -> list[GroupRecord]:
-        """Tells the scheduler that a step is committed. Returns the histories of the groups that ended with it."""
+        """Tells the scheduler that a step is committed. Returns the histories of the groups that ended with it. A group
+        that became void since the step began ends with the next one, which collects its episodes."""
         self.tell(StepCommitted(step=step, version=step if is_updated else None))
+        finished = [*self._finished, *self._audit.take_finished()]
+        self._finished = [each for each in finished if each.number in self._groups]
         return [
             GroupRecord(
                 prompt_index=self._prompt_indices.pop(each.number),
@@ -417,7 +421,8 @@ class GroupFlow:
                 trained_version=each.trained_version,
                 void=each.void,
             )
-            for each in self._audit.take_finished()
+            for each in finished
+            if each.number not in self._groups
         ]
 
     def note_used(self, prompt_indices: Iterable[int]) -> None:

@@ -147,6 +147,19 @@ def test_a_run_that_is_stopped_and_resumed_trains_the_same(tmp_path: Path, calm_
     assert run.weights == calm.weights
 
 
+# --- what random faults have found ---
+
+
+def test_a_group_that_became_void_during_an_update_is_in_the_ledger_of_the_step_that_collects_it(
+    calm_runs: CalmRuns,
+) -> None:
+    """Else the step before has it too, and a run that goes back to that step finds it in the ledger already."""
+    case = Case(layout="split", staleness=1, variant=1)
+    _, calm = calm_runs.of(case)
+
+    calm_runs.with_faults(case, [replace(DEATH, at_s=calm.committed_s[0] + 0.3)])
+
+
 # --- schedules ---
 
 
