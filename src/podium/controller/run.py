@@ -56,7 +56,8 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self.milestones = milestones or Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
         self._log = StepLog(parts, state)
         self._evaluation: OnPolicyEvaluation | None = None
-        self._resume_values: dict[str, Any] = {}  # of the last committed step, for its checkpoint
+        # Of the last committed step, for its checkpoint. A run that was rewound may save before it commits another.
+        self._resume_values = self._values_to_resume()
         self._is_finished = self._is_ending = False
         self._save_failure: SaveFailure | None = None  # of the last save
         self.policy = PolicyRole(parts, devices, state)
@@ -74,7 +75,7 @@ class OnPolicyRun(Generic[RecipeT_co]):
         graders graded. Ends after the last step or when a stop is requested."""
         if self.milestones.starts_with_evaluation(self._state.step):
             await self._evaluate()
-        await self._snapshot(self._values_to_resume())
+        await self._snapshot(self._resume_values)
         self._log.mark()
         while self._state.step < self.recipe.steps and not self._parts.stop_requested():
             number = self._state.step + 1

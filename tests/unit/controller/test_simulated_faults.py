@@ -160,6 +160,15 @@ def test_a_group_that_became_void_during_an_update_is_in_the_ledger_of_the_step_
     calm_runs.with_faults(case, [replace(DEATH, at_s=calm.committed_s[0] + 0.3)])
 
 
+def test_a_run_that_goes_back_and_is_stopped_before_its_next_step_resumes_where_it_was(calm_runs: CalmRuns) -> None:
+    """The checkpoint of such a run has the position in the data, although this part of the run committed nothing."""
+    case = Case(layout="colocated", staleness=0, variant=2)
+    _, calm = calm_runs.of(case)
+    at_s = calm.committed_s[0] + 0.5
+
+    calm_runs.with_faults(case, [replace(DEATH, at_s=at_s), SimulatedStop(at_s=at_s + 0.25)])
+
+
 # --- schedules ---
 
 
