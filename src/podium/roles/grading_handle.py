@@ -74,13 +74,16 @@ class Rewarded:
 
 
 class GraderHandle:
-    """Graders run user code in processes. A grader that dies is replaced, and its share is retried once."""
+    """Graders run user code in processes. A grader that dies is replaced, and its share is retried."""
 
     def __init__(
         self, workers: Workers, group: RoleGroup[Grader], rewards: tuple[int, ...], *, timeout_s: float,
-        warn: Callable[[str], None],
+        warn: Callable[[str], None], restarts: int = 1,
     ) -> None:  # fmt: skip
+        """`restarts`: how often a share is retried whose grader died, at least once. Their episodes have no rewards
+        then: they may be what it dies of. A share whose grader never answers is retried once."""
         group.requires(Grader.grade)
+        self._restarts = max(1, restarts)
         self._workers, self._group, self._rewards = workers, group, rewards
         self._warn, self._warned = warn, set[str]()
         # Every call has its own deadline, and so does its process, which takes a moment to be replaced. This deadline
@@ -123,25 +126,25 @@ class GraderHandle:
         return Rewarded.join(rewarded).take(np.argsort(np.concatenate(parts)))
 
     async def _share(self, rank: int, shard: GradeShard, purpose: Purpose) -> GradeNote:
-        error: ClusterError | None = None
-        for _ in range(2):
+        errors: list[ClusterError] = []
+        while sum(isinstance(each, DeadlineError) for each in errors) < 2 and len(errors) <= self._restarts:
             worker, began_s = self._group.workers[rank], wall_s()
             try:
                 group = self._group.within(self._deadline_s)
                 note: GradeNote = (await group.control_one(rank, Grader.grade, shard, purpose)).value
             except (WorkerDiedError, DeadlineError) as failed:
-                error = failed
+                errors.append(failed)
                 await self._replace(worker)
                 continue
             # Replies of control calls have no spans, and a grader at work is not idle.
             self._workers.record([Span("grader.grade", began_s, wall_s(), worker)])
             self._show(note.warnings)
             return note
-        reason = str(error).splitlines()[0]
+        reason = str(errors[-1]).splitlines()[0]
         columns = len(self._rewards) if purpose == "train" else 1
         return GradeNote(
             values_NR=np.full((len(shard.rows), columns), np.nan),
-            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed twice: {reason}"),
+            errors=dict.fromkeys(range(len(shard.rows)), f"the grader's process failed {len(errors)} times: {reason}"),
         )
 
     def _show(self, warnings: Sequence[str]) -> None:

@@ -169,6 +169,13 @@ def test_a_run_that_goes_back_and_is_stopped_before_its_next_step_resumes_where_
     calm_runs.with_faults(case, [replace(DEATH, at_s=at_s), SimulatedStop(at_s=at_s + 0.25)])
 
 
+def test_no_reward_is_lost_when_two_deaths_meet_the_same_grading(calm_runs: CalmRuns) -> None:
+    case = Case(layout="split", staleness=0, variant=4)
+    losses = [SimulatedLoss(at_s=at_s, pool="graders", slot=0) for at_s in (5.55, 10.47)]
+
+    calm_runs.with_faults(case, losses)
+
+
 # --- schedules ---
 
 

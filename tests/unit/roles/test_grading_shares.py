@@ -102,11 +102,11 @@ def _draws(rank: int, shard: GradeShard) -> GradeNote:
 
 
 def _graded(
-    count: int, answer: Answer, rewards: tuple[int, ...] = (0, 2), show: int = 0
+    count: int, answer: Answer, rewards: tuple[int, ...] = (0, 2), show: int = 0, restarts: int = 1
 ) -> tuple[FakeGraders, Rollouts, Rewarded]:
     rollouts = make_rollouts([make_answer(draw, sample) for draw in (3, 5, 6, 8) for sample in (0, 1)])
     fake: Any = FakeGraders(count, answer)
-    handle = GraderHandle(fake, fake, rewards, timeout_s=1.0, warn=fake.warnings.append)
+    handle = GraderHandle(fake, fake, rewards, timeout_s=1.0, warn=fake.warnings.append, restarts=restarts)
     return fake, rollouts, asyncio.run(handle.grade(rollouts, show=show))
 
 
@@ -152,9 +152,35 @@ def test_a_share_that_fails_twice_has_no_rewards_and_spoils_no_other(error: Exce
 
     assert found.values_NR[:4, 0].tolist() == [3, 3, 5, 5]
     assert np.isnan(found.values_NR[4:]).all()
-    message = "the grader's process failed twice: it is gone"
+    message = "the grader's process failed 2 times: it is gone"
     assert {row: error for row, error in found.errors.items() if row > 3} == dict.fromkeys(range(4, 8), message)
     assert fake.ended == [1, 1]
+
+
+def test_a_share_is_retried_as_often_as_graders_may_die() -> None:
+    """A share may meet several deaths that it has nothing to do with."""
+    calls: list[int] = []
+
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        calls.append(rank)
+        if rank == 1 and calls.count(1) <= 3:
+            raise WorkerDiedError("grader 1 is gone")
+        return _draws(rank, shard)
+
+    fake, _, found = _graded(2, answer, restarts=3)
+
+    assert fake.ended == [1, 1, 1]
+    assert found.values_NR[:, 0].tolist() == [3, 3, 5, 5, 6, 6, 8, 8]
+
+
+def test_a_share_whose_grader_never_answers_is_retried_once() -> None:
+    def answer(rank: int, shard: GradeShard) -> GradeNote:
+        raise DeadlineError("it hangs")
+
+    fake, _, found = _graded(1, answer, restarts=3)
+
+    assert fake.ended == [0, 0]
+    assert np.isnan(found.values_NR).all()
 
 
 def test_what_a_grader_warns_of_is_shown_once() -> None:
