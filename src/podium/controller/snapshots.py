@@ -24,6 +24,8 @@ class Snapshots:
         await self.settle()
         if self._is_on:
             self._taking = [asyncio.create_task(state.snapshot(step, values)) for state in self._states]
+            for task in self._taking:  # a run that is given up does not ask for the answers
+                task.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.sleep(0)  # each task has sent its calls then: they come before the next ones
 
     async def settle(self) -> None:
