@@ -96,6 +96,11 @@ class DeadlineError(ClusterError):
     """A wait outlived its deadline: says what was waited for, and where each worker was."""
 
 
+class StartTimeoutError(WorkerDiedError, DeadlineError):
+    """Processes that were started did not become workers in time, and were ended. In a recovery that is one more death;
+    at the start of a run nothing has worked before, and it ends."""
+
+
 class ResultError(ClusterError):
     """Answers do not add up: names the missing, foreign or repeated trajectories and the workers."""
 

@@ -26,7 +26,7 @@ from podium.cluster.results import Span
 from podium.cluster.simulated_faults import WorkerFault
 from podium.cluster.transport import Transport, Value
 from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool, place
-from podium.errors import ClusterError, DeadlineError, PlacementError, WorkerDiedError
+from podium.errors import ClusterError, DeadlineError, PlacementError, StartTimeoutError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
 Tell = Callable[[str], object]
@@ -382,7 +382,7 @@ class Workers:
             try:
                 await raise_it(deadline)
                 break
-            except WorkerDiedError:
-                if attempt == _ATTEMPTS or deadline.over:
+            except WorkerDiedError as error:
+                if attempt == _ATTEMPTS or deadline.over or isinstance(error, StartTimeoutError):
                     raise
         self.registry = self.registry.with_workers([member.worker for member in worker_pool.members])

@@ -129,6 +129,7 @@ class SimulatedProcess:
 
         async def started() -> Handshake:
             await asyncio.sleep(self._start_s)
+            await self._awake.wait()
             return self._host.handshake()
 
         return self._started(started)

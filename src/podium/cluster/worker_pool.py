@@ -23,7 +23,7 @@ from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, 
 from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
 from podium.cluster.silence import Silence
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
-from podium.errors import DeadlineError, PlacementError, PodiumError, WorkerDiedError
+from podium.errors import DeadlineError, PlacementError, PodiumError, StartTimeoutError, WorkerDiedError
 
 log = logging.getLogger("podium.cluster")
 
@@ -293,9 +293,10 @@ class WorkerPool:
                 "died before it was a worker."
             )
         if late:
-            raise DeadlineError(
+            raise StartTimeoutError(
                 f"pool {self.pool.name}: the processes of slots {late} did not come up in {deadline.seconds:.0f} s. "
-                "Their places are reserved, so the node is overloaded, or the workers before them have not ended."
+                "Their places are reserved, so they hang, the node is overloaded, or the workers before them have not "
+                "ended."
             )
         return {slot: task.result() for slot, task in tasks.items()}
 

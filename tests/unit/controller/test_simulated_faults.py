@@ -176,6 +176,19 @@ def test_no_reward_is_lost_when_two_deaths_meet_the_same_grading(calm_runs: Calm
     calm_runs.with_faults(case, losses)
 
 
+@pytest.mark.parametrize("pool", ["train", "rollout", "graders"])
+def test_a_worker_that_hangs_while_it_replaces_another_is_replaced_too(calm_runs: CalmRuns, pool: str) -> None:
+    """It has no heartbeats yet: the deadline of its start ends it."""
+    case = Case(layout="colocated" if pool == "train" else "split", staleness=0)
+    _, calm = calm_runs.of(case)
+    death = replace(DEATH, at_s=calm.committed_s[0] + 0.4, pool=pool)
+    silence = replace(SILENCE, at_s=death.at_s + 1.3, pool=pool, seconds=1e6)  # a start takes 1.5 s
+
+    run = calm_runs.with_faults(case, [death, silence])
+
+    assert run.ended_s > calm.ended_s + 100.0  # the deadline is 120 s
+
+
 # --- schedules ---
 
 
