@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The supervisor of a command: starts the controller of a run again where it dies, or where its Ray died. Torch-free.
 
-`podium train` and `podium resume` of a recipe with a controller run in a child process. Its parent, the supervisor, does
-nothing but wait, so that little can happen to it. The child tells it when the run begins, and from then on it is started
-again. When the supervisor is killed, the kernel ends the child, and with it the run."""
+`podium train` and `podium resume` of a recipe with a controller run in a child process. Its parent, the supervisor,
+does nothing but wait, so that little can happen to it. The child tells it when the run begins, and from then on it is
+started again. When the supervisor is killed, the kernel ends the child, and with it the run."""
 
 from __future__ import annotations
 
