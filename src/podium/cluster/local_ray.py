@@ -27,7 +27,15 @@ from podium.cluster.processes import (
     kill_trees,
     look,
 )
-from podium.cluster.ray_compat import GCS_SERVER, RAYLET, VITAL_PROCESSES, init_local, may_be_worker, package_folder
+from podium.cluster.ray_compat import (
+    GCS_SERVER,
+    RAYLET,
+    VITAL_PROCESSES,
+    ask_for_token,
+    init_local,
+    may_be_worker,
+    package_folder,
+)
 from podium.cluster.starting import StartingProcesses
 from podium.errors import ClusterError, RayDiedError
 
@@ -65,6 +73,7 @@ class LocalRay:
         self._gathered_s = self._began_s
         self.starting = StartingProcesses()
         self._guard = _Guard()
+        self._undo_token: Callable[[], None] = lambda: None
         self._fork_server: ForkServer | None = None
         if settings.preload and sys.platform == "linux":  # elsewhere libraries do not support a fork
             with contextlib.suppress(OSError):  # no space, or the address too long: workers start without it
@@ -118,9 +127,12 @@ class LocalRay:
             import ray
 
             atexit.unregister(ray.shutdown)  # it would wait for the thread that hangs
+        else:
+            self._undo_token()
 
     def _start(self) -> None:
         try:
+            self._undo_token = ask_for_token()
             init_local(
                 self._settings,
                 setup_worker=self._fork_server.script if self._fork_server is not None else None,
