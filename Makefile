@@ -48,7 +48,7 @@ test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(SLOW) and serial"
 
 SECONDS ?= 300
-chaos: $(INSTALLED)  ## simulated runs whose workers die at random moments, for SECONDS
+chaos: $(INSTALLED)  ## simulated runs with random faults, for SECONDS
 	PYTHONPATH=tests $(BIN)/python tests/chaos.py --seconds $(SECONDS)
 
 install-vllm: $(VLLM_INSTALLED)  ## an environment of its own, with vLLM's CPU build

@@ -66,7 +66,7 @@ def _run(calm: CalmRuns, arguments: argparse.Namespace) -> int:
         cases[f"{case.layout}, staleness {case.staleness}"] += 1
         kinds.update(type(fault).__name__ for fault in schedule.faults)
         seed += 1
-        if (seed - first) % 500 == 0:
+        if (seed - first) % 100 == 0:
             gc.collect()
             seconds = time.monotonic() - began_s
             print(f"{seed - first} schedules, {len(failed)} failed, {seconds:.0f} s", flush=True)
