@@ -25,7 +25,7 @@ from typing import Any
 
 from kills_processes import POOLS, Process, ProcessFamily, hit, names_victim, wait_until
 from kills_task import STEPS, Task
-from kills_trials import CONTROL, VICTIMS, Attempt, Moment, Row, Trial, cells
+from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells
 
 MOST_ATTEMPTS = 4
 _UNBROKEN_S = 600.0
@@ -141,7 +141,7 @@ class Bench:
         return found
 
     def _measured(self, layout: str, place: Path) -> Unbroken:
-        victims = [victim for _, victim in cells([layout], VICTIMS, "KILL")]
+        victims = [victim for _, victim in cells([layout], (*VICTIMS, RANK), "KILL")]
         appeared_s: dict[str, float] = {}
         ready_s, step_at = 0.0, [0.0] * (STEPS + 1)
         with self._started("train", layout, place) as command:

@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from kills_task import LAYOUTS, STEPS
+from kills_task import FIXED_DATA, LAYOUTS, STEPS
 
 SignalName = Literal["KILL", "STOP"]
 # `worker` is a worker process of Ray's that has no role yet; `none` is not killed at all, as a control.
 VICTIMS = ("controller", "learner", "generator", "grader", "runner", "worker", "fork_server", "raylet", "gcs_server")
 CONTROL = "none"
+RANK = "rank"  # of a program on fixed data; its launcher is its controller
 # Colocated generators live in the learners' processes; only environments have runners.
-_ONLY_IN = {"generator": "split", "runner": "environment"}
+_ONLY_IN = {"generator": "split", "runner": "environment", RANK: "sft"}
 _SHARE_AT_START = 0.4
 _SHARE_KILLED_AGAIN = 0.25
 _LATEST_AGAIN = 2
@@ -127,6 +128,7 @@ def cells(layouts: Sequence[str], victims: Sequence[str], signal: SignalName) ->
         for layout in layouts
         for victim in victims
         if _ONLY_IN.get(victim, layout) == layout and (signal, victim) != ("STOP", "controller")
+        if layout not in FIXED_DATA or victim in (RANK, "controller", CONTROL)
     ]
 
 
@@ -176,7 +178,7 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Markdown, a line for each layout and victim, and one for all. `s to end` is from the hit to the end of the
     command, whether it failed or healed and finished."""
     found = [_markdown(_HEADINGS), _markdown(["---"] * len(_HEADINGS))]
-    order = [(layout, victim) for layout in LAYOUTS for victim in (*VICTIMS, CONTROL)]
+    order = [(layout, victim) for layout in (*LAYOUTS, *FIXED_DATA) for victim in (*VICTIMS, RANK, CONTROL)]
     for layout, victim in order:
         some = [row for row in rows if (row.trial.layout, row.trial.victim) == (layout, victim)]
         if some:
