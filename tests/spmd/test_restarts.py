@@ -142,7 +142,7 @@ def killed_at(
             ranks = reached.ranks()
             dead |= set(ranks)
             os.kill(ranks[victim], signal.SIGKILL)
-        assert process.wait(120) == 0, output.read_text()
+        assert process.wait(240) == 0, output.read_text()
         assert_gone(process.pid)
     return " ".join(output.read_text().split())
 
@@ -189,7 +189,7 @@ def test_a_killed_rank_costs_the_step_in_progress_and_nothing_else(
     (event,) = recoveries(tmp_path / "run")
     assert (event.part, event.remedy, event.step) == ("rank", "restart", step)
     assert "SIGKILL" in event.cause
-    assert 0.0 < event.seconds < 60.0
+    assert 0.0 < event.seconds < 240.0  # a loaded machine imports torch for half a minute
     assert_same(tmp_path / "run", unbroken)
 
 
@@ -227,7 +227,7 @@ def test_one_rank_is_restarted_too(tiny_folder: Path, data: Path, tmp_path: Path
             if name == "killed":
                 wait_until((folder / "run" / "step-5").exists, "step 5")
                 os.kill(spawned_children(process.pid)[0], signal.SIGKILL)
-            assert process.wait(120) == 0, (folder / "out").read_text()
+            assert process.wait(240) == 0, (folder / "out").read_text()
         runs.append(folder / "run")
 
     alone, killed = runs
@@ -255,7 +255,7 @@ def test_a_run_that_is_resumed_by_hand_does_not_find_snapshots_of_its_earlier_li
         wait_until((run / "start-up").exists, "the start-up")
         assert not list(memory.glob("*/step-*"))
         os.kill(spawned_children(process.pid)[1], signal.SIGKILL)
-        assert process.wait(120) == 0, (tmp_path / "out").read_text()
+        assert process.wait(240) == 0, (tmp_path / "out").read_text()
         assert_gone(process.pid)
 
     assert [event.step for event in recoveries(run)] == [6]
