@@ -153,7 +153,7 @@ def _begin(
     task: RankTask, folder: RunFolder, where: RankPlace, mesh: Mesh, memory: Path | None
 ) -> CheckpointReader | None:
     """The checkpoint to begin from; a restarted group uses the newest one, or a later snapshot."""
-    newest = newest_state(folder, memory, mesh) if where.attempt > 0 else None
+    newest = newest_state(folder, memory, mesh) if where.attempt > 0 and not task.evaluates_only else None
     if newest is not None:
         return newest
     return newest_usable(folder.checkpoints, task.resume_step) if task.resume_step is not None else None
