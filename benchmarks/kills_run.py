@@ -192,6 +192,7 @@ class Bench:
             ledger_equal=numbers is not None and numbers.ledger == unbroken.numbers.ledger,
             first_difference=numbers.first_difference(unbroken.numbers) if numbers is not None else None,
             wall_s=time.monotonic() - began,
+            recovered_s=recovered_s(place / "run"),
         )
 
     def _attempt(self, trial: Trial, moment: Moment | None, unbroken: Unbroken, place: Path) -> Attempt:
@@ -310,6 +311,13 @@ def ledger_of(run: Path) -> list[list[Any]]:
             "ORDER BY 1, 2, 3"
         ).fetchall()
     return [list(each) for each in rows]
+
+
+def recovered_s(run: Path) -> tuple[float, ...]:
+    """How long each recovery of a run took."""
+    from podium.runs.events import recoveries
+
+    return tuple(each.seconds for each in recoveries(run))
 
 
 def is_complete(run: Path) -> bool:

@@ -98,6 +98,7 @@ class Row:
     ledger_equal: bool
     first_difference: int | None  # first step whose metrics are other ones; None: all are equal
     wall_s: float
+    recovered_s: tuple[float, ...] = ()  # of each time that the command itself went on: since the death was noticed
 
     @property
     def hits(self) -> list[Attempt]:
@@ -115,7 +116,8 @@ class Row:
     def read(cls, line: str) -> Row:
         values = json.loads(line)
         attempts = tuple(Attempt.read(each) for each in values["attempts"])
-        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts})
+        recovered_s = tuple(values.get("recovered_s", ()))
+        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts, "recovered_s": recovered_s})
 
 
 # --- drawing ---
@@ -184,6 +186,17 @@ def table(rows: Sequence[Row]) -> list[str]:
         if some:
             found.append(_markdown([layout, victim, *_cells(some)]))
     return [*found, _markdown(["all", "", *_cells(rows)])]
+
+
+def recoveries_line(rows: Sequence[Row]) -> str:
+    """How long it took commands to go on by themselves."""
+    seconds = [each for row in rows for each in row.recovered_s]
+    if not seconds:
+        return "no command went on by itself"
+    return (
+        f"{len(seconds)} times a command went on by itself: {statistics.median(seconds):.1f} s after the death was "
+        f"noticed (median), {max(seconds):.1f} s (worst)"
+    )
 
 
 def _cells(rows: Sequence[Row]) -> list[str]:

@@ -22,7 +22,7 @@ from kills_processes import Process, ProcessFamily, hit, names_victim
 from kills_reward import digits
 from kills_run import Numbers, Unbroken, is_complete, numbers_of
 from kills_task import FIXED_DATA, LAYOUTS, STEPS, Task, recipe, sft_recipe
-from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells, table, trials
+from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells, recoveries_line, table, trials
 from podium.recipe import parse_recipe
 
 
@@ -288,6 +288,17 @@ def test_the_table_has_a_line_for_each_layout_and_victim() -> None:
         "| all |  | 5 | 5 | 6.0 | 90.0 | 1 | 2 | 1 | 4 of 5 | 5 of 5 | 0 (1), 2 (3), hung (1) | 3 of 4 | 4 of 4 | 1 |",
     ]
     assert {line.count("|") for line in table(rows)} == {16}
+
+
+def test_times_of_recoveries_are_kept_with_a_row_and_summed_up() -> None:
+    healed = attempt(code=0, end_s=30.0, named=None, advised=None, raw=None)
+    rows = [row(healed, victim=RANK, layout="sft", recovered_s=(6.0, 9.0)), row(healed, recovered_s=(4.0,)), row()]
+
+    assert [Row.read(each.line()) for each in rows] == rows
+    assert recoveries_line(rows) == (
+        "3 times a command went on by itself: 6.0 s after the death was noticed (median), 9.0 s (worst)"
+    )
+    assert recoveries_line(rows[2:]) == "no command went on by itself"
 
 
 def test_a_folder_with_runs_of_other_code_is_refused(tmp_path: Path) -> None:
