@@ -167,7 +167,7 @@ def test_a_lost_rank_is_restarted_from_the_last_checkpoint_where_there_is_no_mem
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    (tmp_path / "deadly.py").write_text(DIES_ONCE)  # and in its ranks there is no tmpfs
+    (tmp_path / "deadly.py").write_text(DIES_ONCE)  # rank 0 also finds little free memory
     changes = {
         "run": {"folder": str(tmp_path), "name": "lost", "loggers": [f"{tmp_path}/deadly.py:logger"]},
         "placement": {"devices": 2, "restarts": 1},
