@@ -18,6 +18,7 @@ from pathlib import Path
 
 POOLS = {"learner": "train", "generator": "rollout", "grader": "graders", "runner": "runners"}
 _DAEMONS = ("raylet", "gcs_server")
+_SPAWNED = "spawn_main"  # a process of torch's launcher
 _FORK_SERVER = "podium.cluster.fork_server"
 _ACTOR_NAME = re.compile(r"^:actor_name:(.*)$", re.MULTILINE)
 _LOOK_S = 0.02
@@ -91,6 +92,8 @@ class ProcessFamily:
         found["fork_server"] = [
             each for each in living.values() if _FORK_SERVER in each.title and each.parent == self.leader
         ]
+        ranks = [each for each in living.values() if each.parent == self.leader and _SPAWNED in each.title]
+        found["rank"] = sorted(ranks, key=lambda each: each.pid)
         others = {*names, *(each.pid for each in found["fork_server"])}
         found["worker"] = [each for each in living.values() if each.is_ray_worker and each.pid not in others]
         by_name = sorted((name, pid) for pid, name in names.items() if pid in living)
@@ -147,6 +150,7 @@ def names_victim(victim: str) -> re.Pattern[str]:
         "gcs_server": r"gcs|head",
         "worker": r"worker|\w\[\d",
         "fork_server": r"fork server",
+        "rank": r"rank \d",
     }
     return re.compile(words[victim], re.IGNORECASE)
 

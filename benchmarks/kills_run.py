@@ -25,7 +25,7 @@ from typing import Any
 
 from kills_processes import POOLS, Process, ProcessFamily, hit, names_victim, wait_until
 from kills_task import STEPS, Task
-from kills_trials import CONTROL, VICTIMS, Attempt, Moment, Row, Trial, cells
+from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells
 
 MOST_ATTEMPTS = 4
 _UNBROKEN_S = 600.0
@@ -141,7 +141,7 @@ class Bench:
         return found
 
     def _measured(self, layout: str, place: Path) -> Unbroken:
-        victims = [victim for _, victim in cells([layout], VICTIMS, "KILL")]
+        victims = [victim for _, victim in cells([layout], (*VICTIMS, RANK), "KILL")]
         appeared_s: dict[str, float] = {}
         ready_s, step_at = 0.0, [0.0] * (STEPS + 1)
         with self._started("train", layout, place) as command:
@@ -192,6 +192,7 @@ class Bench:
             ledger_equal=numbers is not None and numbers.ledger == unbroken.numbers.ledger,
             first_difference=numbers.first_difference(unbroken.numbers) if numbers is not None else None,
             wall_s=time.monotonic() - began,
+            recovered_s=recovered_s(place / "run"),
         )
 
     def _attempt(self, trial: Trial, moment: Moment | None, unbroken: Unbroken, place: Path) -> Attempt:
@@ -310,6 +311,13 @@ def ledger_of(run: Path) -> list[list[Any]]:
             "ORDER BY 1, 2, 3"
         ).fetchall()
     return [list(each) for each in rows]
+
+
+def recovered_s(run: Path) -> tuple[float, ...]:
+    """How long each recovery of a run took."""
+    from podium.runs.events import recoveries
+
+    return tuple(each.seconds for each in recoveries(run))
 
 
 def is_complete(run: Path) -> bool:

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-LAYOUTS = ("colocated", "split", "environment")
+LAYOUTS = ("colocated", "split", "environment")  # of GRPO
+FIXED_DATA = ("sft",)  # two ranks under the local launcher
 STEPS, PROMPTS, SAMPLES, TURNS = 12, 4, 4, 3
 NEW_TOKENS = {"colocated": 24, "split": 24, "environment": 8}  # of a turn
 CHECKPOINT_EVERY = 3
+SFT_TOKENS = 8192  # of a step
+RESTARTS = 3
 # Fewer than the episodes of a step, so that rows and cache blocks are used again in an order that a run can get wrong.
 MAX_RUNNING = 4
 
@@ -41,20 +44,26 @@ class Task:
     def prompts(self) -> Path:
         return self.folder / "prompts.jsonl"
 
+    @property
+    def chats(self) -> Path:
+        return self.folder / "chats.jsonl"
+
     def recipe_file(self, layout: str) -> Path:
         return self.folder / f"{layout}.yaml"
 
 
 def make_task(folder: Path) -> Task:
-    """Writes the model, the prompts and a recipe for each layout. The same files every time."""
+    """Writes the model, the data and a recipe for each layout. The same files every time."""
     import yaml
 
     task = Task(folder=folder)
     task.model.mkdir(parents=True, exist_ok=True)
     _write_model(task.model)
     task.prompts.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows()), encoding="utf-8")
-    for layout in LAYOUTS:
-        task.recipe_file(layout).write_text(yaml.safe_dump(recipe(task, layout)), encoding="utf-8")
+    task.chats.write_text("".join(json.dumps(row) + "\n" for row in chat_rows()), encoding="utf-8")
+    for layout in (*LAYOUTS, *FIXED_DATA):
+        content = sft_recipe(task) if layout in FIXED_DATA else recipe(task, layout)
+        task.recipe_file(layout).write_text(yaml.safe_dump(content), encoding="utf-8")
     return task
 
 
@@ -63,6 +72,35 @@ def prompt_rows() -> list[dict[str, Any]]:
     draw = random.Random(0)
     numbers = [(draw.randrange(10 ** draw.randint(1, 4)), draw.randrange(10)) for _ in range(STEPS * PROMPTS // 2)]
     return [{"messages": [{"role": "user", "content": f"what is {left}+{right}?"}]} for left, right in numbers]
+
+
+def chat_rows() -> list[dict[str, Any]]:
+    """Sums with their results."""
+    draw = random.Random(1)
+    numbers = [(draw.randrange(10 ** draw.randint(1, 6)), draw.randrange(1000)) for _ in range(512)]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"what is {left}+{right}?"},
+                {"role": "assistant", "content": str(left + right)},
+            ]
+        }
+        for left, right in numbers
+    ]
+
+
+def sft_recipe(task: Task) -> dict[str, Any]:
+    """SFT on two ranks, which are restarted."""
+    return {
+        "program": "sft",
+        "model": {"path": str(task.model)},
+        "data": {"train": [{"path": str(task.chats)}]},
+        "optimizer": {"lr": 3e-3},
+        "steps": STEPS,
+        "tokens_per_step": SFT_TOKENS,
+        "checkpoint": {"every": CHECKPOINT_EVERY},
+        "placement": {"devices": 2, "restarts": RESTARTS, "device": "cpu", "threads": 1, "onednn": False},
+    }
 
 
 def recipe(task: Task, layout: str) -> dict[str, Any]:

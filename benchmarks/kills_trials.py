@@ -12,14 +12,15 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from kills_task import LAYOUTS, STEPS
+from kills_task import FIXED_DATA, LAYOUTS, STEPS
 
 SignalName = Literal["KILL", "STOP"]
 # `worker` is a worker process of Ray's that has no role yet; `none` is not killed at all, as a control.
 VICTIMS = ("controller", "learner", "generator", "grader", "runner", "worker", "fork_server", "raylet", "gcs_server")
 CONTROL = "none"
+RANK = "rank"  # of a program on fixed data; its launcher is its controller
 # Colocated generators live in the learners' processes; only environments have runners.
-_ONLY_IN = {"generator": "split", "runner": "environment"}
+_ONLY_IN = {"generator": "split", "runner": "environment", RANK: "sft"}
 _SHARE_AT_START = 0.4
 _SHARE_KILLED_AGAIN = 0.25
 _LATEST_AGAIN = 2
@@ -97,6 +98,7 @@ class Row:
     ledger_equal: bool
     first_difference: int | None  # first step whose metrics are other ones; None: all are equal
     wall_s: float
+    recovered_s: tuple[float, ...] = ()  # of each time that the command itself went on: since the death was noticed
 
     @property
     def hits(self) -> list[Attempt]:
@@ -114,7 +116,8 @@ class Row:
     def read(cls, line: str) -> Row:
         values = json.loads(line)
         attempts = tuple(Attempt.read(each) for each in values["attempts"])
-        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts})
+        recovered_s = tuple(values.get("recovered_s", ()))
+        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts, "recovered_s": recovered_s})
 
 
 # --- drawing ---
@@ -127,6 +130,7 @@ def cells(layouts: Sequence[str], victims: Sequence[str], signal: SignalName) ->
         for layout in layouts
         for victim in victims
         if _ONLY_IN.get(victim, layout) == layout and (signal, victim) != ("STOP", "controller")
+        if layout not in FIXED_DATA or victim in (RANK, "controller", CONTROL)
     ]
 
 
@@ -176,12 +180,23 @@ def table(rows: Sequence[Row]) -> list[str]:
     """Markdown, a line for each layout and victim, and one for all. `s to end` is from the hit to the end of the
     command, whether it failed or healed and finished."""
     found = [_markdown(_HEADINGS), _markdown(["---"] * len(_HEADINGS))]
-    order = [(layout, victim) for layout in LAYOUTS for victim in (*VICTIMS, CONTROL)]
+    order = [(layout, victim) for layout in (*LAYOUTS, *FIXED_DATA) for victim in (*VICTIMS, RANK, CONTROL)]
     for layout, victim in order:
         some = [row for row in rows if (row.trial.layout, row.trial.victim) == (layout, victim)]
         if some:
             found.append(_markdown([layout, victim, *_cells(some)]))
     return [*found, _markdown(["all", "", *_cells(rows)])]
+
+
+def recoveries_line(rows: Sequence[Row]) -> str:
+    """How long it took commands to go on by themselves."""
+    seconds = [each for row in rows for each in row.recovered_s]
+    if not seconds:
+        return "no command went on by itself"
+    return (
+        f"{len(seconds)} times a command went on by itself: {statistics.median(seconds):.1f} s after the death was "
+        f"noticed (median), {max(seconds):.1f} s (worst)"
+    )
 
 
 def _cells(rows: Sequence[Row]) -> list[str]:

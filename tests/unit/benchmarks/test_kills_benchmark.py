@@ -21,8 +21,8 @@ import kills
 from kills_processes import Process, ProcessFamily, hit, names_victim
 from kills_reward import digits
 from kills_run import Numbers, Unbroken, is_complete, numbers_of
-from kills_task import LAYOUTS, STEPS, Task, recipe
-from kills_trials import CONTROL, VICTIMS, Attempt, Moment, Row, Trial, cells, table, trials
+from kills_task import FIXED_DATA, LAYOUTS, STEPS, Task, recipe, sft_recipe
+from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells, recoveries_line, table, trials
 from podium.recipe import parse_recipe
 
 
@@ -75,6 +75,12 @@ def test_generators_are_apart_only_in_split_and_runners_only_in_environments() -
     assert len(every) == 5
 
 
+def test_fixed_data_has_ranks_and_a_launcher_only() -> None:
+    victims = (*VICTIMS, RANK)
+    assert cells(FIXED_DATA, victims, "KILL") == [("sft", "controller"), ("sft", "rank")]
+    assert not [victim for _, victim in cells(LAYOUTS, victims, "KILL") if victim == RANK]
+
+
 def test_nobody_freezes_the_controller_because_nobody_would_notice() -> None:
     assert cells(("split",), ("controller", "learner"), "STOP") == [("split", "learner")]
 
@@ -124,6 +130,11 @@ def test_recipes_are_valid_and_have_two_workers(layout: str, tmp_path: Path) -> 
     found = parse_recipe(recipe(Task(folder=tmp_path), layout))
     assert (found.placement.launcher, found.placement.devices, found.steps) == ("ray", 2, 12)
     assert (found.environment is not None) == (layout == "environment")
+
+
+def test_the_recipe_on_fixed_data_is_valid_and_restarts_its_two_ranks(tmp_path: Path) -> None:
+    found = parse_recipe(sft_recipe(Task(folder=tmp_path)))
+    assert (found.program, found.placement.devices, found.placement.restarts, found.steps) == ("sft", 2, 3, STEPS)
 
 
 def test_the_reward_is_the_share_of_digits() -> None:
@@ -202,6 +213,8 @@ def test_processes_are_identified_by_their_titles_and_by_rays_logs(
         9: "ray::Worker.__init__",
         10: "/bin/python -P -c from podium.cluster.fork_server import main; main() 3 podium.roles.learner",
         11: "/bin/python -P -c from podium.cluster.fork_server import main; main() 3 podium.roles.learner",
+        12: "/bin/python -c from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)",
+        13: "/bin/python -c from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)",
     }
     logs = tmp_path / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
@@ -219,7 +232,7 @@ def test_processes_are_identified_by_their_titles_and_by_rays_logs(
     found = ProcessFamily(ray_folder=tmp_path, leader=1).by_victim()
     assert {victim: [process.pid for process in some] for victim, some in found.items()} == {
         "controller": [1], "gcs_server": [2], "raylet": [3], "learner": [5, 4], "generator": [], "grader": [],
-        "runner": [], "worker": [6, 7, 9, 11], "fork_server": [10],
+        "runner": [], "worker": [6, 7, 9, 11], "fork_server": [10], "rank": [12, 13],
     }  # fmt: skip
 
 
@@ -275,6 +288,17 @@ def test_the_table_has_a_line_for_each_layout_and_victim() -> None:
         "| all |  | 5 | 5 | 6.0 | 90.0 | 1 | 2 | 1 | 4 of 5 | 5 of 5 | 0 (1), 2 (3), hung (1) | 3 of 4 | 4 of 4 | 1 |",
     ]
     assert {line.count("|") for line in table(rows)} == {16}
+
+
+def test_times_of_recoveries_are_kept_with_a_row_and_summed_up() -> None:
+    healed = attempt(code=0, end_s=30.0, named=None, advised=None, raw=None)
+    rows = [row(healed, victim=RANK, layout="sft", recovered_s=(6.0, 9.0)), row(healed, recovered_s=(4.0,)), row()]
+
+    assert [Row.read(each.line()) for each in rows] == rows
+    assert recoveries_line(rows) == (
+        "3 times a command went on by itself: 6.0 s after the death was noticed (median), 9.0 s (worst)"
+    )
+    assert recoveries_line(rows[2:]) == "no command went on by itself"
 
 
 def test_a_folder_with_runs_of_other_code_is_refused(tmp_path: Path) -> None:
