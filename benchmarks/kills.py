@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills processes of on-policy runs on Ray at seeded random moments, resumes the runs, and compares what they computed
-with a run that nobody killed.
+"""Kills processes of on-policy runs on Ray at seeded random moments, and compares what the runs computed with one that
+nobody killed.
 
     .venv/bin/python benchmarks/kills.py --trials 60 --folder kills             all layouts and victims, kill -9
     .venv/bin/python benchmarks/kills.py --trials 20 --folder kills --signal STOP       freezes them instead
     .venv/bin/python benchmarks/kills.py --trial 17 --folder kills              trial 17 once more, alone
     .venv/bin/python benchmarks/kills.py --trials 30 --folder kills --layouts sft --victims rank    SFT on two ranks
 
-A run is 12 steps of GRPO with a tiny model on 2 Ray workers, with a checkpoint every 3. Layouts: colocated, split, and
-environment (colocated, episodes of three turns). On request: sft, SFT on two ranks of the local launcher with
-`placement.restarts`, where the command itself goes on after the death of a rank.
+A run is 12 steps of GRPO with a tiny model on 2 Ray workers, with a checkpoint every 3. Layouts: colocated, split,
+elastic, environment (colocated, episodes of three turns), ppo and lora (both colocated). On request: sft, SFT on two
+ranks of the local launcher with `placement.restarts`.
 
 Each layout runs once unbroken. Then every trial starts `podium train`, waits for its moment (any from the victim's
-appearance to the end, start-up twice in five), hits the victim, waits for the end of the command, counts the processes
-that are left, and runs `podium resume` (`podium train` where no checkpoint was written yet) until the run is complete.
-One trial in four is hit once more while it resumes.
+appearance to the end, start-up twice in five), hits the victim, waits for the end of the command, and counts the
+processes that are left. Every second trial is hit once more: in its recovery, or some steps later. Where the command
+did not go on by itself, `podium resume` (`podium train` where no checkpoint was written yet) follows until the run is
+complete.
 
 The folder keeps the recipes, all runs with what they printed, and a JSON line for each trial in trials.jsonl. The same
 command goes on where it was interrupted. Exit code 1: a command hung, a process was left, or a number differs.

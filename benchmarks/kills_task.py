@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-LAYOUTS = ("colocated", "split", "environment")  # of GRPO
+LAYOUTS = ("colocated", "split", "elastic", "environment", "ppo", "lora")
+ENVIRONMENTS, SPLITS = ("environment",), ("split", "elastic")
 FIXED_DATA = ("sft",)  # two ranks under the local launcher
 STEPS, PROMPTS, SAMPLES, TURNS = 12, 4, 4, 3
-NEW_TOKENS = {"colocated": 24, "split": 24, "environment": 8}  # of a turn
+NEW_TOKENS, TURN_TOKENS = 24, 8
 CHECKPOINT_EVERY = 3
 SFT_TOKENS = 8192  # of a step
 RESTARTS = 3
@@ -104,15 +105,15 @@ def sft_recipe(task: Task) -> dict[str, Any]:
 
 
 def recipe(task: Task, layout: str) -> dict[str, Any]:
-    """GRPO on two Ray workers. Threads and oneDNN are given, because measuring them takes time and changes sums."""
+    """GRPO, or PPO, on two Ray workers. Threads and oneDNN are given: measuring them takes time and changes sums."""
     found: dict[str, Any] = {
-        "program": "grpo",
-        "model": {"path": str(task.model)},
+        "program": "ppo" if layout == "ppo" else "grpo",
+        "model": {"path": str(task.model)} | ({"lora": {"rank": 4}} if layout == "lora" else {}),
         "data": {"train": [{"path": str(task.prompts)}]},
         "rollout": {
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": SAMPLES,
-            "max_new_tokens": NEW_TOKENS[layout],
+            "max_new_tokens": TURN_TOKENS if layout in ENVIRONMENTS else NEW_TOKENS,
             "max_running": MAX_RUNNING,
         },
         "reward": [{"function": f"{HERE / 'kills_reward.py'}:digits"}],
@@ -121,14 +122,14 @@ def recipe(task: Task, layout: str) -> dict[str, Any]:
         "checkpoint": {"every": CHECKPOINT_EVERY},
         "placement": {
             "launcher": "ray",
-            "layout": "split" if layout == "split" else "colocated",
+            "layout": layout if layout in SPLITS else "colocated",
             "devices": 2,
             "device": "cpu",
             "threads": 1,
             "onednn": False,
         },
     }
-    if layout == "environment":
+    if layout in ENVIRONMENTS:
         found["environment"] = {"environment": f"{HERE / 'kills_reward.py'}:Dialogue", "max_turns": TURNS}
     return found
 

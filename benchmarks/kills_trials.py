@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from kills_task import FIXED_DATA, LAYOUTS, STEPS
+from kills_task import ENVIRONMENTS, FIXED_DATA, LAYOUTS, SPLITS, STEPS
 
 SignalName = Literal["KILL", "STOP"]
 # `worker` is a worker process of Ray's that has no role yet; `none` is not killed at all, as a control.
@@ -20,9 +20,9 @@ VICTIMS = ("controller", "learner", "generator", "grader", "runner", "worker", "
 CONTROL = "none"
 RANK = "rank"  # of a program on fixed data; its launcher is its controller
 # Colocated generators live in the learners' processes; only environments have runners.
-_ONLY_IN = {"generator": "split", "runner": "environment", RANK: "sft"}
+_ONLY_IN = {"generator": SPLITS, "runner": ENVIRONMENTS, RANK: FIXED_DATA}
 _SHARE_AT_START = 0.4
-_SHARE_KILLED_AGAIN = 0.25
+_SHARE_KILLED_AGAIN = 0.5
 _LATEST_AGAIN = 2
 
 
@@ -41,7 +41,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run that is hit, and resumed until it is complete; some are hit once more while they resume."""
+    """One run that is hit, and resumed where it did not go on by itself; some are hit once more after the first time,
+    in their recovery or some steps later."""
 
     seed: int
     number: int
@@ -65,7 +66,8 @@ class Attempt:
     verb: str
     code: int | None  # None: it hung and was ended
     wall_s: float
-    hit_at_s: float | None  # after the start of the command
+    num_hits: int
+    hit_at_s: float | None  # the last one, after the start of the command
     hit_while: str | None  # what the victim called itself, and how many steps were done
     end_s: float | None  # from the hit to the end of the command, finished or not
     named: bool | None  # the error names the victim; None where no error was to be expected
@@ -124,12 +126,12 @@ class Row:
 
 
 def cells(layouts: Sequence[str], victims: Sequence[str], signal: SignalName) -> list[tuple[str, str]]:
-    """(layout, victim) that exist. A frozen controller is left out: nobody is there to notice, so nothing can end."""
+    """(layout, victim) that exist."""
     return [
         (layout, victim)
         for layout in layouts
         for victim in victims
-        if _ONLY_IN.get(victim, layout) == layout and (signal, victim) != ("STOP", "controller")
+        if layout in _ONLY_IN.get(victim, (layout,)) and (signal, victim, layout) != ("STOP", "controller", "sft")
         if layout not in FIXED_DATA or victim in (RANK, "controller", CONTROL)
     ]
 
@@ -171,14 +173,16 @@ def _trial(seed: int, number: int, layout: str, victim: str, signal: SignalName)
 # --- the table ---
 
 _HEADINGS = (
-    "layout", "victim", "trials", "hits", "s to end, median", "worst", "hangs", "processes left", "healed",
+    "layout", "victim", "trials", "hits", "s to go on, median", "worst", "s to end, median", "worst", "hangs",
+    "processes left", "healed",
     "weights equal", "ledger equal", "exit codes", "error names victim", "says how to go on", "raw output",
 )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown, a line for each layout and victim, and one for all. `s to end` is from the hit to the end of the
-    command, whether it failed or healed and finished."""
+    """Markdown, a line for each layout and victim, and one for all. `s to go on`: of recoveries that the run recorded,
+    since the death was noticed. `s to end` is from the hit to the end of the command, whether it failed or healed and
+    finished."""
     found = [_markdown(_HEADINGS), _markdown(["---"] * len(_HEADINGS))]
     order = [(layout, victim) for layout in (*LAYOUTS, *FIXED_DATA) for victim in (*VICTIMS, RANK, CONTROL)]
     for layout, victim in order:
@@ -203,10 +207,13 @@ def _cells(rows: Sequence[Row]) -> list[str]:
     hits = [hit for row in rows for hit in row.hits]
     every = [attempt for row in rows for attempt in row.attempts]
     seconds = [hit.end_s for hit in hits if hit.end_s is not None]
+    back_s = [each for row in rows for each in row.recovered_s]
     codes = Counter("hung" if hit.code is None else str(hit.code) for hit in hits)
     return [
         str(len(rows)),
-        str(len(hits)),
+        str(sum(hit.num_hits for hit in hits)),
+        f"{statistics.median(back_s):.1f}" if back_s else "",
+        f"{max(back_s):.1f}" if back_s else "",
         f"{statistics.median(seconds):.1f}" if seconds else "",
         f"{max(seconds):.1f}" if seconds else "",
         str(sum(attempt.hung for attempt in every)),
