@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,6 +27,7 @@ from podium.recipe.variables import KeyParts, texts_of
 from podium.recipe.warnings import recipe_warnings
 from podium.runs.failing import forget_failures
 from podium.runs.folder import RunFolder
+from podium.runs.host_memory import held_memory
 from podium.runs.lineage import NOTE, Prepared
 from podium.runs.supervised import SUPERVISION, SupervisedRun, is_restarting, predecessor_of
 
@@ -289,21 +291,29 @@ def _launch(
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
-    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program)
     placement, under = recipe.placement, place_under_torchrun()
+    task = RankTask(
+        recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program,
+        launch_id=uuid.uuid4().hex if placement.restarts > 0 and under is None else None,
+    )  # fmt: skip
     if under is not None and under.rank != 0:
         return run_rank(under, task)
-    with _living(prepared, folder, console, resume_step):
+    with _living(prepared, folder, console, resume_step), ExitStack() as stack:
         if under is not None:
             return _recorded(run_rank(under, task))
+        if task.launch_id is not None:
+            stack.enter_context(held_memory(folder.path))
         if placement.launcher == "ray":
             from podium.spmd.on_ray import launch_on_ray
 
             return _recorded(launch_on_ray(task, folder, console, tell))
         stop = folder.stop_file
         return _recorded(
-            launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
-        )
+            launch(
+                run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop,
+                note=console.note,
+            )
+        )  # fmt: skip
 
 
 def _control(

@@ -33,7 +33,7 @@ def held_memory(run: Path, *, is_emptied: bool = True, is_removed: bool = True) 
         return
     _remove_free(mine, but=folder)
     if is_emptied:
-        _remove(folder)
+        remove_memory(folder)
     for each in (mine, folder):
         each.mkdir(mode=0o700, exist_ok=True)
     with (folder / _LOCK).open("w") as lock:
@@ -42,7 +42,7 @@ def held_memory(run: Path, *, is_emptied: bool = True, is_removed: bool = True) 
             yield
         finally:
             if is_removed:
-                _remove(folder)
+                remove_memory(folder)
 
 
 def keep_memory(run: Path) -> TextIO | None:
@@ -62,7 +62,7 @@ def forget_memory(run: Path) -> None:
     """Removes the folder of a run that has ended."""
     folder = memory_folder(run)
     if folder is not None:
-        _remove(folder)
+        remove_memory(folder)
 
 
 def _mine() -> Path | None:
@@ -79,10 +79,11 @@ def _remove_free(mine: Path, *, but: Path) -> None:
             continue
         with contextlib.suppress(OSError), lock.open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            _remove(lock.parent)
+            remove_memory(lock.parent)
 
 
-def _remove(folder: Path) -> None:
+def remove_memory(folder: Path) -> None:
+    """Removes a folder in memory, and the one above it if that is empty then."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # other runs have theirs there
         folder.parent.rmdir()
