@@ -63,8 +63,11 @@ class CheckpointWriter:
         background: bool,
         timeout_s: float,
         beside: Path | None = None,
+        resumed: int | None = None,
     ) -> None:
-        """`beside`: another writer's folder whose steps decide which stay here; the newest always stays."""
+        """`beside`: another writer's folder whose steps decide which stay here; the newest always stays. `resumed`: the
+        step that ranks are built from, which stays too."""
+        self._resumed = resumed
         self._folder, self._mesh, self._beside = folder, mesh, beside
         self._keep, self._keep_best = keep, keep_best
         self._background, self._timeout_s = background, timeout_s
@@ -217,7 +220,7 @@ class CheckpointWriter:
             self._record_losses()
         saved = saved_steps(self._folder)
         if self._beside is None:
-            superfluous = to_remove(saved, keep=self._keep, keep_best=self._keep_best)
+            superfluous = to_remove(saved, keep=self._keep, keep_best=self._keep_best, resumed=self._resumed)
         else:
             kept_steps = {each.step for each in saved_steps(self._beside)} | {step}
             superfluous = [each for each in saved if each.step not in kept_steps]

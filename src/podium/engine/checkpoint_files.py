@@ -205,9 +205,10 @@ def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:
     return min(scored, key=lambda each: (each.heldout_loss, -each.step)) if scored else None
 
 
-def to_remove(saved: Sequence[SavedStep], *, keep: int, keep_best: bool) -> list[SavedStep]:
-    """All steps but the newest `keep` and, if requested, the best; pure."""
-    kept_steps = {each.step for each in list(saved)[-keep:]}
+def to_remove(saved: Sequence[SavedStep], *, keep: int, keep_best: bool, resumed: int | None = None) -> list[SavedStep]:
+    """All steps but the newest `keep`, the one that the run was resumed from (`resumed`) and, if requested, the best;
+    pure."""
+    kept_steps = {each.step for each in list(saved)[-keep:]} | {resumed}
     best = best_step(saved) if keep_best else None
     if best is not None:
         kept_steps.add(best.step)

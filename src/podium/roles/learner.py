@@ -74,6 +74,7 @@ class LearnerRank(Learner):
             keep_best=recipe.checkpoint.keep_best,
             background=recipe.checkpoint.background,
             timeout_s=recipe.checkpoint.timeout_s,
+            resumed=spec.resume_step,  # a learner that replaces this one is built from it
         )
         self._state = RoleState(
             self.mesh, node=context.worker.node, memory=spec.snapshots, checkpoints=spec.checkpoints,

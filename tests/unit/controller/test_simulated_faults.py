@@ -176,6 +176,16 @@ def test_no_reward_is_lost_when_two_deaths_meet_the_same_grading(calm_runs: Calm
     calm_runs.with_faults(case, losses)
 
 
+def test_a_learner_of_a_resumed_run_dies_after_newer_steps_were_saved(calm_runs: CalmRuns) -> None:
+    """The one that replaces it is built from the checkpoint that the run was resumed from."""
+    case = Case(layout="split", staleness=4, variant=1)  # five steps, the second and the fourth are saved
+    _, calm = calm_runs.of(case)
+    stop = SimulatedStop(at_s=0.5 * calm.committed_s[0])
+    deaths = [replace(DEATH, at_s=calm.ended_s + seconds) for seconds in (0.0, 2.0, 4.0, 6.0)]
+
+    calm_runs.with_faults(case, [stop, *deaths])
+
+
 @pytest.mark.parametrize("pool", ["train", "rollout", "graders"])
 def test_a_worker_that_hangs_while_it_replaces_another_is_replaced_too(calm_runs: CalmRuns, pool: str) -> None:
     """It has no heartbeats yet: the deadline of its start ends it."""

@@ -143,6 +143,14 @@ def test_what_is_removed(losses: tuple[float | None, ...], keep: int, keep_best:
     assert [each.step for each in to_remove(listed(*losses), keep=keep, keep_best=keep_best)] == removed
 
 
+def test_the_step_that_a_run_was_resumed_from_stays():
+    saved = listed(None, None, None, None)
+
+    removed = to_remove(saved, keep=1, keep_best=False, resumed=saved[1].step)
+
+    assert removed == [saved[0], saved[2]]
+
+
 def test_the_same_step_saved_again_replaces_the_old_one(tmp_path: Path) -> None:
     save(tmp_path, 2)
     made = writer(tmp_path)

@@ -151,7 +151,9 @@ class SimulatedLearner(Learner):
             return "written"
         write_json(partial / "rank-00000.json", {"pieces": {}, "files": {}})
         complete(folder, partial, step, Extras(values={**values, _WEIGHTS: self._weights}, arrays={}), ranks=1)
-        for old in to_remove(saved_steps(folder), keep=settings.keep, keep_best=settings.keep_best):
+        resumed = self._spec.resume_step
+        saved = saved_steps(folder)
+        for old in to_remove(saved, keep=settings.keep, keep_best=settings.keep_best, resumed=resumed):
             shutil.rmtree(old.folder, ignore_errors=True)
         return "written"
 
