@@ -11,6 +11,8 @@ from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.spans import ThreadPlace
 
 _FRAMES_SHOWN = 6
+# From when on a call that does not advance is worth a word.
+_STALLED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,14 @@ class WorkerHealth:
     silent_s: float  # since its last sign of life
     doing: str
     for_s: float
+    stalled_s: float = 0.0  # since its call advanced last
 
     def __str__(self) -> str:
         if self.died is not None:
             return str(self.died)
         doing = f"in {self.doing} for {self.for_s:.1f} s" if self.doing else "idle"
-        return f"{self.worker}: {doing}, last heard {self.silent_s:.1f} s ago"
+        stalled = f" (no progress for {self.stalled_s:.0f} s)" if self.stalled_s >= _STALLED_S else ""
+        return f"{self.worker}: {doing}{stalled}, last heard {self.silent_s:.1f} s ago"
 
 
 def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Died | None, now_s: float) -> WorkerHealth:
@@ -81,6 +85,7 @@ def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Die
         silent_s=max(0.0, now_s - heard_s),
         doing=beat.doing if beat is not None else "",
         for_s=beat.for_s + max(0.0, now_s - heard_s) if beat is not None and beat.doing else 0.0,
+        stalled_s=beat.stalled_s + max(0.0, now_s - heard_s) if beat is not None and beat.stalled_s else 0.0,
     )
 
 
@@ -96,6 +101,23 @@ class WhereReport:
         for worker, answer in self.answers.items():
             by_place.setdefault(_place(answer), []).append(worker)
         return sorted(by_place.items(), key=lambda item: (-len(item[1]), item[0]))
+
+    def work_stack(self, worker: WorkerId) -> tuple[str, ...]:
+        """The stack of a worker's work thread, innermost call last; empty if it did not answer."""
+        place = _work_thread(self.answers.get(worker))
+        return place.stack if place is not None else ()
+
+    def innermost(self, worker: WorkerId) -> str:
+        """The innermost call of a worker's work thread, "" if it did not answer."""
+        return (self.work_stack(worker) or ("",))[-1]
+
+    def stacks(self) -> str:
+        """All threads of all workers."""
+        parts = []
+        for worker, answer in self.answers.items():
+            places = [str(place) for place in answer.threads] if answer is not None else [f"  {_place(answer)}"]
+            parts.append("\n".join([str(worker), *places]))
+        return "\n\n".join(parts)
 
     def __str__(self) -> str:
         lines: list[str] = []

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from podium.cluster.blocking import in_thread
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.hangs import Hang, stuck_workers
 from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
@@ -50,6 +51,7 @@ class Timeouts:
     beat_s: float = 0.5
     silent_s: float = 10.0  # without a heartbeat, before a warning
     heartbeat_timeout_s: float = 60.0  # without any sign of life, before it counts as dead
+    hang_s: float | None = None  # without progress in a call, before it counts as dead; None: calls need not advance
 
 
 @dataclass
@@ -77,13 +79,16 @@ class WorkerPool:
         timeouts: Timeouts,
         placing: asyncio.Lock,
         tell: Callable[[str], object] = lambda what: None,
+        on_hang: Callable[[Hang], Awaitable[None]] | None = None,
     ) -> None:
-        self.pool, self.broken, self._tell = pool, "", tell
+        """`on_hang` is awaited before workers that hang are ended."""
+        self.pool, self.broken, self._tell, self._on_hang = pool, "", tell, on_hang
         self._layout, self._transport, self._timeouts = layout, transport, timeouts
         self._placing, self.recovering = placing, asyncio.Lock()
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
+        self._ends_hung = False  # whether that is under way
         self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
 
     @property
@@ -371,11 +376,36 @@ class WorkerPool:
                         self.mark_dead(member, f"no sign of life for {silence.lifeless_s:.0f} s: {silence.guess}")
                         return
                 member.beat, member.heard_s = await coming, time.monotonic()
+                if self._is_stalled(member) and not (member.died or self.broken or self._ends_hung):
+                    await self._end_hung(member)
         except PodiumError as error:
             self.mark_dead(member, str(error))
         finally:
             if coming is not None:
                 coming.cancel()
+
+    def _is_stalled(self, member: Member) -> bool:
+        limit_s = self._timeouts.hang_s if self._transport.can_be_ended else None
+        return limit_s is not None and member.beat is not None and member.beat.stalled_s >= limit_s
+
+    async def _end_hung(self, member: Member) -> None:
+        """Ends workers that hang, when all have said where they are. Where workers meet in collectives, that of
+        `member` may only wait for another one."""
+        assert member.beat is not None
+        self._ends_hung = True
+        try:
+            report = await self.where()
+            stalled = [each.worker for each in self.members if self._is_stalled(each)]
+            hang = Hang(
+                workers=stuck_workers(report, stalled) if self.meets else (member.worker,),
+                doing=member.beat.doing, stalled_s=member.beat.stalled_s, where={self.pool.name: report},
+            )  # fmt: skip
+            if self._on_hang is not None:
+                await self._on_hang(hang)
+            for worker in hang.workers:
+                self.died(worker, hang.cause)
+        finally:
+            self._ends_hung = False
 
     def _health(self, each: Member) -> WorkerHealth:
         return worker_health(each.worker, each.beat, each.heard_s, each.died, time.monotonic())

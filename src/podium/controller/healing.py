@@ -8,17 +8,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, assert_never
 
 from podium.cluster import Cluster, Workers
 from podium.cluster.deadlines import now_s
+from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, begin_run, open_parts
 from podium.controller.drive import StepChoice
 from podium.controller.layout import RoleNames
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Abort, RecoveryPlan
+from podium.controller.recovery import Abort, RecoveryPlan, Respawn, Rewind
 from podium.controller.rewinding import death_of, rewind
 from podium.controller.run import OnPolicyRun
+from podium.controller.watching import hang_reporter, saying_what_takes_long
 from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -47,6 +49,7 @@ class Assembled(Generic[ProgramT]):
 
     async def open(self, inputs: Inputs, stack: ExitStack, recovery: RecoveryPlan) -> OnPolicyParts[OnPolicyRecipe]:
         """Opens the parts of a run that begins with these inputs. `stack` closes them."""
+        self.workers.report_hangs_to(hang_reporter(inputs.folder, self.console))
         with self.watch.span("start-up"):
             return await open_parts(
                 inputs, self.names, self.cluster, self.workers, self.console, self.watch, stack, recovery
@@ -66,10 +69,11 @@ async def run_program(
                 parts = await assembled.open(inputs, stack, recovery)
                 run = begin_run(inputs, parts, steps, milestones)
                 with named_program(first.recipe, first.folder):
-                    await assembled.program(run)
+                    async with saying_what_takes_long(run, assembled.workers, assembled.console):
+                        await assembled.program(run)
                 run.require_finished()
                 return run
-            except WorkerDiedError as error:
+            except (WorkerDiedError, OverdueError) as error:
                 committed = inputs.resume_step or 0 if run is None else run.num_committed
                 rewound = await _rewound(assembled, recovery, run, error, committed)
                 if rewound is None:
@@ -88,26 +92,31 @@ async def _rewound(
     assembled: Assembled[Program],
     recovery: RecoveryPlan,
     run: OnPolicyRun[OnPolicyRecipe] | None,
-    error: WorkerDiedError,
+    error: WorkerDiedError | OverdueError,
     committed: int,
 ) -> Inputs | None:
     """Replaces dead workers and brings all roles back to the last committed step. Returns the inputs from there; None
-    if the deaths end the run. A worker that dies meanwhile is one more death."""
+    if the deaths end the run. A worker that dies meanwhile is one more death, and so is one that does not answer."""
     first, console, workers, began_s = assembled.inputs, assembled.console, assembled.workers, now_s()
     with assembled.watch.span("recovery"):
         while assembled.cluster.failure() is None:
-            death = death_of(error, workers)
-            remedy = recovery.decide(death)
-            if isinstance(remedy, Abort):
-                console.warning(f"{death.cause} The run ends: {remedy.reason}.")
+            if isinstance(error, OverdueError) and not await workers.end_overdue(error):
                 return None
-            console.warning(f"{death.cause} Its workers are replaced.")
+            death = death_of(error, workers)
+            match recovery.decide(death):
+                case Abort(reason=reason):
+                    console.warning(f"{death.cause} The run ends: {reason}.")
+                    return None
+                case Respawn() | Rewind():
+                    console.warning(f"{death.cause} Its workers are replaced.")
+                case other:
+                    assert_never(other)
             try:
                 if run is not None:
                     with suppress(ClusterError):  # what is dead cannot be closed
                         await run.give_up()
                 inputs = await rewind(first, assembled.names, workers, committed=committed)
-            except WorkerDiedError as again:
+            except (WorkerDiedError, OverdueError) as again:
                 error = again
                 continue
             step, seconds = inputs.resume_step or 0, now_s() - began_s

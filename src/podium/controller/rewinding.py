@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from podium.cluster import Workers
+from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, state_handles
 from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN, RoleNames
 from podium.controller.recovery import Death, Part
@@ -23,7 +24,7 @@ from podium.runs.folder import RunFolder
 _PARTS: Mapping[str, Part] = {TRAIN: "learner", ROLLOUT: "generator", RUNNERS: "runner"}
 
 
-def death_of(error: WorkerDiedError, workers: Workers) -> Death:
+def death_of(error: WorkerDiedError | OverdueError, workers: Workers) -> Death:
     """Which part of the run died. The learner's comes first: it needs the others."""
     dead = [pool for pool in _PARTS if pool in workers.pools and workers.is_damaged(pool)]
     part: Part = _PARTS[dead[0]] if dead else "learner"

@@ -43,6 +43,7 @@ from podium.engine.checkpoint_files import (
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import Box, TensorShard
+from podium.progress import mark_progress, waiting_at_most
 
 # The writing thread has its own deadline, and a more specific error.
 _SLACK_S = 5.0
@@ -151,7 +152,8 @@ class CheckpointWriter:
     def _join(self) -> None:
         if self._thread is None:
             return
-        self._thread.join(self._timeout_s + _SLACK_S)
+        with waiting_at_most(self._timeout_s + _SLACK_S):
+            self._thread.join(self._timeout_s + _SLACK_S)
         if self._thread.is_alive():
             raise CheckpointError(
                 f"a checkpoint is still being written after {self._timeout_s:.0f} s. Is the disk of {self._folder} "
@@ -283,6 +285,7 @@ class CheckpointReader(SavedCheckpoint):
                     )
                     with torch.no_grad():
                         piece.local[shared.slices(piece.box.starts)].copy_(values)
+                    mark_progress()
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, joined from the parts of all ranks."""
