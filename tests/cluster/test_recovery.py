@@ -187,6 +187,9 @@ def test_a_frozen_learner_is_replaced(
     assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
     (recovery,) = recoveries(run)
     assert "no sign of life" in recovery.cause
+    stacks = (run / "stacks.txt").read_text()
+    assert re.search(r"train\[0\].*\n  does not answer", stacks)
+    assert re.search(r"graders\[0\].*\n  thread", stacks)
 
 
 def test_learners_that_meet_in_collectives_are_replaced_together(

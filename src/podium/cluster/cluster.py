@@ -25,9 +25,10 @@ from podium.cluster.local_ray import LocalRay
 from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import ObjectScope, Stored
 from podium.cluster.placement import TooLarge, bundles_of, preflight
+from podium.cluster.placing import place_pools
 from podium.cluster.results import Span
 from podium.cluster.transport import Transport, Value
-from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool, place
+from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool
 from podium.errors import ClusterError, DeadlineError, PlacementError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
@@ -208,7 +209,7 @@ class Workers:
         deadline, worker_pools = Deadline(self._deadline_s), list(self._worker_pools.values())
         starting: list[asyncio.Task[None]] = []
         try:
-            await place(worker_pools, self._transport, self._placing, self._timeouts, deadline, grows=False)
+            await place_pools(worker_pools, self._transport, self._placing, self._timeouts, deadline, grows=False)
             starting += [
                 asyncio.create_task(self._until_it_stands(worker_pool, worker_pool.start, deadline))
                 for worker_pool in worker_pools

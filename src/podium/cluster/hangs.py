@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Workers that send heartbeats and whose call does not advance: which of them are stuck, and where everybody is."""
+"""Workers that live and whose call does not advance: which of them are stuck, and where everybody is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from podium.cluster.health import WhereReport
 from podium.cluster.identity import WorkerId
+from podium.cluster.messages import Beat
 from podium.cluster.spans import process_places
 
 # A worker whose innermost frames are in these files waits for its peers.
@@ -17,20 +18,18 @@ _INNERMOST = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hang:
-    """Workers of one pool whose call has not advanced for too long, with the stacks of all workers."""
+    """Workers of one pool that live and do not advance, with the stacks of all workers."""
 
     workers: tuple[WorkerId, ...]  # those that are stuck; others of the pool may wait for them
-    doing: str
-    stalled_s: float
+    cause: str  # why they count as dead
     where: Mapping[str, WhereReport]  # pool -> where its workers are
 
-    @property
-    def cause(self) -> str:
-        """Why the workers count as dead."""
-        report = self.where[self.workers[0].pool]
-        place = report.innermost(self.workers[0])
-        at = f", at {place}" if place else ""
-        return f"it hangs: no progress in {self.doing} for {self.stalled_s:.0f} s{at}"
+    @classmethod
+    def of(cls, beat: Beat, workers: tuple[WorkerId, ...], report: WhereReport) -> Hang:
+        """Of workers whose heartbeats come, `beat` among them, and whose call does not advance."""
+        place = report.innermost(workers[0])
+        cause = f"it hangs: no progress in {beat.doing} for {beat.stalled_s:.0f} s" + (f", at {place}" if place else "")
+        return cls(workers=workers, cause=cause, where={workers[0].pool: report})
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.workers))

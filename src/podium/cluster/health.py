@@ -115,7 +115,11 @@ class WhereReport:
         """All threads of all workers."""
         parts = []
         for worker, answer in self.answers.items():
-            places = [str(place) for place in answer.threads] if answer is not None else [f"  {_place(answer)}"]
+            if answer is None or answer.dump:
+                dump = answer.dump if answer is not None else ""
+                places = [f"  {_place(answer)}", *(f"    {line}" for line in dump.splitlines())]
+            else:
+                places = [str(place) for place in answer.threads]
             parts.append("\n".join([str(worker), *places]))
         return "\n\n".join(parts)
 
@@ -139,6 +143,8 @@ def _work_thread(answer: Whereabouts | None) -> ThreadPlace | None:
 def _place(answer: Whereabouts | None) -> str:
     if answer is None:
         return "does not answer (dead, or in a call that holds Python's lock)"
+    if answer.dump:
+        return "does not answer (in a call that holds Python's lock)"
     place = _work_thread(answer)
     if place is None or not place.span:
         return "idle"

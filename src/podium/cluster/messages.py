@@ -164,3 +164,4 @@ class Whereabouts:
     """The reply to `where`."""
 
     threads: tuple[ThreadPlace, ...]
+    dump: str = ""  # of a worker that could not answer: its stacks as its process wrote them, innermost call first

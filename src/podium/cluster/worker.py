@@ -11,6 +11,7 @@ import ray
 from podium.cluster.host import RoleHost, extend_import_path
 from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.ray_arguments import PackedArguments, unpack
+from podium.cluster.stack_dumps import allow_dumps
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
@@ -22,6 +23,7 @@ class Worker:
     def __init__(self, name: str, node: str, import_path: tuple[str, ...]) -> None:
         self._name = name
         extend_import_path(import_path)
+        allow_dumps()
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         self._host = RoleHost(

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from podium.cluster.hangs import Hang, stuck_workers
 from podium.cluster.health import WhereReport
 from podium.cluster.identity import WorkerId
-from podium.cluster.messages import Whereabouts
+from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.spans import ThreadPlace
 
 FIRST, SECOND, THIRD = (WorkerId("train", slot, "node-a", "cpu", 0) for slot in range(3))
@@ -42,9 +44,8 @@ def test_a_worker_that_advances_is_not_stuck() -> None:
 def test_a_hang_says_where_and_shows_every_thread_of_every_process() -> None:
     report = WhereReport(answers={FIRST: at(*IN_COLLECTIVE), SECOND: at(*IN_LOOP)})
     other = WhereReport(answers={WorkerId("graders", 0, "node-a", "cpu", 0): None})
-    hang = Hang(
-        workers=(SECOND,), doing="policy.update", stalled_s=600.2, where={"train": report, "graders": other}
-    )  # fmt: skip
+    hang = Hang.of(Beat(doing="policy.update", for_s=700.0, stalled_s=600.2), (SECOND,), report)
+    hang = replace(hang, where={**hang.where, "graders": other})
     assert hang.cause == "it hangs: no progress in policy.update for 600 s, at /code/loss.py:3 endless"
     text = str(hang)
     assert text.startswith(f"{SECOND}: it hangs")

@@ -88,7 +88,7 @@ def test_the_stacks_of_every_hang_are_kept(tmp_path: Path) -> None:
     report = hang_reporter(folder, console)
     for seconds in (20.0, 30.0):
         where = {"train": WhereReport(answers={WORKER: None})}
-        report(Hang(workers=(WORKER,), doing="policy.update", stalled_s=seconds, where=where))
+        report(Hang(workers=(WORKER,), cause=f"no progress in policy.update for {seconds:.0f} s", where=where))
     assert "no progress in policy.update for 20 s" in console.lines[0]
     assert str(folder.stacks_file) in console.lines[0]
     text = folder.stacks_file.read_text()
