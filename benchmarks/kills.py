@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Kills processes of on-policy runs on Ray at seeded random moments, resumes the runs, and compares what they computed
-with a run that nobody killed.
+"""Kills processes of on-policy runs on Ray at seeded random moments, and compares what the runs computed with one that
+nobody killed.
 
     .venv/bin/python benchmarks/kills.py --trials 60 --folder kills             all layouts and victims, kill -9
     .venv/bin/python benchmarks/kills.py --trials 20 --folder kills --signal STOP       freezes them instead
     .venv/bin/python benchmarks/kills.py --trial 17 --folder kills              trial 17 once more, alone
+    .venv/bin/python benchmarks/kills.py --trials 30 --folder kills --layouts sft --victims rank    SFT on two ranks
 
-A run is 12 steps of GRPO with a tiny model on 2 Ray workers, with a checkpoint every 3. Layouts: colocated, split, and
-environment (colocated, episodes of three turns). Each layout runs once unbroken. Then every trial starts `podium
-train`, waits for its moment (any from the victim's appearance to the end, start-up twice in five), hits the victim,
-waits for the end of the command, counts the processes that are left, and runs `podium resume` (`podium train` where no
-checkpoint was written yet) until the run is complete. One trial in four is hit once more while it resumes.
+A run is 12 steps of GRPO with a tiny model on 2 Ray workers, with a checkpoint every 3. Layouts: colocated, split,
+elastic, environment (colocated, episodes of three turns), ppo and lora (both colocated). On request: sft, SFT on two
+ranks of the local launcher with `placement.restarts`.
+
+Each layout runs once unbroken. Then every trial starts `podium train`, waits for its moment (any from the victim's
+appearance to the end, start-up twice in five), hits the victim, waits for the end of the command, and counts the
+processes that are left. Every second trial is hit once more: in its recovery, or some steps later. Where the command
+did not go on by itself, `podium resume` (`podium train` where no checkpoint was written yet) follows until the run is
+complete.
 
 The folder keeps the recipes, all runs with what they printed, and a JSON line for each trial in trials.jsonl. The same
 command goes on where it was interrupted. Exit code 1: a command hung, a process was left, or a number differs.
@@ -30,8 +35,8 @@ from itertools import islice
 from pathlib import Path
 
 from kills_run import Bench, Limits, Unbroken, source_fingerprint
-from kills_task import LAYOUTS, make_task
-from kills_trials import CONTROL, VICTIMS, Row, Trial, cells, drawn, table
+from kills_task import FIXED_DATA, LAYOUTS, make_task
+from kills_trials import CONTROL, RANK, VICTIMS, Row, Trial, cells, drawn, recoveries_line, table
 
 
 def main() -> None:
@@ -73,6 +78,7 @@ def measure(asked: argparse.Namespace, folder: Path, planned: Sequence[Trial]) -
     print(f"\n{platform.machine()}, seed {asked.seed}, SIG{asked.signal}, hang after {asked.hang_s:.0f} s\n")
     for line in table(rows):
         print(line)
+    print(f"\n{recoveries_line(rows)}")
     bad = sorted(row.trial.number for row in rows if not row.good)
     if bad:
         print(f"\nnot as it should be: trials {', '.join(map(str, bad))}. Repeat one alone with --trial N.")
@@ -160,10 +166,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=len(cells(LAYOUTS, VICTIMS, "KILL")))
     parser.add_argument("--trial", type=int, help="only the trial of this number, once more")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--layouts", type=_names(LAYOUTS), default=LAYOUTS, help="separated by commas")
+    parser.add_argument("--layouts", type=_names((*LAYOUTS, *FIXED_DATA)), default=LAYOUTS, help="separated by commas")
     parser.add_argument(
-        "--victims", type=_names((*VICTIMS, CONTROL)), default=VICTIMS,
-        help=f"separated by commas, of {', '.join(VICTIMS)}; {CONTROL}: nobody, as a control",
+        "--victims", type=_names((*VICTIMS, RANK, CONTROL)), default=VICTIMS,
+        help=f"separated by commas, of {', '.join((*VICTIMS, RANK))}; {CONTROL}: nobody, as a control",
     )  # fmt: skip
     parser.add_argument("--signal", default="KILL", choices=["KILL", "STOP"])
     parser.add_argument("--folder", type=Path, help="for runs and rows; default: a temporary one")

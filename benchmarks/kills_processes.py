@@ -17,7 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 POOLS = {"learner": "train", "generator": "rollout", "grader": "graders", "runner": "runners"}
+SUPERVISOR = "supervisor"
 _DAEMONS = ("raylet", "gcs_server")
+_SPAWNED = "spawn_main"  # a process of torch's launcher
 _FORK_SERVER = "podium.cluster.fork_server"
 _ACTOR_NAME = re.compile(r"^:actor_name:(.*)$", re.MULTILINE)
 _LOOK_S = 0.02
@@ -86,11 +88,16 @@ class ProcessFamily:
         living = {process.pid: process for process in self.living()}
         names = self._actor_names()
         found = {daemon: [each for each in living.values() if each.program == daemon] for daemon in _DAEMONS}
-        found["controller"] = [living[self.leader]] if self.leader in living else []
+        found[SUPERVISOR] = [living[self.leader]] if self.leader in living else []
+        # The supervisor forks the controller, which keeps its title. A launcher of ranks has no supervisor.
+        title = living[self.leader].title if self.leader in living else ""
+        forked = [each for each in living.values() if each.parent == self.leader != each.pid and each.title == title]
+        found["controller"] = forked or found[SUPERVISOR]
         # What it forks has its title at first, and another parent.
-        found["fork_server"] = [
-            each for each in living.values() if _FORK_SERVER in each.title and each.parent == self.leader
-        ]
+        above = {each.pid for each in found["controller"]}
+        found["fork_server"] = [each for each in living.values() if _FORK_SERVER in each.title and each.parent in above]
+        ranks = [each for each in living.values() if each.parent == self.leader and _SPAWNED in each.title]
+        found["rank"] = sorted(ranks, key=lambda each: each.pid)
         others = {*names, *(each.pid for each in found["fork_server"])}
         found["worker"] = [each for each in living.values() if each.is_ray_worker and each.pid not in others]
         by_name = sorted((name, pid) for pid, name in names.items() if pid in living)
@@ -147,6 +154,7 @@ def names_victim(victim: str) -> re.Pattern[str]:
         "gcs_server": r"gcs|head",
         "worker": r"worker|\w\[\d",
         "fork_server": r"fork server",
+        "rank": r"rank \d",
     }
     return re.compile(words[victim], re.IGNORECASE)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from kills_processes import POOLS, Process, ProcessFamily, hit, names_victim, wait_until
 from kills_task import STEPS, Task
-from kills_trials import CONTROL, VICTIMS, Attempt, Moment, Row, Trial, cells
+from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells
 
 MOST_ATTEMPTS = 4
 _UNBROKEN_S = 600.0
@@ -117,6 +117,8 @@ class Hit:
     age_s: float
     while_: str
     told: int  # how much the command had said until then
+    pid: int
+    steps: int  # that it had said to be done
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,7 +143,7 @@ class Bench:
         return found
 
     def _measured(self, layout: str, place: Path) -> Unbroken:
-        victims = [victim for _, victim in cells([layout], VICTIMS, "KILL")]
+        victims = [victim for _, victim in cells([layout], (*VICTIMS, RANK), "KILL")]
         appeared_s: dict[str, float] = {}
         ready_s, step_at = 0.0, [0.0] * (STEPS + 1)
         with self._started("train", layout, place) as command:
@@ -177,11 +179,11 @@ class Bench:
         began = time.monotonic()
         place = self.folder / f"{trial.seed}-{trial.number:04d}-{trial.layout}-{trial.victim}-{trial.signal}"
         shutil.rmtree(place, ignore_errors=True)
-        hits = [None if trial.victim == CONTROL else trial.moment, trial.again]
+        moments = [] if trial.victim == CONTROL else [each for each in (trial.moment, trial.again) if each is not None]
         attempts: list[Attempt] = []
         while len(attempts) < MOST_ATTEMPTS and not is_complete(place / "run"):
-            moment = hits.pop(0) if hits else None
-            attempts.append(self._attempt(trial, moment, unbroken, place))
+            attempts.append(self._attempt(trial, moments, unbroken, place))
+            moments = moments[attempts[-1].num_hits :]
         completed = is_complete(place / "run")
         numbers = numbers_of(place / "run") if completed else None
         return Row(
@@ -192,16 +194,23 @@ class Bench:
             ledger_equal=numbers is not None and numbers.ledger == unbroken.numbers.ledger,
             first_difference=numbers.first_difference(unbroken.numbers) if numbers is not None else None,
             wall_s=time.monotonic() - began,
+            recovered_s=recovered_s(place / "run"),
         )
 
-    def _attempt(self, trial: Trial, moment: Moment | None, unbroken: Unbroken, place: Path) -> Attempt:
+    def _attempt(self, trial: Trial, moments: Sequence[Moment], unbroken: Unbroken, place: Path) -> Attempt:
         verb = "resume" if any((place / "run" / "checkpoints").glob("step-*/checkpoint.json")) else "train"
         if verb == "train":
             shutil.rmtree(place / "run", ignore_errors=True)
         with self._started(verb, trial.layout, place) as command:
             # A command that nobody hits may be slow where the machine is busy; it is not the judged one.
             whole = command.began + self.limits.end_s + 2 * unbroken.wall_s
-            done = self._hit(command, trial, moment, unbroken, whole) if moment is not None else None
+            hits: list[Hit] = []
+            for moment in moments:
+                found = self._hit(command, trial, moment, unbroken, whole, hits)
+                if found is None:
+                    break
+                hits.append(found)
+            done = hits[-1] if hits else None
             until = whole if done is None else done.at + self.limits.end_s
             in_time = self._wait(lambda: command.ended, until=until)
             ended = time.monotonic()
@@ -213,12 +222,13 @@ class Bench:
             self._wait(lambda: not command.family.living(), until=ended + self.limits.left_s)
             left = command.family.all_living()
             gone_s = time.monotonic() - ended
-            said = command.text[done.told :] if done is not None else ""
+            said = command.text[hits[0].told :] if hits else ""
         expected = done is not None and code != 0 and trial.victim != "controller"
         return Attempt(
             verb=verb,
             code=code,
             wall_s=ended - command.began,
+            num_hits=len(hits),
             hit_at_s=None if done is None else done.age_s,
             hit_while=None if done is None else done.while_,
             end_s=None if done is None else ended - done.at,
@@ -229,18 +239,22 @@ class Bench:
             gone_s=gone_s,
         )
 
-    def _hit(self, command: Command, trial: Trial, moment: Moment, unbroken: Unbroken, until: float) -> Hit | None:
-        """Waits for the moment and hits the victim; None if the command ended before."""
+    def _hit(
+        self, command: Command, trial: Trial, moment: Moment, unbroken: Unbroken, until: float, before: Sequence[Hit]
+    ) -> Hit | None:
+        """Waits for the moment and hits the victim; None if the command ended before. `before`: earlier hits of the
+        command, whose victims are dead or dying."""
         found: list[Process] = []
+        known, done = {each.pid for each in before}, before[-1].steps if before else 0
 
         def there() -> bool:
-            found[:] = command.family.by_victim()[trial.victim]
+            found[:] = [each for each in command.family.by_victim()[trial.victim] if each.pid not in known]
             return bool(found) or command.ended
 
         if moment.steps is None:
             self._wait(there, until=until)
         else:
-            steps = moment.steps
+            steps = done + moment.steps
             self._wait(lambda: command.ended or command.reached(steps), until=until)
         due = time.monotonic() + unbroken.delay_s(trial.victim, moment)
         self._wait(lambda: command.ended, until=due)
@@ -250,8 +264,11 @@ class Bench:
         victim = found[int(trial.pick * len(found))]
         told = len(command.text)
         hit(victim.pid, signal.Signals[f"SIG{trial.signal}"])
-        while_ = f"{victim.label}, {len(_STEP.findall(command.text))} steps done"
-        return Hit(at=time.monotonic(), age_s=command.age_s, while_=while_, told=told)
+        steps_done = len(_STEP.findall(command.text))
+        return Hit(
+            at=time.monotonic(), age_s=command.age_s, while_=f"{victim.label}, {steps_done} steps done", told=told,
+            pid=victim.pid, steps=steps_done,
+        )  # fmt: skip
 
     def _wait(self, happened: Callable[[], bool], *, until: float) -> bool:
         in_time = wait_until(lambda: self.stop.is_set() or happened(), until)
@@ -310,6 +327,13 @@ def ledger_of(run: Path) -> list[list[Any]]:
             "ORDER BY 1, 2, 3"
         ).fetchall()
     return [list(each) for each in rows]
+
+
+def recovered_s(run: Path) -> tuple[float, ...]:
+    """How long each recovery of a run took."""
+    from podium.runs.events import recoveries
+
+    return tuple(each.seconds for each in recoveries(run))
 
 
 def is_complete(run: Path) -> bool:

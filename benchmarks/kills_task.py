@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-LAYOUTS = ("colocated", "split", "environment")
+LAYOUTS = ("colocated", "split", "elastic", "environment", "ppo", "lora")
+ENVIRONMENTS, SPLITS = ("environment",), ("split", "elastic")
+FIXED_DATA = ("sft",)  # two ranks under the local launcher
 STEPS, PROMPTS, SAMPLES, TURNS = 12, 4, 4, 3
-NEW_TOKENS = {"colocated": 24, "split": 24, "environment": 8}  # of a turn
+NEW_TOKENS, TURN_TOKENS = 24, 8
 CHECKPOINT_EVERY = 3
+SFT_TOKENS = 8192  # of a step
+RESTARTS = 3
 # Fewer than the episodes of a step, so that rows and cache blocks are used again in an order that a run can get wrong.
 MAX_RUNNING = 4
 
@@ -41,20 +45,26 @@ class Task:
     def prompts(self) -> Path:
         return self.folder / "prompts.jsonl"
 
+    @property
+    def chats(self) -> Path:
+        return self.folder / "chats.jsonl"
+
     def recipe_file(self, layout: str) -> Path:
         return self.folder / f"{layout}.yaml"
 
 
 def make_task(folder: Path) -> Task:
-    """Writes the model, the prompts and a recipe for each layout. The same files every time."""
+    """Writes the model, the data and a recipe for each layout. The same files every time."""
     import yaml
 
     task = Task(folder=folder)
     task.model.mkdir(parents=True, exist_ok=True)
     _write_model(task.model)
     task.prompts.write_text("".join(json.dumps(row) + "\n" for row in prompt_rows()), encoding="utf-8")
-    for layout in LAYOUTS:
-        task.recipe_file(layout).write_text(yaml.safe_dump(recipe(task, layout)), encoding="utf-8")
+    task.chats.write_text("".join(json.dumps(row) + "\n" for row in chat_rows()), encoding="utf-8")
+    for layout in (*LAYOUTS, *FIXED_DATA):
+        content = sft_recipe(task) if layout in FIXED_DATA else recipe(task, layout)
+        task.recipe_file(layout).write_text(yaml.safe_dump(content), encoding="utf-8")
     return task
 
 
@@ -65,16 +75,45 @@ def prompt_rows() -> list[dict[str, Any]]:
     return [{"messages": [{"role": "user", "content": f"what is {left}+{right}?"}]} for left, right in numbers]
 
 
-def recipe(task: Task, layout: str) -> dict[str, Any]:
-    """GRPO on two Ray workers. Threads and oneDNN are given, because measuring them takes time and changes sums."""
-    found: dict[str, Any] = {
-        "program": "grpo",
+def chat_rows() -> list[dict[str, Any]]:
+    """Sums with their results."""
+    draw = random.Random(1)
+    numbers = [(draw.randrange(10 ** draw.randint(1, 6)), draw.randrange(1000)) for _ in range(512)]
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": f"what is {left}+{right}?"},
+                {"role": "assistant", "content": str(left + right)},
+            ]
+        }
+        for left, right in numbers
+    ]
+
+
+def sft_recipe(task: Task) -> dict[str, Any]:
+    """SFT on two ranks, which are restarted."""
+    return {
+        "program": "sft",
         "model": {"path": str(task.model)},
+        "data": {"train": [{"path": str(task.chats)}]},
+        "optimizer": {"lr": 3e-3},
+        "steps": STEPS,
+        "tokens_per_step": SFT_TOKENS,
+        "checkpoint": {"every": CHECKPOINT_EVERY},
+        "placement": {"devices": 2, "restarts": RESTARTS, "device": "cpu", "threads": 1, "onednn": False},
+    }
+
+
+def recipe(task: Task, layout: str) -> dict[str, Any]:
+    """GRPO, or PPO, on two Ray workers. Threads and oneDNN are given: measuring them takes time and changes sums."""
+    found: dict[str, Any] = {
+        "program": "ppo" if layout == "ppo" else "grpo",
+        "model": {"path": str(task.model)} | ({"lora": {"rank": 4}} if layout == "lora" else {}),
         "data": {"train": [{"path": str(task.prompts)}]},
         "rollout": {
             "prompts_per_step": PROMPTS,
             "samples_per_prompt": SAMPLES,
-            "max_new_tokens": NEW_TOKENS[layout],
+            "max_new_tokens": TURN_TOKENS if layout in ENVIRONMENTS else NEW_TOKENS,
             "max_running": MAX_RUNNING,
         },
         "reward": [{"function": f"{HERE / 'kills_reward.py'}:digits"}],
@@ -83,14 +122,14 @@ def recipe(task: Task, layout: str) -> dict[str, Any]:
         "checkpoint": {"every": CHECKPOINT_EVERY},
         "placement": {
             "launcher": "ray",
-            "layout": "split" if layout == "split" else "colocated",
+            "layout": layout if layout in SPLITS else "colocated",
             "devices": 2,
             "device": "cpu",
             "threads": 1,
             "onednn": False,
         },
     }
-    if layout == "environment":
+    if layout in ENVIRONMENTS:
         found["environment"] = {"environment": f"{HERE / 'kills_reward.py'}:Dialogue", "max_turns": TURNS}
     return found
 

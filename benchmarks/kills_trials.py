@@ -12,16 +12,17 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import Any, Literal
 
-from kills_task import LAYOUTS, STEPS
+from kills_task import ENVIRONMENTS, FIXED_DATA, LAYOUTS, SPLITS, STEPS
 
 SignalName = Literal["KILL", "STOP"]
 # `worker` is a worker process of Ray's that has no role yet; `none` is not killed at all, as a control.
 VICTIMS = ("controller", "learner", "generator", "grader", "runner", "worker", "fork_server", "raylet", "gcs_server")
 CONTROL = "none"
+RANK = "rank"  # of a program on fixed data; its launcher is its controller
 # Colocated generators live in the learners' processes; only environments have runners.
-_ONLY_IN = {"generator": "split", "runner": "environment"}
+_ONLY_IN = {"generator": SPLITS, "runner": ENVIRONMENTS, RANK: FIXED_DATA}
 _SHARE_AT_START = 0.4
-_SHARE_KILLED_AGAIN = 0.25
+_SHARE_KILLED_AGAIN = 0.5
 _LATEST_AGAIN = 2
 
 
@@ -40,7 +41,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """One run that is hit, and resumed until it is complete; some are hit once more while they resume."""
+    """One run that is hit, and resumed where it did not go on by itself; some are hit once more after the first time,
+    in their recovery or some steps later."""
 
     seed: int
     number: int
@@ -64,7 +66,8 @@ class Attempt:
     verb: str
     code: int | None  # None: it hung and was ended
     wall_s: float
-    hit_at_s: float | None  # after the start of the command
+    num_hits: int
+    hit_at_s: float | None  # the last one, after the start of the command
     hit_while: str | None  # what the victim called itself, and how many steps were done
     end_s: float | None  # from the hit to the end of the command, finished or not
     named: bool | None  # the error names the victim; None where no error was to be expected
@@ -97,6 +100,7 @@ class Row:
     ledger_equal: bool
     first_difference: int | None  # first step whose metrics are other ones; None: all are equal
     wall_s: float
+    recovered_s: tuple[float, ...] = ()  # of each time that the command itself went on: since the death was noticed
 
     @property
     def hits(self) -> list[Attempt]:
@@ -114,19 +118,21 @@ class Row:
     def read(cls, line: str) -> Row:
         values = json.loads(line)
         attempts = tuple(Attempt.read(each) for each in values["attempts"])
-        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts})
+        recovered_s = tuple(values.get("recovered_s", ()))
+        return cls(**{**values, "trial": Trial.read(values["trial"]), "attempts": attempts, "recovered_s": recovered_s})
 
 
 # --- drawing ---
 
 
 def cells(layouts: Sequence[str], victims: Sequence[str], signal: SignalName) -> list[tuple[str, str]]:
-    """(layout, victim) that exist. A frozen controller is left out: nobody is there to notice, so nothing can end."""
+    """(layout, victim) that exist."""
     return [
         (layout, victim)
         for layout in layouts
         for victim in victims
-        if _ONLY_IN.get(victim, layout) == layout and (signal, victim) != ("STOP", "controller")
+        if layout in _ONLY_IN.get(victim, (layout,)) and (signal, victim, layout) != ("STOP", "controller", "sft")
+        if layout not in FIXED_DATA or victim in (RANK, "controller", CONTROL)
     ]
 
 
@@ -167,16 +173,18 @@ def _trial(seed: int, number: int, layout: str, victim: str, signal: SignalName)
 # --- the table ---
 
 _HEADINGS = (
-    "layout", "victim", "trials", "hits", "s to end, median", "worst", "hangs", "processes left", "healed",
+    "layout", "victim", "trials", "hits", "s to go on, median", "worst", "s to end, median", "worst", "hangs",
+    "processes left", "healed",
     "weights equal", "ledger equal", "exit codes", "error names victim", "says how to go on", "raw output",
 )  # fmt: skip
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown, a line for each layout and victim, and one for all. `s to end` is from the hit to the end of the
-    command, whether it failed or healed and finished."""
+    """Markdown, a line for each layout and victim, and one for all. `s to go on`: of recoveries that the run recorded,
+    since the death was noticed. `s to end` is from the hit to the end of the command, whether it failed or healed and
+    finished."""
     found = [_markdown(_HEADINGS), _markdown(["---"] * len(_HEADINGS))]
-    order = [(layout, victim) for layout in LAYOUTS for victim in (*VICTIMS, CONTROL)]
+    order = [(layout, victim) for layout in (*LAYOUTS, *FIXED_DATA) for victim in (*VICTIMS, RANK, CONTROL)]
     for layout, victim in order:
         some = [row for row in rows if (row.trial.layout, row.trial.victim) == (layout, victim)]
         if some:
@@ -184,14 +192,28 @@ def table(rows: Sequence[Row]) -> list[str]:
     return [*found, _markdown(["all", "", *_cells(rows)])]
 
 
+def recoveries_line(rows: Sequence[Row]) -> str:
+    """How long it took commands to go on by themselves."""
+    seconds = [each for row in rows for each in row.recovered_s]
+    if not seconds:
+        return "no command went on by itself"
+    return (
+        f"{len(seconds)} times a command went on by itself: {statistics.median(seconds):.1f} s after the death was "
+        f"noticed (median), {max(seconds):.1f} s (worst)"
+    )
+
+
 def _cells(rows: Sequence[Row]) -> list[str]:
     hits = [hit for row in rows for hit in row.hits]
     every = [attempt for row in rows for attempt in row.attempts]
     seconds = [hit.end_s for hit in hits if hit.end_s is not None]
+    back_s = [each for row in rows for each in row.recovered_s]
     codes = Counter("hung" if hit.code is None else str(hit.code) for hit in hits)
     return [
         str(len(rows)),
-        str(len(hits)),
+        str(sum(hit.num_hits for hit in hits)),
+        f"{statistics.median(back_s):.1f}" if back_s else "",
+        f"{max(back_s):.1f}" if back_s else "",
         f"{statistics.median(seconds):.1f}" if seconds else "",
         f"{max(seconds):.1f}" if seconds else "",
         str(sum(attempt.hung for attempt in every)),

@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m podium`, which is also what torchrun starts."""
+"""The command `podium`, also as `python -m podium`, which is what torchrun starts."""
 
-from podium.cli import main
+import sys
 
-main()
+from podium import cli
+from podium.supervising import is_supervised, supervise
+
+
+def main() -> None:
+    """Runs the command line, with a supervisor if it may need one."""
+    arguments = sys.argv[1:]
+    cli.main(supervise(arguments) if is_supervised(arguments) else arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -22,6 +22,7 @@ from podium.execution import (
     prepare,
     refuse_inputs_inside,
     refuse_what_breaks_exactness,
+    restart,
     resume_from,
 )
 from podium.generating import generating_folder, prompt_source, require_number, sampling_of, section_of
@@ -51,6 +52,7 @@ from podium.runs.lineage import Prepared, require_what_export_reads, write_note
 from podium.runs.listing import list_lines
 from podium.runs.pipeline_folder import PipelineFolder
 from podium.runs.showing import show_lines
+from podium.runs.supervised import predecessor_of
 from podium.trying import run_trial
 
 if TYPE_CHECKING:
@@ -188,6 +190,9 @@ def resume(
             f"{folder} is a replay, which is not continued. Remove it, and replay again: `podium replay "
             f"{opened.state()['replay_of']}`."
         )
+    if predecessor_of(opened.path) is not None:
+        recipe = opened.recipe()
+        return restart(Prepared(recipe=recipe, model=local_folder(recipe.model.path, "model.path")), opened)
     reader = newest_usable(opened.checkpoints, step)
     before = parse_recipe(reader.record["extras"]["recipe"], origin=str(reader.folder))
     values = without_objects(sections.within_run(opened.recipe(needs_environment=False).stored_values()), texts)
@@ -423,7 +428,11 @@ def _run_pipeline(recipe: PipelineRecipe, folder: PipelineFolder, *, overwrite: 
         prepare=prepare,
         train=begin,
         # The fingerprint is that of the steps already taken: what they read is what they would read now.
-        resume=lambda prepared, run: resume_from(prepared, run, newest_usable(run.checkpoints).step),
+        resume=lambda prepared, run: (
+            resume_from(prepared, run, newest_usable(run.checkpoints).step)
+            if predecessor_of(run.path) is None
+            else restart(prepared, run)
+        ),
         export=lambda run, out: export(run.path, out),
     )
     with folder.overwriting() if overwrite else contextlib.nullcontext():

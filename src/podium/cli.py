@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -23,10 +24,14 @@ from podium.commands.try_recipe import try_recipe
 from podium.errors import PodiumError, RecipeError, RunStoppedError
 from podium.python_hints import PythonNote
 from podium.recipe.pipeline_loading import recipe_schema
+from podium.runs.supervised import is_restarting
 from podium.spmd.launch import place_under_torchrun
 
 if TYPE_CHECKING:
     from podium.programs.pipeline import PipelineResult
+
+# Exit code of a process whose run goes on in another one.
+_RESTARTS = 3
 
 app = typer.Typer(
     name="podium",
@@ -182,14 +187,17 @@ def schema() -> None:
     typer.echo(json.dumps(recipe_schema(), indent=1))
 
 
-def main() -> None:
-    """Entry point: Podium's own errors are printed as they are, everything else keeps its traceback."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command, by default that of the command line. Podium's own errors are printed as they are, everything else
+    keeps its traceback."""
     try:
-        app()
+        app(arguments)
     except RunStoppedError as error:
         print("\n".join([str(error), *_notes(error)]))
     except PodiumError as error:
         sys.stdout.flush()
+        if is_restarting():
+            os._exit(_RESTARTS)  # the supervisor says what happened; a call may hang in a dead Ray
         under = place_under_torchrun()
         if under is not None and under.rank != 0 and isinstance(error, RecipeError):
             sys.exit(2)  # every rank of torchrun reads the same recipe; one of them says what is wrong with it

@@ -76,6 +76,11 @@ class ClusterError(PodiumError):
     """The cluster cannot be reached or does not do what was asked of it."""
 
 
+class RayDiedError(ClusterError):
+    """A process of the Ray that the run started is gone, and Ray does not work without it. Another Ray can be
+    started."""
+
+
 class PlacementError(ClusterError):
     """A layout is wrong in itself, or does not fit the cluster: says what is asked, what there is, what would fit."""
 

@@ -8,6 +8,7 @@ import contextlib
 import errno
 import json
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,7 +27,9 @@ from podium.recipe.variables import KeyParts, texts_of
 from podium.recipe.warnings import recipe_warnings
 from podium.runs.failing import forget_failures
 from podium.runs.folder import RunFolder
+from podium.runs.host_memory import held_memory
 from podium.runs.lineage import NOTE, Prepared
+from podium.runs.supervised import SUPERVISION, SupervisedRun, is_restarting, predecessor_of
 
 # Other files of a model's folder: weights come from the checkpoint.
 _NOT_THE_TOKENIZERS = (".safetensors", ".bin", ".md", ".pt", ".pth", ".gguf")
@@ -124,14 +127,40 @@ def resume_from(prepared: Prepared, folder: RunFolder, step: int) -> RunResult:
     recipe = prepared.recipe
     check_launcher(recipe, place_under_torchrun())
     if isinstance(recipe, OnPolicyRecipe):
-        from podium.controller.start_up import early_start
-
-        console = open_run_console(rank=0, log_every=recipe.run.log_every)
-        with early_start(recipe, console) as start_up:
-            return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
+        return _control_again(prepared, recipe, folder, step)
     assert isinstance(recipe, SpmdRecipe)
     console, tell = _start_up_console(recipe)
     return _launch(prepared, recipe, folder, console, tell, resume_step=step)
+
+
+def restart(prepared: Prepared, folder: RunFolder) -> RunResult:
+    """Goes on with a run whose controller died: from memory, or from its newest checkpoint, or from its beginning."""
+    from podium.engine.checkpoint import newest_usable
+
+    recipe = prepared.recipe
+    assert isinstance(recipe, OnPolicyRecipe)
+    step = newest_usable(folder.checkpoints).step if folder.saved_steps() else None
+    return _control_again(prepared, recipe, folder, step)
+
+
+def _control_again(prepared: Prepared, recipe: OnPolicyRecipe, folder: RunFolder, step: int | None) -> RunResult:
+    from podium.controller.start_up import early_start
+
+    _tell_supervisor(recipe, folder)
+    console = open_run_console(rank=0, log_every=recipe.run.log_every)
+    with early_start(recipe, console) as start_up:
+        return _control(prepared, recipe, folder, resume_step=step, start_up=start_up)
+
+
+def _tell_supervisor(recipe: OnPolicyRecipe, folder: RunFolder) -> None:
+    """From now on this process is started again if it dies, where it has a supervisor."""
+    supervision, placement = SUPERVISION.get(), recipe.placement
+    if supervision is not None and recipe.keeps_snapshots:
+        supervision.begins(
+            SupervisedRun(
+                folder=folder.path, restarts=placement.restarts, heartbeat_timeout_s=placement.heartbeat_timeout_s
+            )
+        )
 
 
 def what_breaks_exactness(before: Recipe, now: Prepared, folder: RunFolder) -> list[tuple[str, bool]]:
@@ -184,7 +213,7 @@ def _overwriting(prepared: Prepared) -> Iterator[None]:
         yield
         folder.restore_overwritten()  # the new one was stopped before its first step
     except BaseException as error:
-        if folder.restore_overwritten():
+        if not is_restarting() and folder.restore_overwritten():
             error.add_note(f"the earlier run in {folder.path} is as it was")
         raise
 
@@ -221,6 +250,7 @@ def _train_controlled(
     if overwrite:
         stack.enter_context(_overwriting(prepared))
     RunFolder.check_free(recipe)
+    _tell_supervisor(recipe, RunFolder.of(recipe))
     console = open_run_console(rank=0, log_every=recipe.run.log_every)
     _show_warnings(recipe, console)
     with early_start(recipe, console) as start_up:
@@ -261,21 +291,29 @@ def _launch(
     from podium.spmd.launch import launch, place_under_torchrun
     from podium.spmd.rank import RankTask, run_rank
 
-    task = RankTask(recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program)
     placement, under = recipe.placement, place_under_torchrun()
+    task = RankTask(
+        recipe=recipe, folder=folder.path, resume_step=resume_step, load_program=load_program,
+        launch_id=uuid.uuid4().hex if placement.restarts > 0 and under is None else None,
+    )  # fmt: skip
     if under is not None and under.rank != 0:
         return run_rank(under, task)
-    with _living(prepared, folder, console, resume_step):
+    with _living(prepared, folder, console, resume_step), ExitStack() as stack:
         if under is not None:
             return _recorded(run_rank(under, task))
+        if task.launch_id is not None:
+            stack.enter_context(held_memory(folder.path))
         if placement.launcher == "ray":
             from podium.spmd.on_ray import launch_on_ray
 
             return _recorded(launch_on_ray(task, folder, console, tell))
         stop = folder.stop_file
         return _recorded(
-            launch(run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop)
-        )
+            launch(
+                run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop,
+                note=console.note,
+            )
+        )  # fmt: skip
 
 
 def _control(
@@ -315,17 +353,22 @@ def _living(prepared: Prepared, folder: RunFolder, console: Console, resume_step
         console.record_in(folder.console_file)
         folder.stop_file.unlink(missing_ok=True)  # of an earlier life of this run
         forget_failures(folder.path)
-        if resume_step is not None:
+        if resume_step is not None and predecessor_of(folder.path) is None:
             folder.write_recipe(prepared.recipe)
             before = folder.state().get("lineage")
             lineage = prepared.lineage(before, step=resume_step)
             for code in prepared.changed_code(before or {}):
                 console.note(f"changed since the run was last started, and used as it is now: {code}")
             folder.update(status="running", files=_fingerprints(prepared), lineage=lineage)
+        supervision = SUPERVISION.get()
+        if supervision is not None:
+            supervision.is_recorded()
         try:
             yield
             folder.discard_if_stopped_early()
         except BaseException as error:
+            if is_restarting():
+                raise
             folder.end_failed(error)
             if isinstance(error, ProgramRaisedError) and folder.console_file.is_file():
                 error.add_note(f"the traceback is in {folder.console_file}")

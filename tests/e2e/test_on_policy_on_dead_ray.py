@@ -26,9 +26,15 @@ def gcs_server_of(session: int) -> int:
     raise AssertionError("there is no gcs_server")
 
 
-def test_start_up_is_reported_and_a_dead_gcs_server_ends_the_run_with_how_to_resume(workspace: Workspace) -> None:
+def test_start_up_is_reported_and_without_restarts_a_dead_gcs_server_ends_it_with_how_to_resume(
+    workspace: Workspace,
+) -> None:
     recipe = rl_recipe(
-        workspace, "doomed", steps=500, placement={"launcher": "ray"}, checkpoint={"every": 1, "background": False}
+        workspace,
+        "doomed",
+        steps=500,
+        placement={"launcher": "ray", "restarts": 0},
+        checkpoint={"every": 1, "background": False},
     )
     output, checkpoint = workspace.path / "output", workspace.path / "runs" / "doomed" / "checkpoints" / "step-00000001"
     with podium("train", recipe, output=output) as process:

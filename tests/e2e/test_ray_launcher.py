@@ -29,7 +29,9 @@ from podium import api
 from podium.cluster import Layout, MeshShape, Pool, RoleSpec, open_inline
 from podium.engine.checkpoint_files import saved_steps
 from podium.errors import LaunchError, RoleError
+from podium.runs.events import recoveries
 from podium.runs.folder import RunFolder
+from podium.runs.host_memory import memory_folder
 from podium.spmd.on_ray import SpmdRank
 
 pytestmark = [
@@ -388,7 +390,29 @@ def test_a_killed_rank_is_restarted_from_the_last_checkpoint_even_if_the_others_
     assert "restart 1 of 1: ranks[1]@" in said
     assert f"process {rank_1} " in said
     assert re.search(r"resumed .*step 3\b", said)
+    assert "no snapshots in memory: the ranks are on 2 nodes" in " ".join(said.split())
     assert losses(run) == losses(local_run)
+
+
+@pytest.mark.slow
+def test_on_one_node_a_killed_rank_goes_on_after_the_last_step(
+    tiny_folder: Path, data: Path, local_run: Path, tmp_path: Path
+) -> None:
+    changes = {"run": with_deed(tmp_path, "killed", DIE), "placement": {"restarts": 1}}
+    recipe = recipe_on_ray(tiny_folder, data, tmp_path, "killed", **changes)
+    run = tmp_path / "killed"
+
+    said = " ".join(said_by("train", recipe, output=tmp_path / "out").split())
+
+    assert "restart 1 of 1: ranks[0]@" in said
+    assert re.search(r"restart 1 of 1: going on after step 4, [\d.]+ s after the failure", said)
+    assert [(event.part, event.step) for event in recoveries(run)] == [("rank", 4)]
+    assert losses(run) == losses(local_run)
+    for file in (local_run / "checkpoints" / f"step-{STEPS:08d}").glob("*.safetensors"):
+        assert (run / "checkpoints" / f"step-{STEPS:08d}" / file.name).read_bytes() == file.read_bytes()
+    memory = memory_folder(run)
+    assert memory is not None
+    assert not memory.exists()
 
 
 @pytest.mark.slow

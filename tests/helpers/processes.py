@@ -100,14 +100,15 @@ def ray_workers() -> list[int]:
     return [process for process, name in descendants(os.getpid()).items() if name.startswith("ray::Worker")]
 
 
-def spawned_children() -> list[int]:
-    """Living ranks that this process started."""
+def spawned_children(launcher: int | None = None) -> list[int]:
+    """Living ranks that this process, or another one, started; in the order in which it did."""
+    launcher = os.getpid() if launcher is None else launcher
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):
                 state, parent = entry.joinpath("stat").read_text().rpartition(")")[2].split()[:2]
                 command = entry.joinpath("cmdline").read_bytes()
-                if int(parent) == os.getpid() and state != "Z" and b"spawn_main" in command:
+                if int(parent) == launcher and state != "Z" and b"spawn_main" in command:
                     found.append(int(entry.name))
-    return found
+    return sorted(found)

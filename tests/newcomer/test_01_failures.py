@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
 
 import pytest
@@ -296,6 +297,13 @@ class TestRanksThatFail:
         monkeypatch.setattr("podium.runs.failing._DECISION_S", 0.1)
 
         assert not all_failed_after(7, tmp_path, rank=rank, world=2, attempt=0)
+
+    @pytest.mark.parametrize("rank", [0, 1])
+    def test_one_that_is_being_ended_does_not_wait(self, tmp_path: Path, rank: int) -> None:
+        began = time.monotonic()
+
+        assert not all_failed_after(7, tmp_path, rank=rank, world=2, attempt=0, is_ended=lambda: True)
+        assert time.monotonic() - began < 2.0
 
     def test_what_an_earlier_attempt_left_is_no_agreement(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,7 @@ LAYERS = (
     "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
     "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks",
     "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
-    "replaying", "drafting", "trying", "api", "commands", "cli",
+    "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
@@ -44,6 +44,7 @@ TORCH_FREE = (
     "api",
     "commands",
     "cli",
+    "supervising",
     "spmd.launch",
     "spmd.on_ray",
     "models.adapter_folder",
@@ -157,7 +158,7 @@ def _problems(module: str, each: Import) -> Iterator[str]:
 def layer(module: str) -> int | None:
     """0 is the lowest. The package itself is the user's API, and `python -m podium` is the command line."""
     room = module.split(".")[1] if "." in module else "api"
-    room = "cli" if room == "__main__" else room
+    room = LAYERS[-1] if room == "__main__" else room
     return LAYERS.index(room) if room in LAYERS else None
 
 

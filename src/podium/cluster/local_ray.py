@@ -27,9 +27,17 @@ from podium.cluster.processes import (
     kill_trees,
     look,
 )
-from podium.cluster.ray_compat import GCS_SERVER, RAYLET, VITAL_PROCESSES, init_local, may_be_worker, package_folder
+from podium.cluster.ray_compat import (
+    GCS_SERVER,
+    RAYLET,
+    VITAL_PROCESSES,
+    ask_for_token,
+    init_local,
+    may_be_worker,
+    package_folder,
+)
 from podium.cluster.starting import StartingProcesses
-from podium.errors import ClusterError
+from podium.errors import ClusterError, RayDiedError
 
 _LOOK_S = 0.1
 # The cluster's processes are listed less often, because that reads a file for each of their threads.
@@ -65,6 +73,7 @@ class LocalRay:
         self._gathered_s = self._began_s
         self.starting = StartingProcesses()
         self._guard = _Guard()
+        self._undo_token: Callable[[], None] = lambda: None
         self._fork_server: ForkServer | None = None
         if settings.preload and sys.platform == "linux":  # elsewhere libraries do not support a fork
             with contextlib.suppress(OSError):  # no space, or the address too long: workers start without it
@@ -118,16 +127,20 @@ class LocalRay:
             import ray
 
             atexit.unregister(ray.shutdown)  # it would wait for the thread that hangs
+        else:
+            self._undo_token()
 
     def _start(self) -> None:
         try:
+            self._undo_token = ask_for_token()
             init_local(
                 self._settings,
                 setup_worker=self._fork_server.script if self._fork_server is not None else None,
                 is_wanted=lambda: self.failure is None and not self._stopping.is_set(),
             )
         except BaseException as error:
-            self._fail(f"a local Ray cannot be started: {error}")
+            self.check()  # the death of one of its processes is the better reason
+            self._fail(ClusterError(f"a local Ray cannot be started: {error}."))
         else:
             with contextlib.suppress(InvalidStateError):
                 self.ready.set_result(None)
@@ -141,7 +154,9 @@ class LocalRay:
                 self._look()
             if not self.ready.done() and time.monotonic() - self._began_s > _START_S:
                 up = ", ".join(f"{name} (process {each.pid})" for name, each in self._vital.items()) or "none"
-                self._fail(f"a local Ray did not start in {_START_S:.0f} s; of its processes there are: {up}")
+                self._fail(
+                    ClusterError(f"a local Ray did not start in {_START_S:.0f} s; of its processes there are: {up}.")
+                )
 
     def _look(self) -> None:
         if len(self._vital) < len(VITAL_PROCESSES):
@@ -157,14 +172,18 @@ class LocalRay:
         for name, process in self._vital.items():
             now = look(process.pid)
             if now is None or not now.is_alive or now.started != process.started:
-                self._fail(f"Ray's {name} (process {process.pid}) died, and Ray does not work without it")
+                self._fail(
+                    RayDiedError(f"Ray's {name} (process {process.pid}) died, and Ray does not work without it.")
+                )
                 return
             # Counts checks instead of reading the clock: this process may have been stopped itself.
             self._frozen_s[name] = self._frozen_s.get(name, 0.0) + _LOOK_S if now.is_stopped else 0.0
             if self._frozen_s[name] >= self._settings.heartbeat_timeout_s:
                 self._fail(
-                    f"Ray's {name} (process {process.pid}) is stopped (SIGSTOP) and has given no sign of life for "
-                    f"{self._settings.heartbeat_timeout_s:g} s"
+                    RayDiedError(
+                        f"Ray's {name} (process {process.pid}) is stopped (SIGSTOP) and has given no sign of life for "
+                        f"{self._settings.heartbeat_timeout_s:g} s."
+                    )
                 )
                 return
         self._look_at_workers()
@@ -211,16 +230,16 @@ class LocalRay:
         self._gather_family()
         kill_trees(process for process in self._family.values() if process.name != but)
 
-    def _fail(self, reason: str) -> None:
+    def _fail(self, failure: ClusterError) -> None:
         with self._lock:
             if self.failure is not None or self._stopping.is_set():
                 return
-            self.failure = ClusterError(f"{reason}.")
+            self.failure = failure
             calls = list(self._on_failure)
         with contextlib.suppress(InvalidStateError):
-            self.ready.set_exception(self.failure)
+            self.ready.set_exception(failure)
         for call in calls:
-            call(self.failure)
+            call(failure)
 
 
 class _Guard:

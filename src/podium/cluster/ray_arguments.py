@@ -27,6 +27,19 @@ from podium.errors import StoreError
 _FETCH_S = 120.0
 
 
+# What Ray raises when objects find no room, in its store or on the disk that it moves them to.
+STORE_IS_FULL = (ray.exceptions.OutOfDiskError, ray.exceptions.ObjectStoreFullError)
+
+
+def full_store() -> StoreError:
+    """The error for objects that find no room."""
+    return StoreError(
+        "Ray's object store is full, and the disk that it moves objects to has no room either (the folder of Ray's "
+        "session, /tmp/ray unless RAY_TMPDIR says otherwise). Make room there, or let a step hold less: "
+        "rollout.prompts_per_step, rollout.samples_per_prompt or rollout.max_new_tokens."
+    )
+
+
 class RayStored(Stored[Any]):
     """An object of Ray's store, owned by the calling process: it outlives the worker that created it."""
 
@@ -57,6 +70,8 @@ class RayStored(Stored[Any]):
             ) from None
         except ray.exceptions.ObjectLostError as error:
             raise StoreError(f"an object is lost with the node that held it: {str(error).splitlines()[0]}") from error
+        except STORE_IS_FULL:
+            raise full_store() from None
 
     def free(self, reason: str) -> None:
         """Drops the reference; `reason` is for errors of later reads."""

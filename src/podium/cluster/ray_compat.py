@@ -13,6 +13,7 @@ import inspect
 import logging
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -43,7 +44,9 @@ _SERVER_TITLES = (
 )
 _HELPER_OPTION = b"--worker-type="
 _PORT_LOOK_S = 0.01
-AUTH_MODE = "RAY_AUTH_MODE"
+AUTH_MODE, _AUTH_TOKEN, _AUTH_TOKEN_PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+# Of every Ray that this process starts: Ray reads the token of a process once.
+_TOKEN = secrets.token_hex(32)
 # What a server answers to a missing or wrong token; an id that no cluster has; how long the answer may take.
 _TOKEN_REFUSED, _NO_CLUSTER, _TOKEN_S = "InvalidAuthToken", "00" * 28, 3.0
 # Asks in a process of its own, so that nothing of it stays in this one.
@@ -122,9 +125,9 @@ def is_token_refused(address: str) -> bool:
 def has_token() -> bool:
     """Whether RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token gives a token. Ray is not asked: it would keep
     the token, and send it to a cluster that wants none."""
-    if os.environ.get("RAY_AUTH_TOKEN"):
+    if os.environ.get(_AUTH_TOKEN):
         return True
-    named = os.environ.get("RAY_AUTH_TOKEN_PATH")
+    named = os.environ.get(_AUTH_TOKEN_PATH)
     file = Path(named) if named else Path.home() / ".ray" / "auth_token"
     return file.is_file() and bool(file.read_bytes().strip())
 
@@ -138,6 +141,27 @@ def set_auth_mode(mode: str | None) -> None:
     if mode is not None:
         os.environ[AUTH_MODE] = mode
     ray._raylet.Config.initialize("")
+
+
+def ask_for_token() -> Callable[[], None]:
+    """Lets a Ray that this process starts answer only to those who have its token: the ports of a machine are open to
+    all of its users. It is a new one, and in memory only: Ray lets everybody read ~/.ray/auth_token who can enter the
+    home folder. Nothing changes where the user's environment has settings of its own. Returns how to undo it."""
+    if not {AUTH_MODE, _AUTH_TOKEN, _AUTH_TOKEN_PATH}.isdisjoint(os.environ):
+        return lambda: None
+    os.environ[_AUTH_TOKEN] = _TOKEN
+    set_auth_mode("token")
+
+    def undo() -> None:
+        os.environ.pop(_AUTH_TOKEN, None)
+        set_auth_mode(None)
+
+    return undo
+
+
+def forget_token() -> None:
+    """Removes the token from the environment of a worker that is connected, where user code would find it."""
+    os.environ.pop(_AUTH_TOKEN, None)
 
 
 def death_reason(error: BaseException) -> str:

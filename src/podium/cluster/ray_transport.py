@@ -26,7 +26,7 @@ from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Wherea
 from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
-from podium.cluster.ray_arguments import RayStored, pack
+from podium.cluster.ray_arguments import STORE_IS_FULL, RayStored, full_store, pack
 from podium.cluster.ray_compat import available_resources_per_node, death_reason
 from podium.cluster.transport import BundlePlace, GoneError
 from podium.cluster.worker import Worker
@@ -43,6 +43,8 @@ _DEATHS = (
 # How long answers are awaited together before each is awaited alone, and how many calls may do so at a time.
 _MOMENT_S = 0.05
 _MOST_WAITING = 8
+# For the reason why a stream ended, which is here already if there is one.
+_WHY_S = 5.0
 # Longest wait for a node to confirm that it lives.
 _NODE_S = 0.5
 
@@ -247,6 +249,8 @@ class RayTransport:
             return RayStored(ray.put(value))
         except (TypeError, pickle.PicklingError):
             raise ClusterError(f"a {type(value).__name__} cannot be pickled, so it cannot be stored.") from None
+        except STORE_IS_FULL:
+            raise full_store() from None
 
     async def close(self) -> None:
         """Ends the Ray that this transport started, or leaves the one that it joined."""
@@ -306,9 +310,15 @@ class RayProcess:
     async def _blocks(self, items: Any) -> AsyncIterator[tuple[Reply, Stored[Any]]]:
         while True:
             # A reply shows that its rows, which were sent before, have come whole.
-            rows = RayStored(await self._next(items))
-            reply = await self._answer(await self._next(items))
-            yield reply, rows
+            rows = await self._next(items)
+            try:
+                reply = await self._answer(await self._next(items))
+            except GoneError:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_WHY_S):
+                        await self.answer(rows)  # rows that could not be stored end a stream, and say why
+                raise
+            yield reply, RayStored(rows)
             if reply.last:
                 return
 
@@ -347,6 +357,8 @@ class RayProcess:
     def _translated(self, error: ray.exceptions.RayError) -> PodiumError:
         """Translates an error of Ray. It does not come from the role, whose exceptions the role host catches. Either
         arguments or answers cannot be pickled, or the worker has ended."""
+        if isinstance(error, STORE_IS_FULL):
+            return full_store()
         if isinstance(error, ray.exceptions.ObjectLostError):
             lost = error.cause if isinstance(error, ray.exceptions.RayTaskError) else error
             return StoreError(f"an argument is lost with the node that held it: {str(lost).splitlines()[0]}")

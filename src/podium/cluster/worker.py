@@ -11,6 +11,7 @@ import ray
 from podium.cluster.host import RoleHost, extend_import_path
 from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.ray_arguments import PackedArguments, unpack
+from podium.cluster.ray_compat import forget_token
 from podium.cluster.stack_dumps import allow_dumps
 
 
@@ -22,6 +23,7 @@ class Worker:
 
     def __init__(self, name: str, node: str, import_path: tuple[str, ...]) -> None:
         self._name = name
+        forget_token()
         extend_import_path(import_path)
         allow_dumps()
         context = ray.get_runtime_context()

@@ -15,7 +15,7 @@ from podium.controller.drive import StepChoice
 from podium.controller.episodes import Episodes
 from podium.controller.evaluation import OnPolicyEvaluator, heldout_limit
 from podium.controller.layout import GRADER, RUNNER, RoleNames
-from podium.controller.ledger import Ledger
+from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.parts import OnPolicyParts, Roles
 from podium.controller.phases import GENERATOR, who_leaves
 from podium.controller.prompts import PromptSource
@@ -102,7 +102,7 @@ async def open_parts(
     deaths."""
     recipe, folder, step = inputs.recipe, inputs.folder, inputs.resume_step or 0
     roles = await _roles(recipe, names, workers, console.warning)
-    ledger = Ledger(folder.path / "episodes.sqlite")
+    ledger = Ledger(folder.path / LEDGER_FILE)
     stack.callback(ledger.close)
     ledger.rewind(step)
     forget_steps_after(folder.steps, step)

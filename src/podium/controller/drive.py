@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,7 +17,7 @@ from podium.controller.layout import HANG_SLACK_S, LINK, RUNNER, RoleNames, layo
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
-from podium.errors import PlacementError, PodiumError, RoleError
+from podium.errors import PlacementError, PodiumError, RayDiedError, RoleError
 from podium.importing import collector_off
 from podium.observe import Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -26,6 +26,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.host_memory import held_memory
 from podium.runs.interrupts import InterruptHandler
 from podium.runs.result import RunResult
+from podium.runs.supervised import SUPERVISION, Supervision, predecessor_of
 
 if TYPE_CHECKING:
     from podium.controller.assembly import Inputs
@@ -91,13 +92,31 @@ async def _drive(
 ) -> RunResult:
     _cancel_on_end(interrupts)
     watch, names = Stopwatch(), role_names(recipe)
-    recovery = RecoveryPlan(0 if steps.recorded is not None else recipe.placement.restarts)
-    with held_memory(folder.path) if recipe.keeps_snapshots else nullcontext():
+    supervision, predecessor = SUPERVISION.get(), predecessor_of(folder.path)
+    recovery = RecoveryPlan(
+        0 if steps.recorded is not None else recipe.placement.restarts,
+        on_progress=supervision.note_progress if supervision is not None else lambda: None,
+    )
+    memory: AbstractContextManager[None] = nullcontext()
+    if recipe.keeps_snapshots:  # a supervisor removes it when the run has ended
+        memory = held_memory(folder.path, is_emptied=predecessor is None, is_removed=supervision is None)
+    with memory, _restarted_if_ray_died(supervision):
         async with _assembled(load_program, recipe, folder, resume_step, names, watch, start_up) as assembled:
             from podium.controller.assembly import result_of
             from podium.controller.healing import run_program
 
-            return result_of(await run_program(assembled, steps, recovery), folder, watch)
+            return result_of(await run_program(assembled, steps, recovery, predecessor), folder, watch)
+
+
+@contextmanager
+def _restarted_if_ray_died(supervision: Supervision | None) -> Iterator[None]:
+    """Without its Ray, the run can go on in a new process."""
+    try:
+        yield
+    except RayDiedError as error:
+        if supervision is not None:
+            supervision.ask_restart(str(error))
+        raise
 
 
 async def _evaluate(

@@ -17,8 +17,8 @@ from podium.controller.assembly import Inputs, begin_run, open_parts
 from podium.controller.drive import StepChoice
 from podium.controller.layout import RoleNames
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Abort, RecoveryPlan, Respawn, Rewind
-from podium.controller.rewinding import death_of, rewind
+from podium.controller.recovery import Abort, Death, RecoveryPlan, Respawn, Rewind
+from podium.controller.rewinding import death_of, milestones_of_killed, recorded_step, rewind
 from podium.controller.run import OnPolicyRun
 from podium.controller.watching import hang_reporter, saying_what_takes_long
 from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError
@@ -27,6 +27,7 @@ from podium.recipe import OnPolicyRecipe
 from podium.runs.events import append_recovery
 from podium.runs.milestones import Milestones
 from podium.runs.program_errors import named_program
+from podium.runs.supervised import Predecessor
 
 ProgramT = TypeVar("ProgramT")
 Program = Callable[[OnPolicyRun[Any]], Awaitable[None]]
@@ -57,11 +58,15 @@ class Assembled(Generic[ProgramT]):
 
 
 async def run_program(
-    assembled: Assembled[Program], steps: StepChoice, recovery: RecoveryPlan
+    assembled: Assembled[Program], steps: StepChoice, recovery: RecoveryPlan, predecessor: Predecessor | None = None
 ) -> OnPolicyRun[OnPolicyRecipe]:
-    """Runs the program to its end. A run that fails is saved as far as its learners answer."""
+    """Runs the program to its end. A run that fails is saved as far as its learners answer. `predecessor`: the process
+    with whose run this one goes on."""
     first = inputs = assembled.inputs
     milestones: Milestones | None = None
+    if predecessor is not None:
+        milestones = milestones_of_killed(first)
+        inputs = await _rewound(assembled, recovery, None, predecessor, committed=0)
     while True:
         run: OnPolicyRun[OnPolicyRecipe] | None = None
         with ExitStack() as stack:
@@ -75,8 +80,9 @@ async def run_program(
                 return run
             except (WorkerDiedError, OverdueError) as error:
                 committed = inputs.resume_step or 0 if run is None else run.num_committed
-                rewound = await _rewound(assembled, recovery, run, error, committed)
-                if rewound is None:
+                try:
+                    rewound = await _rewound(assembled, recovery, run, error, committed)
+                except (WorkerDiedError, OverdueError):
                     await _save_before_failing(run, error, assembled.console)
                     raise
             except Exception as error:
@@ -92,40 +98,56 @@ async def _rewound(
     assembled: Assembled[Program],
     recovery: RecoveryPlan,
     run: OnPolicyRun[OnPolicyRecipe] | None,
-    error: WorkerDiedError | OverdueError,
+    cause: WorkerDiedError | OverdueError | Predecessor,
     committed: int,
-) -> Inputs | None:
-    """Replaces dead workers and brings all roles back to the last committed step. Returns the inputs from there; None
-    if the deaths end the run. A worker that dies meanwhile is one more death, and so is one that does not answer."""
-    first, console, workers, began_s = assembled.inputs, assembled.console, assembled.workers, now_s()
+) -> Inputs:
+    """Replaces dead workers and brings all roles back to the last committed step; those of a new process, to the last
+    one of which its predecessor recorded everything. Returns the inputs from there. A worker that dies meanwhile is one
+    more death, and so is one that does not answer; the one that ends the run is raised."""
+    first, console, workers = assembled.inputs, assembled.console, assembled.workers
+    began_s, most = now_s(), None
+    error: WorkerDiedError | OverdueError | None = None
+    begun: Death | None = None
+    if isinstance(cause, Predecessor):
+        began_s, most = cause.ended_s, recorded_step(first)
+        begun = Death(part="controller", cause=cause.cause)
+    else:
+        error = cause
     with assembled.watch.span("recovery"):
-        while assembled.cluster.failure() is None:
-            if isinstance(error, OverdueError) and not await workers.end_overdue(error):
-                return None
-            death = death_of(error, workers)
-            match recovery.decide(death):
-                case Abort(reason=reason):
-                    console.warning(f"{death.cause} The run ends: {reason}.")
-                    return None
-                case Respawn() | Rewind():
-                    console.warning(f"{death.cause} Its workers are replaced.")
-                case other:
-                    assert_never(other)
+        while True:
+            if error is not None:  # else the supervisor has decided that the run goes on
+                if isinstance(error, OverdueError) and not await workers.end_overdue(error):
+                    raise error
+                death = death_of(error, workers)
+                begun = begun or death
+                match recovery.decide(death):
+                    case Abort(reason=reason):
+                        console.warning(f"{death.cause} The run ends: {reason}.")
+                        raise error
+                    case Respawn() | Rewind() if assembled.cluster.failure() is None:
+                        console.warning(f"{death.cause} Its workers are replaced.")
+                    case Respawn() | Rewind():
+                        raise error
+                    case other:
+                        assert_never(other)
             try:
                 if run is not None:
                     with suppress(ClusterError):  # what is dead cannot be closed
                         await run.give_up()
-                inputs = await rewind(first, assembled.names, workers, committed=committed)
+                inputs = await rewind(
+                    first, assembled.names, workers, committed=committed, most=most, are_new=error is None
+                )
+                break
             except (WorkerDiedError, OverdueError) as again:
                 error = again
-                continue
-            step, seconds = inputs.resume_step or 0, now_s() - began_s
-            append_recovery(
-                first.folder.path, part=death.part, cause=death.cause, remedy="rewind", step=step, seconds=seconds
-            )
-            console.note(f"the {death.part} is back after {seconds:.1f} s: going on after step {step}")
-            return inputs
-    return None
+    step, seconds = inputs.resume_step or 0, now_s() - began_s
+    assert begun is not None
+    remedy_name = "restart" if begun.part == "controller" else "rewind"
+    append_recovery(
+        first.folder.path, part=begun.part, cause=begun.cause, remedy=remedy_name, step=step, seconds=seconds
+    )
+    console.note(f"the {begun.part} is back after {seconds:.1f} s: going on after step {step}")
+    return inputs
 
 
 async def _save_before_failing(run: OnPolicyRun[OnPolicyRecipe] | None, error: Exception, console: Console) -> None:

@@ -16,6 +16,8 @@ from podium.data.trajectories import TrajectoryId
 from podium.disk import disk_fault
 from podium.errors import RunFolderError
 
+LEDGER_FILE = "episodes.sqlite"
+"""In the folder of a run."""
 # Rows that wait in memory for a disk that can be written again. They cannot be dropped.
 _MOST_WAITING = 1_000_000
 _SCHEMA = """
@@ -161,6 +163,12 @@ class Ledger:
         with self._using, self._file:
             self._file.execute("DELETE FROM groups WHERE step > ?", (step,))
             return self._file.execute("DELETE FROM episodes WHERE step > ?", (step,)).rowcount
+
+    def newest_step(self) -> int:
+        """The last step that has episodes; 0 if there is none."""
+        with self._using:
+            step: int | None = self._file.execute("SELECT MAX(step) FROM episodes").fetchone()[0]
+        return step or 0
 
     def count(self, state: str | None = None) -> int:
         """Number of episodes in one state, or in all. Rows that wait are not counted."""

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-Part = Literal["learner", "generator", "runner"]
-"""What died. generator: one on a device of its own, else it is a learner's. A grader is replaced by its handle, and
-without Ray itself nothing is left to replace."""
+Part = Literal["learner", "generator", "runner", "controller"]
+"""What died. generator: one on a device of its own, else it is a learner's; controller: that, or the Ray that it has
+started. A grader is replaced by its handle."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +46,15 @@ class RecoveryPlan:
     """Deaths since the last committed step, and what is done about the next one. A run that makes progress may lose
     workers for as long as it lasts; one that loses them without progress ends."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, *, on_progress: Callable[[], object] = lambda: None) -> None:
         """`most`: deaths of one part that are answered before a step must be committed."""
-        self._most = most
+        self._most, self._on_progress = most, on_progress
         self._num_deaths: Counter[Part] = Counter()
 
     def note_progress(self) -> None:
         """A step was committed."""
         self._num_deaths.clear()
+        self._on_progress()
 
     def decide(self, death: Death) -> Remedy:
         """What to do about a death."""

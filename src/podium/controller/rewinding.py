@@ -5,21 +5,26 @@ the state that they had then, from memory if it is there and from the newest che
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from typing import Any
 
 from podium.cluster import Workers
 from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, state_handles
 from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN, RoleNames
+from podium.controller.ledger import LEDGER_FILE, Ledger
 from podium.controller.recovery import Death, Part
 from podium.engine.checkpoint_files import SavedCheckpoint, saved_steps, set_aside_later
 from podium.errors import CheckpointError, WorkerDiedError
+from podium.observe import StepMetrics, read_metrics
 from podium.roles.grading_handle import RewardModelHandle
 from podium.roles.handles import ScorerHandle
 from podium.roles.interfaces import RewardModel, Scorer
 from podium.roles.state_handle import StateHandle
 from podium.runs.folder import RunFolder
+from podium.runs.milestones import Milestones
+from podium.runs.standing import HELDOUT
+from podium.runs.step_files import recorded_steps
 
 _PARTS: Mapping[str, Part] = {TRAIN: "learner", ROLLOUT: "generator", RUNNERS: "runner"}
 
@@ -31,13 +36,16 @@ def death_of(error: WorkerDiedError | OverdueError, workers: Workers) -> Death:
     return Death(part=part, cause=str(error).splitlines()[0])
 
 
-async def rewind(first: Inputs, names: RoleNames, workers: Workers, *, committed: int) -> Inputs:
-    """Replaces dead workers and restores the newest step that there is. `first`: the inputs with which the workers were
-    started; `committed`: the last committed step. A worker that dies meanwhile raises WorkerDiedError, and the call can
-    be repeated."""
+async def rewind(
+    first: Inputs, names: RoleNames, workers: Workers, *, committed: int, most: int | None = None,
+    are_new: bool = False,
+) -> Inputs:  # fmt: skip
+    """Replaces dead workers and restores the newest step that there is, up to `most`. `first`: the inputs with which
+    the workers were started; `committed`: the last committed step; `are_new`: no worker has done anything yet. A worker
+    that dies meanwhile raises WorkerDiedError, and the call can be repeated."""
     for pool in workers.pools:
         await workers.recover(pool)
-    step, saved = await _restored(first, state_handles(first.recipe, names, workers), workers)
+    step, saved = await _restored(first, state_handles(first.recipe, names, workers), workers, most, are_new)
     if step < committed and ROLLOUT in workers.pools:
         # They have weights of a version that will be made again, and may come out differently.
         await workers.recover(ROLLOUT, everyone=True)
@@ -49,9 +57,35 @@ async def rewind(first: Inputs, names: RoleNames, workers: Workers, *, committed
     return first.rewound(step, saved)
 
 
-async def _restored(first: Inputs, states: Sequence[StateHandle], workers: Workers) -> tuple[int, Mapping[str, Any]]:
+def recorded_step(inputs: Inputs) -> int:
+    """The newest step of a run whose controller was killed that ledger, metrics and recorded steps have."""
+    folder, known = inputs.folder, list[int]()
+    with closing(Ledger(folder.path / LEDGER_FILE)) as ledger:
+        known.append(ledger.newest_step())
+    known.append(max((each.step for each in _metrics(folder)), default=0))
+    if inputs.recipe.rollout.is_recorded:
+        known.append(max(recorded_steps(folder.steps), default=0))
+    return min(known)
+
+
+def milestones_of_killed(inputs: Inputs) -> Milestones:
+    """What a run whose controller was killed has saved and evaluated."""
+    evaluated = (each.step for each in _metrics(inputs.folder) if any(name.startswith(HELDOUT) for name in each.values))
+    milestones = Milestones(inputs.recipe, inputs.resume_step or 0, evaluates=bool(inputs.heldout))
+    milestones.evaluated_step = max(evaluated, default=None)
+    return milestones
+
+
+def _metrics(folder: RunFolder) -> Sequence[StepMetrics]:
+    return read_metrics(folder.path) if folder.metrics_file.exists() else ()
+
+
+async def _restored(
+    first: Inputs, states: Sequence[StateHandle], workers: Workers, most: int | None, are_new: bool
+) -> tuple[int, Mapping[str, Any]]:
     """Restores the newest state. Returns its step and the controller's values."""
     in_memory = set.intersection(*[await state.snapshots() for state in states])
+    in_memory = {step for step in in_memory if most is None or step <= most}
     begin = first.resume_step or 0
     on_disk = [step for step in _whole_checkpoints(first.folder) if step >= begin]
     step = max([*in_memory, *on_disk], default=begin)
@@ -59,7 +93,8 @@ async def _restored(first: Inputs, states: Sequence[StateHandle], workers: Worke
         values = [await state.restore(step, "memory") for state in states]
         return step, values[0]
     if step == begin:
-        await workers.recover(TRAIN, everyone=True)  # they are built with this state
+        if not are_new:
+            await workers.recover(TRAIN, everyone=True)  # they are built with this state
         return step, first.saved
     values = [await state.restore(step, "checkpoint") for state in states]
     set_aside_later(first.folder.checkpoints, step)

@@ -193,6 +193,12 @@ def set_aside_later(folder: Path, step: int) -> list[int]:
     return [each.step for each in later]
 
 
+def bring_back(folder: Path, steps: Sequence[int]) -> None:
+    """Undoes `set_aside_later`, which returned these steps, for a run that could not begin."""
+    for step in steps:
+        os.replace(folder / f"{SUPERSEDED}{step:08d}", folder / f"step-{step:08d}")
+
+
 def best_step(saved: Sequence[SavedStep]) -> SavedStep | None:
     """The step with the lowest held-out loss, the newer of two equals."""
     scored = [each for each in saved if each.heldout_loss is not None and math.isfinite(each.heldout_loss)]

@@ -11,10 +11,13 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import shutil
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 
 from podium.engine.checkpoint_files import PARTIAL, Extras, complete, saved_steps, write_json
 from podium.engine.mesh import Mesh
-from podium.errors import CheckpointError
+from podium.errors import CheckpointError, counted
 from podium.models.tensor_shards import TensorShard
 
 KEPT = 2
@@ -33,6 +36,69 @@ _DTYPES = {
 }  # fmt: skip
 _ALIGNMENT = 64
 _SLACK_S = 5.0
+# The most of the free memory that snapshots may take.
+_MOST_OF_FREE = 0.5
+_SNAPSHOT_S = 60.0
+_Job = tuple[Path, int, list[TensorShard], Extras | Future[Extras], threading.Event]
+
+
+class MemorySnapshots:
+    """Takes snapshots of one rank's state as long as that is possible: all ranks on one node, and enough memory."""
+
+    def __init__(self, folder: Path, mesh: Mesh, *, node: str, pieces: Callable[[], Sequence[TensorShard]]) -> None:
+        """`folder`: in host memory. `pieces`: the tensors of the state."""
+        self._folder, self._mesh, self._node, self._pieces = folder, mesh, node, pieces
+        self._writer: SnapshotWriter | None = None
+        self._reason: str | None = None
+
+    def take(self, step: int, extras: Extras | Future[Extras]) -> str | None:
+        """Begins the snapshot of a step, which is whole once its extras are known. Returns why there is none, if there
+        is none. Collective."""
+        if self._reason is None and self._writer is None:
+            self._reason = self._why_not()
+        if self._reason is not None:
+            return self._reason
+        if self._writer is None:
+            self._writer = SnapshotWriter(self._folder, self._mesh, timeout_s=_SNAPSHOT_S)
+        try:
+            self._writer.save(step, self._pieces(), extras)
+        except CheckpointError as error:  # training goes on without
+            self._reason = str(error)
+        return self._reason
+
+    def wait_copied(self) -> None:
+        """Until then the tensors of the last snapshot must not change. On CUDA only the device waits."""
+        if self._writer is not None:
+            self._writer.wait_copied()
+
+    def wait(self) -> None:
+        """Waits until the last snapshot is whole; raises its error if it failed."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def forget_after(self, step: int) -> None:
+        """Removes snapshots of later steps: these steps will be made again."""
+        if self._mesh.is_main:
+            for each in saved_steps(self._folder):
+                if each.step > step:
+                    shutil.rmtree(each.folder)
+
+    def _why_not(self) -> str | None:
+        """Why snapshots are not possible. Collective."""
+        mine = sum(piece.local.numel() * piece.local.element_size() for piece in self._pieces())
+        # All ranks must decide alike: one that stayed out would leave the others in a collective.
+        nodes, sizes, frees = zip(*self._mesh.gather((self._node, mine, _free_bytes(self._folder))), strict=True)
+        if len(set(nodes)) > 1:
+            return f"the ranks are on {len(set(nodes))} nodes"
+        needed, free = KEPT * sum(sizes), min(frees)
+        if needed > _MOST_OF_FREE * free:
+            return f"they take {needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB of memory are free"
+        return None
+
+
+def whole_snapshots(folder: Path) -> tuple[int, ...]:
+    """Steps of whole snapshots in a folder, ascending. One that was just being overwritten is none."""
+    return tuple(each.step for each in saved_steps(folder) if (each.folder / "checkpoint.json").exists())
 
 
 class SnapshotWriter:
@@ -44,27 +110,38 @@ class SnapshotWriter:
         self._files: dict[int, _TensorFile] = {}  # inode -> the file of this rank in one of the kept folders
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
         self._copied: torch.cuda.Event | None = None
-        self._thread: threading.Thread | None = None
+        self._jobs: SimpleQueue[_Job] | None = None  # of a thread that stays: to start one takes milliseconds
+        self._done: threading.Event | None = None  # of the last snapshot
         self._failure: BaseException | None = None
 
-    def save(self, step: int, pieces: Sequence[TensorShard], extras: Extras) -> None:
-        """Makes the snapshot of a step. Collective."""
-        self.wait()
-        partial, problem = self._folder / f"{PARTIAL}{step:08d}", None
-        if self._mesh.is_main:
-            try:
+    def save(self, step: int, pieces: Sequence[TensorShard], extras: Extras | Future[Extras]) -> None:
+        """Makes the snapshot of a step, which is whole once the extras are known. Collective. Raises on all ranks if
+        one of them failed to write, the snapshot before this one included."""
+        partial = self._folder / f"{PARTIAL}{step:08d}"
+        failure: CheckpointError | None = None
+        try:
+            self.wait()
+            if self._mesh.is_main:
                 self._recycle(partial)
-            except OSError as error:  # the others wait for this rank
-                problem = str(error)
-        problem = self._mesh.gather(problem)[0]
-        if problem is not None:
-            raise CheckpointError(problem)
-        file = self._file(partial / f"rank-{self._mesh.rank:05d}.safetensors", pieces)
+        except (CheckpointError, OSError) as error:
+            failure = error if isinstance(error, CheckpointError) else self._failed(error)
+        # All ranks learn of it: one that stopped alone would leave the others waiting for it.
+        num_failed = int(self._mesh.sum(torch.tensor(float(failure is not None))).item())
+        if failure is not None:
+            raise failure
+        if num_failed:
+            raise CheckpointError(f"a snapshot in {self._folder} failed on {counted(num_failed, 'other rank')}.")
+        try:
+            file = self._file(partial / f"rank-{self._mesh.rank:05d}.safetensors", pieces)
+        except OSError as error:
+            self._failure = error  # raised with the next snapshot; this one never becomes whole
+            return
         self._copy(file, pieces)
-        self._thread = threading.Thread(
-            target=self._finish, args=(partial, step, list(pieces), extras), name=f"snapshot-{step}", daemon=True
-        )
-        self._thread.start()
+        if self._jobs is None:
+            self._jobs = SimpleQueue()
+            threading.Thread(target=self._serve, args=(self._jobs,), name="snapshots", daemon=True).start()
+        self._done = threading.Event()
+        self._jobs.put((partial, step, list(pieces), extras, self._done))
 
     def wait_copied(self) -> None:
         """Until then the tensors of the last snapshot must not change. On CUDA only the device waits."""
@@ -74,14 +151,16 @@ class SnapshotWriter:
 
     def wait(self) -> None:
         """Waits until the last snapshot is whole; raises its error if it failed."""
-        if self._thread is not None:
-            self._thread.join(self._timeout_s + _SLACK_S)
-            if self._thread.is_alive():
+        if self._done is not None:
+            if not self._done.wait(self._timeout_s + _SLACK_S):
                 raise CheckpointError(f"a snapshot in {self._folder} is not complete after {self._timeout_s:.0f} s.")
-            self._thread = None
+            self._done = None
         if self._failure is not None:
             failure, self._failure = self._failure, None
-            raise CheckpointError(f"a snapshot in {self._folder} failed: {failure}") from failure
+            raise self._failed(failure) from failure
+
+    def _failed(self, failure: BaseException) -> CheckpointError:
+        return CheckpointError(f"a snapshot in {self._folder} failed: {failure}")
 
     def _recycle(self, partial: Path) -> None:
         """The oldest folder becomes that of the new step. A folder that nobody completed is older than all."""
@@ -122,8 +201,15 @@ class SnapshotWriter:
             self._copied = torch.cuda.Event()
             self._copied.record(self._stream)
 
-    def _finish(self, partial: Path, step: int, pieces: list[TensorShard], extras: Extras) -> None:
-        """Writes this rank's index; rank 0 then waits (with a deadline) for those of all ranks."""
+    def _serve(self, jobs: SimpleQueue[_Job]) -> None:
+        """Completes one snapshot after the other, until the process ends."""
+        while True:
+            partial, step, pieces, extras, done = jobs.get()
+            self._finish(partial, step, pieces, extras)
+            done.set()
+
+    def _finish(self, partial: Path, step: int, pieces: list[TensorShard], extras: Extras | Future[Extras]) -> None:
+        """Writes this rank's index; rank 0 then waits (with a deadline) for those of all ranks, and for the extras."""
         try:
             if self._stream is not None:
                 self._stream.synchronize()
@@ -140,6 +226,8 @@ class SnapshotWriter:
                 if time.monotonic() > deadline:
                     raise CheckpointError(f"{', '.join(missing)} did not appear within {self._timeout_s:.0f} s")
                 time.sleep(0.001)
+            if isinstance(extras, Future):
+                extras = extras.result(self._timeout_s)
             complete(self._folder, partial, step, extras, ranks=self._mesh.world)
         except BaseException as error:
             self._failure = error
@@ -168,6 +256,18 @@ class _TensorFile:
     def fits(self, pieces: Sequence[TensorShard]) -> bool:
         """Whether it has room for these tensors."""
         return self._layout == _layout_of(pieces)
+
+
+def _free_bytes(folder: Path) -> int:
+    """Memory that files of this folder can take, with what they take already."""
+    there = next(each for each in (folder, *folder.parents) if each.exists())
+    taken = sum(file.stat().st_size for file in folder.glob("*/*.safetensors"))  # by processes that are gone
+    free = shutil.disk_usage(there).free
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            free = min(free, int(value.split()[0]) * 1024)
+    return free + taken
 
 
 def _layout_of(pieces: Sequence[TensorShard]) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:

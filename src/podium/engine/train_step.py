@@ -179,6 +179,7 @@ class TrainEngine:
         self._multiple = round_tokens(mesh.device)
         self.save_failed = False  # whether this rank tells the others that a checkpoint failed, with its next step
         self.num_optimizer_steps = 0  # of this process, begun: skipped ones count too
+        self.before_update: Callable[[], None] = _nothing  # called before weights and moments change
 
     @property
     def language_model(self) -> PackedCausalLM:
@@ -246,6 +247,7 @@ class TrainEngine:
         limit = self._clip_norm or float("inf")
         clip = torch.where(norm > limit, limit / (norm + 1e-6), 1.0)
         self.num_optimizer_steps += 1
+        self.before_update()
         self.optimizer.step(gradients, lr=lr, clip=clip, skip=skip)
         differs = sums[3] - self.mesh.world * pattern
         values = torch.cat([torch.stack([sums[0] / normalizer, norm, skip, sums[2], differs, sums[4]]), sums[5:]])
@@ -362,6 +364,10 @@ class TrainEngine:
             total += self._forward(batch)[0]
         self.model.train()
         return total
+
+
+def _nothing() -> None:
+    """Nobody reads the weights meanwhile."""
 
 
 def _of_tokens(micro_batches: Sequence[PackedBatch], loss: TokenLoss) -> list[ObjectiveBatch]:

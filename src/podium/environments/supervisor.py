@@ -49,8 +49,8 @@ def supervise(worker: int, *, close: Sequence[int], memory_bytes: int | None, fi
     parent = worker
     watches = (None, memory_bytes) if _IS_LINUX else (None,)
     for memory in watches:
-        _signal_with_end_of(parent, signal.SIGTERM)
-        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        signal_with_end_of(parent, signal.SIGTERM)
+        adopt_orphans()
         parent = os.getpid()
         if child := os.fork():
             try:
@@ -60,7 +60,7 @@ def supervise(worker: int, *, close: Sequence[int], memory_bytes: int | None, fi
             finally:
                 os._exit(1)
     os.setsid()  # signals to user code's group, and from a terminal, concern no supervisor
-    _signal_with_end_of(parent, signal.SIGKILL)
+    signal_with_end_of(parent, signal.SIGKILL)
     _yield_resources()
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -72,7 +72,7 @@ def _supervise(child: int, memory_bytes: int | None, file: int, over_at: int) ->
     interval_s = None if memory_bytes is None else _MEASURE_S
     while code is None:
         news = _next_signal(interval_s)
-        code, _ = _reaped(child)
+        code, _ = reaped(child)
         if news == signal.SIGTERM:
             break
         if memory_bytes is not None:
@@ -82,8 +82,8 @@ def _supervise(child: int, memory_bytes: int | None, file: int, over_at: int) ->
                 os.pwrite(file, _OVER.pack(held), over_at)
                 break
             interval_s = max(_MEASURE_S, (time.monotonic() - began_s) / _MOST_OF_A_CORE)
-    _end_all(child)
-    _end_like(-signal.SIGKILL if code is None else code)
+    end_all(child)
+    end_like(-signal.SIGKILL if code is None else code)
 
 
 def _next_signal(timeout_s: float | None) -> int | None:
@@ -94,7 +94,7 @@ def _next_signal(timeout_s: float | None) -> int | None:
     return None if news is None else news.si_signo
 
 
-def _reaped(child: int) -> tuple[int | None, bool]:
+def reaped(child: int) -> tuple[int | None, bool]:
     """The exit code of the child if it has ended, and whether any children are left. Orphans are waited for too."""
     code = None
     while True:
@@ -108,18 +108,18 @@ def _reaped(child: int) -> tuple[int | None, bool]:
             code = os.waitstatus_to_exitcode(status)
 
 
-def _end_all(child: int) -> None:
+def end_all(child: int) -> None:
     """Kills everything below, again and again until nothing is left: children of killed processes become children of
     this one, also those that were started meanwhile."""
     end_s = time.monotonic() + _ENDING_S
-    while _reaped(child)[1] and time.monotonic() < end_s:
+    while reaped(child)[1] and time.monotonic() < end_s:
         for pid in descendants(os.getpid()) if _IS_LINUX else (-child,):  # negative: its process group
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.002)
 
 
-def _end_like(code: int) -> NoReturn:
+def end_like(code: int) -> NoReturn:
     """Ends this process with an exit code, or (negative) by a signal, so that the worker sees what ended user code."""
     if code < 0:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the core of interest is not this one's
@@ -130,11 +130,16 @@ def _end_like(code: int) -> NoReturn:
     os._exit(code if code >= 0 else 128 - code)
 
 
-def _signal_with_end_of(parent: int, number: signal.Signals) -> None:
+def signal_with_end_of(parent: int, number: signal.Signals) -> None:
     """The kernel signals this process when its parent dies, whatever this process does at the time."""
     _prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os._exit(0)
+
+
+def adopt_orphans() -> None:
+    """Orphans below this process become its children."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _yield_resources() -> None:

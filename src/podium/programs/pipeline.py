@@ -26,6 +26,7 @@ from podium.runs.folder import RunFolder
 from podium.runs.lineage import Prepared, read_note, short
 from podium.runs.pipeline_folder import PipelineFolder, StageRecord
 from podium.runs.result import RunResult
+from podium.runs.supervised import predecessor_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +71,7 @@ class StageFacts:
     record: StageRecord
     fingerprint: str  # fingerprint of the stage as it should be
     folder_fingerprint: str | None  # of the recipe in its folder on the same content; None: it has no folder
-    saved_step: int | None  # newest checkpoint
+    saved_step: int | None  # newest checkpoint; 0: its controller died, and it goes on in any case
     steps: int
     export_fingerprint: str | None  # fingerprint of the exported weights on disk
 
@@ -166,7 +167,7 @@ def _facts(folder: PipelineFolder, name: str, prepared: Prepared, record: StageR
         record=record,
         fingerprint=prepared.fingerprint,
         folder_fingerprint=_folder_fingerprint(run, prepared) if begun else None,
-        saved_step=max(run.saved_steps(), default=None),
+        saved_step=max(run.saved_steps(), default=None if predecessor_of(run.path) is None else 0),
         steps=prepared.recipe.steps,
         export_fingerprint=folder_fingerprint(export) if is_exported else None,
     )

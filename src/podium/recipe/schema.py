@@ -195,7 +195,11 @@ class SpmdPlacementSection(PlacementSection):
         description="`local` starts ranks as processes; `ray` runs them on a Ray cluster: RAY_ADDRESS's, the submitted "
         "job's, or a local one. auto: local.",
     )
-    restarts: NonNegative = Field(0, description="How often a dead rank group is restarted from the last checkpoint.")
+    restarts: NonNegative = Field(
+        0,
+        description="How often all ranks are restarted when one dies. They go on after the last step, which is then "
+        "kept in memory, or from the last checkpoint where memory does not suffice. 0: a death ends the run.",
+    )
 
 
 class OnPolicyPlacementSection(PlacementSection):

@@ -18,7 +18,7 @@ EVENTS_FILE = "events.jsonl"
 class Recovery:
     """Workers died, and the run went on."""
 
-    part: str  # what died: grader, runner, generator, learner, controller
+    part: str  # what died: grader, runner, generator, learner, controller, rank
     cause: str
     remedy: str  # what was done: retry, respawn, rewind, restart
     step: int  # committed when the run went on

@@ -22,8 +22,11 @@ def forget_failures(run: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def all_failed_after(step: int, run: Path, *, rank: int, world: int, attempt: int) -> bool:
-    """Whether every rank of this attempt failed after this step. Rank 0 decides for all. Waits at most 10 s."""
+def all_failed_after(
+    step: int, run: Path, *, rank: int, world: int, attempt: int, is_ended: Callable[[], bool] = lambda: False
+) -> bool:
+    """Whether every rank of this attempt failed after this step. Rank 0 decides for all. Waits at most 10 s.
+    `is_ended`: whether this rank is being ended, because another one is gone; it then waits no longer."""
     if world == 1:
         return True
     folder = run / f"{_FOLDER}{attempt}"
@@ -32,20 +35,20 @@ def all_failed_after(step: int, run: Path, *, rank: int, world: int, attempt: in
     decision = folder / f"save-{step}"
     notes[rank].touch()
     if rank == 0:
-        agreed = _comes(lambda: all(note.exists() for note in notes), _OTHERS_S)
+        agreed = _comes(lambda: all(note.exists() for note in notes), _OTHERS_S, is_ended)
         if agreed:
             decision.touch()
         return agreed
-    agreed = _comes(decision.exists, _DECISION_S)
+    agreed = _comes(decision.exists, _DECISION_S, is_ended)
     if not agreed:
         notes[rank].unlink(missing_ok=True)
     return agreed
 
 
-def _comes(is_there: Callable[[], bool], limit_s: float) -> bool:
+def _comes(is_there: Callable[[], bool], limit_s: float, is_ended: Callable[[], bool]) -> bool:
     deadline = time.monotonic() + limit_s
     while not is_there():
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or is_ended():
             return False
         time.sleep(_LOOK_S)
     return True

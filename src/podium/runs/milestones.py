@@ -13,12 +13,17 @@ class Milestones:
     """Which steps save and evaluate, and which step was saved and evaluated last. Saving comes before evaluating,
     because an evaluation runs user code and may fail."""
 
-    def __init__(self, recipe: Recipe, step: int, *, evaluates: bool) -> None:
-        self._recipe, self._evaluates = recipe, evaluates
-        self.saved_step = step  # or the one that is being saved
-        self.evaluated_step: int | None = None
+    def __init__(
+        self, recipe: Recipe, step: int, *, evaluates: bool, saved_step: int | None = None,
+        restarted: bool = False, is_evaluated: bool = False,
+    ) -> None:  # fmt: skip
+        """`step`: after which the run begins. `saved_step`: its newest checkpoint, if that is another one (0: none).
+        `restarted`: the run was killed after it, and `is_evaluated` says whether its evaluation was done by then."""
+        self._recipe, self._evaluates, self._restarted = recipe, evaluates, restarted
+        self.saved_step = step if saved_step is None else saved_step  # or the one that is being saved
+        self.evaluated_step: int | None = step if is_evaluated else None
         self.is_saving = False  # as far as is known: the outcome of the last save was not reported yet
-        self._whole_step = step  # the last that is known to be saved
+        self._whole_step = self.saved_step  # the last that is known to be saved
         self._retry_step: int | None = None
         self._num_failed = 0  # in a row
 
@@ -28,8 +33,17 @@ class Milestones:
         return self._whole_step or None
 
     def starts_with_evaluation(self, step: int) -> bool:
-        """Whether a new run evaluates before its first step."""
-        return step == 0 and self._recipe.evaluation.at_start and self.evaluated_step is None
+        """Whether the run evaluates before its first step: a new one that is asked to, and a restarted one that was
+        killed in an evaluation."""
+        if self.evaluated_step is not None:
+            return False
+        return self._recipe.evaluation.at_start if step == 0 else self._restarted and self.evaluation_is_due(step)
+
+    def starts_with_save(self, step: int) -> bool:
+        """Whether a restarted run first writes a checkpoint: the last one that was due was not complete when the run
+        was killed."""
+        every = self._recipe.checkpoint.every
+        return self._restarted and every is not None and self.saved_step < step - step % every
 
     def save_is_due(self, step: int) -> bool:
         """Whether a checkpoint follows this step: it is due, or the last one failed and is tried again."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import multiprocessing
 import os
 import signal
 import tempfile
@@ -27,6 +28,23 @@ Result = TypeVar("Result")
 
 # What torch's launcher reports for a process that left no error.
 _NO_WORDS = "<NONE>"
+_LOOK_S = 0.2
+_GRACE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restart:
+    """A restart of all ranks after one of them died or failed."""
+
+    number: int  # 1, 2, ...
+    most: int
+    cause: str
+    failed_s: float  # when it was noticed, on the monotonic clock of this machine
+
+    @property
+    def title(self) -> str:
+        """How the console names it."""
+        return f"restart {self.number} of {self.most}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +56,9 @@ class RankPlace:
     local_rank: int = 0
     local_world: int = 1  # ranks on this machine
     attempt: int = 0  # number of earlier restarts of the group
+    restart: Restart | None = None  # the last of them, if `launch` made it
+    restarts_left: int = 0  # that `launch` will still make
+    node: str = ""  # the machine, if there may be several
     launched: bool = False  # started by `launch`, which handles the user's Ctrl-C
     is_followed: bool = False  # rank 0 prints to the run's console.log, which its launcher shows
     meeting: Meeting | None = None  # where the ranks rendezvous; None: torchrun's store
@@ -51,29 +72,66 @@ def place_under_torchrun() -> RankPlace | None:
 
 
 def launch(
-    main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None
-) -> Result:
+    main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None,
+    note: Callable[[str], object] = lambda text: None,
+) -> Result:  # fmt: skip
     """Runs `main(RankPlace, *args)` on every rank; returns the result of rank 0.
 
     A single rank runs in this process, where a debugger can reach it. Several ranks run as processes, and this process
     waits for them. The first Ctrl-C asks them to save and stop (if there is a `stop_file`), the second ends all
-    ranks."""
+    ranks. When a rank dies or fails, all are ended and started again, up to `restarts` times; `note` gets a line about
+    each restart."""
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
-    outcome = _Outcome()
     with tempfile.TemporaryDirectory(prefix="podium-") as meeting, InterruptHandler(stop_file) as interrupts:
-        agent = threading.Thread(
-            target=_run_agent, args=(outcome, main, args, ranks, restarts, meeting), name="elastic-agent", daemon=True
-        )
-        agent.start()
-        while agent.is_alive():
-            agent.join(timeout=0.2)
-        if interrupts.ended:
-            raise KeyboardInterrupt
+        restart: Restart | None = None
+        for attempt in range(restarts + 1):
+            entry = _RankEntry(
+                main=main, args=args, parent=os.getpid(), meeting=Path(meeting), restart=restart,
+                restarts_left=restarts - attempt,
+            )  # fmt: skip
+            outcome, processes = _Outcome(), _RankProcesses()
+            agent = threading.Thread(target=_run_agent, args=(outcome, entry, ranks), name="elastic-agent", daemon=True)
+            agent.start()
+            while agent.is_alive():
+                agent.join(timeout=_LOOK_S)
+                processes.look(ends_others=attempt < restarts)
+            if interrupts.ended:
+                raise KeyboardInterrupt
+            if not outcome.can_restart or attempt == restarts:
+                break
+            cause = str(outcome.error).splitlines()[0]
+            restart = Restart(number=attempt + 1, most=restarts, cause=cause, failed_s=processes.failed_s)
+            note(f"{restart.title}: {cause}")
     if outcome.error is not None:
         raise outcome.error
     result: Result = outcome.values[0]
     return result
+
+
+class _RankProcesses:
+    """The processes of one group of ranks. Torch's agent gives ranks half a minute to end when another one is gone:
+    one of them may wait for the dead one's part of a checkpoint. A run that restarts does not need that."""
+
+    def __init__(self) -> None:
+        self._others = set(multiprocessing.active_children())
+        self._ranks: set[Any] = set()
+        self._failed_s: float | None = None
+
+    @property
+    def failed_s(self) -> float:
+        """When the first one was seen to have failed, on the monotonic clock; now if none was."""
+        return time.monotonic() if self._failed_s is None else self._failed_s
+
+    def look(self, *, ends_others: bool) -> None:
+        """Looks which are there. `ends_others`: kills those that are left some seconds after one was killed."""
+        self._ranks |= set(multiprocessing.active_children()) - self._others
+        if self._failed_s is None and any(rank.exitcode for rank in self._ranks):
+            self._failed_s = time.monotonic()
+        was_killed = any((rank.exitcode or 0) < 0 for rank in self._ranks)
+        if ends_others and was_killed and time.monotonic() - self.failed_s > _GRACE_S:
+            for rank in self._ranks:
+                rank.kill()
 
 
 class _Outcome:
@@ -81,11 +139,35 @@ class _Outcome:
 
     values: dict[int, Any]
     error: BaseException | None = None
+    can_restart: bool = False  # a rank died or failed
 
 
-def _run_agent(
-    outcome: _Outcome, main: Callable[..., Any], args: tuple[Any, ...], ranks: int, restarts: int, meeting: str
-) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _RankEntry:
+    """What a process does that becomes a rank."""
+
+    main: Callable[..., Any]
+    args: tuple[Any, ...]
+    parent: int
+    meeting: Path
+    restart: Restart | None
+    restarts_left: int
+
+    @property
+    def attempt(self) -> int:
+        return 0 if self.restart is None else self.restart.number
+
+    def __call__(self) -> Any:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into a request through the stop file
+        threading.Thread(target=_end_with_parent, args=(self.parent,), name="parent-watch", daemon=True).start()
+        where = dataclasses.replace(
+            _place_from_environment(launched=True), attempt=self.attempt, restart=self.restart,
+            restarts_left=self.restarts_left, meeting=FileMeeting(path=self.meeting / f"ranks-{self.attempt}"),
+        )  # fmt: skip
+        return self.main(where, *self.args)
+
+
+def _run_agent(outcome: _Outcome, entry: _RankEntry, ranks: int) -> None:
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -101,26 +183,22 @@ def _run_agent(
         nproc_per_node=ranks,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
-        rdzv_endpoint=os.path.join(meeting, "rendezvous"),
+        rdzv_endpoint=str(entry.meeting / f"rendezvous-{entry.attempt}"),
         rdzv_configs={"store_type": "file"},
-        max_restarts=restarts,
+        max_restarts=0,  # `launch` restarts: it says why, and the ranks report when they go on
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(),
     )
     try:
-        outcome.values = elastic_launch(config, _rank_entry)(main, args, os.getpid(), meeting)
+        outcome.values = elastic_launch(config, _run_entry)(entry)
     except ChildFailedError as error:
-        outcome.error = _first_failure(error)
+        outcome.error, outcome.can_restart = _first_failure(error), True
     except BaseException as error:
         outcome.error = error
 
 
-def _rank_entry(main: Callable[..., Result], args: tuple[Any, ...], parent: int, meeting: str) -> Result:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into a request through the stop file
-    threading.Thread(target=_end_with_parent, args=(parent,), name="parent-watch", daemon=True).start()
-    where = _place_from_environment(launched=True)
-    where = dataclasses.replace(where, meeting=FileMeeting(path=Path(meeting) / f"ranks-{where.attempt}"))
-    return main(where, *args)
+def _run_entry(entry: _RankEntry) -> Any:
+    return entry()
 
 
 def _end_with_parent(parent: int) -> None:
@@ -182,6 +260,11 @@ class StopRequest:
     def __exit__(self, *_: object) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
+
+    @property
+    def signalled(self) -> bool:
+        """Whether a signal came."""
+        return self._signalled
 
     @property
     def requested(self) -> bool:

@@ -7,8 +7,10 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import dataclasses
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +36,7 @@ from podium.observe.recording import LogFile, tolerate_no_reader
 from podium.recipe import SpmdPlacementSection
 from podium.runs.folder import RunFolder
 from podium.runs.interrupts import InterruptHandler
-from podium.spmd.launch import RankPlace
+from podium.spmd.launch import RankPlace, Restart
 
 if TYPE_CHECKING:
     from podium.runs.result import RunResult
@@ -62,14 +64,21 @@ class SpmdRank:
                 )
         os.chdir(folders[0])
 
-    def run(self, attempt: int, task: RankTask) -> RunResult:
-        """Runs the whole program on the mesh that the worker has already joined."""
+    def run(self, restart: Restart | None, failed_ago_s: float, task: RankTask) -> RunResult:
+        """Runs the whole program on the mesh that the worker has already joined. `restart`: why it runs again, after a
+        failure `failed_ago_s` ago: the driver may be on a machine with another clock."""
         from podium.engine.mesh import adopt
         from podium.spmd.rank import run_joined
 
+        if restart is not None:
+            restart = dataclasses.replace(restart, failed_s=time.monotonic() - failed_ago_s)
         context = self._context
         mesh = adopt(rank=context.rank, world=context.world, device=context.device, devices=context.devices)
-        where = RankPlace(rank=context.rank, world=context.world, attempt=attempt, launched=True, is_followed=True)
+        where = RankPlace(
+            rank=context.rank, world=context.world, attempt=0 if restart is None else restart.number, restart=restart,
+            restarts_left=task.recipe.placement.restarts - (0 if restart is None else restart.number),
+            node=context.worker.node, launched=True, is_followed=True,
+        )  # fmt: skip
         with _console_of(RunFolder(path=task.folder), main=mesh.is_main):
             return run_joined(where, mesh, task)
 
@@ -133,14 +142,16 @@ async def _started(placement: SpmdPlacementSection, cluster: Cluster, folder: Ru
 
 
 async def _run(workers: Workers, task: RankTask, log: Console, tracebacks: list[str]) -> RunResult:
-    """Runs the program until it ends. After a failure it restarts from the newest checkpoint while restarts are left.
+    """Runs the program until it ends. After a failure the ranks are started again while restarts are left.
     Waits for the ranks without a deadline; a death, a failure or the user's second Ctrl-C unblocks it. `tracebacks`
     gets those of a custom program."""
     restarts, worker_pool = task.recipe.placement.restarts, workers.worker_pool(_POOL)
     group = workers.role("rank", SpmdRank).within(_RUN_S)
+    restart: Restart | None = None
     for attempt in range(restarts + 1):
         try:
-            answers = await group.call_all(SpmdRank.run, attempt, task)
+            failed_ago_s = 0.0 if restart is None else time.monotonic() - restart.failed_s
+            answers = await group.call_all(SpmdRank.run, restart, failed_ago_s, task)
             return answers[0].value
         except (WorkerDiedError, RoleError) as error:
             failure = _as_podium_error(
@@ -150,7 +161,9 @@ async def _run(workers: Workers, task: RankTask, log: Console, tracebacks: list[
                 tracebacks.append(failure.traceback_text)
             if attempt == restarts:
                 raise failure from error
-            log.note(f"restart {attempt + 1} of {restarts}: {str(failure).splitlines()[0]}")
+            cause = str(failure).splitlines()[0]
+            restart = Restart(number=attempt + 1, most=restarts, cause=cause, failed_s=time.monotonic())
+            log.note(f"{restart.title}: {cause}")
             # Also after all ranks answered: state that a failure left in a process must not survive.
             await workers.recover(_POOL, everyone=True)
     raise AssertionError("the last attempt returns or raises")

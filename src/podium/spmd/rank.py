@@ -20,7 +20,7 @@ from podium.data.skipping import SkipPolicy
 from podium.data.sources import open_source
 from podium.data.tokenizer import load_tokenizer, require_embeddings, stop_tokens
 from podium.engine.checkpoint import CheckpointReader, CheckpointWriter, newest_usable
-from podium.engine.checkpoint_files import saved_steps, set_aside_later
+from podium.engine.checkpoint_files import bring_back, set_aside_later
 from podium.engine.mesh import Mesh, check_devices, join, leave
 from podium.engine.optimizer import AdamW
 from podium.engine.parameters import TrainedParameter
@@ -38,12 +38,22 @@ from podium.recipe import RewardModelRecipe, SpmdRecipe
 from podium.runs.failing import all_failed_after
 from podium.runs.folder import RunFolder
 from podium.runs.header import header_lines, model_line
+from podium.runs.host_memory import remove_memory
 from podium.runs.log import open_log
+from podium.runs.milestones import Milestones
 from podium.runs.program_errors import named_program
 from podium.runs.result import RunResult
 from podium.spmd.evaluation import Evaluator
 from podium.spmd.launch import RankPlace, StopRequest
+from podium.spmd.restarting import (
+    newest_state,
+    open_snapshots,
+    report_restart,
+    restarted_milestones,
+    snapshot_folder,
+)
 from podium.spmd.run import SpmdParts, SpmdProgress, SpmdRun
+from podium.spmd.step_snapshots import StepSnapshots
 
 SpmdProgram = Callable[[SpmdRun[Any]], None]
 
@@ -61,6 +71,7 @@ class RankTask:
     resume_step: int | None
     load_program: Callable[[str], SpmdProgram]  # called in the rank: a custom program's function is not pickled
     evaluates_only: bool = False
+    launch_id: str | None = None  # names the snapshots of this launch in host memory; None: there are none
 
 
 def run_rank(where: RankPlace, task: RankTask) -> RunResult:
@@ -86,39 +97,65 @@ def run_joined(where: RankPlace, mesh: Mesh, task: RankTask) -> RunResult:
         stop = None if task.evaluates_only else stack.enter_context(StopRequest(where, folder.stop_file))
         console = _console(where, recipe, folder)
         stack.callback(console.close)
-        run = _build(
-            stack, task, folder, mesh, console, _begin(task, folder, where),
-            lambda: stop is not None and stop.requested,
-        )  # fmt: skip
+        memory = snapshot_folder(folder.path, task.launch_id)
+        begin = _begin(task, folder, where, mesh, memory)
+        # At once: a restart must not take later checkpoints of an earlier life for its own.
+        later: list[int] = []
         if mesh.is_main and task.resume_step is not None and where.attempt == 0 and not task.evaluates_only:
-            set_aside_later(folder.checkpoints, task.resume_step)
+            later = set_aside_later(folder.checkpoints, task.resume_step)
+        try:
+            run = _build(
+                stack, task, folder, mesh, console, begin, where, memory, lambda: stop is not None and stop.requested
+            )
+        except BaseException:
+            if not where.restarts_left:
+                bring_back(folder.checkpoints, later)
+            raise
+        report_restart(where, folder, console, 0 if begin is None else begin.step)
+        if memory is not None and not where.restarts_left:
+            _remove_snapshots(memory, mesh)  # all ranks have read them, and no restart follows
         try:
             program = task.load_program(recipe.program)
             with named_program(recipe, folder, is_followed=where.is_followed):
                 program(run)
             run.require_finished()
         except Exception as error:
-            _save_before_failing(run, error, where, folder)
+            _save_before_failing(run, error, where, folder, lambda: stop is not None and stop.signalled)
             raise
+        if memory is not None:
+            _remove_snapshots(memory, mesh)  # the launcher may be on another node
         return run.result()
 
 
-def _save_before_failing(run: SpmdRun[SpmdRecipe], error: Exception, where: RankPlace, folder: RunFolder) -> None:
+def _remove_snapshots(memory: Path, mesh: Mesh) -> None:
+    mesh.barrier()
+    if mesh.is_main:
+        remove_memory(memory)
+
+
+def _save_before_failing(
+    run: SpmdRun[SpmdRecipe], error: Exception, where: RankPlace, folder: RunFolder, is_ended: Callable[[], bool]
+) -> None:
     """The failure is what the user must see, so an error of the save is only added to it."""
     if isinstance(error, UnsupportedModelError | CheckpointError):
         return  # found after the update: the weights are wrong; or saving is what failed
     try:
         run.save_before_failing(
-            lambda step: all_failed_after(step, folder.path, rank=where.rank, world=where.world, attempt=where.attempt)
+            lambda step: all_failed_after(
+                step, folder.path, rank=where.rank, world=where.world, attempt=where.attempt, is_ended=is_ended
+            )
         )
     except Exception as failure:
         error.add_note(f"the last recorded step cannot be saved: {failure}")
 
 
-def _begin(task: RankTask, folder: RunFolder, where: RankPlace) -> CheckpointReader | None:
-    """The checkpoint to begin from; a restarted group uses the newest one."""
-    if where.attempt > 0 and saved_steps(folder.checkpoints):
-        return newest_usable(folder.checkpoints)
+def _begin(
+    task: RankTask, folder: RunFolder, where: RankPlace, mesh: Mesh, memory: Path | None
+) -> CheckpointReader | None:
+    """The checkpoint to begin from; a restarted group uses the newest one, or a later snapshot."""
+    newest = newest_state(folder, memory, mesh) if where.attempt > 0 and not task.evaluates_only else None
+    if newest is not None:
+        return newest
     return newest_usable(folder.checkpoints, task.resume_step) if task.resume_step is not None else None
 
 
@@ -136,6 +173,8 @@ def _build(
     mesh: Mesh,
     console: Console,
     checkpoint: CheckpointReader | None,
+    where: RankPlace,
+    memory: Path | None,
     stop_requested: Callable[[], bool],
 ) -> SpmdRun[SpmdRecipe]:
     recipe, watch = task.recipe, Stopwatch()
@@ -170,6 +209,15 @@ def _build(
     stack.callback(writer.settle)
     if evaluator is not None:
         log.skipped_rows(0, evaluator.skipped)
+    milestones = (
+        Milestones(recipe, progress.step, evaluates=evaluator is not None)
+        if where.attempt == 0
+        else restarted_milestones(recipe, progress.step, folder, mesh, evaluates=evaluator is not None)
+    )
+    if task.launch_id is not None and memory is None:
+        console.note(
+            "no snapshots in memory: there is no /dev/shm to write to. A restart goes on from the last checkpoint"
+        )
     cost = model_cost(model.hf)
     if not task.evaluates_only:
         console.header(_header(recipe, folder, mesh, model, settings, progress.step, peak))
@@ -177,7 +225,9 @@ def _build(
         recipe=recipe, folder=folder, engine=engine, loader=loader, evaluator=evaluator, writer=writer, log=log,
         cost=cost, peak_flops=peak, max_tokens=max_tokens,
         hard_cap=recipe.micro_batch_tokens is not None, stop_requested=stop_requested, watch=watch,
-        check_endings=_endings_check(recipe, tokenizer, model_folder), evaluates_only=task.evaluates_only,
+        check_endings=_endings_check(recipe, tokenizer, model_folder), milestones=milestones,
+        snapshots=StepSnapshots(open_snapshots(where, memory, engine), engine, console, watch),
+        evaluates_only=task.evaluates_only,
     )  # fmt: skip
     return SpmdRun(parts, progress)
 

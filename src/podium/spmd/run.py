@@ -15,9 +15,9 @@ from typing import Generic, TypeVar
 import numpy as np
 import torch
 
-from podium.data.documents import Document, PackedBatch, SplitExamples, pack_examples
+from podium.data.documents import Document, SplitExamples
 from podium.data.examples import shape_of
-from podium.data.loader import DocumentCounts, LoaderState, StepExamples, StepLoader, encode
+from podium.data.loader import DocumentCounts, LoaderState, StepLoader, encode
 from podium.data.source_names import mixed_names
 from podium.data.splitting import split_step
 from podium.engine.checkpoint import CheckpointWriter
@@ -25,7 +25,7 @@ from podium.engine.checkpoint_files import Extras, SaveFailure, joined_state
 from podium.engine.mesh import Mesh
 from podium.engine.resuming import checkpoint_shards
 from podium.engine.schedule import learning_rate
-from podium.engine.train_step import PendingReport, StepReport, TokenSources, TrainEngine
+from podium.engine.train_step import PendingReport, StepReport, TrainEngine
 from podium.errors import CheckpointError, TrainingDivergedError
 from podium.models.cost import ModelCost
 from podium.observe import ShownMetric, StepView, Stopwatch
@@ -38,49 +38,12 @@ from podium.runs.milestones import Milestones
 from podium.runs.result import RunResult, end_status, left_early
 from podium.spmd.by_source import Unit, source_metrics
 from podium.spmd.evaluation import Evaluation, Evaluator, HeldoutMeasure
+from podium.spmd.step_snapshots import StepSnapshots
+from podium.spmd.steps import TrainStep
 
 Averages = Callable[[Mapping[str, float], int], Mapping[str, float]]
 """Sums of a step's tally over all ranks, and its number of examples -> metrics."""
 RecipeT_co = TypeVar("RecipeT_co", bound=SpmdRecipe, covariant=True)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TrainStep:
-    """One optimizer step as this rank sees it."""
-
-    number: int  # 1, 2, ... recipe.steps
-    lr: float
-    ready: StepExamples
-    split: SplitExamples
-    imbalance: float
-
-    @property
-    def num_examples(self) -> int:
-        """Number of examples over all ranks: the denominator of losses of whole rows."""
-        return len(self.split.examples)
-
-    @property
-    def global_tokens(self) -> int:
-        """Trained tokens of the step over all ranks: the denominator of losses of tokens."""
-        return self.ready.num_trained
-
-    @property
-    def micro_batches(self) -> tuple[PackedBatch, ...]:
-        """This rank's packed micro-batches."""
-        return tuple(pack_examples(part).packed for part in self.split.parts)
-
-    @property
-    def sources(self) -> TokenSources | None:
-        """The sources of this rank's trained tokens; None if the data has a single source."""
-        if not self.split.sources:
-            return None
-        parts = tuple(pack_examples(part).sources_S for part in self.split.parts)
-        return TokenSources(names=self.split.sources, of_micro_batches=parts)
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Lengths of all documents of the step."""
-        return tuple(document.num_inputs for example in self.split.examples for document in example.documents)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +74,8 @@ class SpmdParts(Generic[RecipeT_co]):
     stop_requested: Callable[[], bool]
     watch: Stopwatch
     check_endings: Callable[[Sequence[Document]], str | None]  # documents -> a warning if none ends with a stop token
+    milestones: Milestones
+    snapshots: StepSnapshots
     evaluates_only: bool = False
 
 
@@ -136,7 +101,8 @@ class SpmdRun(Generic[RecipeT_co]):
         self._source_names = mixed_names(parts.recipe.data.train)
         self._unit: Unit = "tokens" if shape_of(parts.recipe) == "documents" else "rows"
         recipe, folder, self._log = parts.recipe, parts.folder, parts.log
-        self._milestones = Milestones(recipe, progress.step, evaluates=parts.evaluator is not None)
+        self._milestones, self._snapshots = parts.milestones, parts.snapshots
+        self._stored_recipe = recipe.stored_values()
         self._guard = DivergenceGuard(
             recipe.optimizer.max_skipped_in_a_row, folder.metrics_file, in_a_row=progress.skipped_in_a_row
         )
@@ -179,6 +145,8 @@ class SpmdRun(Generic[RecipeT_co]):
             self._evaluate()
             self._is_finished = True
             return
+        if self._milestones.starts_with_save(self._step):
+            self._save()
         if self._milestones.starts_with_evaluation(self._step):
             self._evaluate()
         self._last_record = time.perf_counter()
@@ -191,7 +159,8 @@ class SpmdRun(Generic[RecipeT_co]):
 
     def record(self, step: TrainStep, report: PendingReport) -> None:
         """Takes a step's report. On CUDA the numbers of a step are read one step later, so that the host never waits
-        for the device. An evaluation or checkpoint that is due at this step waits for them."""
+        for the device. An evaluation or checkpoint that is due at this step waits for them. A snapshot begins at
+        once, and is whole when they are read."""
         now = time.perf_counter()
         elapsed, self._last_record = now - self._last_record, now
         before, self._pending = self._pending, (step, report, elapsed)
@@ -199,12 +168,17 @@ class SpmdRun(Generic[RecipeT_co]):
         self._recorded_updates = self.engine.num_optimizer_steps
         self._resolve(before)
         save, evaluate = self._milestones.save_is_due(step.number), self._milestones.evaluation_is_due(step.number)
-        if self._mesh.device.type != "cuda" or evaluate or save or step.number == self.recipe.steps:
+        reads_now = self._mesh.device.type != "cuda" or evaluate or save or step.number == self.recipe.steps
+        if reads_now:
             self._flush()
         if save:
             self._save()
         if evaluate:
             self._evaluate()
+        if step.number < self.recipe.steps:  # the last one is saved at once
+            self._snapshots.begin(step)
+            if reads_now:
+                self._snapshots.complete(self._extras)
         self._last_record = time.perf_counter() if evaluate or save else self._last_record
 
     def save_before_failing(self, all_failed_after: Callable[[int], bool]) -> None:
@@ -295,6 +269,7 @@ class SpmdRun(Generic[RecipeT_co]):
         if report.save_failed:
             self._notice_failed_save(step.number)
         self._guard.check(step.number, is_skipped=report.skipped > 0, suspect="data")
+        self._snapshots.complete(self._extras)
 
     def _publish(self, step: TrainStep, report: StepReport, elapsed: float) -> None:
         parts, counts, lengths = self._parts, step.ready.counts, step.lengths
@@ -395,18 +370,7 @@ class SpmdRun(Generic[RecipeT_co]):
             return
         with self._parts.watch.span("checkpoint"):
             self._end_save()
-            values, arrays = encode(self._loader_state)
-            extras = Extras(
-                values={
-                    "loader": values,
-                    "skipped": self._skipped,
-                    "skipped_in_a_row": self._guard.in_a_row,
-                    "updates": self._step - self._skipped,
-                    "missed_updates": self.engine.optimizer.missed_updates(),
-                    "recipe": self.recipe.stored_values(),
-                },
-                arrays=arrays,
-            )
+            extras = self._extras(self._step, self._loader_state, self.engine.optimizer.missed_updates())
             self._parts.writer.save(self._step, checkpoint_shards(self.engine), extras)
             self._milestones.saving(self._step)
             if not self.recipe.checkpoint.background:
@@ -458,6 +422,21 @@ class SpmdRun(Generic[RecipeT_co]):
             self._log.console.warning(
                 f"the held-out loss of step {self._step} cannot be recorded in its checkpoint: {fault}"
             )
+
+    def _extras(self, step: int, loader: LoaderState, missed_updates: Mapping[str, int]) -> Extras:
+        """What is saved beside the tensors of the step whose report was read last."""
+        values, arrays = encode(loader)
+        return Extras(
+            values={
+                "loader": values,
+                "skipped": self._skipped,
+                "skipped_in_a_row": self._guard.in_a_row,
+                "updates": step - self._skipped,
+                "missed_updates": missed_updates,
+                "recipe": self._stored_recipe,
+            },
+            arrays=arrays,
+        )
 
     def _finish(self) -> None:
         self._flush()

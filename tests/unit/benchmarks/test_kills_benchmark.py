@@ -21,21 +21,23 @@ import kills
 from kills_processes import Process, ProcessFamily, hit, names_victim
 from kills_reward import digits
 from kills_run import Numbers, Unbroken, is_complete, numbers_of
-from kills_task import LAYOUTS, STEPS, Task, recipe
-from kills_trials import CONTROL, VICTIMS, Attempt, Moment, Row, Trial, cells, table, trials
+from kills_task import FIXED_DATA, LAYOUTS, STEPS, Task, recipe, sft_recipe
+from kills_trials import CONTROL, RANK, VICTIMS, Attempt, Moment, Row, Trial, cells, recoveries_line, table, trials
 from podium.recipe import parse_recipe
 
 
 def attempt(**changes: Any) -> Attempt:
     """A command that was hit after 20 s and ended 3 s later with a good error."""
     plain = Attempt(
-        verb="train", code=2, wall_s=23.0, hit_at_s=20.0, hit_while="ray::Worker, 3 steps done", end_s=3.0, named=True,
-        advised=True, raw=False, left=(), gone_s=0.5,
+        verb="train", code=2, wall_s=23.0, num_hits=1, hit_at_s=20.0, hit_while="ray::Worker, 3 steps done", end_s=3.0,
+        named=True, advised=True, raw=False, left=(), gone_s=0.5,
     )  # fmt: skip
     return replace(plain, **changes)
 
 
-RESUMED = attempt(verb="resume", code=0, hit_at_s=None, hit_while=None, end_s=None, named=None, advised=None, raw=None)
+RESUMED = attempt(
+    verb="resume", code=0, num_hits=0, hit_at_s=None, hit_while=None, end_s=None, named=None, advised=None, raw=None
+)
 
 
 def row(*attempts: Attempt, victim: str = "learner", layout: str = "colocated", **changes: Any) -> Row:
@@ -61,22 +63,26 @@ def test_a_trial_is_the_same_however_many_there_are() -> None:
 
 def test_every_layout_and_victim_has_its_turn_before_one_has_a_second() -> None:
     every = cells(LAYOUTS, VICTIMS, "KILL")
-    assert len(every) == 23
-    for count, times in ((23, {1}), (35, {1, 2}), (69, {3})):
+    assert len(every) == 45
+    for count, times in ((45, {1}), (60, {1, 2}), (135, {3})):
         found = Counter((trial.layout, trial.victim) for trial in trials(count, seed=1))
         assert set(found) == set(every)
         assert set(found.values()) == times
 
 
-def test_generators_are_apart_only_in_split_and_runners_only_in_environments() -> None:
-    every = cells(LAYOUTS, ("learner", "generator", "runner"), "KILL")
-    assert ("split", "generator") in every
-    assert ("environment", "runner") in every
-    assert len(every) == 5
+def test_generators_are_apart_only_in_some_layouts_and_runners_only_in_environments() -> None:
+    every = cells(LAYOUTS, ("generator", "runner"), "KILL")
+    assert every == [("split", "generator"), ("elastic", "generator"), ("environment", "runner")]
 
 
-def test_nobody_freezes_the_controller_because_nobody_would_notice() -> None:
-    assert cells(("split",), ("controller", "learner"), "STOP") == [("split", "learner")]
+def test_fixed_data_has_ranks_and_a_launcher_only() -> None:
+    victims = (*VICTIMS, RANK)
+    assert cells(FIXED_DATA, victims, "KILL") == [("sft", "controller"), ("sft", "rank")]
+    assert not [victim for _, victim in cells(LAYOUTS, victims, "KILL") if victim == RANK]
+
+
+def test_nobody_freezes_a_launcher_because_nobody_would_notice() -> None:
+    assert cells(("split", "sft"), ("controller", "rank"), "STOP") == [("split", "controller"), ("sft", "rank")]
 
 
 def test_moments_cover_start_up_every_step_and_the_end() -> None:
@@ -85,7 +91,7 @@ def test_moments_cover_start_up_every_step_and_the_end() -> None:
     assert 0.4 < len(at_start) / len(many) < 0.6  # two in five, and all of those that hit a worker without a role
     assert {trial.moment.steps for trial in many} == {None, *range(STEPS + 1)}
     assert all(0 <= trial.moment.share < 1 for trial in many)
-    assert 0.2 < sum(trial.again is not None for trial in many) / len(many) < 0.3
+    assert 0.4 < sum(trial.again is not None for trial in many) / len(many) < 0.6
     assert all(trial.moment.steps is None for trial in many if trial.victim == "worker")
 
 
@@ -124,6 +130,11 @@ def test_recipes_are_valid_and_have_two_workers(layout: str, tmp_path: Path) -> 
     found = parse_recipe(recipe(Task(folder=tmp_path), layout))
     assert (found.placement.launcher, found.placement.devices, found.steps) == ("ray", 2, 12)
     assert (found.environment is not None) == (layout == "environment")
+
+
+def test_the_recipe_on_fixed_data_is_valid_and_restarts_its_two_ranks(tmp_path: Path) -> None:
+    found = parse_recipe(sft_recipe(Task(folder=tmp_path)))
+    assert (found.program, found.placement.devices, found.placement.restarts, found.steps) == ("sft", 2, 3, STEPS)
 
 
 def test_the_reward_is_the_share_of_digits() -> None:
@@ -202,13 +213,17 @@ def test_processes_are_identified_by_their_titles_and_by_rays_logs(
         9: "ray::Worker.__init__",
         10: "/bin/python -P -c from podium.cluster.fork_server import main; main() 3 podium.roles.learner",
         11: "/bin/python -P -c from podium.cluster.fork_server import main; main() 3 podium.roles.learner",
+        12: "/bin/python -c from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)",
+        13: "/bin/python -c from multiprocessing.spawn import spawn_main; spawn_main(tracker_fd=5)",
+        14: "/bin/python -m podium train x.yaml",
     }
     logs = tmp_path / "ray" / "session_latest" / "logs"
     logs.mkdir(parents=True)
     for pid, names in {4: ("Worker", "train[1]#0"), 5: ("Worker", "train[0]#0"), 9: ("Worker",)}.items():
         said = "".join(f":actor_name:{name}\n" for name in names)
         (logs / f"worker-ab12-ffff-{pid}.out").write_text(f":job_id:01\n{said}")
-    living = [Process(pid=pid, title=title, parent=10 if pid == 11 else 1) for pid, title in titles.items()]
+    parents = {11: 10, 10: 14}
+    living = [Process(pid=pid, title=title, parent=parents.get(pid, 1)) for pid, title in titles.items()]
     monkeypatch.setattr(ProcessFamily, "living", lambda self: living)
     assert [living[at].label for at in (0, 1, 3, 6)] == [
         "python",
@@ -218,8 +233,8 @@ def test_processes_are_identified_by_their_titles_and_by_rays_logs(
     ]
     found = ProcessFamily(ray_folder=tmp_path, leader=1).by_victim()
     assert {victim: [process.pid for process in some] for victim, some in found.items()} == {
-        "controller": [1], "gcs_server": [2], "raylet": [3], "learner": [5, 4], "generator": [], "grader": [],
-        "runner": [], "worker": [6, 7, 9, 11], "fork_server": [10],
+        "supervisor": [1], "controller": [14], "gcs_server": [2], "raylet": [3], "learner": [5, 4], "generator": [],
+        "grader": [], "runner": [], "worker": [6, 7, 9, 11], "fork_server": [10], "rank": [12, 13],
     }  # fmt: skip
 
 
@@ -263,18 +278,35 @@ def test_the_table_has_a_line_for_each_layout_and_victim() -> None:
     rows = [
         row(attempt(end_s=2.0), RESUMED),
         row(attempt(end_s=6.0, named=False), attempt(end_s=4.0), RESUMED, weights_equal=False),
-        row(attempt(code=0, end_s=9.0, named=None, advised=None, raw=None), victim="grader", layout="split"),
+        row(
+            attempt(code=0, end_s=9.0, named=None, advised=None, raw=None, num_hits=2),
+            victim="grader",
+            layout="split",
+            recovered_s=(0.5, 1.0, 2.5),
+        ),
         row(attempt(code=None, end_s=90.0, left=("a", "b"), raw=True), RESUMED, victim="grader", layout="split"),
         row(RESUMED, victim=CONTROL),
     ]
     assert table(rows)[2:] == [
-        "| colocated | learner | 2 | 3 | 4.0 | 6.0 | 0 | 0 | 0 | 1 of 2 | 2 of 2 | 2 (3) | 2 of 3 | 3 of 3 | 0 |",
-        "| colocated | none | 1 | 0 |  |  | 0 | 0 | 0 | 1 of 1 | 1 of 1 |  |  |  | 0 |",
-        "| split | grader | 2 | 2 | 49.5 | 90.0 | 1 | 2 | 1 | 2 of 2 | 2 of 2 | 0 (1), hung (1) "
+        "| colocated | learner | 2 | 3 |  |  | 4.0 | 6.0 | 0 | 0 | 0 | 1 of 2 | 2 of 2 | 2 (3) | 2 of 3 | 3 of 3 | 0 |",
+        "| colocated | none | 1 | 0 |  |  |  |  | 0 | 0 | 0 | 1 of 1 | 1 of 1 |  |  |  | 0 |",
+        "| split | grader | 2 | 3 | 1.0 | 2.5 | 49.5 | 90.0 | 1 | 2 | 1 | 2 of 2 | 2 of 2 | 0 (1), hung (1) "
         "| 1 of 1 | 1 of 1 | 1 |",
-        "| all |  | 5 | 5 | 6.0 | 90.0 | 1 | 2 | 1 | 4 of 5 | 5 of 5 | 0 (1), 2 (3), hung (1) | 3 of 4 | 4 of 4 | 1 |",
+        "| all |  | 5 | 6 | 1.0 | 2.5 | 6.0 | 90.0 | 1 | 2 | 1 | 4 of 5 | 5 of 5 | 0 (1), 2 (3), hung (1) "
+        "| 3 of 4 | 4 of 4 | 1 |",
     ]
-    assert {line.count("|") for line in table(rows)} == {16}
+    assert {line.count("|") for line in table(rows)} == {18}
+
+
+def test_times_of_recoveries_are_kept_with_a_row_and_summed_up() -> None:
+    healed = attempt(code=0, end_s=30.0, named=None, advised=None, raw=None)
+    rows = [row(healed, victim=RANK, layout="sft", recovered_s=(6.0, 9.0)), row(healed, recovered_s=(4.0,)), row()]
+
+    assert [Row.read(each.line()) for each in rows] == rows
+    assert recoveries_line(rows) == (
+        "3 times a command went on by itself: 6.0 s after the death was noticed (median), 9.0 s (worst)"
+    )
+    assert recoveries_line(rows[2:]) == "no command went on by itself"
 
 
 def test_a_folder_with_runs_of_other_code_is_refused(tmp_path: Path) -> None:

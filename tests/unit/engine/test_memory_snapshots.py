@@ -6,15 +6,20 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from podium.engine import memory_snapshots
 from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import PARTIAL, Extras, saved_steps
-from podium.engine.memory_snapshots import SnapshotWriter
+from podium.engine.memory_snapshots import MemorySnapshots, SnapshotWriter, whole_snapshots
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import Box, TensorShard
@@ -127,8 +132,11 @@ def test_memory_that_is_not_there_is_an_error_and_not_a_crash(
 
     monkeypatch.setattr(os, "posix_fallocate", refuse)
 
-    with pytest.raises(OSError, match="No space left"):
-        save(SnapshotWriter(tmp_path, ALONE, timeout_s=5), 1, tensors)
+    writer = SnapshotWriter(tmp_path, ALONE, timeout_s=5)
+    save(writer, 1, tensors)
+
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(writer, 2, tensors)
     assert not saved_steps(tmp_path)
 
 
@@ -153,3 +161,89 @@ def test_others_cannot_read_it(tmp_path: Path, tensors: dict[str, Tensor]) -> No
 
     for folder in (tmp_path / "mine", tmp_path / "mine" / "run", tmp_path / "mine" / "run" / "policy"):
         assert folder.stat().st_mode & 0o077 == 0, folder
+
+
+class TestSnapshotsOfAStateThatMayNotFit:
+    def snapshots(self, folder: Path, tensors: dict[str, Tensor], mesh: Mesh = ALONE) -> MemorySnapshots:
+        return MemorySnapshots(folder, mesh, node="a", pieces=lambda: pieces_of(tensors))
+
+    def test_it_is_whole_once_its_extras_are_known(self, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+        snapshots, extras = self.snapshots(tmp_path, tensors), Future[Extras]()
+
+        assert snapshots.take(1, extras) is None
+        assert whole_snapshots(tmp_path) == ()
+        before = tensors["weight"].clone()
+        tensors["weight"].add_(1.0)
+        extras.set_result(Extras(values={"skipped": 2}, arrays={}))
+        snapshots.wait()
+
+        assert whole_snapshots(tmp_path) == (1,)
+        reader = CheckpointReader(tmp_path / "step-00000001")
+        assert reader.values == {"skipped": 2}
+        assert torch.equal(reader.tensor("weight"), before)
+
+    def test_too_little_memory_is_the_reason_and_nothing_is_written(
+        self, tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(memory_snapshots, "_free_bytes", lambda folder: 100)
+        snapshots = self.snapshots(tmp_path / "memory", tensors)
+
+        for step in (1, 2):
+            assert "of memory are free" in (snapshots.take(step, Extras(values={}, arrays={})) or "")
+        assert not (tmp_path / "memory").exists()
+
+    def test_memory_of_processes_that_are_gone_counts_as_free(
+        self, tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        usage = SimpleNamespace(free=2**20)
+        monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+        big = {"weight": torch.zeros(2**16)}  # two snapshots take half of what is free
+        first = self.snapshots(tmp_path, big)
+        for step in (1, 2):
+            assert first.take(step, Extras(values={}, arrays={})) is None
+        first.wait()
+        usage.free = 2**19
+
+        assert self.snapshots(tmp_path, big).take(3, Extras(values={}, arrays={})) is None
+
+    def test_ranks_on_several_nodes_take_none(self, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+        mesh = TwoNodes(rank=0, world=2, device=torch.device("cpu"), devices=None)
+
+        reason = self.snapshots(tmp_path, tensors, mesh).take(1, Extras(values={}, arrays={}))
+
+        assert reason == "the ranks are on 2 nodes"
+
+    def test_a_failure_ends_them_with_its_reason(
+        self, tmp_path: Path, tensors: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(handle: int, begin: int, size: int) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+        snapshots = self.snapshots(tmp_path, tensors)
+
+        reasons = [snapshots.take(step, Extras(values={}, arrays={})) for step in (1, 2, 3)]
+
+        assert reasons[0] is None
+        assert "No space left" in (reasons[1] or "")
+        assert reasons[2] == reasons[1]
+
+    def test_one_of_another_rank_ends_them_too(self, tmp_path: Path, tensors: dict[str, Tensor]) -> None:
+        mesh = OtherFails(rank=0, world=2, device=torch.device("cpu"), devices=None)
+
+        reason = self.snapshots(tmp_path, tensors, mesh).take(1, Extras(values={}, arrays={}))
+
+        assert "failed on 1 other rank." in (reason or "")
+
+
+class TwoNodes(Mesh):
+    def gather(self, value: Any) -> list[Any]:
+        return [value, ("b", *value[1:])]
+
+
+class OtherFails(Mesh):
+    def gather(self, value: Any) -> list[Any]:
+        return [value, value]
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values + 1

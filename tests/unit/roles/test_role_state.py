@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from podium.engine import memory_snapshots
 from podium.engine.checkpoint_files import Extras
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import Box, TensorShard
-from podium.roles import role_state
 from podium.roles.role_state import RoleState
 
 ALONE = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
@@ -50,7 +50,7 @@ def test_going_back_forgets_later_steps(tmp_path: Path) -> None:
 
 
 def test_memory_that_does_not_suffice_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(role_state, "_free_bytes", lambda folder: 63)  # two snapshots of 16 bytes, and half of it
+    monkeypatch.setattr(memory_snapshots, "_free_bytes", lambda folder: 63)  # two snapshots of 16 bytes, and half of it
 
     assert state(tmp_path).snapshot(1, Extras(values={}, arrays={})) == (
         "they take 0.0 GiB, and 0.0 GiB of memory are free"

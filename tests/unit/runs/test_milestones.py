@@ -50,6 +50,58 @@ def test_an_evaluation_at_the_start_is_of_a_new_run() -> None:
     assert not milestones.starts_with_evaluation(3)
 
 
+class TestARestartedRun:
+    RECIPE = ("evaluation.every=2", "checkpoint.every=2", HELDOUT)
+
+    def test_makes_up_for_a_checkpoint_and_an_evaluation_in_which_it_was_killed(self) -> None:
+        milestones = Milestones(on_policy_recipe(*self.RECIPE), 4, evaluates=True, restarted=True, saved_step=2)
+
+        assert milestones.saved_step == 2
+        assert milestones.starts_with_save(4)
+        assert milestones.starts_with_evaluation(4)
+
+    def test_makes_up_for_a_checkpoint_that_was_not_complete_some_steps_later(self) -> None:
+        milestones = Milestones(on_policy_recipe(*self.RECIPE), 5, evaluates=True, restarted=True, saved_step=2)
+
+        assert milestones.starts_with_save(5)
+        assert milestones.whole_step == 2
+        assert not Milestones(
+            on_policy_recipe(*self.RECIPE), 5, evaluates=True, restarted=True, saved_step=4
+        ).starts_with_save(5)
+
+    def test_without_checkpoints_on_disk_saves_the_first_that_was_due(self) -> None:
+        recipe = on_policy_recipe(*self.RECIPE)
+
+        for step, is_due in ((0, False), (1, False), (2, True), (3, True)):
+            milestones = Milestones(recipe, step, evaluates=True, restarted=True, saved_step=0)
+            assert milestones.starts_with_save(step) == is_due
+            assert milestones.whole_step is None
+
+    def test_does_not_repeat_an_evaluation_that_was_recorded(self) -> None:
+        milestones = Milestones(on_policy_recipe(*self.RECIPE), 4, evaluates=True, restarted=True, is_evaluated=True)
+
+        assert not milestones.starts_with_evaluation(4)
+
+    def test_begins_with_neither_where_none_was_due(self) -> None:
+        milestones = Milestones(on_policy_recipe(*self.RECIPE), 3, evaluates=True, restarted=True)
+
+        assert not milestones.starts_with_save(3)
+        assert not milestones.starts_with_evaluation(3)
+
+    def test_does_not_repeat_the_evaluation_at_the_start(self) -> None:
+        recipe = on_policy_recipe("evaluation.at_start=true", HELDOUT)
+
+        assert Milestones(recipe, 0, evaluates=True, restarted=True).starts_with_evaluation(0)
+        assert not Milestones(recipe, 0, evaluates=True, restarted=True, is_evaluated=True).starts_with_evaluation(0)
+
+    def test_a_resumed_one_goes_on_with_its_next_step(self) -> None:
+        milestones = Milestones(on_policy_recipe(*self.RECIPE), 4, evaluates=True)
+
+        assert milestones.saved_step == 4
+        assert not milestones.starts_with_save(4)
+        assert not milestones.starts_with_evaluation(4)
+
+
 def test_a_run_is_finished_when_all_steps_are_done() -> None:
     recipe = on_policy_recipe("steps=4")
 

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a process that is started again after its death tells its supervisor, and what it learns from it. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predecessor:
+    """The process that carried out a run before this one."""
+
+    cause: str  # of its end
+    ended_s: float  # by the clock of `time.monotonic`, which all processes of a machine share
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SupervisedRun:
+    """The run that a process carries out, for the one that takes its place."""
+
+    folder: Path
+    restarts: int  # deaths without a committed step between them that are answered
+    heartbeat_timeout_s: float  # for how long it may be stopped
+
+    def values(self) -> Mapping[str, Any]:
+        """As JSON values."""
+        return asdict(self) | {"folder": str(self.folder)}
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> SupervisedRun:
+        """From JSON values."""
+        return cls(**{**values, "folder": Path(values["folder"])})
+
+
+class Supervision:
+    """The way of a process to its supervisor. A supervisor that does not read costs messages, never time."""
+
+    def __init__(self, pipe: int, predecessor: Predecessor | None = None, run: Path | None = None) -> None:
+        """`predecessor`: the process before this one, and the `run` that it carried out."""
+        os.set_blocking(pipe, False)
+        self._pipe, self._predecessor, self._run = pipe, predecessor, run
+        self.asks_restart = False
+
+    def predecessor(self, folder: Path) -> Predecessor | None:
+        """The process whose run this one goes on with, if that is the run of the folder."""
+        return self._predecessor if self._run is not None and self._run.absolute() == folder.absolute() else None
+
+    def begins(self, run: SupervisedRun) -> None:
+        """From now on the process is started again if it dies."""
+        self._tell("run", dict(run.values()))
+
+    def is_recorded(self) -> None:
+        """The run folder has all that is needed to go on: before, the command itself has to be repeated."""
+        self._tell("recorded", True)
+
+    def note_progress(self) -> None:
+        """A step was committed."""
+        self._tell("progress", True)
+
+    def ask_restart(self, cause: str) -> None:
+        """This process ends now, and another one should go on."""
+        self.asks_restart = True
+        self._tell("restart", cause)
+
+    def _tell(self, name: str, value: Any) -> None:
+        with contextlib.suppress(OSError):  # nobody reads, or not fast enough
+            os.write(self._pipe, json.dumps({name: value}).encode() + b"\n")
+
+
+SUPERVISION: ContextVar[Supervision | None] = ContextVar("supervision", default=None)
+"""Of this process, if it has a supervisor."""
+
+
+def predecessor_of(folder: Path) -> Predecessor | None:
+    """The process after whose death this one goes on with the run of a folder; None: there was none."""
+    supervision = SUPERVISION.get()
+    return None if supervision is None else supervision.predecessor(folder)
+
+
+def is_restarting() -> bool:
+    """Whether this process ends so that another one can go on with its run."""
+    supervision = SUPERVISION.get()
+    return supervision is not None and supervision.asks_restart

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How a restarted group of ranks goes on: from the newest snapshot in host memory or checkpoint, whichever is later."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from podium.engine.checkpoint import CheckpointReader, newest_usable
+from podium.engine.checkpoint_files import saved_steps
+from podium.engine.memory_snapshots import MemorySnapshots, whole_snapshots
+from podium.engine.mesh import Mesh
+from podium.engine.resuming import checkpoint_shards
+from podium.engine.train_step import TrainEngine
+from podium.observe import Console
+from podium.observe.metrics import read_last_metrics
+from podium.recipe import SpmdRecipe
+from podium.runs.events import append_recovery
+from podium.runs.folder import RunFolder
+from podium.runs.host_memory import memory_folder
+from podium.runs.milestones import Milestones
+from podium.spmd.launch import RankPlace
+
+
+def snapshot_folder(run: Path, launch_id: str | None) -> Path | None:
+    """Where ranks of one launch keep their snapshots. Snapshots of earlier launches are elsewhere: a run that was
+    resumed by hand may have been changed. None: there are no snapshots."""
+    memory = memory_folder(run) if launch_id is not None else None
+    return None if memory is None or launch_id is None else memory / launch_id
+
+
+def newest_state(folder: RunFolder, memory: Path | None, mesh: Mesh) -> CheckpointReader | None:
+    """The newest snapshot or checkpoint, the same on all ranks; None if there is none. Collective."""
+    on_disk = saved_steps(folder.checkpoints)
+    seen = mesh.gather(
+        (on_disk[-1].step if on_disk else None, () if memory is None else whole_snapshots(memory))
+    )  # fmt: skip
+    saved_step, _ = seen[0]
+    # A rank that was moved to another node cannot read the others' memory.
+    snapshots = set.intersection(*(set(steps) for _, steps in seen))
+    if memory is not None and snapshots and (saved_step is None or max(snapshots) > saved_step):
+        return CheckpointReader(memory / f"step-{max(snapshots):08d}")
+    return None if saved_step is None else newest_usable(folder.checkpoints, saved_step)
+
+
+def open_snapshots(where: RankPlace, memory: Path | None, engine: TrainEngine) -> MemorySnapshots | None:
+    """What takes the snapshots of this rank; None where no later restart could use them."""
+    if memory is None or not where.restarts_left:
+        return None
+    return MemorySnapshots(memory, engine.mesh, node=where.node, pieces=lambda: checkpoint_shards(engine))
+
+
+def restarted_milestones(
+    recipe: SpmdRecipe, step: int, folder: RunFolder, mesh: Mesh, *, evaluates: bool
+) -> Milestones:
+    """The milestones of a run that goes on after `step`: whether it had saved and evaluated that step before it was
+    killed. Collective: rank 0 looks."""
+    saved = saved_steps(folder.checkpoints)
+    last = read_last_metrics(folder.metrics_file) if mesh.is_main else []
+    is_evaluated = any(each.step == step and "heldout/loss" in each.values for each in last)
+    saved_step, is_evaluated = mesh.gather((saved[-1].step if saved else 0, is_evaluated))[0]
+    return Milestones(
+        recipe, step, evaluates=evaluates, restarted=True, saved_step=saved_step, is_evaluated=is_evaluated
+    )
+
+
+def report_restart(where: RankPlace, folder: RunFolder, console: Console, step: int) -> None:
+    """Says where the run goes on, and how long that took; rank 0 only."""
+    restart = where.restart
+    if restart is None or where.rank != 0:
+        return
+    seconds = time.monotonic() - restart.failed_s
+    place = f"going on after step {step}" if step else "beginning again"
+    console.note(f"{restart.title}: {place}, {seconds:.1f} s after the failure")
+    append_recovery(folder.path, part="rank", cause=restart.cause, remedy="restart", step=step, seconds=seconds)

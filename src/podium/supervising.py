@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor of a command: starts the controller of a run again where it dies, or where its Ray died. Torch-free.
+
+`podium train` and `podium resume` of a recipe with a controller run in a child process. Its parent, the supervisor,
+does nothing but wait, so that little can happen to it. The child tells it when the run begins, and from then on it is
+started again. When the supervisor is killed, the kernel ends the child, and with it the run."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
+
+from podium.controller.recovery import Abort, Death, RecoveryPlan
+from podium.environments.supervisor import adopt_orphans, end_all, end_like, reaped, signal_with_end_of
+from podium.errors import RecipeError
+from podium.observe.console import PlainConsole
+from podium.observe.recording import RecordedConsole
+from podium.recipe import OnPolicyRecipe
+from podium.recipe.loading import read_values
+from podium.recipe.programs import recipe_class
+from podium.runs.folder import is_pipeline_folder
+from podium.runs.host_memory import forget_memory, keep_memory
+from podium.runs.supervised import SUPERVISION, Predecessor, SupervisedRun, Supervision
+from podium.spmd.launch import place_under_torchrun
+
+_VERBS = ("train", "resume")
+# What ends a run on purpose: handed on to the child, and no reason to start it again.
+_ENDS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT})
+# `si_code` of a signal that a terminal sends: its whole foreground process group has it.
+_SI_KERNEL = 128
+_LOOK_S = 0.5
+# After the death of a controller, its guard ends Ray and the workers. What is left then is ended here.
+_GUARD_S = 10.0
+
+
+def is_supervised(arguments: Sequence[str]) -> bool:
+    """Whether a command line has a supervisor: it runs a recipe that has a controller, or a pipeline with one."""
+    if sys.platform != "linux" or not arguments or arguments[0] not in _VERBS or place_under_torchrun() is not None:
+        return False
+    return any(_has_controller(Path(each)) for each in arguments[1:])
+
+
+def _has_controller(path: Path) -> bool:
+    """Whether a path is a recipe with a controller, or the folder of such a run."""
+    file = path / "recipe.yaml" if path.is_dir() else path
+    try:
+        values = read_values(file) if file.is_file() else {}
+    except (RecipeError, OSError):
+        return False  # the command itself says what is wrong
+    stages = values.get("stages")
+    recipes = [values, *(stages.values() if isinstance(stages, Mapping) else ())]
+    kinds = [recipe_class(each) for each in recipes if isinstance(each, Mapping)]
+    return any(kind is not None and issubclass(kind, OnPolicyRecipe) for kind in kinds)
+
+
+def supervise(arguments: Sequence[str]) -> Sequence[str]:
+    """Starts a child process, and others after it as long as there are deaths to be answered. Returns only in them,
+    with the arguments of their command. The supervisor ends like the last of them."""
+    adopt_orphans()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS | {signal.SIGCHLD})
+    watch, supervisor = _Watch(), os.getpid()
+    while True:
+        reading, writing = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        child = os.fork()
+        if child == 0:
+            os.close(reading)
+            signal_with_end_of(supervisor, signal.SIGKILL)
+            if not watch.shares_terminal:
+                os.setpgid(0, 0)  # signals to the group of the supervisor come by way of it, once
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            SUPERVISION.set(Supervision(writing, watch.predecessor, watch.folder))
+            return watch.arguments(arguments)
+        os.close(writing)
+        watch.follow(child, reading)
+        os.close(reading)
+
+
+class _Watch:
+    """Follows the child processes of one command."""
+
+    def __init__(self) -> None:
+        self.shares_terminal = os.isatty(0)
+        self.predecessor: Predecessor | None = None
+        self._run: SupervisedRun | None = None
+        self._plan = RecoveryPlan(0)
+        self._memory: TextIO | None = None
+        self._pending = b""
+        self._begin()
+
+    def _begin(self) -> None:
+        """Before the next child."""
+        self._asked: str | None = None  # why the child wants to be started again
+        self._is_recorded = self._is_ending = self._goes_on = False
+        self._stopped_s = 0.0
+
+    @property
+    def folder(self) -> Path | None:
+        """Of the run that the last child carried out."""
+        return None if self._run is None else self._run.folder
+
+    def arguments(self, first: Sequence[str]) -> Sequence[str]:
+        """Of the next child: the command itself, or to go on with what it has begun."""
+        if self.predecessor is None or self._run is None:
+            return first
+        folder = self._run.folder
+        if is_pipeline_folder(folder.parent):
+            return ["resume", str(folder.parent)]
+        return ["resume", str(folder)] if self._goes_on else first
+
+    def follow(self, child: int, pipe: int) -> None:
+        """Waits for the end of a child. Returns if another one goes on; otherwise this process ends too."""
+        self._begin()
+        code = self._wait(child, pipe)
+        cause = self._cause(code)
+        if cause is None or self._run is None:
+            self._end(code)
+        self.predecessor = Predecessor(cause=cause, ended_s=time.monotonic())
+        self._goes_on = self._is_recorded and (self._run.folder / "run.json").is_file()
+        _end_family(child)
+        console = RecordedConsole(PlainConsole(sys.stdout, log_every=1), log_every=1)
+        if self._goes_on:
+            console.record_in(self._run.folder / "console.log")
+        decision = self._plan.decide(Death(part="controller", cause=cause))
+        if isinstance(decision, Abort):
+            console.warning(f"{cause} The run ends: {decision.reason}. Continue it with: podium resume {self._shown}")
+            self._end(code)
+        console.warning(f"{cause} A new controller goes on with the run.")
+
+    @property
+    def _shown(self) -> str:
+        assert self._run is not None
+        folder = self._run.folder
+        return str(folder.parent if is_pipeline_folder(folder.parent) else folder)
+
+    def _wait(self, child: int, pipe: int) -> int:
+        """The exit code of the child; negative: the signal that ended it. Waits as long as the command takes."""
+        os.set_blocking(pipe, False)
+        while True:
+            news = signal.sigtimedwait(_ENDS | {signal.SIGCHLD}, _LOOK_S)
+            if news is not None and news.si_signo in _ENDS:
+                self._is_ending = True
+                if not (self.shares_terminal and news.si_code == _SI_KERNEL):
+                    os.kill(child, news.si_signo)
+            code, _ = reaped(child)
+            self._read(pipe)
+            if code is not None:
+                return code
+            self._look_at(child)
+
+    def _read(self, pipe: int) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while read := os.read(pipe, 65536):
+                *lines, self._pending = (self._pending + read).split(b"\n")
+                for line in lines:
+                    for name, value in json.loads(line).items():
+                        self._note(name, value)
+
+    def _note(self, name: str, value: Any) -> None:
+        match name:
+            case "run":
+                before, self._run = self._run, SupervisedRun.of(value)
+                if before is None or before.folder != self._run.folder:  # the next stage of a pipeline
+                    self._forget_memory(before)
+                    self._plan = RecoveryPlan(self._run.restarts)
+            case "recorded":
+                self._is_recorded = True
+            case "progress":
+                self._plan.note_progress()
+                if self._memory is None and self._run is not None:
+                    self._memory = keep_memory(self._run.folder)
+            case "restart":
+                self._asked = value
+            case _:
+                raise AssertionError(name)
+
+    def _look_at(self, child: int) -> None:
+        """Kills a child that has been stopped for longer than the heartbeat timeout. Counts looks instead of reading
+        the clock: this process may have been stopped itself."""
+        if self._run is None:
+            return
+        from podium.cluster.processes import kill, look
+
+        found = look(child)
+        self._stopped_s = self._stopped_s + _LOOK_S if found is not None and found.is_stopped else 0.0
+        if found is not None and self._stopped_s >= self._run.heartbeat_timeout_s:
+            self._asked = (
+                f"The controller (process {child}) is stopped (SIGSTOP) and has given no sign of life for "
+                f"{self._run.heartbeat_timeout_s:g} s."
+            )
+            kill(found)
+
+    def _cause(self, code: int) -> str | None:
+        """Why the child died; None: it has ended, or was told to."""
+        if self._is_ending:
+            return None
+        if self._asked is not None or code >= 0 or -code in _ENDS:
+            return self._asked
+        return f"The controller was killed by {signal.Signals(-code).name}."
+
+    def _end(self, code: int) -> NoReturn:
+        self._forget_memory(self._run)
+        end_like(code)
+
+    def _forget_memory(self, run: SupervisedRun | None) -> None:
+        if self._memory is not None:
+            self._memory.close()
+            self._memory = None
+        if run is not None:
+            forget_memory(run.folder)
+
+
+def _end_family(child: int) -> None:
+    """Returns when nothing is left of the processes of a child: they hold devices and memory."""
+    end_s = time.monotonic() + _GUARD_S
+    while reaped(child)[1] and time.monotonic() < end_s:
+        time.sleep(0.02)
+    end_all(child)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The controller of a run is killed, or Ray under it: a new controller goes on by itself, and the run ends with the
+weights, optimizer state, metrics and ledger of the run that nobody killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Callable, Mapping
+from contextlib import chdir, closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from golden.runs import fingerprint, make_task, pipeline, recipe, train
+from helpers.on_policy import podium, session_of
+from helpers.processes import wait_until
+from podium.cluster.processes import children, command_of
+from podium.runs.events import recoveries
+from podium.runs.host_memory import memory_folder
+from podium.runs.showing import show_lines
+
+pytestmark = [pytest.mark.slow, pytest.mark.serial, pytest.mark.timeout(300)]
+
+STEPS = 6
+Victim = Callable[[int], int | None]
+
+
+def controller(command: int) -> int | None:
+    """The child of a command's first process that was forked from it. Orphans are its children too."""
+    found = [pid for pid in children(command) if command_of(pid) == command_of(command)]
+    return found[0] if found else None
+
+
+def ray_process(name: str) -> Victim:
+    def find(command: int) -> int | None:
+        for pid in session_of(command):
+            with suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[0].endswith(name.encode()):
+                    return pid
+        return None
+
+    return find
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("deaths")
+    make_task(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(task: Path) -> dict[str, dict[str, Any]]:
+    """Method -> what its run computes in one process, filled as tests ask for it."""
+    return {}
+
+
+def values_of(method: str, name: str, **changes: Any) -> dict[str, Any]:
+    values = recipe(method)
+    values |= {"steps": STEPS, "checkpoint": {"every": STEPS, "background": False}}
+    for key, change in changes.items():
+        values[key] = {**values.get(key, {}), **change} if isinstance(change, dict) else change
+    placement = {"launcher": "ray", **changes.get("placement", {})}
+    return values | {"placement": {**values["placement"], **placement}, "run": {**values["run"], "name": name}}
+
+
+def expected(undisturbed: dict[str, dict[str, Any]], method: str, task: Path, **changes: Any) -> dict[str, Any]:
+    key = f"{method} {sorted(changes)}"
+    if key not in undisturbed:
+        values = values_of(method, f"{method}-inline", **changes, placement={"launcher": "inline"})
+        undisturbed[key] = fingerprint(train(values, task), step=STEPS)
+    return undisturbed[key]
+
+
+def committed(run: Path) -> int:
+    metrics = run / "metrics.jsonl"
+    return metrics.read_bytes().count(b'"step_s"') if metrics.is_file() else 0
+
+
+def disturbed(
+    values: Mapping[str, Any],
+    task: Path,
+    hits: list[tuple[Victim, int]],
+    *,
+    number: int = signal.SIGKILL,
+    code: int = 0,
+) -> tuple[Path, str]:
+    """Runs the command and hits each victim after so many committed steps. Returns the run folder and what it said."""
+    name = values["run"]["name"]
+    file, output, run = task / f"{name}.yaml", task / f"{name}.out", task / "runs" / name
+    file.write_text(yaml.safe_dump(dict(values)), encoding="utf-8")
+    with chdir(task), podium("train", str(file), output=output) as process:
+        for find, after in hits:
+            found: list[int] = []
+
+            def there(find: Victim = find, after: int = after, found: list[int] = found) -> bool:
+                is_due = committed(run) >= after and "starting Ray" in output.read_text()
+                if is_due and process.poll() is None and not found:
+                    found += [each for each in [find(process.pid)] if each is not None]
+                return bool(found) or process.poll() is not None
+
+            wait_until(there, f"step {after}", deadline_s=120)
+            assert found, output.read_text()
+            os.kill(found[0], number)
+            wait_until(lambda pid=found[0]: not Path(f"/proc/{pid}").exists(), "the end of the victim")  # type: ignore[misc]
+        assert process.wait(120) == code, output.read_text()
+        wait_until(lambda: not session_of(process.pid), "the end of the session", deadline_s=15)
+    return run, " ".join(output.read_text().split())  # the console wraps lines
+
+
+@pytest.mark.parametrize(
+    ("method", "victim", "afters"),
+    [
+        ("grpo", controller, [0]),
+        ("ppo", controller, [1, 4]),
+        ("tool-agent", controller, [3]),
+        ("grpo", ray_process("gcs_server"), [2]),
+        ("grpo", ray_process("raylet"), [3]),
+    ],
+    ids=["controller at start-up", "controller of ppo twice", "controller of an agent", "gcs_server", "raylet"],
+)
+def test_the_run_goes_on(
+    task: Path, undisturbed: dict[str, dict[str, Any]], request: pytest.FixtureRequest, method: str, victim: Victim,
+    afters: list[int],
+) -> None:  # fmt: skip
+    name = f"{method}-{request.node.callspec.id}".replace(" ", "-")
+    run, said = disturbed(values_of(method, name), task, [(victim, after) for after in afters])
+
+    assert fingerprint(run, step=STEPS) == expected(undisturbed, method, task), said
+    found = list(recoveries(run))
+    assert [(each.part, each.remedy) for each in found] == [("controller", "restart")] * len(afters), said
+    for each, after in zip(found, afters, strict=True):
+        assert each.step >= after - 1
+    assert said.count("A new controller goes on with the run.") == len(afters)
+    assert any("recover" in line for line in show_lines(run))
+    memory = memory_folder(run)
+    assert memory is None or not memory.exists()
+
+
+def test_a_stopped_controller_is_replaced_and_what_was_due_is_done(
+    task: Path, undisturbed: dict[str, dict[str, Any]]
+) -> None:
+    """Stopped while it evaluates: the evaluation of that step, and its checkpoint, are there in the end, once."""
+    often = {
+        "checkpoint": {"every": 2, "background": False}, "evaluation": {"every": 2},
+        "data": {"heldout": [{"path": "prompts.jsonl"}]},
+    }  # fmt: skip
+    values = values_of("grpo", "evaluating", **often, placement={"heartbeat_timeout_s": 5})
+    run, said = disturbed(values, task, [(controller, 2)], number=signal.SIGSTOP)
+    assert fingerprint(run, step=STEPS) == expected(undisturbed, "grpo", task, **often), said
+    assert "is stopped (SIGSTOP) and has given no sign of life for 5 s" in said
+
+
+def test_it_ends_when_it_dies_too_often(task: Path) -> None:
+    values = values_of("grpo", "doomed", placement={"restarts": 1}, steps=500)
+    run, said = disturbed(values, task, [(controller, 1), (controller, 0)], code=-signal.SIGKILL)
+    assert "as often as placement.restarts allows" in said
+    assert "Continue it with: podium resume runs/doomed" in said
+    memory = memory_folder(run)
+    assert memory is None or not memory.exists()
+
+
+def test_a_signal_to_the_command_stops_the_run_after_its_step(task: Path) -> None:
+    values = values_of("grpo", "asked", steps=500)
+    file, output, run = task / "asked.yaml", task / "asked.out", task / "runs" / "asked"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    with chdir(task), podium("train", str(file), output=output) as process:
+        wait_until(lambda: committed(run) >= 1, "a step")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0, output.read_text()
+    assert "stopped at step" in output.read_text()
+    assert output.read_text().count("stopping after this step") == 1
+
+
+def test_a_stage_of_a_pipeline_goes_on(task: Path) -> None:
+    values = pipeline()
+    values["run"] = {**values.get("run", {}), "name": "stages"}
+    values["stages"]["grpo"]["placement"] = {**values["stages"]["grpo"].get("placement", {}), "launcher": "ray"}
+    file, output, run = task / "stages.yaml", task / "stages.out", task / "runs" / "stages" / "grpo"
+    file.write_text(yaml.safe_dump(values), encoding="utf-8")
+    with chdir(task), podium("train", str(file), output=output) as process:
+        wait_until(lambda: committed(run) >= 2, "a step of the second stage")
+        victim = controller(process.pid)
+        assert victim is not None
+        os.kill(victim, signal.SIGKILL)
+        assert process.wait(150) == 0, output.read_text()
+    said = " ".join(output.read_text().split())
+    assert said.count("sft, ") == 1, said  # trained once
+    assert [each.part for each in recoveries(run)] == ["controller"]
+    assert not (task / "runs" / "stages" / ".earlier").exists()
+    undisturbed = {**pipeline(), "run": {**pipeline().get("run", {}), "name": "calm"}}
+    steps = max(int(each.name.removeprefix("step-")) for each in (run / "checkpoints").glob("step-*"))
+    assert fingerprint(run, step=steps) == fingerprint(train(undisturbed, task) / "grpo", step=steps)
+
+
+def test_a_run_with_staleness_counts_every_group_once(task: Path) -> None:
+    split = {"layout": "split", "devices": 2, "rollout_devices": 1}
+    values = values_of("grpo", "stale", placement=split, rollout={"staleness": 1})
+    run, _ = disturbed(values, task, [(controller, 3)])
+    with closing(sqlite3.connect(run / "episodes.sqlite")) as ledger:
+        rows = ledger.execute("SELECT prompt_index, step, trained_version - oldest_version FROM groups").fetchall()
+        per_step = ledger.execute("SELECT step, COUNT(*) FROM groups GROUP BY step ORDER BY step").fetchall()
+    assert [step for step, _ in per_step] == list(range(1, STEPS + 1))
+    assert len({count for _, count in per_step}) == 1
+    assert len({prompt for prompt, _, _ in rows}) == len(rows)
+    assert all(age <= 1 for _, _, age in rows)

@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Snapshots of an SPMD run: when one is whole, what is in it, and what is said where there are none."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from podium.engine import memory_snapshots
+from podium.engine.checkpoint import CheckpointReader
+from podium.engine.checkpoint_files import Extras
+from podium.engine.memory_snapshots import MemorySnapshots, whole_snapshots
+from podium.engine.mesh import Mesh
+from podium.models.tensor_shards import Box, TensorShard
+from podium.observe import Console, Stopwatch
+from podium.spmd.step_snapshots import StepSnapshots
+
+ALONE = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
+
+
+class Run:
+    """A model of one tensor, and its snapshots."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.weight, self.console, self.watch = torch.zeros(4), Mock(spec=Console), Stopwatch()
+        piece = TensorShard(name="weight", local=self.weight, box=Box.whole(self.weight.shape), shape=(4,))
+        self.memory = None if folder is None else MemorySnapshots(folder, ALONE, node="", pieces=lambda: [piece])
+        self.missed: dict[str, int] = {"weight": 2}
+        optimizer = SimpleNamespace(missed_updates=lambda: dict(self.missed))
+        self.engine: Any = SimpleNamespace(mesh=ALONE, optimizer=optimizer, before_update=None)
+        self.snapshots = StepSnapshots(self.memory, self.engine, self.console, self.watch)
+
+    def begin(self, number: int) -> None:
+        step: Any = SimpleNamespace(number=number, ready=SimpleNamespace(state=f"after {number}"))
+        self.snapshots.begin(step)
+
+
+def extras_of(step: int, loader: Any, missed_updates: Mapping[str, int]) -> Extras:
+    return Extras(values={"step": step, "loader": loader, "missed": dict(missed_updates)}, arrays={})
+
+
+def test_a_snapshot_is_whole_when_the_report_of_its_step_was_read(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.memory is not None
+    run.begin(1)
+    assert whole_snapshots(tmp_path) == ()
+
+    run.weight.add_(1.0)  # the next step has begun on the device
+    run.missed["weight"] = 9
+    run.snapshots.complete(extras_of)
+    run.memory.wait()
+
+    reader = CheckpointReader(tmp_path / "step-00000001")
+    assert reader.values == {"step": 1, "loader": "after 1", "missed": {"weight": 2}}
+    assert torch.equal(reader.tensor("weight"), torch.zeros(4))
+    run.snapshots.complete(extras_of)  # there is none to complete
+    assert not run.console.note.called
+
+
+def test_an_update_waits_for_the_copy(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    assert run.memory is not None
+
+    assert run.engine.before_update == run.memory.wait_copied
+
+
+def test_without_memory_nothing_happens() -> None:
+    run = Run(None)
+    run.begin(1)
+    run.snapshots.complete(extras_of)
+
+    assert run.engine.before_update is None
+    assert "snapshot" not in run.watch.seconds()
+    assert not run.console.note.called
+
+
+def test_why_there_are_none_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory_snapshots, "_free_bytes", lambda folder: 0)
+    run = Run(tmp_path)
+    for step in (1, 2):
+        run.begin(step)
+        run.snapshots.complete(extras_of)
+
+    ((text,), _) = run.console.note.call_args
+    assert run.console.note.call_count == 1
+    assert text.startswith("no snapshots in memory: they take ")
+    assert whole_snapshots(tmp_path) == ()

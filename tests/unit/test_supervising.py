@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The supervisor of a command: which deaths of its child processes it answers, and how it ends itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from podium.runs.host_memory import memory_folder
+from podium.supervising import is_supervised
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="supervisors are of Linux"),
+    pytest.mark.timeout(120),
+]
+
+# Each child process adds its arguments to `lives`, and then does what the test says for the number of its life.
+CHILD = """
+import json, os, signal, subprocess, sys, time
+from pathlib import Path
+from podium.supervising import supervise
+from podium.runs.supervised import SUPERVISION, SupervisedRun
+
+arguments = list(supervise(["train", "recipe.yaml"]))
+told, run, lives = SUPERVISION.get(), Path("runs/a"), Path("lives")
+predecessor = told.predecessor(run)
+with lives.open("a") as file:
+    file.write(json.dumps([arguments, None if predecessor is None else predecessor.cause]) + "\\n")
+life = len(lives.read_text().splitlines())
+
+def begin(restarts=3, recorded=True, heartbeat_timeout_s=60.0):
+    told.begins(SupervisedRun(folder=run, restarts=restarts, heartbeat_timeout_s=heartbeat_timeout_s))
+    if recorded:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "run.json").write_text("{}")
+        told.is_recorded()
+
+def die(number=signal.SIGKILL):
+    os.kill(os.getpid(), number)
+
+"""
+
+
+def supervised(folder: Path, *what: str) -> tuple[int, list[tuple[list[str], str | None]], str]:
+    """Exit code, the arguments and the predecessor's cause of each child process, and what was printed."""
+    done = subprocess.run(
+        [sys.executable, "-c", CHILD + textwrap.dedent("\n".join(what))],
+        cwd=folder, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr, done.stderr
+    lives = [json.loads(line) for line in (folder / "lives").read_text().splitlines()]
+    return done.returncode, [(arguments, cause) for arguments, cause in lives], " ".join(done.stdout.split())
+
+
+FIRST, RESUMED = ["train", "recipe.yaml"], ["resume", "runs/a"]
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_it_ends_with_the_code_of_its_child(tmp_path: Path, code: int) -> None:
+    assert supervised(tmp_path, "begin()", f"sys.exit({code})")[:2] == (code, [(FIRST, None)])
+
+
+def test_the_death_of_another_program_ends_it_in_the_same_way(tmp_path: Path) -> None:
+    code, lives, _ = supervised(tmp_path, "die(signal.SIGSEGV)")
+    assert (code, lives) == (-signal.SIGSEGV, [(FIRST, None)])
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_controller_is_started_again(tmp_path: Path, number: signal.Signals) -> None:
+    code, lives, said = supervised(tmp_path, "begin()", f"life == 1 and die({int(number)})")
+    cause = f"The controller was killed by {number.name}."
+    assert (code, lives) == (0, [(FIRST, None), (RESUMED, cause)])
+    assert f"warning: {cause} A new controller goes on with the run." in said
+    assert "A new controller" in (tmp_path / "runs" / "a" / "console.log").read_text()
+
+
+def test_before_the_folder_has_everything_the_command_is_repeated(tmp_path: Path) -> None:
+    code, lives, _ = supervised(tmp_path, "begin(recorded=life > 1)", "life < 3 and die()")
+    assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, FIRST, RESUMED])
+
+
+def test_a_stage_goes_on_with_its_pipeline(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "pipeline.json").write_text("{}")
+    code, lives, _ = supervised(tmp_path, "begin(recorded=False)", "life == 1 and die()")
+    assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, ["resume", "runs"]])
+
+
+def test_it_gives_up_without_progress(tmp_path: Path) -> None:
+    code, lives, said = supervised(tmp_path, "begin(restarts=2)", "die()")
+    assert (code, len(lives)) == (-signal.SIGKILL, 3)
+    assert "replaced 2 times since the last committed step, as often as placement.restarts allows" in said
+    assert said.endswith("Continue it with: podium resume runs/a")
+
+
+def test_progress_renews_the_budget(tmp_path: Path) -> None:
+    code, lives, _ = supervised(tmp_path, "begin(restarts=1)", "told.note_progress()", "life < 5 and die()")
+    assert (code, len(lives)) == (0, 5)
+
+
+def test_a_controller_may_ask_for_another(tmp_path: Path) -> None:
+    asks = "begin()\nif life == 1:\n    told.ask_restart('Ray died.')\n    sys.exit(3)"
+    code, lives, said = supervised(tmp_path, asks)
+    assert (code, lives) == (0, [(FIRST, None), (RESUMED, "Ray died.")])
+    assert "warning: Ray died. A new controller goes on with the run." in said
+
+
+def test_nothing_of_a_dead_controller_is_left_when_the_next_begins(tmp_path: Path) -> None:
+    leaves = """
+    begin()
+    if life == 1:
+        Path("left").write_text(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
+        die()
+    left = Path("/proc", Path("left").read_text())
+    sys.exit(left.exists())
+    """
+    code, lives, _ = supervised(tmp_path, leaves)
+    assert (code, len(lives)) == (0, 2)
+
+
+def test_a_stopped_controller_is_killed(tmp_path: Path) -> None:
+    code, lives, _ = supervised(tmp_path, "begin(heartbeat_timeout_s=1)", "life == 1 and die(signal.SIGSTOP)")
+    assert code == 0
+    assert lives[1][1] is not None
+    assert "is stopped (SIGSTOP) and has given no sign of life for 1 s." in lives[1][1]
+
+
+def test_snapshots_are_kept_between_controllers_and_removed_at_the_end(tmp_path: Path) -> None:
+    memory = memory_folder(tmp_path / "runs" / "a")
+    if memory is None:
+        pytest.skip("there is no tmpfs")
+    holds = """
+    from podium.runs.host_memory import held_memory, memory_folder
+    begin()
+    with held_memory(run, is_emptied=predecessor is None, is_removed=False):
+        memory = memory_folder(run)
+        if life == 1:
+            (memory / "snapshot").write_text("weights")
+            told.note_progress()
+            time.sleep(1.5)  # the supervisor looks twice a second
+            die()
+        with held_memory(Path("runs/another")):  # removes what nobody holds
+            sys.exit((memory / "snapshot").read_text() != "weights")
+    """
+    code, lives, _ = supervised(tmp_path, holds)
+    assert (code, len(lives)) == (0, 2)
+    assert not memory.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signals_are_handed_on_once_and_start_nothing_again(tmp_path: Path, number: signal.Signals) -> None:
+    counts = """
+    begin()
+    seen = []
+    signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    signal.signal(signal.SIGINT, lambda *_: seen.append(1))
+    Path("ready").touch()
+    while not seen:
+        time.sleep(0.01)
+    time.sleep(1.0)
+    Path("seen").write_text(str(len(seen)))
+    die()
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD + textwrap.dedent(counts)], cwd=tmp_path, start_new_session=True,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    end_s = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    os.killpg(process.pid, number)  # as a job scheduler does
+    assert process.wait(30) == -signal.SIGKILL
+    assert (tmp_path / "seen").read_text() == "1"
+    assert len((tmp_path / "lives").read_text().splitlines()) == 1
+
+
+def test_the_child_ends_with_its_supervisor(tmp_path: Path) -> None:
+    waits = "begin()\nPath('child').write_text(str(os.getpid()))\ntime.sleep(600)"
+    process = subprocess.Popen([sys.executable, "-c", CHILD + waits], cwd=tmp_path, stdin=subprocess.DEVNULL)
+    end_s = time.monotonic() + 30
+    while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    child = Path("/proc", (tmp_path / "child").read_text())
+    process.kill()
+    process.wait(10)
+    while child.exists() and "Z" not in (child / "stat").read_text().rpartition(")")[2].split()[:1]:
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_which_commands_have_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipes = {
+        "grpo": "program: grpo", "sft": "program: sft", "custom": "program: a.py:f\nsignal: on_policy",
+        "both": "program: pipeline\nstages: {a: {program: sft}, b: {program: ppo}}", "broken": "program: [grpo",
+    }  # fmt: skip
+    for name, text in recipes.items():
+        Path(f"{name}.yaml").write_text(text)
+    Path("run").mkdir()
+    Path("run/recipe.yaml").write_text(recipes["grpo"])
+    for arguments in (["train", "grpo.yaml"], ["train", "--devices", "2", "both.yaml"], ["train", "custom.yaml"],
+                      ["resume", "run", "--step", "3"]):  # fmt: skip
+        assert is_supervised(arguments), arguments
+    for arguments in ([], ["train"], ["show", "run"], ["train", "sft.yaml"], ["train", "broken.yaml"], ["train", "no"]):
+        assert not is_supervised(arguments), arguments
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert not is_supervised(["train", "grpo.yaml"])
