@@ -28,6 +28,7 @@ class SimulatedTransport:
     """Tasks instead of processes. One node has room for everything."""
 
     has_collectives = True  # simulated roles only wait for each other
+    can_be_ended = False
     can_be_silent = False
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
