@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sqlite3
 import threading
@@ -19,9 +20,11 @@ from typing import Any
 import pytest
 
 from golden.runs import fingerprint, make_task, recipe, train
+from helpers.hanging_roles import HANGING, hang_file
 from helpers.on_policy import numbers
 from podium.cluster.cluster import Workers
 from podium.errors import WorkerDiedError
+from podium.roles.interfaces import IMPLEMENTATIONS
 from podium.runs.events import recoveries
 from podium.runs.host_memory import memory_folder
 
@@ -32,6 +35,7 @@ COLOCATED = {"layout": "colocated", "devices": 1}
 SPLIT = {"layout": "split", "devices": 3, "rollout_devices": 2}
 ELASTIC = {"layout": "elastic", "devices": 2, "rollout_devices": 1}
 _PATIENCE_S = 120.0
+HANG_S = 8.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,6 +187,9 @@ def test_a_frozen_learner_is_replaced(
     assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
     (recovery,) = recoveries(run)
     assert "no sign of life" in recovery.cause
+    stacks = (run / "stacks.txt").read_text()
+    assert re.search(r"train\[0\].*\n  does not answer", stacks)
+    assert re.search(r"graders\[0\].*\n  thread", stacks)
 
 
 def test_learners_that_meet_in_collectives_are_replaced_together(
@@ -198,6 +205,50 @@ def test_learners_that_meet_in_collectives_are_replaced_together(
     thread.join(_PATIENCE_S)
     assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
     assert [each.part for each in recoveries(run)] == ["learner", "learner"]
+
+
+@pytest.fixture
+def hanging_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learners and generators that hang once where a file says so."""
+    monkeypatch.setattr("podium.controller.layout.IMPLEMENTATIONS", {**IMPLEMENTATIONS, **HANGING})
+
+
+def test_learners_of_which_one_hangs_are_replaced_and_the_stacks_of_all_are_kept(
+    task: Path, local_ray: None, hanging_roles: None
+) -> None:
+    two = {"launcher": "ray", "layout": "colocated", "devices": 2, "timeout_s": HANG_S}
+    expected = fingerprint(train(_values("grpo", "two-advance", two), task), step=STEPS)
+    hang_file(task / "model", "policy[1]").touch()
+    began_s = time.monotonic()
+
+    run = train(_values("grpo", "one-hangs", two), task)
+
+    assert time.monotonic() - began_s < HANG_S + _PATIENCE_S / 2
+    assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
+    (recovery,) = recoveries(run)
+    assert (recovery.part, recovery.remedy, recovery.step) == ("learner", "rewind", 2)
+    assert re.search(r"train\[1\]\S*: it hangs: no progress in policy\.update .*endless_loop", recovery.cause)
+    stacks = (run / "stacks.txt").read_text()
+    assert re.search(r"train\[0\](.*\n)*?.*torch/distributed", stacks)  # waits in a collective
+    assert re.search(r"train\[1\](.*\n)*?.*endless_loop", stacks)
+    assert re.search(r"graders\[0\].*\n  thread", stacks)
+    assert re.search(r"controller\n  thread", stacks)
+    console = " ".join((run / "console.log").read_text().split())
+    assert "The stacks of all processes are in" in console
+
+
+def test_a_generator_that_hangs_is_replaced_while_the_others_generate(
+    task: Path, undisturbed: dict[str, dict[str, Any]], local_ray: None, hanging_roles: None
+) -> None:
+    expected = _expected(undisturbed, "grpo", task)
+    hang_file(task / "model", "generator[1]").touch()
+
+    run = train(_values("grpo", "generator-hangs", {"launcher": "ray", **SPLIT, "timeout_s": HANG_S}), task)
+
+    assert _without_rollout(fingerprint(run, step=STEPS)) == _without_rollout(expected)
+    (recovery,) = recoveries(run)
+    assert (recovery.part, recovery.remedy) == ("generator", "respawn")
+    assert re.search(r"rollout\[1\].*it hangs: no progress in generator\.stream", recovery.cause)
 
 
 def test_a_generator_is_replaced_while_the_others_generate(

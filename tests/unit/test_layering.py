@@ -14,16 +14,17 @@ import podium
 
 SOURCE = Path(podium.__file__).parent
 LAYERS = (
-    "errors", "disk", "importing", "recipe", "observe", "algorithms", "data", "environments", "models", "engine",
-    "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks", "pipeline_checks",
-    "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating", "replaying",
-    "drafting", "trying", "api", "commands", "cli", "supervising",
+    "errors", "disk", "importing", "progress", "recipe", "observe", "algorithms", "data", "environments", "models",
+    "engine", "weights", "rollout", "runs", "cluster", "roles", "controller", "spmd", "programs", "checks",
+    "pipeline_checks", "python_hints", "python_objects", "recipe_arguments", "generating", "execution", "evaluating",
+    "replaying", "drafting", "trying", "api", "commands", "cli", "supervising",
 )  # fmt: skip
 HEAVY = ("torch", "transformers")
 TORCH_FREE = (
     "errors",
     "disk",
     "importing",
+    "progress",
     "recipe",
     "observe",
     "runs",

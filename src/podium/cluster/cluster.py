@@ -6,13 +6,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any, TypeVar, assert_never
 
 from podium.cluster.blocking import in_thread
 from podium.cluster.channels import Channels
 from podium.cluster.deadlines import Deadline
+from podium.cluster.fanout import OverdueError
 from podium.cluster.group import RoleGroup
+from podium.cluster.hangs import Hang
 from podium.cluster.health import Leave, Rebuild, Respawn, WhereReport, WorkerHealth, remedy
 from podium.cluster.identity import WorkerId
 from podium.cluster.inline import InlineTransport
@@ -22,15 +25,17 @@ from podium.cluster.local_ray import LocalRay
 from podium.cluster.meshes import MeshRegistry
 from podium.cluster.objects import ObjectScope, Stored
 from podium.cluster.placement import TooLarge, bundles_of, preflight
+from podium.cluster.placing import place_pools
 from podium.cluster.results import Span
 from podium.cluster.simulated_faults import WorkerFault
 from podium.cluster.transport import Transport, Value
-from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool, place
+from podium.cluster.worker_pool import RESTORING, Timeouts, WorkerPool
 from podium.errors import ClusterError, DeadlineError, PlacementError, StartTimeoutError, WorkerDiedError
 
 RoleT = TypeVar("RoleT")
 Tell = Callable[[str], object]
 Restore = Callable[[tuple[WorkerId, ...]], Awaitable[None]]
+HangListener = Callable[[Hang], object]
 
 _ATTEMPTS = 3
 _MOST_SPANS = 100_000
@@ -191,13 +196,15 @@ class Workers:
         self._layout, self._transport, self._deadline_s = layout, transport, deadline_s
         self._placing, self._timeouts = asyncio.Lock(), timeouts
         self._worker_pools = {
-            pool.name: WorkerPool(layout, pool, transport, timeouts, self._placing, tell) for pool in layout.pools
+            pool.name: WorkerPool(layout, pool, transport, timeouts, self._placing, tell, self._note_hang)
+            for pool in layout.pools
         }
         meshes = {role.name: layout.mesh(role) for role in layout.roles}
         self.registry = MeshRegistry(meshes=meshes, workers={})
         self._links = Links(self._worker_pools, lambda: self.registry, timeout_s=timeouts.collective_s)
         self._channels = Channels(self._worker_pools, lambda: self.registry)
         self._restores: dict[str, Restore] = {}
+        self._hang_listener: HangListener | None = None
         self._spans: deque[Span] = deque(maxlen=_MOST_SPANS)
 
     async def start(self) -> None:
@@ -205,7 +212,7 @@ class Workers:
         deadline, worker_pools = Deadline(self._deadline_s), list(self._worker_pools.values())
         starting: list[asyncio.Task[None]] = []
         try:
-            await place(worker_pools, self._transport, self._placing, self._timeouts, deadline, grows=False)
+            await place_pools(worker_pools, self._transport, self._placing, self._timeouts, deadline, grows=False)
             starting += [
                 asyncio.create_task(self._until_it_stands(worker_pool, worker_pool.start, deadline))
                 for worker_pool in worker_pools
@@ -256,6 +263,17 @@ class Workers:
         """Registers how new workers of a role get their state; called after every respawn."""
         self.registry.mesh(role)
         self._restores[role] = restore
+
+    def report_hangs_to(self, listener: HangListener) -> None:
+        """`listener` gets every hang before its workers are ended."""
+        self._hang_listener = listener
+
+    async def _note_hang(self, hang: Hang) -> None:
+        """Adds the workers of the other pools: one of them may be what is waited for."""
+        pools = [pool for pool in self._worker_pools if pool not in hang.where]
+        reports = await asyncio.gather(*(self.where(pool) for pool in pools))
+        if self._hang_listener is not None:
+            self._hang_listener(replace(hang, where={**hang.where, **dict(zip(pools, reports, strict=True))}))
 
     async def renew_links(self, *, deadline_s: float = 60.0) -> None:
         """Forms links again whose workers were replaced by a `recover` that did not."""
@@ -361,6 +379,16 @@ class Workers:
         member = worker_pool.member(worker)
         member.process.kill()
         worker_pool.mark_dead(member, "it was ended by the controller")
+
+    async def end_overdue(self, error: OverdueError) -> bool:
+        """Ends the workers that did not answer in time, so that `recover` replaces them. Returns False where that would
+        not stop their work: workers of one process are threads."""
+        if not self._transport.can_be_ended:
+            return False
+        for worker in error.workers:
+            with suppress(WorkerDiedError):  # it has died meanwhile
+                await self.end_worker(worker)
+        return True
 
     def health(self) -> Mapping[str, tuple[WorkerHealth, ...]]:
         """Health by pool, from heartbeats alone: sends no calls."""

@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 _GRACE_S = 1.0
 
 
+class OverdueError(DeadlineError):
+    """Workers did not answer a call in time. They can be ended and replaced."""
+
+    def __init__(self, text: str, workers: Sequence[WorkerId]) -> None:
+        super().__init__(text)
+        self.workers = tuple(workers)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Pending:
     """A call in flight."""
@@ -110,9 +118,10 @@ async def _overdue(
         if worker_pool.broken
         else "\nOne that is stuck for good is ended with `workers.end_worker` and then replaced."
     )
-    raise DeadlineError(
+    raise OverdueError(
         f"{len(late)} of {len(pending)} workers of {worker_pool.pool.name} are still {what} after "
-        f"{deadline.seconds:.1f} s: {', '.join(map(str, late))}. Where they are:\n{report}{stuck}"
+        f"{deadline.seconds:.1f} s: {', '.join(map(str, late))}. Where they are:\n{report}{stuck}",
+        late,
     )
 
 

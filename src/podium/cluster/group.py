@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar
 
 from podium.cluster.deadlines import Deadline
-from podium.cluster.fanout import Pending, gather_answers, sending
+from podium.cluster.fanout import OverdueError, Pending, gather_answers, sending
 from podium.cluster.identity import WorkerId
 from podium.cluster.meshes import RoleMesh
 from podium.cluster.messages import Invoke, Reply, RowsHead
@@ -21,7 +21,7 @@ from podium.cluster.streams import merged
 from podium.cluster.transport import ByReference, GoneError, Transport
 from podium.cluster.worker_pool import WorkerPool
 from podium.data.trajectories import RowsT, TrajectoryIds
-from podium.errors import ClusterError, DeadlineError, ResultError, RoleError, WorkerDiedError
+from podium.errors import ClusterError, ResultError, RoleError, WorkerDiedError
 
 if TYPE_CHECKING:
     from podium.cluster.cluster import Workers
@@ -67,9 +67,12 @@ class RoleGroup(Generic[RoleT]):
         kind: type[RoleT],
         *,
         deadline_s: float,
+        control_s: float | None = None,
     ) -> None:
+        """`control_s`: deadline of control calls, if it is another."""
         self._started, self._transport = started, transport
         self._role, self._kind, self._deadline_s = role, kind, deadline_s
+        self._control_s = deadline_s if control_s is None else control_s
 
     @property
     def mesh(self) -> RoleMesh:
@@ -81,9 +84,12 @@ class RoleGroup(Generic[RoleT]):
         """The current workers of the role, in rank order."""
         return self._started.registry.workers_of(self._role)
 
-    def within(self, seconds: float) -> RoleGroup[RoleT]:
-        """The same group with another deadline for its calls."""
-        return RoleGroup(self._started, self._transport, self._role, self._kind, deadline_s=seconds)
+    def within(self, seconds: float, *, work_only: bool = False) -> RoleGroup[RoleT]:
+        """The same group with another deadline for its calls. `work_only`: not for control calls, which answer soon."""
+        control_s = self._control_s if work_only else seconds
+        return RoleGroup(
+            self._started, self._transport, self._role, self._kind, deadline_s=seconds, control_s=control_s
+        )
 
     def requires(self, *methods: Callable[..., Any]) -> None:
         """Raises an error now if one of these is not a method of the role. A handle declares in its constructor which
@@ -251,7 +257,7 @@ class RoleGroup(Generic[RoleT]):
     async def _gather(
         self, pending: Sequence[Pending], name: str, worker_pool: WorkerPool, *, in_step: bool = True
     ) -> list[Reply]:
-        deadline = Deadline(self._deadline_s)
+        deadline = Deadline(self._deadline_s if in_step else self._control_s)
         replies = await gather_answers(pending, f"in {self._role}.{name}", deadline, worker_pool, in_step=in_step)
         for each, reply in zip(pending, replies, strict=True):
             self._check_sender(each.worker, reply, name)
@@ -280,8 +286,9 @@ class RoleGroup(Generic[RoleT]):
             report = await worker_pool.where([worker])
             what = f"{self._role}.{name}"
             worker_pool.breaks(f"a stream of {what} came to no end")
-            raise DeadlineError(
-                f"{worker} has sent no block of {what} for {self._deadline_s:.1f} s. Where they are:\n{report}"
+            raise OverdueError(
+                f"{worker} has sent no block of {what} for {self._deadline_s:.1f} s. Where they are:\n{report}",
+                [worker],
             ) from None
         except GoneError as gone:
             worker_pool.died(worker, str(gone))

@@ -11,6 +11,8 @@ from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.spans import ThreadPlace
 
 _FRAMES_SHOWN = 6
+# From when on a call that does not advance is worth a word.
+_STALLED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,12 +66,14 @@ class WorkerHealth:
     silent_s: float  # since its last sign of life
     doing: str
     for_s: float
+    stalled_s: float = 0.0  # since its call advanced last
 
     def __str__(self) -> str:
         if self.died is not None:
             return str(self.died)
         doing = f"in {self.doing} for {self.for_s:.1f} s" if self.doing else "idle"
-        return f"{self.worker}: {doing}, last heard {self.silent_s:.1f} s ago"
+        stalled = f" (no progress for {self.stalled_s:.0f} s)" if self.stalled_s >= _STALLED_S else ""
+        return f"{self.worker}: {doing}{stalled}, last heard {self.silent_s:.1f} s ago"
 
 
 def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Died | None, now_s: float) -> WorkerHealth:
@@ -81,6 +85,7 @@ def worker_health(worker: WorkerId, beat: Beat | None, heard_s: float, died: Die
         silent_s=max(0.0, now_s - heard_s),
         doing=beat.doing if beat is not None else "",
         for_s=beat.for_s + max(0.0, now_s - heard_s) if beat is not None and beat.doing else 0.0,
+        stalled_s=beat.stalled_s + max(0.0, now_s - heard_s) if beat is not None and beat.stalled_s else 0.0,
     )
 
 
@@ -96,6 +101,27 @@ class WhereReport:
         for worker, answer in self.answers.items():
             by_place.setdefault(_place(answer), []).append(worker)
         return sorted(by_place.items(), key=lambda item: (-len(item[1]), item[0]))
+
+    def work_stack(self, worker: WorkerId) -> tuple[str, ...]:
+        """The stack of a worker's work thread, innermost call last; empty if it did not answer."""
+        place = _work_thread(self.answers.get(worker))
+        return place.stack if place is not None else ()
+
+    def innermost(self, worker: WorkerId) -> str:
+        """The innermost call of a worker's work thread, "" if it did not answer."""
+        return (self.work_stack(worker) or ("",))[-1]
+
+    def stacks(self) -> str:
+        """All threads of all workers."""
+        parts = []
+        for worker, answer in self.answers.items():
+            if answer is None or answer.dump:
+                dump = answer.dump if answer is not None else ""
+                places = [f"  {_place(answer)}", *(f"    {line}" for line in dump.splitlines())]
+            else:
+                places = [str(place) for place in answer.threads]
+            parts.append("\n".join([str(worker), *places]))
+        return "\n\n".join(parts)
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -117,6 +143,8 @@ def _work_thread(answer: Whereabouts | None) -> ThreadPlace | None:
 def _place(answer: Whereabouts | None) -> str:
     if answer is None:
         return "does not answer (dead, or in a call that holds Python's lock)"
+    if answer.dump:
+        return "does not answer (in a call that holds Python's lock)"
     place = _work_thread(answer)
     if place is None or not place.span:
         return "idle"

@@ -10,9 +10,11 @@ import inspect
 import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Generator, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar, assert_never
@@ -46,6 +48,7 @@ from podium.cluster.worker_context import WorkerContext
 from podium.engine.addresses import DeviceKind, TcpMeeting
 from podium.errors import ClusterError, PodiumError
 from podium.importing import import_all, import_transformers_without_torch, load_object
+from podium.progress import mark_progress, stalled_s
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -82,6 +85,7 @@ class RoleHost:
         self._transfers: dict[str, TransferGroup] = {}
         self._channels: dict[str, Channel] = {}
         self._recorder = SpanRecorder()
+        self._invoked_by: int | None = None  # the work thread, while it runs a method of a role
 
     def handshake(self) -> Handshake:
         """The worker's report about itself when it starts."""
@@ -101,10 +105,11 @@ class RoleHost:
         self._recorder.name_thread(WORK)
         failure: Failure | None = None
         try:
-            with self._recorder.span(_title(call)):
+            with self._recorder.span(_title(call)), self._watched():
                 for computed in _items(self._invoke(call, arguments, named)):
                     head, rows = self._head(call, computed)
                     yield self._reply(head, None, last=False), rows
+                    mark_progress()
         except (SystemExit, GeneratorExit):
             raise
         except BaseException as error:
@@ -142,8 +147,19 @@ class RoleHost:
         """Sends heartbeats at intervals from a separate thread, as long as the process lives."""
         while True:
             doing, for_s = self._recorder.doing(WORK)
-            yield Beat(doing=doing, for_s=for_s)
+            thread = self._invoked_by
+            yield Beat(doing=doing, for_s=for_s, stalled_s=0.0 if thread is None else stalled_s(thread))
             time.sleep(every_s)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """Inside, heartbeats report how long the work thread has not advanced. Starting a role has other deadlines."""
+        self._invoked_by = threading.get_ident()
+        mark_progress()
+        try:
+            yield
+        finally:
+            self._invoked_by = None
 
     def _performing(self, call: Call, arguments: tuple[Any, ...], named: dict[str, Any]) -> Waiting[tuple[Reply, Any]]:
         self._recorder.name_thread(WORK)
@@ -151,7 +167,7 @@ class RoleHost:
         rows: Any = None
         failure: Failure | None = None
         try:
-            with self._recorder.span(_title(call)):
+            with self._recorder.span(_title(call)), self._watched() if isinstance(call, Invoke) else nullcontext():
                 value = self._do(call, arguments, named)
                 if inspect.isawaitable(value):
                     value = yield value

@@ -29,6 +29,7 @@ class InlineTransport:
     """Threads instead of Ray's processes. One node fits everything: threads share its devices."""
 
     has_collectives = False
+    can_be_ended = False  # a debugger may have stopped it
     can_be_silent = True
 
     def __init__(self) -> None:

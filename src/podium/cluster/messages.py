@@ -152,10 +152,11 @@ class Reply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
-    """A heartbeat: what the work thread is doing, and for how long."""
+    """A heartbeat: what the work thread is doing, for how long, and since when its call has not advanced."""
 
     doing: str
     for_s: float
+    stalled_s: float = 0.0  # 0 between calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,3 +164,4 @@ class Whereabouts:
     """The reply to `where`."""
 
     threads: tuple[ThreadPlace, ...]
+    dump: str = ""  # of a worker that could not answer: its stacks as its process wrote them, innermost call first

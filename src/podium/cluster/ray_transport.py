@@ -53,6 +53,7 @@ class RayTransport:
     """Workers as Ray actors. Ends only a Ray that it started."""
 
     has_collectives = True
+    can_be_ended = True
     can_be_silent = True
 
     def __init__(self, *, joined: bool, local: LocalRay | None) -> None:

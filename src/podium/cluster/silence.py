@@ -17,9 +17,17 @@ class Silence:
     process was stopped itself does not count. A call that holds the GIL keeps a worker from sending heartbeats; on this
     machine its CPU use is a sign of life instead."""
 
-    def __init__(self, look: Callable[[], ProcessInfo | None], *, warn_s: float, timeout_s: float) -> None:
-        """`look` reports the process; None if nothing is known about it."""
-        self._look, self._warn_s, self._timeout_s = look, warn_s, timeout_s
+    def __init__(
+        self,
+        look: Callable[[], ProcessInfo | None],
+        *,
+        warn_s: float,
+        timeout_s: float,
+        busy_s: float | None = None,
+    ) -> None:
+        """`look` reports the process; None if nothing is known about it. `busy_s`: how long one that computes may be
+        silent; None: for ever."""
+        self._look, self._warn_s, self._timeout_s, self._busy_s = look, warn_s, timeout_s, busy_s
         self.slice_s = min(warn_s, timeout_s, _SLICE_S)
         self._last: ProcessInfo | None = None
         self._silent_s = self._warned_s = self.lifeless_s = 0.0
@@ -45,5 +53,16 @@ class Silence:
 
     @property
     def is_over(self) -> bool:
-        """Whether the worker was silent for as long as the timeout."""
-        return self.lifeless_s >= self._timeout_s
+        """Whether the worker was silent for too long."""
+        return self.lifeless_s >= self._timeout_s or self._is_too_busy
+
+    @property
+    def _is_too_busy(self) -> bool:
+        return self._busy_s is not None and self._silent_s >= max(self._busy_s, self._timeout_s)
+
+    @property
+    def cause(self) -> str:
+        """Why a worker whose silence is over counts as dead."""
+        if self.lifeless_s < self._timeout_s:
+            return f"no heartbeat for {self._silent_s:.0f} s: {self.guess}"
+        return f"no sign of life for {self.lifeless_s:.0f} s: {self.guess}"

@@ -35,6 +35,7 @@ class SimulatedTransport:
     """Tasks instead of processes. One node has room for everything."""
 
     has_collectives = True  # simulated roles only wait for each other
+    can_be_ended = True
 
     def __init__(self, faults: Sequence[WorkerFault] = (), *, start_s: float = 0.0) -> None:
         """`start_s`: until a process answers. Heartbeats are watched if a worker will be silent."""

@@ -30,6 +30,10 @@ class ThreadPlace:
     span: str  # "" when it is in none
     stack: tuple[str, ...]
 
+    def __str__(self) -> str:
+        title = f"  thread {self.thread}" + (f", in {self.span}" if self.span else "")
+        return "\n".join([title, *(f"    {frame}" for frame in self.stack)])
+
 
 class SpanRecorder:
     """Spans of all threads of one worker. Opening and closing cost microseconds, and nothing is locked."""
@@ -70,20 +74,25 @@ class SpanRecorder:
                 return path, wall_s() - since_s
         return "", 0.0
 
-    def places(self, *, everyone: bool) -> tuple[ThreadPlace, ...]:
-        """All threads of the process, or only those that this worker has named."""
+    def places(self, *, everyone: bool, with_this: bool = False) -> tuple[ThreadPlace, ...]:
+        """All threads of the process, or only those that this worker has named; the one that asks only `with_this`."""
         frames = sys._current_frames()
         names = {thread.ident: thread.name for thread in threading.enumerate() if thread.ident is not None}
         asker = threading.get_ident()
         places = []
         for ident, frame in frames.items():
-            if ident == asker or (not everyone and ident not in self._names):
+            if (ident == asker and not with_this) or (not everyone and ident not in self._names):
                 continue
             open_spans = list(self._open.get(ident, ()))
             path = open_spans[-1][0] if open_spans else ""
             name = self._names.get(ident) or names.get(ident, f"thread {ident}")
             places.append(ThreadPlace(thread=name, span=path, stack=_stack(frame)))
         return tuple(sorted(places, key=lambda place: (place.thread != "work", place.thread)))
+
+
+def process_places() -> tuple[ThreadPlace, ...]:
+    """All threads of this process."""
+    return SpanRecorder().places(everyone=True, with_this=True)
 
 
 def _stack(frame: FrameType) -> tuple[str, ...]:

@@ -85,6 +85,7 @@ class Transport(Protocol):
     """Starts processes in their places, and stores objects."""
 
     has_collectives: bool  # whether workers of one pool can form a process group
+    can_be_ended: bool  # whether ending a worker stops its work, so that one that hangs can be replaced
     can_be_silent: bool  # whether a worker can live and not answer, so that its heartbeats are watched
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:

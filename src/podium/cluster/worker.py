@@ -12,6 +12,7 @@ from podium.cluster.host import RoleHost, extend_import_path
 from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.ray_arguments import PackedArguments, unpack
 from podium.cluster.ray_compat import forget_token
+from podium.cluster.stack_dumps import allow_dumps
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer
@@ -24,6 +25,7 @@ class Worker:
         self._name = name
         forget_token()
         extend_import_path(import_path)
+        allow_dumps()
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         self._host = RoleHost(

@@ -15,15 +15,18 @@ from typing import Any, TypeVar
 from podium.cluster.blocking import in_thread
 from podium.cluster.deadlines import Deadline
 from podium.cluster.fanout import Pending, gather_answers
+from podium.cluster.hangs import Hang, stuck_workers
 from podium.cluster.health import Died, WhereReport, WorkerHealth, worker_health
 from podium.cluster.host import parameters_of
 from podium.cluster.identity import WorkerId
 from podium.cluster.layout import Layout, Pool, public_methods
 from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, OpenMeeting, Reply, Settle, Whereabouts
-from podium.cluster.placement import Bundle, Fits, NodeState, TooLarge, bundles_of, message, preflight
+from podium.cluster.placement import Bundle, NodeState, bundles_of
+from podium.cluster.placing import place_pools
 from podium.cluster.silence import Silence
+from podium.cluster.stack_dumps import dumped_stacks
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
-from podium.errors import DeadlineError, PlacementError, PodiumError, StartTimeoutError, WorkerDiedError
+from podium.errors import DeadlineError, PodiumError, StartTimeoutError, WorkerDiedError
 
 log = logging.getLogger("podium.cluster")
 
@@ -50,6 +53,7 @@ class Timeouts:
     beat_s: float = 0.5
     silent_s: float = 10.0  # without a heartbeat, before a warning
     heartbeat_timeout_s: float = 60.0  # without any sign of life, before it counts as dead
+    hang_s: float | None = None  # without progress in a call, before it counts as dead; None: calls need not advance
 
 
 @dataclass
@@ -77,13 +81,16 @@ class WorkerPool:
         timeouts: Timeouts,
         placing: asyncio.Lock,
         tell: Callable[[str], object] = lambda what: None,
+        on_hang: Callable[[Hang], Awaitable[None]] | None = None,
     ) -> None:
-        self.pool, self.broken, self._tell = pool, "", tell
+        """`on_hang` is awaited before workers that hang are ended."""
+        self.pool, self.broken, self._tell, self._on_hang = pool, "", tell, on_hang
         self._layout, self._transport, self._timeouts = layout, transport, timeouts
         self._placing, self.recovering = placing, asyncio.Lock()
         self._places: list[BundlePlace] = []
         self._members: dict[int, Member] = {}
         self._incarnations: dict[int, int] = {}
+        self._ends_hung = False  # whether that is under way
         self.unfinished: set[int] = set()  # slots whose new worker has no links or no state yet
 
     @property
@@ -169,17 +176,25 @@ class WorkerPool:
         async def one(member: Member) -> Whereabouts | None:
             try:
                 return await asyncio.wait_for(_awaited(member.process.where()), _WHERE_S)
-            except (TimeoutError, GoneError):
+            except TimeoutError:
+                return await self._dumped(member)
+            except GoneError:
                 return None
 
         answers = await asyncio.gather(*(one(member) for member in members))
         return WhereReport(answers={member.worker: answer for member, answer in zip(members, answers, strict=True)})
 
+    async def _dumped(self, member: Member) -> Whereabouts | None:
+        """Where a worker is that does not answer, if its process is on this machine and not stopped."""
+        process = member.process.look()
+        stacks = None if process is None else await in_thread(dumped_stacks, process.pid)
+        return None if stacks is None else Whereabouts(threads=(), dump=stacks)
+
     async def await_deaths(self, workers: Sequence[WorkerId]) -> None:
         """Gives a death time to be noticed: a worker that does not answer may be dead, and a node's death shows later
         than the errors that it causes in its peers. Returns at once for workers that answer."""
         report = await self.where(workers)
-        silent = [worker for worker, answer in report.answers.items() if answer is None]
+        silent = [worker for worker, answer in report.answers.items() if answer is None or answer.dump]
         limit = Deadline(_DEATH_S)
         while not limit.over and any(each.worker in silent and each.died is None for each in self.members):
             await asyncio.sleep(_LOOK_AGAIN_S / 5)
@@ -231,7 +246,9 @@ class WorkerPool:
 
     async def _place(self, deadline: Deadline) -> None:
         # A first start does not wait for missing nodes. A recovery does: one may be on its way.
-        await place([self], self._transport, self._placing, self._timeouts, deadline, grows=bool(self._incarnations))
+        await place_pools(
+            [self], self._transport, self._placing, self._timeouts, deadline, grows=bool(self._incarnations)
+        )
 
     async def _start(self, slots: Sequence[int], deadline: Deadline) -> None:
         limit = deadline.at_most(self._timeouts.start_s)
@@ -362,6 +379,7 @@ class WorkerPool:
                     member.process.look,
                     warn_s=self._timeouts.silent_s,
                     timeout_s=self._timeouts.heartbeat_timeout_s,
+                    busy_s=self._timeouts.hang_s if self._transport.can_be_ended else None,
                 )
                 slice_s = silence.slice_s if self._transport.can_be_silent else None
                 while not (await asyncio.wait({coming}, timeout=slice_s))[0]:
@@ -369,14 +387,45 @@ class WorkerPool:
                     if silence.should_warn():
                         log.warning("%s: %s", self._health(member), silence.guess)
                     if silence.is_over:
-                        self.mark_dead(member, f"no sign of life for {silence.lifeless_s:.0f} s: {silence.guess}")
+                        where = {self.pool.name: await self.where()}
+                        await self._end_with(Hang(workers=(member.worker,), cause=silence.cause, where=where))
                         return
                 member.beat, member.heard_s = await coming, time.monotonic()
+                if self._is_stalled(member) and not (member.died or self.broken or self._ends_hung):
+                    await self._end_hung(member)
         except PodiumError as error:
             self.mark_dead(member, str(error))
         finally:
             if coming is not None:
                 coming.cancel()
+
+    def _is_stalled(self, member: Member, *, share: float = 1.0) -> bool:
+        """Whether its call has not advanced for this share of the timeout."""
+        limit_s = self._timeouts.hang_s if self._transport.can_be_ended else None
+        return limit_s is not None and member.beat is not None and member.beat.stalled_s >= share * limit_s
+
+    async def _end_hung(self, member: Member) -> None:
+        """Ends workers that hang, when all have said where they are. Where workers meet in collectives, that of
+        `member` may only wait for another one."""
+        assert member.beat is not None
+        self._ends_hung = True
+        try:
+            report = await self.where()
+            # What the others wait for may have advanced a little longer than they.
+            stalled = [each.worker for each in self.members if self._is_stalled(each, share=0.5)]
+            workers = stuck_workers(report, stalled) if self.meets else (member.worker,)
+            beat = next(each.beat for each in self.members if each.worker == workers[0])
+            await self._end_with(Hang.of(beat or member.beat, workers, report))
+        finally:
+            self._ends_hung = False
+
+    async def _end_with(self, hang: Hang) -> None:
+        try:
+            if self._on_hang is not None:
+                await self._on_hang(hang)
+        finally:  # whatever becomes of the report
+            for worker in hang.workers:
+                self.died(worker, hang.cause)
 
     def _health(self, each: Member) -> WorkerHealth:
         return worker_health(each.worker, each.beat, each.heard_s, each.died, time.monotonic())
@@ -406,35 +455,6 @@ class WorkerPool:
             member.watcher.cancel()
         with contextlib.suppress(GoneError):
             member.process.kill()
-
-
-async def place(
-    worker_pools: Sequence[WorkerPool],
-    transport: Transport,
-    placing: asyncio.Lock,
-    timeouts: Timeouts,
-    deadline: Deadline,
-    *,
-    grows: bool,
-) -> None:
-    """Finds a node for every bundle of these pools that has none, all in one decision, and reserves them. Waits for
-    resources that others hold and, if the cluster may grow, for missing ones."""
-    limit = deadline.at_most(timeouts.place_s)
-    while True:
-        async with placing:  # one decision at a time: each must see the reservations of the one before
-            nodes = await in_thread(transport.nodes)
-            missing = [worker_pool.unplaced({node.id for node in nodes}) for worker_pool in worker_pools]
-            outcome = preflight([bundle for bundles in missing for bundle in bundles], nodes)
-            if isinstance(outcome, Fits):
-                chosen = iter(outcome.nodes)
-                for worker_pool, bundles in zip(worker_pools, missing, strict=True):
-                    await worker_pool.reserve(bundles, [next(chosen) for _ in bundles], limit)
-                return
-        if isinstance(outcome, TooLarge) and not grows:
-            raise PlacementError(outcome.reason)
-        if limit.over:
-            raise PlacementError(f"{message(outcome)}\nWaited {limit.seconds:.0f} s for room.")
-        await asyncio.sleep(_LOOK_AGAIN_S)
 
 
 async def _awaited(answer: Awaitable[Value]) -> Value:

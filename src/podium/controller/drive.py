@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from podium.cluster import Cluster, Workers, open_inline, open_ray
 from podium.cluster.blocking import in_thread, run_to_end
 from podium.cluster.worker_pool import Timeouts
-from podium.controller.layout import LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
+from podium.controller.layout import HANG_SLACK_S, LINK, RUNNER, RoleNames, layout_of, num_learners, role_names
 from podium.controller.phases import GENERATOR
 from podium.controller.recovery import RecoveryPlan
 from podium.controller.start_up import StartUp, ray_settings
@@ -223,7 +223,11 @@ async def _started(
     placement, device = recipe.placement, await device_kind_of(recipe, cluster)
     cpu = folder.cpu_settings(num_learners(recipe))
     layout = layout_of(recipe, folder, device=device, resume_step=resume_step, cpu=cpu, names=names)
-    timeouts = Timeouts(collective_s=placement.timeout_s, heartbeat_timeout_s=placement.heartbeat_timeout_s)
+    timeouts = Timeouts(
+        collective_s=placement.timeout_s + HANG_SLACK_S,
+        heartbeat_timeout_s=placement.heartbeat_timeout_s,
+        hang_s=placement.timeout_s,
+    )
     try:
         workers = await cluster.start(layout, timeouts, deadline_s=max(600.0, placement.timeout_s))
     except PlacementError as error:

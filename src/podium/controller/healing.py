@@ -8,17 +8,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, assert_never
 
 from podium.cluster import Cluster, Workers
 from podium.cluster.deadlines import now_s
+from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, begin_run, open_parts
 from podium.controller.drive import StepChoice
 from podium.controller.layout import RoleNames
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Abort, Death, RecoveryPlan
+from podium.controller.recovery import Abort, Death, RecoveryPlan, Respawn, Rewind
 from podium.controller.rewinding import death_of, milestones_of_killed, recorded_step, rewind
 from podium.controller.run import OnPolicyRun
+from podium.controller.watching import hang_reporter, saying_what_takes_long
 from podium.errors import CheckpointError, ClusterError, RoleError, WorkerDiedError
 from podium.observe import Console, Stopwatch
 from podium.recipe import OnPolicyRecipe
@@ -48,6 +50,7 @@ class Assembled(Generic[ProgramT]):
 
     async def open(self, inputs: Inputs, stack: ExitStack, recovery: RecoveryPlan) -> OnPolicyParts[OnPolicyRecipe]:
         """Opens the parts of a run that begins with these inputs. `stack` closes them."""
+        self.workers.report_hangs_to(hang_reporter(inputs.folder, self.console))
         with self.watch.span("start-up"):
             return await open_parts(
                 inputs, self.names, self.cluster, self.workers, self.console, self.watch, stack, recovery
@@ -71,14 +74,15 @@ async def run_program(
                 parts = await assembled.open(inputs, stack, recovery)
                 run = begin_run(inputs, parts, steps, milestones)
                 with named_program(first.recipe, first.folder):
-                    await assembled.program(run)
+                    async with saying_what_takes_long(run, assembled.workers, assembled.console):
+                        await assembled.program(run)
                 run.require_finished()
                 return run
-            except WorkerDiedError as error:
+            except (WorkerDiedError, OverdueError) as error:
                 committed = inputs.resume_step or 0 if run is None else run.num_committed
                 try:
                     rewound = await _rewound(assembled, recovery, run, error, committed)
-                except WorkerDiedError:
+                except (WorkerDiedError, OverdueError):
                     await _save_before_failing(run, error, assembled.console)
                     raise
             except Exception as error:
@@ -94,30 +98,38 @@ async def _rewound(
     assembled: Assembled[Program],
     recovery: RecoveryPlan,
     run: OnPolicyRun[OnPolicyRecipe] | None,
-    cause: WorkerDiedError | Predecessor,
+    cause: WorkerDiedError | OverdueError | Predecessor,
     committed: int,
 ) -> Inputs:
     """Replaces dead workers and brings all roles back to the last committed step; those of a new process, to the last
     one of which its predecessor recorded everything. Returns the inputs from there. A worker that dies meanwhile is one
-    more death; the one that ends the run is raised."""
+    more death, and so is one that does not answer; the one that ends the run is raised."""
     first, console, workers = assembled.inputs, assembled.console, assembled.workers
     began_s, most = now_s(), None
-    error: WorkerDiedError | None = None
+    error: WorkerDiedError | OverdueError | None = None
+    begun: Death | None = None
     if isinstance(cause, Predecessor):
         began_s, most = cause.ended_s, recorded_step(first)
         begun = Death(part="controller", cause=cause.cause)
     else:
-        error, begun = cause, death_of(cause, workers)
+        error = cause
     with assembled.watch.span("recovery"):
         while True:
             if error is not None:  # else the supervisor has decided that the run goes on
-                death = death_of(error, workers)
-                remedy = recovery.decide(death)
-                if isinstance(remedy, Abort):
-                    console.warning(f"{death.cause} The run ends: {remedy.reason}.")
-                if isinstance(remedy, Abort) or assembled.cluster.failure() is not None:
+                if isinstance(error, OverdueError) and not await workers.end_overdue(error):
                     raise error
-                console.warning(f"{death.cause} Its workers are replaced.")
+                death = death_of(error, workers)
+                begun = begun or death
+                match recovery.decide(death):
+                    case Abort(reason=reason):
+                        console.warning(f"{death.cause} The run ends: {reason}.")
+                        raise error
+                    case Respawn() | Rewind() if assembled.cluster.failure() is None:
+                        console.warning(f"{death.cause} Its workers are replaced.")
+                    case Respawn() | Rewind():
+                        raise error
+                    case other:
+                        assert_never(other)
             try:
                 if run is not None:
                     with suppress(ClusterError):  # what is dead cannot be closed
@@ -126,9 +138,10 @@ async def _rewound(
                     first, assembled.names, workers, committed=committed, most=most, are_new=error is None
                 )
                 break
-            except WorkerDiedError as again:
+            except (WorkerDiedError, OverdueError) as again:
                 error = again
     step, seconds = inputs.resume_step or 0, now_s() - began_s
+    assert begun is not None
     remedy_name = "restart" if begun.part == "controller" else "rewind"
     append_recovery(
         first.folder.path, part=begun.part, cause=begun.cause, remedy=remedy_name, step=step, seconds=seconds

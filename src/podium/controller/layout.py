@@ -36,6 +36,8 @@ from podium.runs.host_memory import memory_folder
 TRAIN, ROLLOUT, GRADERS, RUNNERS = "train", "rollout", "graders", "runners"
 RUNNER, GRADER = "runner", "grader"
 LINK = "weights"
+# What waits for a worker that may hang waits this much longer than the watch of workers, whose report says more.
+HANG_SLACK_S = 30.0
 # Graders wait most of the time; a whole core each would leave none for workers that compute.
 _DEVICE_CPUS, _HELPER_CPUS = 0.9, 0.05
 
@@ -141,7 +143,7 @@ def _helper_roles(recipe: OnPolicyRecipe, *, lent: str | None = None) -> tuple[l
         pools.append(_helpers(RUNNERS, runners, recipe))
         runner = RunnerSpec(
             model=recipe.model, environment=recipe.environment, generator=GENERATOR, lent=lent,
-            max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s,
+            max_length=longest_sequence(recipe), deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
         )  # fmt: skip
         roles.append(
             RoleSpec(
@@ -252,7 +254,7 @@ def _generator(recipe: OnPolicyRecipe, *, learner: str | None) -> GeneratorSpec:
         rollout=recipe.rollout,
         max_length=longest_sequence(recipe),
         learner=learner,
-        deadline_s=recipe.placement.timeout_s,
+        deadline_s=recipe.placement.timeout_s + HANG_SLACK_S,
     )
 
 

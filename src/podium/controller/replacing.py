@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import assert_never
 
 from podium.cluster.deadlines import now_s
 from podium.controller.layout import ROLLOUT
 from podium.controller.parts import OnPolicyParts
-from podium.controller.recovery import Death, Respawn
+from podium.controller.recovery import Abort, Death, Respawn, Rewind
 from podium.errors import WorkerDiedError
 from podium.recipe import OnPolicyRecipe
 from podium.roles.episode_stream import EpisodeStream, Lost
@@ -34,9 +35,13 @@ async def replace_generator(
     error, began_s, console = lost.error, now_s(), parts.log.console
     while True:
         death = Death(part="generator", cause=str(error).splitlines()[0], others_go_on=True)
-        if not isinstance(parts.recovery.decide(death), Respawn):
-            raise error
-        console.warning(f"{death.cause} It is replaced, and its episodes are run again.")
+        match parts.recovery.decide(death):
+            case Respawn():
+                console.warning(f"{death.cause} It is replaced, and its episodes are run again.")
+            case Rewind() | Abort():
+                raise error
+            case other:
+                assert_never(other)
         try:
             # Links would be formed by workers that are busy with their streams.
             await parts.workers.recover(ROLLOUT, renews_links=False, deadline_s=_REPLACE_S)

@@ -9,6 +9,7 @@ from contextlib import closing, suppress
 from typing import Any
 
 from podium.cluster import Workers
+from podium.cluster.fanout import OverdueError
 from podium.controller.assembly import Inputs, state_handles
 from podium.controller.layout import ROLLOUT, RUNNERS, TRAIN, RoleNames
 from podium.controller.ledger import LEDGER_FILE, Ledger
@@ -28,7 +29,7 @@ from podium.runs.step_files import recorded_steps
 _PARTS: Mapping[str, Part] = {TRAIN: "learner", ROLLOUT: "generator", RUNNERS: "runner"}
 
 
-def death_of(error: WorkerDiedError, workers: Workers) -> Death:
+def death_of(error: WorkerDiedError | OverdueError, workers: Workers) -> Death:
     """Which part of the run died. The learner's comes first: it needs the others."""
     dead = [pool for pool in _PARTS if pool in workers.pools and workers.is_damaged(pool)]
     part: Part = _PARTS[dead[0]] if dead else "learner"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import shutil
 import threading
@@ -43,9 +44,12 @@ from podium.engine.checkpoint_files import (
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import Box, TensorShard
+from podium.progress import mark_progress, waiting_at_most
 
 # The writing thread has its own deadline, and a more specific error.
 _SLACK_S = 5.0
+_LOG = logging.getLogger(__name__)
+_WARN_AFTER_S = 60.0
 # Ends the name of the file by which a rank says that its part will not come.
 _FAILED = ".failed"
 
@@ -154,7 +158,12 @@ class CheckpointWriter:
     def _join(self) -> None:
         if self._thread is None:
             return
-        self._thread.join(self._timeout_s + _SLACK_S)
+        begun_s, limit_s = time.monotonic(), self._timeout_s + _SLACK_S
+        with waiting_at_most(limit_s):
+            while self._thread.is_alive() and (waited_s := time.monotonic() - begun_s) < limit_s:
+                if waited_s >= _WARN_AFTER_S and self._mesh.is_main:
+                    _LOG.warning("waiting for the checkpoint of step %d for %.0f s", self._step, waited_s)
+                self._thread.join(min(_WARN_AFTER_S, limit_s - waited_s))
         if self._thread.is_alive():
             raise CheckpointError(
                 f"a checkpoint is still being written after {self._timeout_s:.0f} s. Is the disk of {self._folder} "
@@ -286,6 +295,7 @@ class CheckpointReader(SavedCheckpoint):
                     )
                     with torch.no_grad():
                         piece.local[shared.slices(piece.box.starts)].copy_(values)
+                    mark_progress()
 
     def tensor(self, name: str) -> Tensor:
         """One whole tensor, joined from the parts of all ranks."""

@@ -21,6 +21,7 @@ from podium.engine.mesh import Mesh
 from podium.models.causal_lm import PackedCausalLM
 from podium.models.packing import TokenBatch, round_tokens, rows_to_device, to_device
 from podium.models.scalar import PackedScalarLM
+from podium.progress import mark_progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -91,11 +92,15 @@ def _seen(
     model.eval()
     try:
         filled = _filled(batches, most, empty)
-        pending = [forward(to_device(each.packed, mesh.device, multiple=multiple)) for each in filled]
+        pending = []
+        for each in filled:
+            pending.append(forward(to_device(each.packed, mesh.device, multiple=multiple)))
+            mark_progress()
     finally:
         model.train(was_training)
     for batch, values_S in zip(batches, pending, strict=False):
         values_T[batch.places_S] = values_S.cpu().numpy()
+        mark_progress()
     return TokenColumn.like(block, values_T)
 
 

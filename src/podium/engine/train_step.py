@@ -25,6 +25,7 @@ from podium.models.causal_lm import PackedCausalLM
 from podium.models.head import EntropyObjective, LogitsObjective, Objective, TokenLoss, TokenObjective
 from podium.models.packing import on_device, round_tokens, to_device
 from podium.models.scalar import PackedScalarLM, ScalarObjective
+from podium.progress import mark_progress
 
 _PATTERNS = 1021  # a prime; sums of it over all ranks are exact in float32
 
@@ -295,6 +296,7 @@ class TrainEngine:
             seen.append(tuple(rest))
             if len(micro_batches) > 1:
                 self._add_in_float32(sums)
+            mark_progress()
         by_parameter = {id(each): self._gradient(each, sums) for each in self._trained}
         gradients = {key: gradient for key, gradient in by_parameter.items() if gradient is not None}
         self._sum_replicated(gradients)

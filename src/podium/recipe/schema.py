@@ -166,7 +166,12 @@ class PlacementSection(Section):
         1, description="Devices of this machine, or of the Ray cluster. Under torchrun its world size is used instead."
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Kind of device; auto: CUDA where there is one.")
-    timeout_s: Real = Field(600.0, gt=0, description="Longest wait in a collective before the rank group is ended.")
+    timeout_s: Real = Field(
+        600.0,
+        gt=0,
+        description="Longest wait in a collective before the rank group is ended; on-policy: longest time in which a "
+        "call of a worker does not advance.",
+    )
     heartbeat_timeout_s: Real = Field(
         60.0,
         gt=0,

@@ -31,6 +31,7 @@ from podium.environments.output_cap import OutputCap
 from podium.environments.transcript import TurnTokenizer, check_template, check_tools_shown
 from podium.errors import RolloutError
 from podium.models.folder import local_folder
+from podium.progress import mark_progress
 from podium.recipe import EnvironmentSection, ModelSection
 from podium.roles.carriers import FINISHES, EpisodeNote, PromptShard, SamplingPlan, TurnRewards
 from podium.roles.interfaces import EpisodeSource, Generator
@@ -41,6 +42,8 @@ _BLOCK_EVERY_S = 0.05
 _MOST_WARNINGS = 5
 # How long a generator holds a runner's call without results: short, so that new requests are sent soon.
 _WAIT_S = 0.02
+# How often a runner whose episodes take long shows that its event loop lives.
+_ALIVE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,8 +158,9 @@ class EpisodeRunner(EpisodeSource):
             abandoned = asyncio.ensure_future(self._abandoned.wait())
             try:
                 while not abandoned.done():
-                    left_s = max(0.0, sent + _BLOCK_EVERY_S - time.monotonic()) if ready else None
+                    left_s = max(0.0, sent + _BLOCK_EVERY_S - time.monotonic()) if ready else _ALIVE_S
                     await asyncio.wait({coming, abandoned}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                    mark_progress()
                     if coming.done():
                         episode = coming.result()
                         if episode is None:

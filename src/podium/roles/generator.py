@@ -16,6 +16,7 @@ from podium.data.trajectories import TrajectoryBlock, TrajectoryId
 from podium.engine.mesh import adopt
 from podium.engine.sharding import compute_dtype
 from podium.models.causal_lm import load_config
+from podium.progress import mark_progress
 from podium.roles.admissions import Admissions
 from podium.roles.blocks import block_of, sampled_so_far
 from podium.roles.carriers import PromptShard, Residency, SamplingPlan
@@ -79,6 +80,7 @@ class GeneratorRank(Generator):
         ready: list[Completion] = []
         try:
             while self._admissions.wait_for_work(_IDLE_S):
+                mark_progress()
                 sent = time.perf_counter()
                 for answer in self._engine.results(deadline_s=self._spec.deadline_s, tick_s=_BLOCK_EVERY_S):
                     if answer is not None:
@@ -105,6 +107,7 @@ class GeneratorRank(Generator):
         self._peak_tokens = 0
         try:
             while self._mailboxes.wait_for_work(_IDLE_S):
+                mark_progress()
                 for answer in self._engine.results(deadline_s=self._spec.deadline_s):
                     self._peak_tokens = max(self._peak_tokens, self._engine.load().cache_tokens_used)
                     self._mailboxes.deliver(answer)

@@ -166,7 +166,7 @@ class RewardModelHandle:
 
     def __init__(self, group: RoleGroup[RewardModel]) -> None:
         group.requires(RewardModel.score, RewardModel.hold)
-        self._group = group.within(PHASE_S)
+        self._group = group.within(PHASE_S, work_only=True)
 
     async def score(self, rollouts: Rollouts) -> Floats:
         """One score for each episode."""

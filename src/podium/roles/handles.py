@@ -52,7 +52,8 @@ from podium.weights.canary import LogprobGap
 from podium.weights.versions import WeightVersion
 from podium.weights.weight_transfers import ByBroadcast, ByStore, Readable
 
-# A phase may take hours. Everything in it that can hang has its own deadline: collectives, engines, environments.
+# A phase may take hours. A worker that does not advance is ended (`Timeouts.hang_s`), and what it waits for has its own
+# deadline: collectives, engines, environments.
 PHASE_S = 24 * 3600.0
 
 
@@ -61,7 +62,7 @@ class GeneratorHandle:
 
     def __init__(self, group: RoleGroup[Generator]) -> None:
         group.requires(Generator.stream, Generator.install, Generator.share, Generator.hold, Generator.usage)
-        self._group = group.within(PHASE_S)
+        self._group = group.within(PHASE_S, work_only=True)
 
     @property
     def num_engines(self) -> int:
@@ -84,7 +85,7 @@ class GeneratorHandle:
     async def serving(self) -> AsyncIterator[asyncio.Task[tuple[CallResult[tuple[Metric, ...]], ...]]]:
         """Generators answer episode runners inside this context; the task returns their metrics afterwards."""
         await self._group.call_all(Generator.begin_serving)
-        serving = asyncio.create_task(self._group.within(PHASE_S).call_all(Generator.serve))
+        serving = asyncio.create_task(self._group.call_all(Generator.serve))
         try:
             yield serving
         finally:
@@ -143,7 +144,7 @@ class LearnerHandle:
 
     def __init__(self, group: RoleGroup[Learner], facts: LearnerFacts) -> None:
         group.requires(Learner.update, Learner.score, Learner.describe, Learner.send, Learner.hold, Learner.save)
-        self._group, self.facts = group.within(PHASE_S), facts
+        self._group, self.facts = group.within(PHASE_S, work_only=True), facts
 
     @classmethod
     async def open(cls, group: RoleGroup[Learner]) -> LearnerHandle:
@@ -305,7 +306,7 @@ class ScorerHandle:
 
     def __init__(self, group: RoleGroup[Scorer]) -> None:
         group.requires(Scorer.score, Scorer.hold, Scorer.copy_from)
-        self._group = group.within(PHASE_S)
+        self._group = group.within(PHASE_S, work_only=True)
 
     async def score(
         self, rows: RowRefs[TrajectoryBlock], temperature: float
@@ -335,7 +336,7 @@ class CriticHandle:
 
     def __init__(self, group: RoleGroup[Critic], policy: LearnerHandle) -> None:
         group.requires(Critic.estimate, Critic.update, Critic.hold, Critic.save)
-        self._group, self._policy = group.within(PHASE_S), policy
+        self._group, self._policy = group.within(PHASE_S, work_only=True), policy
 
     async def estimate(
         self,

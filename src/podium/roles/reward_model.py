@@ -18,6 +18,7 @@ from podium.engine.mesh import adopt
 from podium.engine.sharding import place_scalar
 from podium.errors import ModelError
 from podium.models.packing import round_tokens, to_device
+from podium.progress import mark_progress
 from podium.roles.carriers import Floats, GradeShard, Residency
 from podium.roles.interfaces import RewardModel, RewardModelSpec
 from podium.roles.scorer import HeldTensors
@@ -73,6 +74,7 @@ class RewardModelRank(RewardModel):
             packed = pack([documents[row] for row in rows])
             tokens = to_device(packed, self._mesh.device, multiple=round_tokens(self._mesh.device))
             scores[rows] = self._model(tokens, None, "values").double().cpu().numpy()[: len(rows)]
+            mark_progress()
         return scores
 
     def _document(self, task: Task, text: EpisodeText) -> Document:

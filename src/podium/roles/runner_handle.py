@@ -31,7 +31,7 @@ class RunnerHandle:
     ) -> None:  # fmt: skip
         """`lent`: generators on the learner's devices, which serve at times."""
         group.requires(EpisodeSource.stream, EpisodeSource.admit)
-        self._workers, self._group, self._generator = workers, group.within(PHASE_S), generator
+        self._workers, self._group, self._generator = workers, group.within(PHASE_S, work_only=True), generator
         self._lent = lent
         self._warn, self._warned = warn, set[str]()
         self._num_deaths: Counter[int] = Counter()  # by rank, since it ended an episode in the current stream

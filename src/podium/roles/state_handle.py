@@ -16,7 +16,7 @@ class StateHandle:
 
     def __init__(self, group: RoleGroup[Stateful]) -> None:
         group.requires(Stateful.snapshot, Stateful.snapshots, Stateful.restore)
-        self._group = group.within(PHASE_S)
+        self._group = group.within(PHASE_S, work_only=True)
 
     async def snapshot(self, step: int, values: Mapping[str, Any]) -> str | None:
         """Begins a snapshot on all ranks. Returns why there is none, if there is none."""

@@ -68,6 +68,11 @@ class RunFolder:
         return self.path / "console.log"
 
     @property
+    def stacks_file(self) -> Path:
+        """Stacks of all processes, for every hang of a worker."""
+        return self.path / "stacks.txt"
+
+    @property
     def stop_file(self) -> Path:
         """File that tells the ranks to save and stop."""
         return self.path / "stop-requested"

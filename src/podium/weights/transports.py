@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from podium.errors import RolloutError, WeightMismatchError
+from podium.progress import mark_progress
 from podium.weights.versions import TensorSpec
 from podium.weights.weight_transfers import Bucket, ByBroadcast, ByStore, Shared, WeightBucket, WeightTransfer
 
@@ -135,6 +136,7 @@ class StoreArrival:
                     "or in another order were put into the transfer: publish again."
                 )
             self.moved_bytes += held.nbytes
+            mark_progress()
             for name, tensor in _views(bucket, _read_only(held.bytes_B)):
                 yield name, tensor.to(self._device)
 
@@ -205,6 +207,7 @@ class _Staging:
 def _broadcast(buffer: Tensor, transfer: ByBroadcast, link: TransferLink) -> Tensor:
     for part in buffer.split(transfer.bucket_bytes):
         link.broadcast(part, transfer.source)
+        mark_progress()
     return buffer
 
 

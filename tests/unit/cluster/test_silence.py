@@ -47,6 +47,17 @@ def test_a_silence_is_over_after_six_seconds_without_a_sign_of_life(
     assert slices_until_over(looks) == expected
 
 
+def test_one_that_computes_may_be_silent_for_as_long_as_a_call_may_not_advance() -> None:
+    looks = iter([seen("R", 2.0 * second) for second in range(20)])
+    silence = Silence(lambda: next(looks), warn_s=4.0, timeout_s=6.0, busy_s=20.0)
+    slices = 0
+    while not silence.is_over:
+        silence.look()
+        slices += 1
+    assert slices == 10
+    assert silence.cause == "no heartbeat for 20 s: busy in a call that holds Python's lock"
+
+
 def test_a_silence_is_reported_once_for_every_warning_time() -> None:
     silence = Silence(lambda: seen("T", 0.0), warn_s=4.0, timeout_s=60.0)
     message = []

@@ -18,6 +18,7 @@ from podium.data.splitmix import signed
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
 from podium.models.causal_lm import PackedCausalLM, longest_packable, padded_parameters
+from podium.progress import mark_progress
 from podium.recipe import EngineSection
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.fair_lock import FairLock
@@ -155,6 +156,7 @@ class NativeEngine:
                     idle = self._why_idle()
                     if idle is None:
                         self._advance()
+                        mark_progress()
             if completion is not None:
                 yield completion
                 last = time.monotonic()

@@ -19,6 +19,7 @@ import torch
 
 from podium.data.trajectories import TrajectoryId
 from podium.errors import RolloutError, WeightMismatchError
+from podium.progress import mark_progress
 from podium.rollout.engine import Capacity, InFlight, Load, MemoryChange
 from podium.rollout.fair_lock import FairLock
 from podium.rollout.requests import Completion, Finish, Request, failed
@@ -117,6 +118,7 @@ class VllmEngine:
                 ready = self._ready.popleft() if self._ready else None
                 if reason is None and mark != (now := self._mark()):
                     progress, mark = time.monotonic(), now
+                    mark_progress()
                 seen = self._lock.taken + 1  # read here, so that a caller before the wait is not missed
             if ready is not None:
                 yield ready
