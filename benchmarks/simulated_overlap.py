@@ -3,6 +3,7 @@
 
     .venv/bin/python benchmarks/simulated_overlap.py                          64, 256 and 1,024 devices
     .venv/bin/python benchmarks/simulated_overlap.py --devices 64 --vary      other batch sizes and policies, 64 devices
+    .venv/bin/python benchmarks/simulated_overlap.py --layouts elastic --share 3/8       some rows, with a given share
 
 The real scheduler decides and its audit checks; the costs are a model (COSTS, below). Groups per step are proportional
 to the devices. For every staleness the best share of the devices for generation is shown, of 1/4, 3/8, ... 7/8. The
@@ -44,6 +45,7 @@ class Workload:
     episodes_per_device: int
     steps: int  # measured
     seed: int
+    share: Fraction | None = None  # of the devices for generation; None: the best one is searched
 
     def run(
         self, staleness: int, share: Fraction | None, on_new_weights: OnNewWeights = "keep", *, lends: bool = False
@@ -68,6 +70,8 @@ class Workload:
     ) -> SimulationReport:  # fmt: skip
         """With the share of the devices for generation that trains most tokens per second. It goes up and down from one
         half while that helps: the speed has one peak."""
+        if self.share is not None:
+            return self.run(staleness, self.share, on_new_weights, lends=lends)
         reports = {share: self.run(staleness, share, on_new_weights, lends=lends) for share in SHARES[:3]}
         while True:
             share = max(reports, key=lambda each: reports[each].tokens_s)
@@ -96,8 +100,8 @@ def row(name: str, report: SimulationReport, base: SimulationReport) -> str:
     )
 
 
-def scales(workloads: list[Workload], stalenesses: list[int]) -> Iterator[str]:
-    """Synchronous colocated against split and elastic, for every number of devices."""
+def scales(workloads: list[Workload], stalenesses: list[int], layouts: list[str]) -> Iterator[str]:
+    """Synchronous colocated against other layouts, for every number of devices."""
     yield HEADER
     for workload in workloads:
         began = time.perf_counter()
@@ -106,8 +110,8 @@ def scales(workloads: list[Workload], stalenesses: list[int]) -> Iterator[str]:
         print(f"{workload.devices} devices: {simulating_s:.2f} s to simulate a step, with audit", file=sys.stderr)
         yield row("colocated, synchronous", base, base)
         for staleness in stalenesses:
-            yield row(f"split, staleness {staleness}", workload.best(staleness), base)
-            yield row(f"elastic, staleness {staleness}", workload.best(staleness, lends=True), base)
+            for layout in layouts:
+                yield row(f"{layout}, staleness {staleness}", workload.best(staleness, lends=layout == "elastic"), base)
 
 
 def variants(workload: Workload) -> Iterator[str]:
@@ -138,13 +142,21 @@ def main() -> None:
     parser.add_argument("--episodes-per-device", type=int, default=32)
     parser.add_argument("--steps", type=int, default=6, help="that are measured")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--layouts", nargs="+", choices=["split", "elastic"], default=["split", "elastic"])
+    parser.add_argument("--share", type=Fraction, help="of the devices for generation; default: the best one")
     parser.add_argument("--vary", action="store_true", help="other policies and batch sizes on the first devices")
     args = parser.parse_args()
     workloads = [
-        Workload(devices=devices, episodes_per_device=args.episodes_per_device, steps=args.steps, seed=args.seed)
+        Workload(
+            devices=devices,
+            episodes_per_device=args.episodes_per_device,
+            steps=args.steps,
+            seed=args.seed,
+            share=args.share,
+        )
         for devices in args.devices
     ]
-    for line in variants(workloads[0]) if args.vary else scales(workloads, args.staleness):
+    for line in variants(workloads[0]) if args.vary else scales(workloads, args.staleness, args.layouts):
         print(line, flush=True)
 
 
