@@ -65,8 +65,8 @@ async def run_program(
     first = inputs = assembled.inputs
     milestones: Milestones | None = None
     if predecessor is not None:
-        milestones = milestones_of_killed(first)
         inputs = await _rewound(assembled, recovery, None, predecessor, committed=0)
+        milestones = milestones_of_killed(first, inputs.resume_step or 0)
     while True:
         run: OnPolicyRun[OnPolicyRecipe] | None = None
         with ExitStack() as stack:
@@ -91,7 +91,7 @@ async def run_program(
         inputs = rewound
         milestones = milestones if run is None else run.milestones
         if milestones is not None:
-            milestones.rewound(inputs.resume_step or 0)
+            milestones.rewound()
 
 
 async def _rewound(

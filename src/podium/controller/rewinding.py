@@ -68,12 +68,14 @@ def recorded_step(inputs: Inputs) -> int:
     return min(known)
 
 
-def milestones_of_killed(inputs: Inputs) -> Milestones:
-    """What a run whose controller was killed has saved and evaluated."""
-    evaluated = (each.step for each in _metrics(inputs.folder) if any(name.startswith(HELDOUT) for name in each.values))
-    milestones = Milestones(inputs.recipe, inputs.resume_step or 0, evaluates=bool(inputs.heldout))
-    milestones.evaluated_step = max(evaluated, default=None)
-    return milestones
+def milestones_of_killed(first: Inputs, step: int) -> Milestones:
+    """What a run whose controller was killed has saved and evaluated, as it goes on after `step`. `first`: the inputs
+    with which its workers were started, from its newest checkpoint."""
+    evaluated = {each.step for each in _metrics(first.folder) if any(name.startswith(HELDOUT) for name in each.values)}
+    return Milestones(
+        first.recipe, step, evaluates=bool(first.heldout), saved_step=first.resume_step or 0, restarted=True,
+        is_evaluated=step in evaluated,
+    )  # fmt: skip
 
 
 def _metrics(folder: RunFolder) -> Sequence[StepMetrics]:

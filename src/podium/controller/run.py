@@ -54,7 +54,6 @@ class OnPolicyRun(Generic[RecipeT_co]):
         )
         self._evaluator = OnPolicyEvaluator(parts, devices, self._episodes)
         self.milestones = milestones or Milestones(parts.recipe, state.step, evaluates=bool(parts.heldout))
-        self._is_rewound = milestones is not None
         self._log = StepLog(parts, state)
         self._evaluation: OnPolicyEvaluation | None = None
         # Of the last committed step, for its checkpoint. A run that was rewound may save before it commits another.
@@ -74,10 +73,11 @@ class OnPolicyRun(Generic[RecipeT_co]):
     async def steps(self) -> AsyncIterator[Step]:
         """Yields every remaining step, with `rollout.prompts_per_step` groups that the newest weights generated and
         graders graded. Ends after the last step or when a stop is requested."""
+        if self.milestones.starts_with_save(self._state.step):
+            await self._save()
         if self.milestones.starts_with_evaluation(self._state.step):
             await self._evaluate()
         await self._snapshot(self._resume_values)
-        await self._catch_up()
         self._log.mark()
         while self._state.step < self.recipe.steps and not self._parts.stop_requested():
             number = self._state.step + 1
@@ -146,7 +146,12 @@ class OnPolicyRun(Generic[RecipeT_co]):
         self._parts.recovery.note_progress()
         await self._snapshot(self._resume_values)
         await self._look_at_disk(is_folder_lost)
-        if await self._save_and_evaluate(step.number):
+        save, evaluate = self.milestones.save_is_due(step.number), self.milestones.evaluation_is_due(step.number)
+        if save:
+            await self._save()
+        if evaluate:
+            await self._evaluate()
+        if save or evaluate:
             self._log.mark()
 
     @property
@@ -215,20 +220,6 @@ class OnPolicyRun(Generic[RecipeT_co]):
             episodes=step.episodes,
             objects=objects,
         )
-
-    async def _save_and_evaluate(self, step: int) -> bool:
-        """Saves and evaluates the last committed step if that is due. Returns whether it was."""
-        save, evaluate = self.milestones.save_is_due(step), self.milestones.evaluation_is_due(step)
-        if save:
-            await self._save()
-        if evaluate and self.milestones.evaluated_step != step:
-            await self._evaluate()
-        return save or evaluate
-
-    async def _catch_up(self) -> None:
-        """Does what was due after the step that the run went back to, and a death came before."""
-        if self._is_rewound and self._state.step > 0:
-            await self._save_and_evaluate(self._state.step)
 
     async def _refresh_reference(self) -> None:
         """Copies the policy into the reference every `algorithm.kl.refresh_every` steps."""

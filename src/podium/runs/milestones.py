@@ -35,7 +35,7 @@ class Milestones:
     def starts_with_evaluation(self, step: int) -> bool:
         """Whether the run evaluates before its first step: a new one that is asked to, and a restarted one that was
         killed in an evaluation."""
-        if self.evaluated_step is not None:
+        if self.evaluated_step == step:
             return False
         return self._recipe.evaluation.at_start if step == 0 else self._restarted and self.evaluation_is_due(step)
 
@@ -75,10 +75,12 @@ class Milestones:
         if not self.is_saving:
             self.saved_step = 0
 
-    def rewound(self, step: int) -> None:
-        """The run goes on after `step` with other workers. A save that the old ones had begun is begun again."""
+    def rewound(self) -> None:
+        """The run goes on with other workers, after a step that it may not have saved or evaluated. A save that the old
+        ones had begun is begun again."""
+        self._restarted = True
         if self.is_saving:
-            self.saved_step, self.is_saving, self._retry_step = self._whole_step, False, step + 1
+            self.saved_step, self.is_saving = self._whole_step, False
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
