@@ -195,6 +195,21 @@ def test_under_torchrun_the_same_command_works(
 
 
 @pytest.mark.slow
+def test_ranks_that_torchrun_restarts_go_on_from_the_newest_checkpoint(
+    tiny_folder: Path, data: Path, unbroken: dict[int, dict[int, float]], tmp_path: Path
+) -> None:
+    """Torchrun keeps its store over restarts. Ranks found the addresses of dead ones in it, three times in four."""
+    (tmp_path / "deadly.py").write_text(DIES_ONCE)
+    run = {"folder": str(tmp_path), "name": "again", "loggers": [f"{tmp_path}/deadly.py:logger"]}
+    recipe = write_recipe(tiny_recipe(tiny_folder, data, tmp_path, "again", run=run), tmp_path / "r.yaml")
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--max-restarts", "1"]
+    said = finished([*launcher, "-m", "podium", "train", recipe], tmp_path / "out")
+    assert (tmp_path / "again" / "died-once").exists()
+    assert re.search(r"resumed after step 3", said)
+    assert losses(tmp_path / "again") == unbroken[2]
+
+
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_ranks_at_once(tiny_folder: Path, data: Path, tmp_path: Path) -> None:
     (tmp_path / "stuck.py").write_text(HALF_WRITTEN)
     changes = {

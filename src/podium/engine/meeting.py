@@ -19,6 +19,8 @@ from podium.errors import RendezvousError
 
 _SIOCGIFADDR = 0x8915
 _LEAST_WAIT_S = 1.0
+# How often torchrun has restarted the ranks; it sets this for every one.
+_ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
 
 
 class MeetingServer:
@@ -78,6 +80,12 @@ def join_default_group(
             store = open_store(meeting, world, deadline_s)
             await_all(store, rank=rank, world=world, timeout_s=deadline_s, what=what)
             store = PrefixStore("default", store)
+        elif _ATTEMPT in os.environ:
+            # Agents of torchrun keep their store over restarts, and the addresses of dead ranks are still in it.
+            store, rank, world = next(
+                dist.rendezvous("env://", rank, world, timeout=timedelta(seconds=deadline_s))  # type: ignore[attr-defined]
+            )
+            store = PrefixStore(f"attempt-{os.environ[_ATTEMPT]}", store)
         left_s = max(_LEAST_WAIT_S, deadline_s - (time.monotonic() - began))
         backend = "cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=left_s))
