@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import assert_never
 
 from podium.cluster.deadlines import now_s
-from podium.controller.layout import ROLLOUT
+from podium.controller.layout import ROLLOUT, TRAIN
 from podium.controller.parts import OnPolicyParts
 from podium.controller.recovery import Abort, Death, Respawn, Rewind
 from podium.errors import WorkerDiedError
@@ -31,7 +31,7 @@ async def replace_generator(
     *, step: int,
 ) -> int:  # fmt: skip
     """Starts another generator, gives it weights and opens its stream. Returns their version. Raises the error if that
-    is not to be, or if it dies too often."""
+    is not to be, if it dies too often, or if a learner died, which is no death of a generator."""
     error, began_s, console = lost.error, now_s(), parts.log.console
     while True:
         death = Death(part="generator", cause=str(error).splitlines()[0], others_go_on=True)
@@ -50,6 +50,8 @@ async def replace_generator(
                 await parts.roles.generator.check_base_on(lost.rank, await parts.roles.policy.describe_base())
             await parts.roles.generator.install_in_flight(lost.rank, transfer, "recompute")
         except WorkerDiedError as again:
+            if parts.workers.is_damaged(TRAIN):  # without a learner there are no weights to give
+                raise
             error = again
             continue
         stream.begin([lost.rank])

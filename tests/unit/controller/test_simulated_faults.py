@@ -199,6 +199,16 @@ def test_a_worker_that_hangs_while_it_replaces_another_is_replaced_too(calm_runs
     assert run.ended_s > calm.ended_s + 100.0  # the deadline is 120 s
 
 
+def test_a_learner_that_dies_while_a_generator_is_replaced_is_no_death_of_a_generator(calm_runs: CalmRuns) -> None:
+    """The generator was replaced again and again, each time without weights, until it had died too often."""
+    learner = SimulatedDeath(at_s=3.107840592504330, pool="train", slot=0)
+    lost = SimulatedLoss(at_s=6.1840084799651684, pool="train", slot=0)
+    generator = SimulatedDeath(at_s=6.4181899665594475, pool="rollout", slot=1)
+    silence = SimulatedSilence(at_s=10.522233713539006, pool="rollout", slot=1, seconds=120.0)
+
+    calm_runs.with_faults(Case(layout="split", staleness=0, variant=8), [learner, lost, generator, silence])
+
+
 # --- schedules ---
 
 
