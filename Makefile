@@ -8,7 +8,7 @@ VLLM_INSTALLED := $(VLLM_VENV)/.installed
 VERL_VENV ?= .venv-verl
 VERL_INSTALLED := $(VERL_VENV)/.installed
 
-.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
+.PHONY: install install-vllm install-verl demo test test-parallel test-serial test-slow test-slow-parallel test-slow-serial test-soak test-vllm test-verl test-all chaos lint types format clean docs docs-reference docs-serve
 
 install: $(INSTALLED)
 
@@ -25,7 +25,7 @@ demo: $(INSTALLED)  ## teach a tiny model sums by imitation, then by reinforceme
 	$(BIN)/python examples/arithmetic/summary.py demo/runs/arithmetic/sft demo/runs/arithmetic/grpo
 
 FAST := not slow and not gpu and not verl and not trl
-SLOW := slow and not gpu and not trl
+SLOW := slow and not soak and not gpu and not trl
 TWO_PROCESSES := -n 2 --dist loadfile --no-loadscope-reorder
 
 test: lint  ## what every change must pass
@@ -46,6 +46,9 @@ test-slow-parallel: $(INSTALLED)  ## beside the serial ones, with twice the usua
 
 test-slow-serial: $(INSTALLED)  ## what needs Ray or a steady clock
 	$(BIN)/python -m pytest -q -m "$(SLOW) and serial"
+
+test-soak: $(INSTALLED)  ## kills at more moments, longer sweeps of simulated schedules
+	$(BIN)/python -m pytest -q --timeout 600 -m "soak and not gpu"
 
 SECONDS ?= 300
 chaos: $(INSTALLED)  ## simulated runs with random faults, for SECONDS
@@ -74,7 +77,7 @@ $(VERL_INSTALLED): tests/verl/requirements.txt constraints.txt
 test-verl: $(VERL_INSTALLED)  ## the RL formulas beside verl's own, on fresh random inputs
 	$(VERL_VENV)/bin/python -m pytest -q -m verl tests/verl
 
-test-all: test test-slow
+test-all: test test-slow test-soak
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

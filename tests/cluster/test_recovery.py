@@ -151,9 +151,13 @@ CASES = {
     "runner of an agent": ("tool-agent", COLOCATED, [Kill(worker="runners[0]", after_step=2, delay_s=0.1)]),
     "grader": ("grpo", COLOCATED, [Kill(worker="graders[0]", after_step=2, delay_s=0.1)]),
 }  # fmt: skip
+# Of each kind of worker one, in different layouts and methods.
+SELECTED = ("learner of ppo", "learner of split", "learner of an agent", "generator of elastic", "grader")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [each if each in SELECTED else pytest.param(each, marks=pytest.mark.soak) for each in CASES]
+)
 def test_a_run_whose_worker_is_killed_computes_the_same(
     task: Path, undisturbed: dict[str, dict[str, Any]], case: str, local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,8 +271,15 @@ def test_a_generator_is_replaced_while_the_others_generate(
     assert "respawn" in {each.remedy for each in found}  # one that dies outside of a stream is found by the next call
 
 
-@pytest.mark.parametrize("layout", ["split", "elastic"])
-@pytest.mark.parametrize("worker", ["rollout[0]", "train[0]"])
+@pytest.mark.parametrize(
+    ("layout", "worker"),
+    [
+        ("split", "rollout[0]"),
+        ("elastic", "train[0]"),
+        pytest.param("split", "train[0]", marks=pytest.mark.soak),
+        pytest.param("elastic", "rollout[0]", marks=pytest.mark.soak),
+    ],
+)
 def test_with_staleness_every_group_is_trained_once(
     task: Path, layout: str, worker: str, local_ray: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

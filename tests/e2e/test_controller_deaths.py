@@ -115,11 +115,11 @@ def disturbed(
 @pytest.mark.parametrize(
     ("method", "victim", "afters"),
     [
-        ("grpo", controller, [0]),
+        pytest.param("grpo", controller, [0], marks=pytest.mark.soak),
         ("ppo", controller, [1, 4]),
-        ("tool-agent", controller, [3]),
+        pytest.param("tool-agent", controller, [3], marks=pytest.mark.soak),
         ("grpo", ray_process("gcs_server"), [2]),
-        ("grpo", ray_process("raylet"), [3]),
+        pytest.param("grpo", ray_process("raylet"), [3], marks=pytest.mark.soak),
     ],
     ids=["controller at start-up", "controller of ppo twice", "controller of an agent", "gcs_server", "raylet"],
 )
@@ -141,6 +141,7 @@ def test_the_run_goes_on(
     assert memory is None or not memory.exists()
 
 
+@pytest.mark.soak
 def test_a_stopped_controller_is_replaced_and_what_was_due_is_done(
     task: Path, undisturbed: dict[str, dict[str, Any]]
 ) -> None:
@@ -197,6 +198,7 @@ def test_a_stage_of_a_pipeline_goes_on(task: Path) -> None:
     assert fingerprint(run, step=steps) == fingerprint(train(undisturbed, task) / "grpo", step=steps)
 
 
+@pytest.mark.soak
 def test_a_run_with_staleness_counts_every_group_once(task: Path) -> None:
     split = {"layout": "split", "devices": 2, "rollout_devices": 1}
     values = values_of("grpo", "stale", placement=split, rollout={"staleness": 1})

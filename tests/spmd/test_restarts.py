@@ -165,13 +165,13 @@ class Reached:
 @pytest.mark.parametrize(
     ("place", "victim", "step"),
     [
-        (FIRST_MOMENT, 1, 0),
+        pytest.param(FIRST_MOMENT, 1, 0, marks=pytest.mark.soak),
         ("start-up", 1, 0),
-        ("step-1", 0, 0),
+        pytest.param("step-1", 0, 0, marks=pytest.mark.soak),
         ("step-5", 0, 4),
-        ("step-8", 1, 7),
+        pytest.param("step-8", 1, 7, marks=pytest.mark.soak),
         ("evaluation-4", 0, 3),
-        ("save-6", 1, 5),
+        pytest.param("save-6", 1, 5, marks=pytest.mark.soak),
         (f"save-{STEPS}", 0, STEPS - 1),
     ],
 )
