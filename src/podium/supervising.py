@@ -101,6 +101,7 @@ class _Watch:
         self._asked: str | None = None  # why the child wants to be started again
         self._is_recorded = self._is_ending = self._goes_on = False
         self._stopped_s = 0.0
+        self._to_hand_on: int | None = None  # a signal that came
 
     @property
     def folder(self) -> Path | None:
@@ -148,12 +149,16 @@ class _Watch:
             news = signal.sigtimedwait(_ENDS | {signal.SIGCHLD}, _LOOK_S)
             if news is not None and news.si_signo in _ENDS:
                 self._is_ending = True
-                if not (self.shares_terminal and news.si_code == _SI_KERNEL):
-                    os.kill(child, news.si_signo)
+                self._to_hand_on = None if self.shares_terminal and news.si_code == _SI_KERNEL else news.si_signo
+                if self.shares_terminal:
+                    time.sleep(_LOOK_S)  # the child has it too if it was sent to their group, and says so
             code, _ = reaped(child)
             self._read(pipe)
             if code is not None:
                 return code
+            if self._to_hand_on is not None:
+                os.kill(child, self._to_hand_on)
+                self._to_hand_on = None
             self._look_at(child)
 
     def _read(self, pipe: int) -> None:
@@ -177,6 +182,9 @@ class _Watch:
                 self._plan.note_progress()
                 if self._memory is None and self._run is not None:
                     self._memory = keep_memory(self._run.folder)
+            case "signal":
+                if self.shares_terminal:
+                    self._to_hand_on = None
             case "restart":
                 self._asked = value
             case _:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -181,6 +182,34 @@ def test_signals_are_handed_on_once_and_start_nothing_again(tmp_path: Path, numb
     assert process.wait(30) == -signal.SIGKILL
     assert (tmp_path / "seen").read_text() == "1"
     assert len((tmp_path / "lives").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("is_to_group", [True, False], ids=["to the group", "to the supervisor"])
+def test_a_signal_on_a_terminal_comes_once(tmp_path: Path, is_to_group: bool) -> None:
+    """A shell sends the signal of `kill %1` to all processes of the job."""
+    counts = """
+    begin()
+    seen = []
+    signal.signal(signal.SIGTERM, lambda *_: (seen.append(1), told.note_signal()))
+    Path("ready").touch()
+    while not seen:
+        time.sleep(0.01)
+    time.sleep(1.5)
+    Path("seen").write_text(str(len(seen)))
+    """
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD + textwrap.dedent(counts)], cwd=tmp_path, start_new_session=True, stdin=theirs
+    )
+    end_s = time.monotonic() + 30
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+    (os.killpg if is_to_group else os.kill)(process.pid, signal.SIGTERM)
+    assert process.wait(30) == 0
+    assert (tmp_path / "seen").read_text() == "1"
+    for each in (ours, theirs):
+        os.close(each)
 
 
 def test_the_child_ends_with_its_supervisor(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from podium.runs.supervised import SUPERVISION
+
 STOPPING = "\nstopping after this step and saving; press Ctrl-C again to end at once"
 
 
@@ -45,6 +47,9 @@ class InterruptHandler:
             process.kill()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        supervision = SUPERVISION.get()
+        if supervision is not None:
+            supervision.note_signal()
         if self._stop_file is not None and not self._asked:
             self._asked = True
             try:

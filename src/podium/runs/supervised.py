@@ -64,6 +64,10 @@ class Supervision:
         """A step was committed."""
         self._tell("progress", True)
 
+    def note_signal(self) -> None:
+        """A signal to stop or to end came."""
+        self._tell("signal", True)
+
     def ask_restart(self, cause: str) -> None:
         """This process ends now, and another one should go on."""
         self.asks_restart = True
