@@ -38,6 +38,7 @@ _SI_KERNEL = 128
 _LOOK_S = 0.5
 # After the death of a controller, its guard ends Ray and the workers. What is left then is ended here.
 _GUARD_S = 10.0
+_FAILED = 2
 
 
 def is_supervised(arguments: Sequence[str]) -> bool:
@@ -133,7 +134,7 @@ class _Watch:
         decision = self._plan.decide(Death(part="controller", cause=cause))
         if isinstance(decision, Abort):
             console.warning(f"{cause} The run ends: {decision.reason}. Continue it with: podium resume {self._shown}")
-            self._end(code)
+            self._end(code if code < 0 else _FAILED)
         console.warning(f"{cause} A new controller goes on with the run.")
 
     @property

@@ -114,6 +114,17 @@ def test_a_controller_may_ask_for_another(tmp_path: Path) -> None:
     assert "warning: Ray died. A new controller goes on with the run." in said
 
 
+def test_one_that_asks_too_often_ends_with_an_error(tmp_path: Path) -> None:
+    code, lives, said = supervised(tmp_path, "begin(restarts=1)", "told.ask_restart('Ray died.')", "sys.exit(3)")
+    assert (code, len(lives)) == (2, 2)
+    assert "Ray died. The run ends" in said
+
+
+def test_a_run_that_may_not_be_started_again_does_not_ask(tmp_path: Path) -> None:
+    code, lives, _ = supervised(tmp_path, "told.ask_restart('Ray died.')", "sys.exit(3 if told.asks_restart else 2)")
+    assert (code, len(lives)) == (2, 1)
+
+
 def test_nothing_of_a_dead_controller_is_left_when_the_next_begins(tmp_path: Path) -> None:
     leaves = """
     begin()

@@ -46,7 +46,7 @@ class Supervision:
         """`predecessor`: the process before this one, and the `run` that it carried out."""
         os.set_blocking(pipe, False)
         self._pipe, self._predecessor, self._run = pipe, predecessor, run
-        self.asks_restart = False
+        self.asks_restart = self._has_begun = False
 
     def predecessor(self, folder: Path) -> Predecessor | None:
         """The process whose run this one goes on with, if that is the run of the folder."""
@@ -54,6 +54,7 @@ class Supervision:
 
     def begins(self, run: SupervisedRun) -> None:
         """From now on the process is started again if it dies."""
+        self._has_begun = True
         self._tell("run", dict(run.values()))
 
     def is_recorded(self) -> None:
@@ -69,9 +70,10 @@ class Supervision:
         self._tell("signal", True)
 
     def ask_restart(self, cause: str) -> None:
-        """This process ends now, and another one should go on."""
-        self.asks_restart = True
-        self._tell("restart", cause)
+        """This process ends now, and another one should go on, if its run may be started again."""
+        if self._has_begun:
+            self.asks_restart = True
+            self._tell("restart", cause)
 
     def _tell(self, name: str, value: Any) -> None:
         with contextlib.suppress(OSError):  # nobody reads, or not fast enough
