@@ -102,6 +102,7 @@ def test_it_gives_up_without_progress(tmp_path: Path) -> None:
     assert said.endswith("Continue it with: podium resume runs/a")
 
 
+@pytest.mark.slow
 def test_progress_renews_the_budget(tmp_path: Path) -> None:
     code, lives, _ = supervised(tmp_path, "begin(restarts=1)", "told.note_progress()", "life < 5 and die()")
     assert (code, len(lives)) == (0, 5)
@@ -138,6 +139,7 @@ def test_nothing_of_a_dead_controller_is_left_when_the_next_begins(tmp_path: Pat
     assert (code, len(lives)) == (0, 2)
 
 
+@pytest.mark.slow
 def test_a_stopped_controller_is_killed(tmp_path: Path) -> None:
     code, lives, _ = supervised(tmp_path, "begin(heartbeat_timeout_s=1)", "life == 1 and die(signal.SIGSTOP)")
     assert code == 0
@@ -145,6 +147,7 @@ def test_a_stopped_controller_is_killed(tmp_path: Path) -> None:
     assert "is stopped (SIGSTOP) and has given no sign of life for 1 s." in lives[1][1]
 
 
+@pytest.mark.slow
 def test_snapshots_are_kept_between_controllers_and_removed_at_the_end(tmp_path: Path) -> None:
     memory = memory_folder(tmp_path / "runs" / "a")
     if memory is None:
@@ -167,6 +170,7 @@ def test_snapshots_are_kept_between_controllers_and_removed_at_the_end(tmp_path:
     assert not memory.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signals_are_handed_on_once_and_start_nothing_again(tmp_path: Path, number: signal.Signals) -> None:
     counts = """
@@ -195,6 +199,7 @@ def test_signals_are_handed_on_once_and_start_nothing_again(tmp_path: Path, numb
     assert len((tmp_path / "lives").read_text().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_to_group", [True, False], ids=["to the group", "to the supervisor"])
 def test_a_signal_on_a_terminal_comes_once(tmp_path: Path, is_to_group: bool) -> None:
     """A shell sends the signal of `kill %1` to all processes of the job."""
