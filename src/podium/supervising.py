@@ -95,12 +95,13 @@ class _Watch:
         self._plan = RecoveryPlan(0)
         self._memory: TextIO | None = None
         self._pending = b""
+        self._is_recorded = self._goes_on = False
         self._begin()
 
     def _begin(self) -> None:
         """Before the next child."""
         self._asked: str | None = None  # why the child wants to be started again
-        self._is_recorded = self._is_ending = self._goes_on = False
+        self._is_ending = False
         self._stopped_s = 0.0
         self._to_hand_on: int | None = None  # a signal that came
 
@@ -176,6 +177,7 @@ class _Watch:
                 before, self._run = self._run, SupervisedRun.of(value)
                 if before is None or before.folder != self._run.folder:  # the next stage of a pipeline
                     self._forget_memory(before)
+                    self._is_recorded = False
                     self._plan = RecoveryPlan(self._run.restarts)
             case "recorded":
                 self._is_recorded = True

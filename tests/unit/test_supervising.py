@@ -88,6 +88,11 @@ def test_before_the_folder_has_everything_the_command_is_repeated(tmp_path: Path
     assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, FIRST, RESUMED])
 
 
+def test_a_controller_that_dies_before_it_has_begun_again_is_followed_by_another(tmp_path: Path) -> None:
+    code, lives, _ = supervised(tmp_path, "life == 2 and die()", "begin()", "life == 1 and die()")
+    assert (code, [arguments for arguments, _ in lives]) == (0, [FIRST, RESUMED, RESUMED])
+
+
 def test_a_stage_goes_on_with_its_pipeline(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     (tmp_path / "runs" / "pipeline.json").write_text("{}")
