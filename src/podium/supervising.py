@@ -94,7 +94,6 @@ class _Watch:
         self._run: SupervisedRun | None = None
         self._plan = RecoveryPlan(0)
         self._memory: TextIO | None = None
-        self._pending = b""
         self._is_recorded = self._goes_on = False
         self._begin()
 
@@ -102,6 +101,7 @@ class _Watch:
         """Before the next child."""
         self._asked: str | None = None  # why the child wants to be started again
         self._is_ending = False
+        self._pending = b""  # a part of a message
         self._stopped_s = 0.0
         self._to_hand_on: int | None = None  # a signal that came
 
