@@ -62,7 +62,7 @@ def test_the_death_of_a_process_of_ray_ends_the_run_with_its_name(tmp_path: Path
         victim = rays(process, name)
         os.kill(victim, signal.SIGKILL)
         ended = end_of(process, tmp_path, within_s=ENDED_S)
-        assert re.match(rf"ClusterError: .*{name} \(process {victim}\) died", ended)
+        assert re.match(rf"RayDiedError: .*{name} \(process {victim}\) died", ended)
 
 
 def test_the_death_of_ray_while_it_starts_ends_the_run(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_a_stopped_raylet_ends_the_run_after_the_heartbeat_timeout(tmp_path: Pat
         victim = rays(process, "raylet")
         os.kill(victim, signal.SIGSTOP)
         ended = end_of(process, tmp_path, within_s=HEARTBEAT_S + ENDED_S)
-        assert re.match(rf"ClusterError: .*raylet \(process {victim}\).*SIGSTOP", ended)
+        assert re.match(rf"RayDiedError: .*raylet \(process {victim}\).*SIGSTOP", ended)
 
 
 @pytest.mark.parametrize("moment", ["building", "calling"])
