@@ -114,10 +114,8 @@ class _Watch:
         """Of the next child: the command itself, or to go on with what it has begun."""
         if self.predecessor is None or self._run is None:
             return first
-        folder = self._run.folder
-        if is_pipeline_folder(folder.parent):
-            return ["resume", str(folder.parent)]
-        return ["resume", str(folder)] if self._goes_on else first
+        goes_on = self._goes_on or self._target != self._run.folder
+        return ["resume", str(self._target)] if goes_on else first
 
     def follow(self, child: int, pipe: int) -> None:
         """Waits for the end of a child. Returns if another one goes on; otherwise this process ends too."""
@@ -134,15 +132,16 @@ class _Watch:
             console.record_in(self._run.folder / "console.log")
         decision = self._plan.decide(Death(part="controller", cause=cause))
         if isinstance(decision, Abort):
-            console.warning(f"{cause} The run ends: {decision.reason}. Continue it with: podium resume {self._shown}")
+            console.warning(f"{cause} The run ends: {decision.reason}. Continue it with: podium resume {self._target}")
             self._end(code if code < 0 else _FAILED)
         console.warning(f"{cause} A new controller goes on with the run.")
 
     @property
-    def _shown(self) -> str:
+    def _target(self) -> Path:
+        """What is resumed: the run, or the pipeline of which it is a stage."""
         assert self._run is not None
         folder = self._run.folder
-        return str(folder.parent if is_pipeline_folder(folder.parent) else folder)
+        return folder.parent if is_pipeline_folder(folder.parent) else folder
 
     def _wait(self, child: int, pipe: int) -> int:
         """The exit code of the child; negative: the signal that ended it. Waits as long as the command takes."""
