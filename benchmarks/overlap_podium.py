@@ -27,6 +27,8 @@ def main() -> None:
     parser.add_argument("--layout", choices=("colocated", "split", "elastic"), default="colocated")
     parser.add_argument("--staleness", type=int, default=0)
     parser.add_argument("--workload", choices=("reward", "judge", "agent"), default="reward")
+    parser.add_argument("--agent-turns", type=int, default=3)
+    parser.add_argument("--turn-tokens", type=int, default=MEDIAN)
     asked = parser.parse_args()
     implementations: Any = interfaces.IMPLEMENTATIONS
     implementations[interfaces.Generator] = "overlap_task:MeasuredGenerator"
@@ -36,7 +38,7 @@ def main() -> None:
         if asked.staleness:  # other commits may not know the key
             values["rollout"]["staleness"] = asked.staleness
         if asked.workload == "agent":
-            _make_agent(values)
+            _make_agent(values, asked.agent_turns, asked.turn_tokens)
         if asked.workload == "judge":
             values["reward"] = [{"function": f"{HERE / 'overlap_task.py'}:judge"}]
         train(Task.read(asked.task), values, scratch).write(asked.out)
@@ -84,10 +86,13 @@ def _recipe(task: Task, scratch: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _make_agent(values: dict[str, Any]) -> None:
-    """Episodes of three short turns, with a tool of 0.2 to 1 s between them, instead of a slow reward."""
-    values["rollout"]["max_new_tokens"] = MEDIAN
-    values["environment"] = {"environment": f"{HERE / 'overlap_task.py'}:SlowTool", "max_turns": 3, "timeout_s": 30}
+def _make_agent(values: dict[str, Any], turns: int, turn_tokens: int) -> None:
+    """Episodes of short turns, with a tool of 0.2 to 1 s after each, instead of a slow reward."""
+    values["rollout"]["max_new_tokens"] = turn_tokens
+    values["environment"] = {
+        "environment": f"{HERE / 'overlap_task.py'}:SlowTool", "max_turns": turns, "timeout_s": 30,
+        "options": {"turns": turns},
+    }  # fmt: skip
     del values["reward"]
     values["grading"]["workers"] = 1  # the environment gives the rewards, and two cores have no room for more
 

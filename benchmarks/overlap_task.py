@@ -48,7 +48,10 @@ async def judge(answer: str) -> float:
 
 
 class SlowTool:
-    """Waits as for a tool's answer after every turn, and ends after three."""
+    """Waits as for a tool's answer after every turn, and ends after `turns` of them."""
+
+    def __init__(self, turns: int = 3) -> None:
+        self._turns = turns
 
     async def reset(self, task: Any) -> Observation:
         self._random, self._num_turns = np.random.default_rng([5, len(task.text)]), 0
@@ -58,4 +61,4 @@ class SlowTool:
         await asyncio.sleep(float(self._random.uniform(0.2, 1.0)))
         self._num_turns += 1
         reward = float(len(turn.text) % 7)
-        return Outcome(reward=reward, done=True) if self._num_turns == 3 else Outcome(messages=" w1 w2 w3")
+        return Outcome(reward=reward, done=True) if self._num_turns == self._turns else Outcome(messages=" w1 w2 w3")

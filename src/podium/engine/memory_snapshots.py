@@ -3,7 +3,7 @@
 
 A snapshot is a checkpoint (checkpoint.py) in a folder of tmpfs: it outlives the processes that wrote it, but not the
 machine. The files of the step before the last one are overwritten in place, so that a snapshot costs one copy of the
-tensors. On CUDA the device copies them into these files itself, beside its other work.
+tensors. On CUDA the device copies them into these files itself, beside its other work, a few megabytes at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -39,7 +40,8 @@ _SLACK_S = 5.0
 # The most of the free memory that snapshots may take.
 _MOST_OF_FREE = 0.5
 _SNAPSHOT_S = 60.0
-_Job = tuple[Path, int, list[TensorShard], Extras | Future[Extras], threading.Event]
+# Bytes that a device copies at a time. Its other copies, and whatever frees its memory, wait for what has begun.
+_CHUNK_BYTES = 16 * 2**20
 
 
 class MemorySnapshots:
@@ -67,7 +69,7 @@ class MemorySnapshots:
         return self._reason
 
     def wait_copied(self) -> None:
-        """Until then the tensors of the last snapshot must not change. On CUDA only the device waits."""
+        """Until then the tensors of the last snapshot must not change."""
         if self._writer is not None:
             self._writer.wait_copied()
 
@@ -109,7 +111,7 @@ class SnapshotWriter:
         self._folder, self._mesh, self._timeout_s = folder, mesh, timeout_s
         self._files: dict[int, _TensorFile] = {}  # inode -> the file of this rank in one of the kept folders
         self._stream = torch.cuda.Stream(mesh.device) if mesh.device.type == "cuda" else None
-        self._copied: torch.cuda.Event | None = None
+        self._copying: _DeviceCopy | None = None
         self._jobs: SimpleQueue[_Job] | None = None  # of a thread that stays: to start one takes milliseconds
         self._done: threading.Event | None = None  # of the last snapshot
         self._failure: BaseException | None = None
@@ -136,18 +138,21 @@ class SnapshotWriter:
         except OSError as error:
             self._failure = error  # raised with the next snapshot; this one never becomes whole
             return
-        self._copy(file, pieces)
+        if self._stream is None:
+            file.copy(pieces)
+        else:
+            self._copying = _DeviceCopy(file, pieces, self._stream, self._mesh.device)
         if self._jobs is None:
             self._jobs = SimpleQueue()
             threading.Thread(target=self._serve, args=(self._jobs,), name="snapshots", daemon=True).start()
         self._done = threading.Event()
-        self._jobs.put((partial, step, list(pieces), extras, self._done))
+        self._jobs.put(_Job(partial, step, list(pieces), extras, self._copying, self._done))
 
     def wait_copied(self) -> None:
-        """Until then the tensors of the last snapshot must not change. On CUDA only the device waits."""
-        if self._copied is not None:
-            torch.cuda.current_stream(self._mesh.device).wait_event(self._copied)
-            self._copied = None
+        """Until then the tensors of the last snapshot must not change."""
+        if self._copying is not None:
+            self._copying.wait(self._timeout_s)
+            self._copying = None
 
     def wait(self) -> None:
         """Waits until the last snapshot is whole; raises its error if it failed."""
@@ -188,35 +193,23 @@ class SnapshotWriter:
         self._files[file.inode] = file
         return file
 
-    def _copy(self, file: _TensorFile, pieces: Sequence[TensorShard]) -> None:
-        with torch.no_grad():
-            if self._stream is None:
-                for piece in pieces:
-                    file.tensors[piece.name].copy_(piece.local)
-                return
-            self._stream.wait_stream(torch.cuda.current_stream(self._mesh.device))
-            with torch.cuda.stream(self._stream):
-                for piece in pieces:
-                    file.tensors[piece.name].copy_(piece.local, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record(self._stream)
-
     def _serve(self, jobs: SimpleQueue[_Job]) -> None:
         """Completes one snapshot after the other, until the process ends."""
         while True:
-            partial, step, pieces, extras, done = jobs.get()
-            self._finish(partial, step, pieces, extras)
-            done.set()
+            job = jobs.get()
+            self._finish(job)
+            job.done.set()
 
-    def _finish(self, partial: Path, step: int, pieces: list[TensorShard], extras: Extras | Future[Extras]) -> None:
+    def _finish(self, job: _Job) -> None:
         """Writes this rank's index; rank 0 then waits (with a deadline) for those of all ranks, and for the extras."""
         try:
-            if self._stream is not None:
-                self._stream.synchronize()
+            if job.copying is not None:
+                job.copying.run()
             index = {
                 piece.name: {"shape": piece.shape, "starts": piece.box.starts, "stops": piece.box.stops}
-                for piece in pieces
+                for piece in job.pieces
             }
+            partial, extras = job.partial, job.extras
             write_json(partial / f"rank-{self._mesh.rank:05d}.json", {"pieces": index, "files": {}})
             if not self._mesh.is_main:
                 return
@@ -228,9 +221,72 @@ class SnapshotWriter:
                 time.sleep(0.001)
             if isinstance(extras, Future):
                 extras = extras.result(self._timeout_s)
-            complete(self._folder, partial, step, extras, ranks=self._mesh.world)
+            complete(self._folder, partial, job.step, extras, ranks=self._mesh.world)
         except BaseException as error:
             self._failure = error
+
+
+class _DeviceCopy:
+    """Copies tensors of a CUDA device into a file in memory, in another thread than the one that created it."""
+
+    def __init__(
+        self, file: _TensorFile, pieces: Sequence[TensorShard], stream: torch.cuda.Stream, device: torch.device
+    ) -> None:
+        self._file, self._pieces, self._stream, self._device = file, pieces, stream, device
+        self._written = torch.cuda.Event()  # the tensors have the values to copy
+        self._written.record(torch.cuda.current_stream(device))
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        """Copies chunk by chunk. The next one begins when the device has copied the one before."""
+        try:
+            with torch.no_grad(), torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                self._written.wait(self._stream)
+                copied = torch.cuda.Event(blocking=True)
+                for chunk in chunks(self._file.pairs(self._pieces), _CHUNK_BYTES):
+                    for target, source in chunk:
+                        target.copy_(source, non_blocking=True)
+                    copied.record(self._stream)
+                    copied.synchronize()
+        finally:
+            self._ended.set()
+
+    def wait(self, timeout_s: float) -> None:
+        """Waits until the tensors may change again."""
+        if not self._ended.wait(timeout_s):
+            raise CheckpointError(f"a device did not copy its tensors into host memory in {timeout_s:.0f} s.")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """A snapshot that is to be completed."""
+
+    partial: Path
+    step: int
+    pieces: Sequence[TensorShard]
+    extras: Extras | Future[Extras]
+    copying: _DeviceCopy | None
+    done: threading.Event
+
+
+def chunks(pairs: Sequence[tuple[Tensor, Tensor]], most_bytes: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Splits copies (to, from) into parts of at most `most_bytes`; a larger tensor is cut, if it is contiguous."""
+    chunk: list[tuple[Tensor, Tensor]] = []
+    num_bytes = 0
+    for target, source in pairs:
+        size = source.element_size()
+        count = max(1, most_bytes // size) if source.is_contiguous() else source.numel()
+        to_parts, from_parts = [target], [source]
+        if source.numel() > count:
+            to_parts, from_parts = [list(each.view(-1).split(count)) for each in (target, source)]
+        for to_part, from_part in zip(to_parts, from_parts, strict=True):
+            if chunk and num_bytes + from_part.numel() * size > most_bytes:
+                yield chunk
+                chunk, num_bytes = [], 0
+            chunk.append((to_part, from_part))
+            num_bytes += from_part.numel() * size
+    if chunk:
+        yield chunk
 
 
 class _TensorFile:
@@ -246,12 +302,24 @@ class _TensorFile:
         self._map[: len(header)] = header
         whole = torch.frombuffer(self._map, dtype=torch.uint8)
         if registers:  # else the device would copy through a small buffer, and this process would wait for it
-            torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), num_bytes, 0)
-        self.tensors: Mapping[str, Tensor] = {
+            code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), num_bytes, 0))
+            if code:
+                raise OSError(f"CUDA cannot use {num_bytes} bytes of host memory (cudaHostRegister: error {code})")
+        self._tensors: Mapping[str, Tensor] = {
             piece.name: whole[begin:end].view(piece.local.dtype).view(piece.local.shape)
             for piece in pieces
             for begin, end in (places[piece.name],)
         }
+
+    def pairs(self, pieces: Sequence[TensorShard]) -> list[tuple[Tensor, Tensor]]:
+        """Every tensor of the file, with the one that is to be copied there."""
+        return [(self._tensors[piece.name], piece.local) for piece in pieces]
+
+    def copy(self, pieces: Sequence[TensorShard]) -> None:
+        """Copies the tensors into the file."""
+        with torch.no_grad():
+            for target, source in self.pairs(pieces):
+                target.copy_(source)
 
     def fits(self, pieces: Sequence[TensorShard]) -> bool:
         """Whether it has room for these tensors."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from podium.engine import memory_snapshots
 from podium.engine.checkpoint import CheckpointReader
 from podium.engine.checkpoint_files import PARTIAL, Extras, saved_steps
-from podium.engine.memory_snapshots import MemorySnapshots, SnapshotWriter, whole_snapshots
+from podium.engine.memory_snapshots import MemorySnapshots, SnapshotWriter, chunks, whole_snapshots
 from podium.engine.mesh import Mesh
 from podium.errors import CheckpointError
 from podium.models.tensor_shards import Box, TensorShard
@@ -247,3 +247,15 @@ class OtherFails(Mesh):
 
     def sum(self, values: Tensor) -> Tensor:
         return values + 1
+
+
+def test_chunks_cut_large_tensors_and_join_small_ones() -> None:
+    sources = [torch.arange(5.0), torch.tensor(7.0), torch.empty(0), torch.arange(6.0).view(2, 3), torch.ones(3, 4).T]
+    targets = [torch.full(each.shape, -1.0) for each in sources]
+    found = list(chunks(list(zip(targets, sources, strict=True)), 12))
+    assert [sum(source.numel() for _, source in chunk) for chunk in found] == [3, 3, 3, 3, 12]  # 4 bytes each
+    for chunk in found:
+        for target, source in chunk:
+            target.copy_(source)
+    for target, source in zip(targets, sources, strict=True):
+        torch.testing.assert_close(target, source, rtol=0, atol=0)

@@ -19,7 +19,7 @@ from podium.engine.memory_snapshots import MemorySnapshots, whole_snapshots
 from podium.engine.mesh import Mesh
 from podium.models.tensor_shards import Box, TensorShard
 from podium.observe import Console, Stopwatch
-from podium.spmd.step_snapshots import StepSnapshots
+from podium.spmd.step_snapshots import SnapshotPace, StepSnapshots
 
 ALONE = Mesh(rank=0, world=1, device=torch.device("cpu"), devices=None)
 
@@ -63,11 +63,47 @@ def test_a_snapshot_is_whole_when_the_report_of_its_step_was_read(tmp_path: Path
     assert not run.console.note.called
 
 
-def test_an_update_waits_for_the_copy(tmp_path: Path) -> None:
+def test_an_update_waits_for_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    assert run.memory is not None
+    waits: list[int] = []
+    monkeypatch.setattr(run.memory, "wait_copied", lambda: waits.append(1))
 
-    assert run.engine.before_update == run.memory.wait_copied
+    run.engine.before_update()
+
+    assert waits == [1]
+
+
+class TestPace:
+    """When the next snapshot is due."""
+
+    def due_after(self, waited_s: float, *, step_s: float, num_steps: int = 30) -> list[int]:
+        pace, now_s, due = SnapshotPace(ALONE), 100.0, []
+        for step in range(1, num_steps + 1):
+            now_s += step_s
+            if pace.is_due(step):
+                pace.begin(step, now_s)
+                due.append(step)
+                now_s += waited_s  # the next update waits
+                pace.waited(waited_s)
+        return due
+
+    def test_copies_for_which_nothing_waits_are_taken_after_every_step(self) -> None:
+        assert self.due_after(0.0, step_s=1.0) == list(range(1, 31))
+        assert self.due_after(0.019, step_s=1.0) == list(range(1, 31))
+
+    def test_others_are_taken_less_often(self) -> None:
+        # 0.09 s are 2% of 4.5 steps of 1 s. The first three create files, or have nothing to measure.
+        assert self.due_after(0.09, step_s=1.0) == [1, 2, 3, 4, 9, 14, 19, 24, 29]
+
+    def test_they_come_more_often_again_when_nothing_waits_any_more(self) -> None:
+        pace = SnapshotPace(ALONE)
+        for step in (1, 2, 3, 4):
+            pace.begin(step, float(step))
+            pace.waited(0.2)
+        pace.begin(5, 5.0)
+        assert [pace.is_due(step) for step in (17, 18)] == [False, True]
+        pace.begin(18, 18.0)
+        assert pace.is_due(19)
 
 
 def test_without_memory_nothing_happens() -> None:
