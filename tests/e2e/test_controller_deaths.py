@@ -166,7 +166,9 @@ def test_it_ends_when_it_dies_too_often(task: Path) -> None:
 
 
 def test_a_signal_to_the_command_stops_the_run_after_its_step(task: Path) -> None:
-    values = values_of("grpo", "asked", steps=500)
+    # The step that was begun takes longer than the 3 s after which Ray's own handler would abort the process.
+    (task / "slow.py").write_text("import time\n\ndef reward(answer):\n    time.sleep(0.4)\n    return 0.0\n")
+    values = values_of("grpo", "asked", steps=500, reward=[{"function": "slow.py:reward"}], grading={"workers": 1})
     file, output, run = task / "asked.yaml", task / "asked.out", task / "runs" / "asked"
     file.write_text(yaml.safe_dump(values), encoding="utf-8")
     with chdir(task), podium("train", str(file), output=output) as process:

@@ -7,9 +7,7 @@ import asyncio
 import contextlib
 import logging
 import os
-import signal
 import socket
-import threading
 
 import ray
 
@@ -18,11 +16,13 @@ from podium.cluster.layout import RayCluster
 from podium.cluster.ray_compat import (
     AUTH_MODE,
     has_token,
+    install_again,
     is_token_refused,
     loopback_only,
     outer_address,
     quiet_driver,
     set_auth_mode,
+    signal_handlers,
 )
 from podium.errors import ClusterError
 
@@ -95,17 +95,13 @@ def _authenticate(address: str) -> None:
 
 
 def join_ray(address: str, settings: RayCluster) -> None:
-    """Connects to the cluster. Ray installs signal handlers; the program's own handlers are restored."""
-    usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
-    mine = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    """Connects to the cluster."""
+    mine = signal_handlers()
     try:
         with loopback_only() if _is_on_loopback_only(address) else contextlib.nullcontext(), quiet_driver():
             ray.init(address=address, log_to_driver=settings.show_output, logging_level=logging.ERROR)
     finally:
-        if threading.current_thread() is threading.main_thread():
-            for number, handler in mine.items():
-                if handler not in usual:
-                    signal.signal(number, handler)
+        install_again(mine)
 
 
 def _is_on_loopback_only(address: str) -> bool:

@@ -14,8 +14,10 @@ import logging
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -80,6 +82,21 @@ def init_local(settings: RayCluster, *, setup_worker: Path | None, is_wanted: Ca
             logging_level=logging.ERROR,
             _system_config=dict(_SYSTEM_CONFIG),
         )
+
+
+def signal_handlers() -> dict[int, Any]:
+    """The program's own handlers of SIGINT and SIGTERM."""
+    usual = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler, None)
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    return {number: handler for number, handler in found.items() if handler not in usual}
+
+
+def install_again(handlers: Mapping[int, Any]) -> None:
+    """Installs handlers before which a driver's start has put those of Ray. After a SIGTERM that of Ray calls the
+    earlier one, but also sets an alarm that aborts the process 3 s later."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 
 def package_folder() -> bytes:

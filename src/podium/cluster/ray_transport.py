@@ -27,7 +27,7 @@ from podium.cluster.objects import Stored
 from podium.cluster.placement import Bundle, NodeState
 from podium.cluster.processes import ProcessInfo, kill, look
 from podium.cluster.ray_arguments import STORE_IS_FULL, RayStored, full_store, pack
-from podium.cluster.ray_compat import available_resources_per_node, death_reason
+from podium.cluster.ray_compat import available_resources_per_node, death_reason, install_again, signal_handlers
 from podium.cluster.transport import BundlePlace, GoneError
 from podium.cluster.worker import Worker
 from podium.errors import ClusterError, PlacementError, PodiumError, StoreError
@@ -94,6 +94,7 @@ class RayTransport:
         except BaseException:
             await in_thread(local.stop)
             raise
+        install_again(signal_handlers())
         return cls(joined=False, local=local)
 
     def on_failure(self, call: Callable[[ClusterError], object]) -> None:
