@@ -32,11 +32,21 @@ _LONGEST_FIRST = ("golden", "spmd", "e2e", "newcomer", "rollout", "unit/rollout"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start Ray are serial: it uses all processors. Files that take long come first."""
+    """Tests that start Ray are serial: it uses all processors. Those in soak.txt are for `make test-soak`. Files that
+    take long come first."""
+    soaked = soaked_tests()
     for item in items:
         if _starts_ray(item):
             item.add_marker(pytest.mark.serial)
+        if item.nodeid.removeprefix("tests/") in soaked:
+            item.add_marker(pytest.mark.soak)
     items.sort(key=lambda item: _rank(item.path))
+
+
+def soaked_tests() -> frozenset[str]:
+    """The ids in soak.txt."""
+    lines = (_TESTS / "soak.txt").read_text(encoding="utf-8").splitlines()
+    return frozenset(line for line in lines if line and not line.startswith("#"))
 
 
 def _starts_ray(item: pytest.Item) -> bool:

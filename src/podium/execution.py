@@ -311,7 +311,7 @@ def _launch(
         return _recorded(
             launch(
                 run_rank, (task,), ranks=placement.devices, restarts=placement.restarts, stop_file=stop,
-                note=console.note,
+                stacks_file=folder.stacks_file, note=console.note,
             )
         )  # fmt: skip
 

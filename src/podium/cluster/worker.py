@@ -12,7 +12,7 @@ from podium.cluster.host import RoleHost, extend_import_path
 from podium.cluster.messages import Beat, Call, Handshake, Invoke, Reply, Whereabouts
 from podium.cluster.ray_arguments import PackedArguments, unpack
 from podium.cluster.ray_compat import forget_token
-from podium.cluster.stack_dumps import allow_dumps
+from podium.runs.stack_dumps import allow_dumps
 
 
 # `work` is one thread, always the same: device, grad mode and the order of collectives belong to it. The others answer

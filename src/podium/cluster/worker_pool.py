@@ -24,9 +24,9 @@ from podium.cluster.messages import Beat, Build, Call, Handshake, Import, Join, 
 from podium.cluster.placement import Bundle, NodeState, bundles_of
 from podium.cluster.placing import place_pools
 from podium.cluster.silence import Silence
-from podium.cluster.stack_dumps import dumped_stacks
 from podium.cluster.transport import BundlePlace, GoneError, Process, Transport
 from podium.errors import DeadlineError, PodiumError, StartTimeoutError, WorkerDiedError
+from podium.runs.stack_dumps import dumped_stacks
 
 log = logging.getLogger("podium.cluster")
 

@@ -4,6 +4,7 @@ ranks that torchrun started. A rank that dies ends the job with its own tracebac
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import multiprocessing
@@ -13,7 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -23,6 +24,7 @@ from podium import errors
 from podium.engine.addresses import FileMeeting, Meeting
 from podium.errors import LaunchError, PodiumError
 from podium.runs.interrupts import STOPPING, InterruptHandler
+from podium.runs.stack_dumps import allow_dumps, dumped_stacks, dumper_name, innermost
 
 Result = TypeVar("Result")
 
@@ -73,14 +75,15 @@ def place_under_torchrun() -> RankPlace | None:
 
 def launch(
     main: Callable[..., Result], args: tuple[Any, ...], *, ranks: int, restarts: int, stop_file: Path | None,
-    note: Callable[[str], object] = lambda text: None,
+    stacks_file: Path | None = None, note: Callable[[str], object] = lambda text: None,
 ) -> Result:  # fmt: skip
     """Runs `main(RankPlace, *args)` on every rank; returns the result of rank 0.
 
     A single rank runs in this process, where a debugger can reach it. Several ranks run as processes, and this process
     waits for them. The first Ctrl-C asks them to save and stop (if there is a `stop_file`), the second ends all
     ranks. When a rank dies or fails, all are ended and started again, up to `restarts` times; `note` gets a line about
-    each restart."""
+    each restart. Where the other ranks were when one failed is appended to `stacks_file`: it may have waited for one
+    that hangs."""
     if ranks == 1 and restarts == 0:
         return main(RankPlace(), *args)
     with tempfile.TemporaryDirectory(prefix="podium-") as meeting, InterruptHandler(stop_file) as interrupts:
@@ -90,7 +93,7 @@ def launch(
                 main=main, args=args, parent=os.getpid(), meeting=Path(meeting), restart=restart,
                 restarts_left=restarts - attempt,
             )  # fmt: skip
-            outcome, processes = _Outcome(), _RankProcesses()
+            outcome, processes = _Outcome(), _RankProcesses(stacks_file)
             agent = threading.Thread(target=_run_agent, args=(outcome, entry, ranks), name="elastic-agent", daemon=True)
             agent.start()
             while agent.is_alive():
@@ -98,6 +101,8 @@ def launch(
                 processes.look(ends_others=attempt < restarts)
             if interrupts.ended:
                 raise KeyboardInterrupt
+            if processes.told:
+                note(processes.told)
             if not outcome.can_restart or attempt == restarts:
                 break
             cause = str(outcome.error).splitlines()[0]
@@ -113,10 +118,12 @@ class _RankProcesses:
     """The processes of one group of ranks. Torch's agent gives ranks half a minute to end when another one is gone:
     one of them may wait for the dead one's part of a checkpoint. A run that restarts does not need that."""
 
-    def __init__(self) -> None:
+    def __init__(self, stacks_file: Path | None) -> None:
+        self._stacks_file = stacks_file
         self._others = set(multiprocessing.active_children())
         self._ranks: set[Any] = set()
         self._failed_s: float | None = None
+        self.told = ""  # where the others were when one failed
 
     @property
     def failed_s(self) -> float:
@@ -128,10 +135,26 @@ class _RankProcesses:
         self._ranks |= set(multiprocessing.active_children()) - self._others
         if self._failed_s is None and any(rank.exitcode for rank in self._ranks):
             self._failed_s = time.monotonic()
+            self._dump([rank.pid for rank in self._ranks if rank.exitcode is None])
         was_killed = any((rank.exitcode or 0) < 0 for rank in self._ranks)
         if ends_others and was_killed and time.monotonic() - self.failed_s > _GRACE_S:
             for rank in self._ranks:
                 rank.kill()
+
+    def _dump(self, pids: Sequence[int]) -> None:
+        """Keeps the stacks of ranks that go on or hang while another one has failed."""
+        if self._stacks_file is None or not pids:
+            return
+        stacks = sorted((dumper_name(pid) or "a rank that starts", pid, dumped_stacks(pid)) for pid in pids)
+        places = {name: innermost(dump or "") for name, _, dump in stacks}
+        where = [
+            f"{name} did not answer" if place is None else f"{name} was at {place}" for name, place in places.items()
+        ]
+        texts = [f"{name} (process {pid})\n{dump or 'did not answer'}\n" for name, pid, dump in stacks]
+        title = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime())
+        with contextlib.suppress(OSError), self._stacks_file.open("a", encoding="utf-8") as file:  # a full disk
+            file.write("\n".join([f"=== {title} a rank failed, and the others were here:", *texts]) + "\n")
+        self.told = f"when one failed, {', '.join(where)}. Their stacks are in {self._stacks_file}"
 
 
 class _Outcome:
@@ -159,6 +182,7 @@ class _RankEntry:
 
     def __call__(self) -> Any:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher turns Ctrl-C into a request through the stop file
+        allow_dumps(f"rank {os.environ['RANK']}")
         threading.Thread(target=_end_with_parent, args=(self.parent,), name="parent-watch", daemon=True).start()
         where = dataclasses.replace(
             _place_from_environment(launched=True), attempt=self.attempt, restart=self.restart,

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,18 +14,18 @@ import pytest
 
 from helpers.processes import wait_until
 from podium.cluster.processes import look
-from podium.cluster.stack_dumps import dumped_stacks
+from podium.runs.stack_dumps import dumped_stacks, dumper_name, innermost
 
 # A regular expression that backtracks for hours holds Python's lock all the time.
 _HOLDS_LOCK = """
 import re
-from podium.cluster.stack_dumps import allow_dumps
+from podium.runs.stack_dumps import allow_dumps
 
 def backtracks():
     print("ready", flush=True)
     re.match("(a+)+$", "a" * 60 + "b")
 
-allow_dumps()
+allow_dumps("rank 3")
 backtracks()
 """
 _ALLOWS_NOTHING = "print('ready', flush=True); input()"
@@ -50,6 +51,9 @@ def test_a_process_in_a_call_that_holds_the_lock_shows_its_stack_every_time(busy
         stacks = dumped_stacks(busy.pid)
         assert stacks is not None
         assert stacks.count("in backtracks") == 1
+        # Not in the module re, which it calls.
+        assert re.fullmatch(r'File "<string>", line [67] in backtracks', innermost(stacks) or "")
+    assert dumper_name(busy.pid) == "rank 3"
     assert busy.poll() is None
 
 
@@ -62,6 +66,7 @@ def test_a_stopped_process_shows_none(busy: subprocess.Popen[str]) -> None:
 def test_a_process_that_did_not_allow_it_gets_no_signal() -> None:
     process = started(_ALLOWS_NOTHING)
     assert dumped_stacks(process.pid) is None
+    assert dumper_name(process.pid) is None
     process.communicate("\n")
     assert process.returncode == 0
 
