@@ -44,7 +44,10 @@ async def rewind(
     the workers were started; `committed`: the last committed step; `are_new`: no worker has done anything yet. A worker
     that dies meanwhile raises WorkerDiedError, and the call can be repeated."""
     for pool in workers.pools:
-        await workers.recover(pool)
+        if pool == ROLLOUT:  # the run goes on with those that live, and fills the slots of the others later
+            await workers.vacate(pool, workers.worker_pool(pool).dead)
+        else:
+            await workers.recover(pool)
     step, saved = await _restored(first, state_handles(first.recipe, names, workers), workers, most, are_new)
     if step < committed and ROLLOUT in workers.pools:
         # They have weights of a version that will be made again, and may come out differently.
