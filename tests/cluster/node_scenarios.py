@@ -462,7 +462,7 @@ def _join_and_drain(nodes: ray.cluster_utils.Cluster, run: Path, hold: Path, mea
         reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         deadline_ms = int((time.time() + 60) * 1000)
         assert client.drain_node(node.node_id, reason, "it is taken back", deadline_ms)[0]
-        wait_until(lambda: 1 in pool.vacant or pool.members[1].is_leaving, "the notice", deadline_s=30)
+        wait_until(lambda: 1 in pool.vacant or pool.members[1].leaving is not None, "the notice", deadline_s=30)
     hold.unlink()
     wait_until(lambda: 1 in pool.vacant, "its end", deadline_s=60)
 

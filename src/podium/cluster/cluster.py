@@ -289,14 +289,17 @@ class Workers:
     def _note_leaving(self, leaving: Leaving) -> None:
         self._leaving_listener(leaving)
 
-    async def vacate(self, pool: str, slots: Sequence[int], *, frees_places: bool = False) -> None:
-        """Ends the workers of these slots and goes on without them: calls to all workers, links and channels leave them
-        out. `frees_places`: their places are not kept for their successors."""
+    def vacate(self, pool: str, slots: Sequence[int], *, frees_places: bool = False) -> None:
+        """Ends the workers of these slots and goes on without them: calls to all workers and links leave them out, and
+        channels when they are renewed. `frees_places`: their places are not kept for their successors."""
         if slots:
             self.worker_pool(pool).vacate(slots, frees_places=frees_places)
             self.registry = self.registry.without(pool, slots)
             self._links.outdate(pool)
-            await self._channels.renew(pool, (), Deadline(self._deadline_s))
+
+    async def renew_channels(self, pool: str) -> None:
+        """Tells those that call workers of this pool directly who they are now."""
+        await self._channels.renew(pool, (), Deadline(self._deadline_s))
 
     async def fill(self, pool: str, *, deadline_s: float = 300.0) -> tuple[int, ...]:
         """Starts workers in vacant slots, in as many as there is room for now. They are called only when `admit` has

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from podium.cluster.blocking import in_thread
-from podium.cluster.health import Died, WhereReport
+from podium.cluster.health import Died, Leaving, WhereReport
 from podium.cluster.identity import WorkerId
 from podium.cluster.messages import Beat, Whereabouts
 from podium.cluster.stack_dumps import dumped_stacks
@@ -45,7 +45,7 @@ class Member:
     died: Died | None = None
     death: asyncio.Future[Died] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
     watcher: asyncio.Task[None] | None = None
-    is_leaving: bool = False  # it will be gone soon, and has said so
+    leaving: Leaving | None = None  # it will be gone soon
 
 
 async def ask_where(members: Sequence[Member]) -> WhereReport:

@@ -77,8 +77,9 @@ class WorkerPool:
 
     @property
     def ready(self) -> tuple[int, ...]:
-        """Vacant slots in which `fill` has started a worker that lives."""
-        return tuple(slot for slot, member in sorted(self._members.items()) if slot in self.vacant and not member.died)
+        """Vacant slots in which `fill` has started a worker that lives, and does not leave already."""
+        started = [each for each in self.members if each.slot in self.vacant]
+        return tuple(each.slot for each in started if each.died is None and each.leaving is None)
 
     @property
     def meets(self) -> bool:
@@ -412,9 +413,9 @@ class WorkerPool:
 
     def _note_leaving(self, member: Member, cause: str) -> None:
         """Reports once that a worker will be gone soon."""
-        if not member.is_leaving and member.died is None:
-            member.is_leaving = True
-            self._on_leaving(Leaving(worker=member.worker, cause=cause))
+        if member.leaving is None and member.died is None:
+            member.leaving = Leaving(worker=member.worker, cause=cause)
+            self._on_leaving(member.leaving)
 
     def _is_stalled(self, member: Member, *, share: float = 1.0) -> bool:
         """Whether its call has not advanced for this share of the timeout."""

@@ -96,6 +96,10 @@ class Membership:
         """From now on vacant slots are filled."""
         if self._has_pool and not self._tasks:
             self._parts.workers.report_leaving_to(self._note_leaving)
+            pool = self._parts.workers.worker_pool(ROLLOUT)
+            for member in pool.members:
+                if member.leaving is not None and member.slot not in pool.vacant:  # said before the run was rewound
+                    self._leaving.setdefault(member.slot, member.leaving.cause)
             self._tasks = [asyncio.create_task(self._fill_slots()), asyncio.create_task(self._look_at_nodes())]
 
     async def close(self) -> None:
@@ -143,7 +147,7 @@ class Membership:
             self._vacancies[rank] = _Vacancy(cause=cause, since_s=now_s())
         else:
             self._parts.log.console.warning(f"{cause} Its grace period was too short: its episodes are run again.")
-        await self._parts.workers.vacate(ROLLOUT, [rank], frees_places=has_left is not None)
+        await self._vacate(rank, frees_place=has_left is not None)
         if has_left is not None:
             self._note_left(rank, has_left)
         self._changed.set()
@@ -151,9 +155,14 @@ class Membership:
     async def leave(self, rank: int) -> None:
         """Ends a generator that leaves and runs nothing any more."""
         cause = self._leaving.pop(rank)
-        await self._parts.workers.vacate(ROLLOUT, [rank], frees_places=True)
+        await self._vacate(rank, frees_place=True)
         self._note_left(rank, cause)
         self._changed.set()
+
+    async def _vacate(self, rank: int, *, frees_place: bool) -> None:
+        self._parts.workers.vacate(ROLLOUT, [rank], frees_places=frees_place)
+        if not self.moves_episodes:  # episode runners ask those that are left
+            await self._parts.workers.renew_channels(ROLLOUT)
 
     async def admit(self) -> tuple[int, ...]:
         """Lets new generators in. Returns their ranks. They have no weights yet."""

@@ -81,7 +81,7 @@ def test_a_pool_goes_on_without_a_worker_whose_node_is_gone_until_there_is_anoth
         await until(5.5)
         with pytest.raises(WorkerDiedError):
             await ranks_that_answer(workers)
-        await workers.vacate("gen", workers.worker_pool("gen").dead)
+        workers.vacate("gen", workers.worker_pool("gen").dead)
         assert await ranks_that_answer(workers) == [1]
         assert not workers.is_damaged("gen")
         assert await workers.recover("gen") == ()
@@ -100,7 +100,7 @@ def test_a_worker_that_dies_keeps_its_place_for_the_next() -> None:
     async def body(workers: Workers) -> None:
         (first, _) = workers.role("counter", Counter).workers
         await workers.end_worker(first)
-        await workers.vacate("gen", [0])
+        workers.vacate("gen", [0])
         assert await workers.fill("gen") == (0,)
         (new,) = await workers.admit("gen")
         assert new.node == first.node
@@ -110,7 +110,7 @@ def test_a_worker_that_dies_keeps_its_place_for_the_next() -> None:
 
 def test_a_new_worker_that_dies_before_it_is_admitted_is_started_again() -> None:
     async def body(workers: Workers) -> None:
-        await workers.vacate("gen", [0])
+        workers.vacate("gen", [0])
         assert await workers.fill("gen") == (0,)
         (member,) = [each for each in workers.worker_pool("gen").members if each.slot == 0]
         workers.worker_pool("gen").mark_dead(member, "it was ended")
@@ -155,7 +155,7 @@ def test_a_worker_that_will_be_gone_is_reported_works_on_and_dies_after_its_grac
 def test_the_node_of_a_worker_that_left_is_avoided_for_the_grace_period() -> None:
     async def body(workers: Workers) -> None:
         await until(10.0)
-        await workers.vacate("gen", [1], frees_places=True)
+        workers.vacate("gen", [1], frees_places=True)
         assert await workers.fill("gen") == ()
         await workers.nodes_changed("gen")  # its place is free
         await workers.nodes_changed("gen")
